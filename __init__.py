@@ -1,0 +1,40 @@
+"""xds: train PyTorch models that do not fit one device, steered by a JSON config.
+
+Names are loaded on first use, so that `xds check` and `xds --help` never pay for importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine.config import Config as Config
+    from .engine.engine import Engine as Engine
+    from .engine.initialize import initialize as initialize
+    from .ops.errors import ConfigError as ConfigError
+    from .ops.errors import UsageError as UsageError
+    from .ops.errors import XdsError as XdsError
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "initialize": ".engine.initialize",
+    "Engine": ".engine.engine",
+    "Config": ".engine.config",
+    "XdsError": ".ops.errors",
+    "ConfigError": ".ops.errors",
+    "UsageError": ".ops.errors",
+}
+
+__all__ = ["Config", "ConfigError", "Engine", "UsageError", "XdsError", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'xds' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,1 @@
+"""Floor 1: how a unit's gradient travels."""

@@ -1,0 +1,1 @@
+"""Roof: the xds command. Starts processes; imports torch only where it must."""

@@ -1,0 +1,1 @@
+"""Ground floor: flat arithmetic, collectives, native kernels. Imports only torch."""

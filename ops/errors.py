@@ -1,0 +1,28 @@
+"""The errors a user can meet, each one sentence that names setting, value, need and remedy.
+
+XdsError
+ +- ConfigError   the JSON config: carries every complaint of the file at once
+ +- UsageError    a call that cannot work: wrong order, wrong argument, wrong model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class XdsError(Exception):
+    """Base of every error that xds raises on purpose."""
+
+
+class UsageError(XdsError):
+    """A call that cannot work as it was made; the message says what to do instead."""
+
+
+class ConfigError(XdsError, ValueError):
+    """One or more complaints about a config, all of them, each with its full key path."""
+
+    def __init__(self, complaints: Sequence[str], source: str = "config") -> None:
+        self.complaints = tuple(complaints)
+        self.source = source
+        head = f"{source}: " if len(self.complaints) == 1 else f"{source}: {len(complaints)} problems\n  - "
+        super().__init__(head + "\n  - ".join(self.complaints))

@@ -1,0 +1,1 @@
+"""Floor 2: which slice of each parameter is local."""

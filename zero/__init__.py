@@ -1,0 +1,1 @@
+"""Floor 2: which model states are sharded, and the units they are sharded in."""
