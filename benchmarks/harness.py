@@ -1,0 +1,338 @@
+"""What the benchmarks share: start ranks, alternate contestants, take medians, keep results.
+
+Rules of measurement: contestants of one comparison live in the same processes and take turns;
+a row is the median of the ratios of neighbouring turns, with their smallest and largest; seconds
+on a shared machine are notes. One thread a rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import re
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "DS_ACCELERATOR": "cpu",
+    "DS_BUILD_OPS": "0",
+}
+
+
+class Skip(Exception):
+    """A contestant that cannot run here; the message is the reason that the table shows."""
+
+
+class RankFailed(Exception):
+    """A rank raised or died; carries its traceback."""
+
+
+# ---- ranks ---------------------------------------------------------------------------------
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 900
+) -> list[Any]:
+    """Run `fn(rank, world_size, *args)` in fresh processes that form one gloo group.
+
+    Returns what each rank returned, in rank order. The first failure ends all the others.
+    """
+    os.environ.update(ONE_THREAD)  # a thread pool reads it when its library is loaded
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        ranks = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            call = (fn, rank, world_size, f"{folder}/rendezvous", theirs, args)
+            process = context.Process(target=_rank_main, args=call, daemon=True)
+            process.start()
+            theirs.close()
+            ranks.append((process, ours))
+        try:
+            return _collect(ranks, time.monotonic() + timeout_seconds)
+        finally:
+            for process, _ in ranks:
+                process.join(timeout=10)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(ranks: list[tuple[Any, Connection]], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = {conn: rank for rank, (_, conn) in enumerate(ranks)}
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        for conn in ready:
+            rank = waiting.pop(conn)  # type: ignore[call-overload]
+            try:
+                ok, payload = conn.recv()  # type: ignore[union-attr]
+            except EOFError:
+                ok, payload = False, "died without a word"
+            if not ok:
+                _terminate(ranks)
+                raise RankFailed(f"rank {rank}: {payload}")
+            results[rank] = payload
+        if not ready:
+            _terminate(ranks)
+            raise RankFailed(f"ranks {sorted(waiting.values())} did not finish in time")
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _terminate(ranks: list[tuple[Any, Connection]]) -> None:
+    for process, _ in ranks:
+        process.terminate()
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    conn: Connection,
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # else peers pay for printing the same one at every call
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=180),
+        )
+        result = fn(rank, world_size, *args)
+        dist.barrier()
+        conn.send((True, result))
+    except BaseException:
+        conn.send((False, traceback.format_exc()))
+    finally:
+        conn.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # peers leave threads and exit hooks behind that may abort a finished rank
+
+
+# ---- taking turns --------------------------------------------------------------------------
+
+
+@dataclass
+class Plan:
+    """How often each contestant takes its turn, and how many steps a turn has."""
+
+    rounds: int = 9
+    block: int = 2
+    warmup: int = 3
+
+
+def alternate(
+    steps: dict[str, Callable[[int], Any]], plan: Plan
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Let the contestants take turns: seconds a step for each turn, and the loss of every step.
+
+    `steps[name](i)` runs step i and returns a scalar loss. The order rotates from round to round
+    so that nobody always follows the same neighbour. Runs on every rank alike.
+    """
+    import torch.distributed as dist
+
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    losses: dict[str, list[Any]] = {name: [] for name in steps}
+    for name, step in steps.items():
+        losses[name] += [step(i).detach() for i in range(plan.warmup)]
+    gc.collect()
+    gc.freeze()
+    names = list(steps)
+    for turn in range(plan.rounds):
+        shift = turn % len(names)
+        order = names[shift:] + names[:shift]
+        for name in order if turn % 2 == 0 else reversed(order):
+            start_step = len(losses[name])
+            dist.barrier()
+            start = time.perf_counter()
+            new = [steps[name](start_step + i) for i in range(plan.block)]
+            dist.barrier()  # inside the time: nobody hands work still under way to the next
+            seconds[name].append((time.perf_counter() - start) / plan.block)
+            losses[name] += [loss.detach() for loss in new]
+    return seconds, {name: [float(loss) for loss in kept] for name, kept in losses.items()}
+
+
+def slowest(per_rank: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Each sample is the slowest rank's."""
+    return {
+        name: [max(sample) for sample in zip(*(rank[name] for rank in per_rank), strict=True)]
+        for name in per_rank[0]
+    }
+
+
+def mean_over_ranks(per_rank: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Each sample is the mean over ranks."""
+    return {
+        name: [statistics.fmean(s) for s in zip(*(rank[name] for rank in per_rank), strict=True)]
+        for name in per_rank[0]
+    }
+
+
+# ---- rows ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One line of a table: a figure, its spread, what it must and should reach."""
+
+    name: str
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    must: float | None = None
+    aim: float | None = None
+    unit: str = "x"
+    void: str = ""  # why the figure does not count; empty when it does
+    note: str = ""
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    taken: str = field(default_factory=lambda: datetime.datetime.now().isoformat("T", "seconds"))
+    others_busy: float | None = None  # share of the machine that others used just before
+
+    @property
+    def verdict(self) -> str:
+        """PASS, PASS (aim), FAIL, VOID or SKIP; `note` when nothing is demanded."""
+        if self.void:
+            return self.void
+        if self.value is None or self.must is None:
+            return "note"
+        if self.value > self.must:
+            return "FAIL"
+        return "PASS (aim)" if self.aim is not None and self.value <= self.aim else "PASS"
+
+    def cells(self) -> list[str]:
+        """The row as the table shows it."""
+
+        def show(number: float | None) -> str:
+            return "-" if number is None else f"{number:.3f}{self.unit}"
+
+        spread = "" if self.low is None else f" ({self.low:.3f}-{self.high:.3f})"
+        bars = [show(self.must), show(self.aim)]
+        return [self.name, show(self.value) + spread, *bars, self.verdict, self.note]
+
+
+HEADERS = ["name", "median (min-max)", "must", "aim", "verdict", "note"]
+
+
+def ratio_row(name: str, ours: list[float], theirs: list[float], **rest: Any) -> Row:
+    """A row for `ours / theirs`, sample by sample: both took their turns side by side."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return Row(name, statistics.median(ratios), min(ratios), max(ratios), **rest)
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """One aligned line a row."""
+    table = [HEADERS, *(row.cells() for row in rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(HEADERS))]
+    for line in table:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(cells).rstrip(), flush=True)
+
+
+# ---- the machine and the results -----------------------------------------------------------
+
+
+def others_busy(seconds: float = 0.5) -> float | None:
+    """Share of all cores in use right now, while this process only waits; None if unknown."""
+    try:
+        before = _cpu_ticks()
+        time.sleep(seconds)
+        after = _cpu_ticks()
+    except OSError:
+        return None
+    spent = [b - a for a, b in zip(before, after, strict=True)]
+    idle = spent[3] + spent[4]
+    return round(1 - idle / max(1, sum(spent)), 3)
+
+
+def _cpu_ticks() -> list[int]:
+    return [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on: processor, cores, versions."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+        cpu = re.search(r"model name\s*:\s*(.+)", text).group(1).strip()  # type: ignore[union-attr]
+    except (OSError, AttributeError):
+        pass
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "deepspeed", "numpy", "xds-engine"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "versions": versions,
+    }
+
+
+def machine_kind() -> str:
+    """Short name for a results file: cores and processor."""
+    here = machine()
+    words = re.sub(r"[^a-z0-9]+", "-", here["cpu"].lower()).strip("-")
+    return f"{here['cores']}-core-{words}"[:60]
+
+
+def save(folder: Path, rows: Sequence[Row], extra: dict[str, Any] | None = None) -> Path:
+    """Write `results/<date>-<machine>.json` and the table of the folder's README.
+
+    Rows of the same name are replaced, others of that day are kept: a run of a few rows
+    (`--only`) brings the table up to date without repeating the rest.
+    """
+    path = folder / "results" / f"{datetime.date.today().isoformat()}-{machine_kind()}.json"
+    path.parent.mkdir(exist_ok=True)
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    fresh = {row.name: asdict(row) | {"verdict": row.verdict} for row in rows}
+    merged = [fresh.pop(old["name"], old) for old in kept] + list(fresh.values())
+    result = {"machine": machine(), **(extra or {}), "rows": merged}
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    _fill_readme(folder / "README.md", result, path.name)
+    return path
+
+
+def _fill_readme(readme: Path, result: dict[str, Any], source: str) -> None:
+    known = {"verdict"}
+    lines = [f"| {' | '.join(HEADERS)} |", "|" + "---|" * len(HEADERS)]
+    for entry in result["rows"]:
+        row = Row(**{key: value for key, value in entry.items() if key not in known})
+        lines.append(f"| {' | '.join(row.cells())} |")
+    here = result["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    lines += ["", f"{here['cores']} cores of {here['cpu']}, {here['system']}; {versions}."]
+    lines.append(f"From `results/{source}`.")
+    begin, end = "<!-- results: written by main.py -->", "<!-- end of results -->"
+    text = readme.read_text()
+    head, rest = text.split(begin)
+    _, tail = rest.split(end)
+    readme.write_text(head + begin + "\n" + "\n".join(lines) + "\n" + end + tail)

@@ -1,0 +1,244 @@
+"""Time a training step of xds beside DDP, FSDP2, DeepSpeed and a plain loop.
+
+    python benchmarks/step_time/main.py [--only PATTERN] [--quick] [--peers]
+
+Contestants of one comparison live in the same processes and take turns. A row is the median of
+the ratios of neighbouring turns. Their losses must agree first, else the row is void.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+from harness import (  # noqa: E402
+    Plan,
+    RankFailed,
+    Row,
+    Skip,
+    alternate,
+    mean_over_ranks,
+    others_busy,
+    print_rows,
+    ratio_row,
+    run_ranks,
+    save,
+    slowest,
+)
+
+FP32_TOLERANCE = 1e-4  # relative, of the last turn's loss: orders of summation differ
+BF16_TOLERANCE = 1e-2  # where the roundings happen differs from contestant to contestant
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`ours` takes at most `must` times as long as the fastest of `peers`."""
+
+    ours: str
+    peers: tuple[str, ...]
+    must: float
+    aim: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Contestants that take turns in one pair of processes."""
+
+    name: str
+    model: str
+    claims: tuple[Claim, ...]
+    plan: Plan
+    bf16: bool = False
+    world_size: int = 2
+
+    def contestants(self) -> list[str]:
+        """Everybody in it, once, peers first."""
+        names = [peer for claim in self.claims for peer in claim.peers]
+        return list(dict.fromkeys(names + [claim.ours for claim in self.claims]))
+
+    def row_name(self, claim: Claim) -> str:
+        """`comparison: ours / peer`."""
+        return f"{self.name}: {claim.ours} / {claim.peers[0].partition('-view')[0]}"
+
+
+DDP = ("ddp", "ddp-view")  # the faster of both ways to hold gradients is the peer
+FSDP2_TINY = ("fsdp2", "fsdp2-root")  # one group a block, or one group: the faster is the peer
+
+
+def comparisons() -> Iterator[Comparison]:
+    """Every comparison of the table."""
+    for model, plan in (("11M", Plan(rounds=9, block=2)), ("40M", Plan(rounds=9, block=1))):
+        for precision in ("fp32", "bf16"):
+            bf16 = precision == "bf16"
+            ddp = tuple(
+                Claim(f"xds-{stage}", DDP, 1.0, None if bf16 else 0.9) for stage in (0, 1, 2)
+            )
+            fsdp2 = Claim("xds-3", ("fsdp2",), 0.75 if bf16 else 0.70, None if bf16 else 0.55)
+            label = f"{model} {precision}"
+            yield Comparison(label, model, ddp, plan, bf16)
+            yield Comparison(label, model, (fsdp2,), plan, bf16)
+            for stage in range(4):
+                must = 0.85 if stage == 0 else 0.65
+                aim = None if bf16 or stage == 0 else 0.50
+                claim = Claim(f"xds-{stage}", (f"deepspeed-{stage}",), must, aim)
+                yield Comparison(label, model, (claim,), plan, bf16)
+    tiny = Plan(rounds=15, block=5, warmup=5)
+    yield Comparison("400 tiny", "tiny", (Claim("xds-2", DDP, 1.10),), tiny)
+    yield Comparison("400 tiny", "tiny", (Claim("xds-3", FSDP2_TINY, 0.70),), tiny)
+    alone = tuple(Claim(f"xds-{stage}", ("plain",), 1.02, 1.005) for stage in range(3))
+    yield Comparison("30M alone", "30M", alone, Plan(rounds=15, block=1), world_size=1)
+
+
+def time_contestants(rank: int, _: int, comparison: Comparison, names: list[str]) -> dict[str, Any]:
+    """One rank's part of a comparison: build everybody, take turns."""
+    from contestants import build
+    from model import make_batches, make_model
+
+    plan = comparison.plan
+    batches = make_batches(comparison.model, rank, plan.warmup + plan.rounds * plan.block)
+    steps, skipped, numel = {}, {}, 0
+    for name in names:
+        model = make_model(comparison.model)
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        try:
+            step = build(name, model, batches[0], comparison.bf16)
+        except Skip as reason:
+            skipped[name] = str(reason)
+            continue
+        steps[name] = lambda i, step=step: step(batches[i])
+    seconds, losses = alternate(steps, plan)
+    return {"seconds": seconds, "losses": losses, "skipped": skipped, "numel": numel}
+
+
+def run(comparison: Comparison, names: list[str]) -> tuple[dict[str, Any], float | None]:
+    """Everybody's samples over all ranks, and how busy the machine was just before."""
+    busy = others_busy()
+    ranks = run_ranks(time_contestants, comparison.world_size, comparison, names)
+    return {
+        "seconds": slowest([rank["seconds"] for rank in ranks]),
+        "losses": mean_over_ranks([rank["losses"] for rank in ranks]),
+        "skipped": ranks[0]["skipped"],
+        "numel": ranks[0]["numel"],
+    }, busy
+
+
+def judge(comparison: Comparison, found: dict[str, Any], busy: float | None) -> list[Row]:
+    """The rows of a comparison: correctness first, then the ratio to the faster peer."""
+    rows = []
+    seconds = found["seconds"]
+    for claim in comparison.claims:
+        row = Row(comparison.row_name(claim), must=claim.must, aim=claim.aim, others_busy=busy)
+        rows.append(row)
+        peers = [peer for peer in claim.peers if peer in seconds]
+        if claim.ours not in seconds or not peers:
+            missing = next(n for n in (claim.ours, *claim.peers) if n in found["skipped"])
+            row.void = f"SKIP ({found['skipped'][missing]})"
+            continue
+        peer = min(peers, key=lambda name: statistics.median(seconds[name]))
+        ours, theirs = seconds[claim.ours], seconds[peer]
+        measured = ratio_row(row.name, ours, theirs)
+        row.value, row.low, row.high = measured.value, measured.low, measured.high
+        row.samples = {claim.ours: ours, peer: theirs}
+        row.note = f"{_ms(ours)} / {_ms(theirs)} ms"
+        row.void = _disagreement(comparison, found["losses"], claim.ours, peer)
+    return rows
+
+
+def _disagreement(
+    comparison: Comparison, losses: dict[str, list[float]], ours: str, peer: str
+) -> str:
+    last = slice(-comparison.plan.block, None)
+    a, b = (statistics.fmean(losses[name][last]) for name in (ours, peer))
+    tolerance = BF16_TOLERANCE if comparison.bf16 else FP32_TOLERANCE
+    if abs(a - b) <= tolerance * abs(b):
+        return ""
+    return f"VOID (loss {a:.6f}, {peer} {b:.6f})"
+
+
+def _ms(samples: list[float]) -> str:
+    return f"{statistics.median(samples) * 1e3:.1f}"
+
+
+def print_notes(comparison: Comparison, found: dict[str, Any]) -> None:
+    """Absolute figures of everybody: notes, not bars."""
+    print(f"\n# {comparison.name}, {found['numel'] / 1e6:.2f}M parameters, ms a step", flush=True)
+    for name, samples in found["seconds"].items():
+        low, high = min(samples) * 1e3, max(samples) * 1e3
+        loss = found["losses"][name][-1]
+        print(f"#   {name:12} {_ms(samples):>8} ({low:.1f}-{high:.1f})  last loss {loss:.6f}")
+    for name, reason in found["skipped"].items():
+        print(f"#   {name:12} skipped: {reason}")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="*", help="rows whose name matches, such as '11M fp32*'")
+    parser.add_argument("--rounds", type=int, help="turns of each contestant (default: 9 or 15)")
+    parser.add_argument("--quick", action="store_true", help="a slice of about 20 s; keeps nothing")
+    parser.add_argument("--peers", action="store_true", help="the peers among themselves")
+    return parser.parse_args()
+
+
+def chosen(options: argparse.Namespace) -> Iterator[Comparison]:
+    """The comparisons with the claims that the command line asks for."""
+    for comparison in comparisons():
+        pattern = options.only if any(c in options.only for c in "*?[") else f"*{options.only}*"
+        claims = tuple(
+            claim
+            for claim in comparison.claims
+            if fnmatch.fnmatch(comparison.row_name(claim), pattern)
+        )
+        plan = comparison.plan
+        if options.quick:
+            if comparison.name not in ("11M fp32", "400 tiny") or "deepspeed" in str(claims):
+                continue
+            plan = replace(plan, rounds=3, warmup=2)
+        if options.rounds:
+            plan = replace(plan, rounds=options.rounds)
+        if claims:
+            yield replace(comparison, claims=claims, plan=plan)
+
+
+def main() -> int:
+    """Run what was asked for; 1 if a row fails."""
+    options = arguments()
+    rows: list[Row] = []
+    for comparison in chosen(options):
+        names = comparison.contestants()
+        if options.peers:
+            names = [name for name in names if not name.startswith("xds")]
+        try:
+            found, busy = run(comparison, names)
+        except RankFailed as error:
+            reason = str(error).strip().splitlines()[-1]
+            print(f"\n# {comparison.name}: {error}", flush=True)
+            rows += [
+                Row(comparison.row_name(c), must=c.must, aim=c.aim, void=f"FAIL ({reason})")
+                for c in comparison.claims
+            ]
+            continue
+        print_notes(comparison, found)
+        if not options.peers:
+            fresh = judge(comparison, found, busy)
+            print_rows(fresh)
+            rows += fresh
+    if options.peers:
+        return 0
+    print()
+    print_rows(rows)
+    if not options.quick and rows:
+        print(f"kept in {save(HERE, rows)}")
+    return int(any(row.verdict.startswith("FAIL") for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
