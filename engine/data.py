@@ -1,0 +1,187 @@
+"""Loaders that give each rank its own part of a dataset, epoch after epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
+
+from ..ops.errors import UsageError
+
+
+@final
+class EpochSampler(Sampler[int]):
+    """This rank's indices, in an order that changes by itself from one iteration to the next.
+
+    DistributedSampler repeats its first order for ever unless somebody calls `set_epoch`. Every
+    rank gets ceil(len / world_size) indices, the first ones again where the dataset is too short;
+    floor with `drop_last`.
+    """
+
+    def __init__(self, inner: DistributedSampler[int]) -> None:
+        self._inner = inner
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self._inner.set_epoch(self.epoch)
+        self.epoch += 1
+        return iter(self._inner)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Give the next iteration the order of `epoch`."""
+        self.epoch = epoch
+
+
+@final
+class RankSlice(IterableDataset[Any]):
+    """This rank's part of a stream: item i goes to rank i % world_size.
+
+        stream      0 1 2 3 | 4 5 6 7 | 8 9          4 ranks: two whole rounds, 8 and 9 are dropped
+        rank 1        1         5
+
+    Every rank reads the whole stream and keeps its part; a last round that is not whole is dropped,
+    so all ranks see the same number of items. Loader workers take rounds in turn. The order is the
+    stream's own: there is no shuffling.
+    """
+
+    def __init__(self, stream: Iterable[Any], rank: int, world_size: int) -> None:
+        self._stream = stream
+        self._rank = rank
+        self._world_size = world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        worker_id, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        items = iter(self._stream)
+        round_index = 0
+        while len(whole_round := list(islice(items, self._world_size))) == self._world_size:
+            if round_index % num_workers == worker_id:
+                yield whole_round[self._rank]
+            round_index += 1
+
+
+@final
+class RepeatingLoader:
+    """Iterates `loader` again and again, without end.
+
+    Raises:
+        UsageError: `loader` gives nothing, or is an iterator that can be used only once.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._iterator = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self.loader)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise UsageError(
+                f"the loader ({type(self.loader).__name__}) has no further batch: it is empty, or "
+                "it can be iterated only once; pass one that can start again, such as a DataLoader."
+            ) from None
+
+
+def build_loader(  # noqa: PLR0913 (a rank and what a DataLoader takes)
+    dataset: Dataset[Any] | Iterable[Any],
+    *,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    drop_last: bool = False,
+    seed: int = 0,
+    shuffle: bool = True,
+    num_workers: int = 0,
+) -> DataLoader[Any]:
+    """Make this data-parallel rank's loader over `dataset`; needs no process group.
+
+    Shapes:  items of shape [...] -> micro-batches of shape [micro_batch_size, ...], the last of an
+             epoch shorter unless `drop_last`.
+
+    Each iteration of the loader is one epoch, shuffled differently from the last. One seed gives
+    one order, whatever else draws random numbers: torch's global generator is neither read nor
+    moved. Every rank gets the same number of micro-batches (see `EpochSampler`, `RankSlice`).
+
+    Args:
+        dataset: map-style (`len` and indexing), or an IterableDataset, which is not shuffled.
+        rank, world_size: of the data-parallel group.
+        collate_fn: makes a micro-batch of a list of items; torch's own by default.
+        num_workers: processes that load; 0 loads in this one.
+
+    Raises:
+        UsageError: not a dataset, an empty one, or one too short to give a micro-batch.
+    """
+    if micro_batch_size < 1 or not 0 <= rank < world_size:
+        raise UsageError(
+            f"build_loader got micro_batch_size = {micro_batch_size}, rank = {rank}, world_size = "
+            f"{world_size}; it needs micro_batch_size >= 1 and 0 <= rank < world_size."
+        )
+    # A generator of its own: DataLoader otherwise draws a seed from the global one in each epoch,
+    # and so changes every later random number of the training.
+    generator = torch.Generator().manual_seed(seed * world_size + rank)
+    options: dict[str, Any] = {
+        "batch_size": micro_batch_size,
+        "collate_fn": collate_fn,
+        "drop_last": drop_last,
+        "num_workers": num_workers,
+        "pin_memory": torch.cuda.is_available(),
+        "generator": generator,
+    }
+    if isinstance(dataset, IterableDataset):
+        return DataLoader(RankSlice(dataset, rank, world_size), **options)
+    _check_map_style(dataset, micro_batch_size, world_size, drop_last)
+    inner = DistributedSampler[int](
+        dataset,  # type: ignore[arg-type]
+        num_replicas=world_size,
+        rank=rank,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+    )
+    return DataLoader(dataset, sampler=EpochSampler(inner), **options)  # type: ignore[arg-type]
+
+
+def _check_map_style(
+    dataset: object, micro_batch_size: int, world_size: int, drop_last: bool
+) -> None:
+    if isinstance(dataset, DataLoader):
+        raise UsageError(
+            "training_data is a DataLoader, and needs to be a dataset; pass its dataset, or keep "
+            "the loader and give its batches to engine(batch) or engine.train_batch(iterator)."
+        )
+    try:
+        num_items = len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(
+            f"training_data is a {type(dataset).__name__} without a length; it needs __len__ and "
+            "__getitem__, or to be a torch.utils.data.IterableDataset."
+        ) from None
+    if not callable(getattr(dataset, "__getitem__", None)):
+        raise UsageError(
+            f"training_data is a {type(dataset).__name__} that cannot be indexed; it needs "
+            "__getitem__, or to be a torch.utils.data.IterableDataset."
+        )
+    if num_items == 0:
+        raise UsageError("training_data is empty; it needs at least one item.")
+    num_needed = micro_batch_size * world_size
+    if drop_last and num_items < num_needed:
+        raise UsageError(
+            f"training_data has {num_items} items, fewer than train_micro_batch_size_per_gpu "
+            f"({micro_batch_size}) x data ranks ({world_size}) = {num_needed}, and "
+            "dataloader_drop_last = true would drop them all; set it to false or lower the former."
+        )

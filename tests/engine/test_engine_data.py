@@ -1,0 +1,128 @@
+"""Loaders: each rank's part, epochs, seeds, streams, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from xds import UsageError
+from xds.engine.data import RepeatingLoader, build_loader
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, num_items: int) -> None:
+        self.num_items = num_items
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num_items))
+
+
+def epoch(loader: DataLoader[Any]) -> list[int]:
+    return [int(item) for batch in loader for item in batch]
+
+
+def loaders(dataset: Any, world_size: int, **options: Any) -> list[DataLoader[Any]]:
+    return [
+        build_loader(dataset, micro_batch_size=2, rank=rank, world_size=world_size, **options)
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_share_the_dataset_without_overlap(world_size: int) -> None:
+    parts = [epoch(loader) for loader in loaders(list(range(12)), world_size)]
+    assert sorted(sum(parts, [])) == list(range(12))
+    assert {len(part) for part in parts} == {12 // world_size}
+
+
+def test_a_short_last_round_is_filled_or_dropped() -> None:
+    filled = [epoch(loader) for loader in loaders(list(range(5)), 2)]
+    assert [len(part) for part in filled] == [3, 3]
+    assert set(sum(filled, [])) == set(range(5))
+    dropped = [list(loader) for loader in loaders(list(range(5)), 2, drop_last=True)]
+    assert [[len(batch) for batch in part] for part in dropped] == [[2], [2]]
+
+
+def test_epochs_advance_by_themselves_and_repeat_by_seed() -> None:
+    first, second = (loaders(list(range(40)), 2, seed=7)[0] for _ in range(2))
+    epochs = [epoch(first) for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [epoch(second) for _ in range(3)] == epochs
+    assert epoch(loaders(list(range(40)), 2, seed=8)[0]) != epochs[0]
+
+
+def test_set_epoch_goes_back() -> None:
+    loader = loaders(list(range(40)), 1)[0]
+    first = epoch(loader)
+    epoch(loader)
+    loader.sampler.set_epoch(0)  # type: ignore[attr-defined]
+    assert epoch(loader) == first
+
+
+def test_without_shuffling_ranks_take_turns() -> None:
+    parts = [epoch(loader) for loader in loaders(list(range(6)), 2, shuffle=False)]
+    assert parts == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_global_generator_is_left_alone() -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    epoch(loaders(list(range(8)), 1)[0])
+    epoch(loaders(Stream(8), 1)[0])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_shapes_and_collate_fn() -> None:
+    dataset = TensorDataset(torch.zeros(4, 3), torch.zeros(4))
+    inputs, targets = next(iter(loaders(dataset, 2)[0]))
+    assert (inputs.shape, targets.shape) == ((2, 3), (2,))
+    batch = next(iter(loaders(list(range(4)), 2, shuffle=False, collate_fn=tuple)[1]))
+    assert batch == (1, 3)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_streams_are_dealt_out_in_whole_rounds(num_workers: int) -> None:
+    parts = [sorted(epoch(loader)) for loader in loaders(Stream(10), 4, num_workers=num_workers)]
+    assert parts == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_repeating_loader_never_ends() -> None:
+    loader = RepeatingLoader(loaders(list(range(6)), 1, seed=3)[0])
+    seen = sum((next(loader).tolist() for _ in range(9)), [])
+    assert sorted(seen[:6]) == sorted(seen[6:12]) == sorted(seen[12:]) == list(range(6))
+    assert seen[:6] != seen[6:12]
+    assert iter(loader) is loader
+
+
+@pytest.mark.parametrize("source", [[], iter([1])])
+def test_repeating_loader_names_what_runs_dry(source: Any) -> None:
+    loader = RepeatingLoader(source)
+    with pytest.raises(UsageError, match="no further batch"):
+        for _ in range(2):
+            next(loader)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "words"),
+    [
+        (DataLoader([1]), {}, "is a DataLoader"),  # type: ignore[arg-type]
+        (iter([1]), {}, "without a length"),
+        ({1, 2}, {}, "cannot be indexed"),
+        ([], {}, "is empty"),
+        ([1, 2, 3], {"drop_last": True}, "= 4, and dataloader_drop_last"),
+    ],
+)
+def test_refusals(dataset: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        loaders(dataset, 2, **options)
+
+
+@pytest.mark.parametrize("numbers", [(0, 0, 1), (1, 1, 1), (1, -1, 2)])
+def test_impossible_ranks_and_sizes(numbers: tuple[int, int, int]) -> None:
+    micro_batch_size, rank, world_size = numbers
+    with pytest.raises(UsageError, match="micro_batch_size"):
+        build_loader([1], micro_batch_size=micro_batch_size, rank=rank, world_size=world_size)

@@ -1,0 +1,112 @@
+"""Timers, throughput and memory; a clock of our own where time matters."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from xds.engine.timers import (
+    NoThroughput,
+    NoTimers,
+    Rates,
+    RegionTimers,
+    SampleThroughput,
+    build_throughput,
+    build_timers,
+    memory_use,
+)
+
+CPU = torch.device("cpu")
+
+
+class HandClock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def config(*, breakdown: bool = False, throughput: bool = True) -> SimpleNamespace:
+    section = SimpleNamespace(enabled=throughput, synchronized=True)
+    return SimpleNamespace(
+        wall_clock_breakdown=breakdown, timers=SimpleNamespace(throughput=section)
+    )
+
+
+def test_regions_add_up_and_start_again() -> None:
+    clock = HandClock()
+    timers = RegionTimers(CPU, clock)
+    for seconds in (0.25, 0.5):
+        with timers.region("forward"):
+            clock.seconds += seconds
+    with timers.region("step"):
+        clock.seconds += 1.0
+        with timers.region("reduce"):
+            clock.seconds += 2.0
+    assert timers.take_milliseconds() == {"forward": 750.0, "reduce": 2000.0, "step": 3000.0}
+    assert timers.take_milliseconds() == {}
+
+
+def test_a_region_that_raises_is_counted_and_does_not_swallow() -> None:
+    clock = HandClock()
+    timers = RegionTimers(CPU, clock)
+    with pytest.raises(ValueError, match="inside"), timers.region("forward"):
+        clock.seconds += 1.0
+        raise ValueError("inside")
+    assert timers.take_milliseconds() == {"forward": 1000.0}
+
+
+def test_off_measures_nothing() -> None:
+    timers = build_timers(config(), CPU)
+    assert isinstance(timers, NoTimers)
+    assert not timers.enabled
+    with timers.region("forward"), timers.region("forward"):
+        pass
+    assert timers.take_milliseconds() == {}
+    throughput = build_throughput(config(throughput=False), CPU)
+    assert isinstance(throughput, NoThroughput)
+    throughput.step(8)
+    assert throughput.read() is None
+
+
+def test_on() -> None:
+    timers = build_timers(config(breakdown=True), CPU)
+    assert isinstance(timers, RegionTimers)
+    assert timers.enabled
+    assert isinstance(build_throughput(config(), CPU), SampleThroughput)
+
+
+def test_throughput_leaves_out_the_first_two_steps() -> None:
+    clock = HandClock()
+    throughput = SampleThroughput(CPU, synchronized=True, clock=clock)
+    seen = []
+    for seconds in (50.0, 50.0, 1.0, 4.0):
+        clock.seconds += seconds
+        throughput.step(8)
+        seen.append(throughput.read())
+    assert seen == [None, None, Rates(last=8.0, overall=8.0), Rates(last=2.0, overall=3.2)]
+    clock.seconds += 10.0
+    assert throughput.read() == seen[-1]  # no step since: the last reading stands
+
+
+def test_throughput_between_readings() -> None:
+    clock = HandClock()
+    throughput = SampleThroughput(CPU, synchronized=False, clock=clock)
+    for _ in range(6):
+        throughput.step(4)
+        clock.seconds += 2.0
+    assert throughput.read() == Rates(last=1.6, overall=1.6)  # 4 steps of 4 samples in 10 s
+
+
+def test_memory_of_the_process() -> None:
+    before = memory_use(CPU)
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    during = memory_use(CPU)
+    del block
+    assert 0 < before.now_bytes <= before.peak_bytes
+    assert during.peak_bytes >= during.now_bytes >= before.now_bytes + 32 * 2**20
