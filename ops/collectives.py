@@ -1,0 +1,251 @@
+"""The one door to torch.distributed: every collective of xds, on flat tensors, with its bytes counted.
+
+On gloo the built-in reduce_scatter is a whole all_reduce and the built-in all_gather copies twice; both
+are three to four times slower than point-to-point messages straight from and into the flat buffers.
+So a CPU group gets `PeerToPeer`. Its sums run in rank order on the receiver, so the result does not
+depend on where an element lies: stages and bucketings are bit-identical. Messages carry the number of
+their buffer as tag, so two ranks may start them in different orders and still meet.
+Every other backend (NCCL, MPI, torch's threaded test group) gets `Native`: its own collectives.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .flat import sum_in_order
+from .pool import BufferPool
+
+# torch 2.13 renamed these two; the old names warn there and the new ones do not exist in 2.11.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+TAG_BASE = 0x5D000  # away from the small tags that a user's own send and recv would take
+TAGS_PER_BUFFER = 2
+
+
+class Handle(ABC):
+    """A collective in flight. `wait` ends it; calling it twice is harmless."""
+
+    @abstractmethod
+    def wait(self) -> None: ...
+
+
+@final
+class Done(Handle):
+    """Nothing was sent."""
+
+    def wait(self) -> None:
+        return
+
+
+@final
+class InFlight(Handle):
+    """Works to wait for, then what is left to do with what arrived."""
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], None] | None = None) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+class Collectives(ABC):
+    """Collectives of one process group. Flat tensors are [world_size * shard_numel], shards [shard_numel].
+
+    `buffer` numbers the flat buffer a message belongs to: concurrent messages of different buffers never
+    mix. `sent_bytes` counts what this rank sent, for each kind, since construction.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
+        self.group = group
+        self.rank = rank
+        self.world_size = world_size
+        self.sent_bytes: dict[str, int] = {}
+
+    def shard_of(self, flat: Tensor, rank: int | None = None) -> Tensor:
+        """The view of `flat` that belongs to `rank` (default: this one)."""
+        numel = flat.numel() // self.world_size
+        return flat.narrow(0, (self.rank if rank is None else rank) * numel, numel)
+
+    def _count(self, kind: str, shard: Tensor) -> None:
+        """Every algorithm here sends (world_size - 1) shards: the lower bound."""
+        sent = (self.world_size - 1) * shard.numel() * shard.element_size()
+        self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
+
+    @abstractmethod
+    def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
+        """Fill `flat` with every rank's `shard`. Sends (world_size - 1) * shard bytes a rank.
+
+        `shard` may be this rank's own slice of `flat`. Neither may be written before `wait`.
+        """
+
+    @abstractmethod
+    def reduce_scatter(
+        self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
+    ) -> Handle:
+        """out = (out +) the sum over ranks of their `flat`, this rank's shard of it.
+
+        Shapes:  flat [world_size * n], out [n]; `out` may be wider than `flat`, and may be this rank's
+                 slice of `flat` unless `add`.
+        Sends:   (world_size - 1) * n elements of `flat`'s dtype a rank. Nothing may be written before `wait`.
+        """
+
+    @abstractmethod
+    def gather_small(self, values: Tensor) -> Tensor:
+        """[n] -> [world_size, n], in rank order, at once. For norms and flags: a few bytes."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrite `tensor` on every rank with rank `source`'s (rank within the group)."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank came here."""
+
+
+@final
+class Alone(Collectives):
+    """One rank: nothing is ever sent."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 0, 1)
+
+    def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
+        if flat.data_ptr() != shard.data_ptr():
+            flat.copy_(shard)
+        return Done()
+
+    def reduce_scatter(
+        self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
+    ) -> Handle:
+        sum_in_order(out, [flat], add=add)
+        return Done()
+
+    def gather_small(self, values: Tensor) -> Tensor:
+        return values.unsqueeze(0)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        return
+
+    def barrier(self) -> None:
+        return
+
+
+@final
+class PeerToPeer(Collectives):
+    """Messages between all pairs, for gloo. See the module's docstring."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group, group.rank(), group.size())
+        self._scratch = BufferPool()
+        # every rank starts with its right neighbour, so that no one is everybody's first target
+        self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        assert self.group is not None
+        return self.group.send([tensor], peer, tag)
+
+    def _recv(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        assert self.group is not None
+        return self.group.recv([tensor], peer, tag)
+
+    def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
+        tag = TAG_BASE + TAGS_PER_BUFFER * buffer
+        own = self.shard_of(flat)
+        works = [self._recv(self.shard_of(flat, peer), peer, tag) for peer in self._peers]
+        works += [self._send(shard, peer, tag) for peer in self._peers]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        self._count(kind, shard)
+        return InFlight(works)
+
+    def reduce_scatter(
+        self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
+    ) -> Handle:
+        tag = TAG_BASE + TAGS_PER_BUFFER * buffer + 1
+        parts = {self.rank: self.shard_of(flat)}
+        works = []
+        for peer in self._peers:
+            parts[peer] = self._scratch.take(out.numel(), flat.dtype, flat.device)
+            works.append(self._recv(parts[peer], peer, tag))
+        works += [self._send(self.shard_of(flat, peer), peer, tag) for peer in self._peers]
+        self._count(kind, parts[self.rank])
+
+        def finish() -> None:
+            sum_in_order(out, [parts[rank] for rank in range(self.world_size)], add=add)
+            for peer in self._peers:
+                self._scratch.give(parts[peer])
+
+        return InFlight(works, finish)
+
+    def gather_small(self, values: Tensor) -> Tensor:
+        table = values.new_empty(self.world_size, values.numel())
+        table[self.rank] = values
+        flat = table.view(-1)
+        self.all_gather(flat, self.shard_of(flat), buffer=-1, kind="control").wait()
+        return table
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        self._count("broadcast", tensor[:0])
+        dist.broadcast(tensor, group=self.group, group_src=source)
+
+    def barrier(self) -> None:
+        dist.barrier(self.group)
+
+
+@final
+class Native(Collectives):
+    """The backend's own collectives: NCCL, MPI, and torch's threaded group in tests."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group, group.rank(), group.size())
+
+    def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
+        self._count(kind, shard)
+        return InFlight([_all_gather_single(flat, shard, group=self.group, async_op=True)])
+
+    def reduce_scatter(
+        self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
+    ) -> Handle:
+        direct = not add and out.dtype == flat.dtype
+        target = out if direct else flat.new_empty(out.numel())
+        self._count(kind, target)
+        work = _reduce_scatter_single(target, flat, group=self.group, async_op=True)
+        if direct:
+            return InFlight([work])
+        return InFlight([work], lambda: sum_in_order(out, [target], add=add))
+
+    def gather_small(self, values: Tensor) -> Tensor:
+        table = values.new_empty(self.world_size * values.numel())
+        self.all_gather(table, values.contiguous(), buffer=-1, kind="control").wait()
+        return table.view(self.world_size, -1)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        self._count("broadcast", tensor[:0])
+        dist.broadcast(tensor, group=self.group, group_src=source)
+
+    def barrier(self) -> None:
+        dist.barrier(self.group)
+
+
+def open_collectives(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
+    """The collectives that suit `group` and the device its tensors live on."""
+    if group is None or group.size() == 1:
+        return Alone()
+    if device.type == "cpu" and dist.get_backend(group) == "gloo":
+        return PeerToPeer(group)
+    return Native(group)

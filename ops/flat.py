@@ -1,0 +1,85 @@
+"""Flat arithmetic: sizes, alignment, sums and norms of 1-D buffers, without communication."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+ALIGN_BYTES = 64  # a cache line, and the widest CPU vector: no kernel ever sees a ragged tail
+ALIGN_NUMEL = 16  # ALIGN_BYTES of the narrowest master dtype (fp32)
+CHUNK_NUMEL = 1 << 16  # on a CPU, what stays in the L2 cache between two passes over it
+
+
+def align_up(numel: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not less than `numel`."""
+    return -(-numel // multiple) * multiple
+
+
+def chunks(numel: int, on_cpu: bool) -> Iterator[slice]:
+    """Slices that cover [0, numel): cache-sized on a CPU, the whole range elsewhere."""
+    size = CHUNK_NUMEL if on_cpu else max(numel, 1)
+    for start in range(0, numel, size):
+        yield slice(start, min(start + size, numel))
+
+
+def square_sum(flat: Tensor) -> Tensor:
+    """Sum of squares of a contiguous 1-D tensor, as a float64 scalar on its device.
+
+    Partial norms of fixed-length rows are taken in fp32 and added in fp64, so the value depends on
+    the length and the contents only, never on where the buffer lies or what else is in the model.
+    inf and nan in, inf or nan out: the overflow check is this same read.
+    """
+    if flat.dtype in (torch.float16, torch.bfloat16):
+        flat = flat.float()
+    rows = flat.numel() // CHUNK_NUMEL
+    head = flat[: rows * CHUNK_NUMEL].view(rows, CHUNK_NUMEL)
+    tail = flat[rows * CHUNK_NUMEL :]
+    total = torch.linalg.vector_norm(tail).double().square()
+    if rows:
+        total += torch.linalg.vector_norm(head, dim=1).double().square().sum()
+    return total
+
+
+def sum_in_order(out: Tensor, parts: Sequence[Tensor], *, add: bool) -> None:
+    """out = parts[0] + parts[1] + ... (or out += that), the additions in this order.
+
+    Shapes:  every tensor [n]; `parts` share one dtype, `out` may be wider.
+    The result of every element depends on its own inputs alone, so it is the same in any bucketing.
+    One part may be `out` itself (unless `add`). Works in `out`'s dtype, a cache-sized chunk at a time.
+    """
+    on_cpu = out.device.type == "cpu"
+    narrow = parts[0].dtype != out.dtype
+    size = min(out.numel(), CHUNK_NUMEL) if on_cpu else out.numel()
+    needs_total = add or any(part.data_ptr() == out.data_ptr() for part in parts[2:])
+    total = torch.empty(size, dtype=out.dtype, device=out.device) if needs_total else None
+    wide = torch.empty(size, dtype=out.dtype, device=out.device) if narrow else None
+    for piece in chunks(out.numel(), on_cpu):
+        _sum_chunk(out[piece], [part[piece] for part in parts], total, wide, add)
+
+
+def _sum_chunk(
+    out: Tensor, parts: list[Tensor], total: Tensor | None, wide: Tensor | None, add: bool
+) -> None:
+    target = out if total is None else total[: out.numel()]
+    if wide is not None:
+        # torch's mixed-dtype add_ converts through a fresh buffer; converting here is 6 times faster
+        wide = wide[: out.numel()]
+        target.copy_(parts[0])
+        for part in parts[1:]:
+            target.add_(wide.copy_(part))
+    elif len(parts) == 1:
+        target.copy_(parts[0])
+    else:
+        torch.add(parts[0], parts[1], out=target)
+        for part in parts[2:]:
+            target.add_(part)
+    if total is not None:
+        out.add_(target) if add else out.copy_(target)
+
+
+def numel_of(shape: Sequence[int]) -> int:
+    """Number of elements of a tensor of this shape."""
+    return math.prod(shape)

@@ -1,0 +1,50 @@
+"""A pool of flat buffers: what one unit gives back, the next one takes.
+
+Freed host blocks of more than 32 MiB go back to the kernel and cost a page fault for every 4 KiB when they
+return; on a device the pool saves the allocator's search. The pool's size is the high-water mark of what
+was out at once, and it is reported as a named bucket.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@final
+class BufferPool:
+    """1-D buffers by dtype and device, best fit. Contents are undefined when taken."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []  # each 1-D, its whole storage
+        self.allocated_bytes = 0  # free and taken together
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A contiguous [numel] tensor; the smallest free block that fits, or a new one."""
+        need_bytes = numel * dtype.itemsize
+        fitting = [
+            block for block in self._free if block.numel() >= need_bytes and block.device == device
+        ]
+        if fitting:
+            block = min(fitting, key=Tensor.numel)
+            self._free = [other for other in self._free if other is not block]
+        else:
+            block = self._replace_smaller(need_bytes, device)
+        return block[:need_bytes].view(dtype)
+
+    def _replace_smaller(self, need_bytes: int, device: torch.device) -> Tensor:
+        """Allocate; drop one free block that is too small, so sizes converge to the largest in use."""
+        if self._free:
+            dropped = max(self._free, key=Tensor.numel)
+            self._free = [block for block in self._free if block is not dropped]
+            self.allocated_bytes -= dropped.numel()
+        self.allocated_bytes += need_bytes
+        return torch.empty(need_bytes, dtype=torch.uint8, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer that `take` handed out; nobody may use it afterwards."""
+        storage = buffer.untyped_storage()
+        block = torch.empty(0, dtype=torch.uint8, device=buffer.device)
+        self._free.append(block.set_(storage, 0, (storage.nbytes(),), (1,)))  # type: ignore[no-untyped-call]
