@@ -36,6 +36,9 @@ ONE_THREAD = {
 }
 
 
+BUSY = 0.10  # share of all cores in others' hands above which a row says so
+
+
 class Skip(Exception):
     """A contestant that cannot run here; the message is the reason that the table shows."""
 
@@ -172,10 +175,10 @@ def alternate(
             start_step = len(losses[name])
             dist.barrier()
             start = time.perf_counter()
-            new = [steps[name](start_step + i) for i in range(plan.block)]
+            new = [steps[name](start_step + i).detach() for i in range(plan.block)]
             dist.barrier()  # inside the time: nobody hands work still under way to the next
             seconds[name].append((time.perf_counter() - start) / plan.block)
-            losses[name] += [loss.detach() for loss in new]
+            losses[name] += new
     return seconds, {name: [float(loss) for loss in kept] for name, kept in losses.items()}
 
 
@@ -213,7 +216,7 @@ class Row:
     note: str = ""
     samples: dict[str, list[float]] = field(default_factory=dict)
     taken: str = field(default_factory=lambda: datetime.datetime.now().isoformat("T", "seconds"))
-    others_busy: float | None = None  # share of the machine that others used just before
+    others_busy: float | None = None  # share of all cores that others used meanwhile
 
     @property
     def verdict(self) -> str:
@@ -234,7 +237,9 @@ class Row:
 
         spread = "" if self.low is None else f" ({self.low:.3f}-{self.high:.3f})"
         bars = [show(self.must), show(self.aim)]
-        return [self.name, show(self.value) + spread, *bars, self.verdict, self.note]
+        busy = self.others_busy is not None and self.others_busy > BUSY
+        note = self.note + (f"; BUSY: others took {self.others_busy:.0%}" if busy else "")
+        return [self.name, show(self.value) + spread, *bars, self.verdict, note]
 
 
 HEADERS = ["name", "median (min-max)", "must", "aim", "verdict", "note"]
@@ -258,21 +263,48 @@ def print_rows(rows: Sequence[Row]) -> None:
 # ---- the machine and the results -----------------------------------------------------------
 
 
-def others_busy(seconds: float = 0.5) -> float | None:
-    """Share of all cores in use right now, while this process only waits; None if unknown."""
-    try:
-        before = _cpu_ticks()
-        time.sleep(seconds)
-        after = _cpu_ticks()
-    except OSError:
-        return None
-    spent = [b - a for a, b in zip(before, after, strict=True)]
-    idle = spent[3] + spent[4]
-    return round(1 - idle / max(1, sum(spent)), 3)
+class Watch:
+    """Share of all cores that others used while `with Watch() as watch:` ran.
+
+    Load from outside does not cancel in a ratio: it slows whoever communicates more. Ranks started
+    inside count as ours; they must have ended inside, too.
+    """
+
+    others: float | None = None
+
+    def __enter__(self) -> Watch:
+        self._start = self._read()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._start is None:
+            return
+        end = self._read()
+        if end is not None:
+            everything, busy, ours = (b - a for a, b in zip(self._start, end, strict=True))
+            self.others = round(max(0.0, busy - ours) / max(1e-9, everything), 3)
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        """Seconds since boot: of all cores, of them busy, of them ours."""
+        try:
+            words = Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+        except OSError:
+            return None
+        ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in words]
+        ours = os.times()
+        used = ours.user + ours.system + ours.children_user + ours.children_system
+        return sum(ticks), sum(ticks) - ticks[3] - ticks[4], used
 
 
-def _cpu_ticks() -> list[int]:
-    return [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+def wait_until_quiet(minutes: float, limit: float = BUSY) -> None:
+    """Wait until others leave the machine alone for three seconds; at most so many minutes."""
+    deadline = time.monotonic() + 60 * minutes
+    while time.monotonic() < deadline:
+        with Watch() as watch:
+            time.sleep(3)
+        if watch.others is None or watch.others <= limit:
+            return
 
 
 def machine() -> dict[str, Any]:

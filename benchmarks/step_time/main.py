@@ -24,14 +24,15 @@ from harness import (  # noqa: E402
     RankFailed,
     Row,
     Skip,
+    Watch,
     alternate,
     mean_over_ranks,
-    others_busy,
     print_rows,
     ratio_row,
     run_ranks,
     save,
     slowest,
+    wait_until_quiet,
 )
 
 FP32_TOLERANCE = 1e-4  # relative, of the last turn's loss: orders of summation differ
@@ -119,15 +120,15 @@ def time_contestants(rank: int, _: int, comparison: Comparison, names: list[str]
 
 
 def run(comparison: Comparison, names: list[str]) -> tuple[dict[str, Any], float | None]:
-    """Everybody's samples over all ranks, and how busy the machine was just before."""
-    busy = others_busy()
-    ranks = run_ranks(time_contestants, comparison.world_size, comparison, names)
+    """Everybody's samples over all ranks, and the share of the cores that others used."""
+    with Watch() as watch:
+        ranks = run_ranks(time_contestants, comparison.world_size, comparison, names)
     return {
         "seconds": slowest([rank["seconds"] for rank in ranks]),
         "losses": mean_over_ranks([rank["losses"] for rank in ranks]),
         "skipped": ranks[0]["skipped"],
         "numel": ranks[0]["numel"],
-    }, busy
+    }, watch.others
 
 
 def judge(comparison: Comparison, found: dict[str, Any], busy: float | None) -> list[Row]:
@@ -167,9 +168,11 @@ def _ms(samples: list[float]) -> str:
     return f"{statistics.median(samples) * 1e3:.1f}"
 
 
-def print_notes(comparison: Comparison, found: dict[str, Any]) -> None:
+def print_notes(comparison: Comparison, found: dict[str, Any], busy: float | None) -> None:
     """Absolute figures of everybody: notes, not bars."""
-    print(f"\n# {comparison.name}, {found['numel'] / 1e6:.2f}M parameters, ms a step", flush=True)
+    others = "unknown" if busy is None else f"{busy:.0%}"
+    size = f"{found['numel'] / 1e6:.2f}M parameters"
+    print(f"\n# {comparison.name}, {size}, ms a step; others took {others}", flush=True)
     for name, samples in found["seconds"].items():
         low, high = min(samples) * 1e3, max(samples) * 1e3
         loss = found["losses"][name][-1]
@@ -185,6 +188,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="turns of each contestant (default: 9 or 15)")
     parser.add_argument("--quick", action="store_true", help="a slice of about 20 s; keeps nothing")
     parser.add_argument("--peers", action="store_true", help="the peers among themselves")
+    help_text = "before each comparison, wait so long for others to leave the machine alone"
+    parser.add_argument("--patience", type=float, default=0, metavar="MINUTES", help=help_text)
     return parser.parse_args()
 
 
@@ -216,6 +221,7 @@ def main() -> int:
         names = comparison.contestants()
         if options.peers:
             names = [name for name in names if not name.startswith("xds")]
+        wait_until_quiet(options.patience)
         try:
             found, busy = run(comparison, names)
         except RankFailed as error:
@@ -226,7 +232,7 @@ def main() -> int:
                 for c in comparison.claims
             ]
             continue
-        print_notes(comparison, found)
+        print_notes(comparison, found, busy)
         if not options.peers:
             fresh = judge(comparison, found, busy)
             print_rows(fresh)
