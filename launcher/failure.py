@@ -1,0 +1,141 @@
+"""Which rank failed first, and the one report about it.
+
+When a rank dies, its peers usually die too: of a broken connection, or because the launcher stops them. Each
+of these deaths looks like a failure. So failures are ordered by kind before time: a failure of its own comes
+before the loss of a peer, and that before being stopped.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+_TAIL_LINES = 20
+_TAIL_BYTES = 16_384
+
+# What gloo, NCCL and the rendezvous store say on the ranks that outlive another one.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|likely closed)|broken pipe|socket closed|pair closure"
+    r"|remote process (exited|has)|ncclRemoteError|NCCL communicator was aborted"
+    r"|failed to recv, got 0 bytes|remote server shutdown"
+    r"|timed out waiting \d+ms for (recv|send)",
+    re.IGNORECASE,
+)
+
+_SIGNAL_HINTS = {
+    int(signal.SIGKILL): "if nobody sent it, the kernel was out of memory (`dmesg` says so)",
+    int(signal.SIGBUS): "most often /dev/shm is full (`xds env` shows its size)",
+    int(signal.SIGSEGV): "native code crashed, called from the Python frames above",
+}
+
+
+class Kind(IntEnum):
+    """Why a rank ended, the likeliest cause of the others' end first."""
+
+    OWN = 0  #: it failed by itself
+    LOST_PEER = 1  #: another rank was gone
+    STOPPED = 2  #: the launcher stopped it
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end.
+
+    exit_code is the shell's: 1-255, 128 + signum after a signal. signum is 0 for a rank that ended by itself.
+    text is the traceback, or for a crash the frames it happened in; empty when the rank left nothing behind.
+    """
+
+    rank: int
+    pid: int
+    exit_code: int
+    time_seconds: float
+    signum: int = 0
+    text: str = ""
+    was_killed_by_us: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        if self.was_killed_by_us or self.exit_code == 128 + signal.SIGTERM:
+            return Kind.STOPPED
+        return Kind.LOST_PEER if _LOST_PEER.search(self.text) else Kind.OWN
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure:
+    """The failure that explains the others.
+
+    Of several that say the same (a mistake in the script hits every rank) the lowest rank's is taken.
+    """
+    first = min(failures, key=lambda failure: (failure.kind, failure.time_seconds, failure.rank))
+    alike = [
+        failure
+        for failure in failures
+        if (failure.kind, failure.exit_code, failure.text)
+        == (first.kind, first.exit_code, first.text)
+    ]
+    return min(alike, key=lambda failure: failure.rank)
+
+
+def report(failures: Sequence[Failure], finished: Sequence[int], logs: dict[int, Path]) -> str:
+    """Tell the first failure once, the others by rank only.
+
+    Args:
+        failures: every rank that did not end well.
+        finished: the ranks that ended with exit code 0.
+        logs: the output file of each rank that has one (rank 0 writes to the terminal).
+    """
+    first = first_failure(failures)
+    how = f"exit code {first.exit_code}"
+    if first.signum:
+        how = f"killed by {_signal_name(first.signum)}, {how}"
+    lines = [f"xds: rank {first.rank} failed on {socket.gethostname()}: {how} (pid {first.pid})"]
+    log = logs.get(first.rank)
+    if first.text:
+        lines.append(first.text.rstrip("\n"))
+    elif log is not None:
+        lines += _tail(log)
+    if first.signum in _SIGNAL_HINTS:
+        lines.append(f"xds: {_signal_name(first.signum)}: {_SIGNAL_HINTS[first.signum]}")
+    if first.kind is Kind.LOST_PEER and finished:
+        lines.append(
+            f"xds: {_ranks(finished)} had finished already; every rank must join a collective"
+        )
+    lines += _others(failures, first)
+    if log is not None and log.exists() and log.stat().st_size:
+        lines.append(f"xds: everything rank {first.rank} printed: {log}")
+    return "\n".join(lines) + "\n"
+
+
+def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
+    own = sorted(f.rank for f in failures if f is not first and f.kind is Kind.OWN)
+    return [f"xds: {_ranks(own)} failed as well"] if own else []
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:  # a real-time signal
+        return f"signal {signum}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Say `rank 3`, or `ranks 0, 1, 2`."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _tail(log: Path) -> list[str]:
+    """The last lines of a log, marked as such; nothing when it is empty."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    # a progress bar redraws its line: keep what it showed last
+    last = [line.rpartition("\r")[2] for line in text.rstrip().splitlines()[-_TAIL_LINES:]]
+    return ["  its last lines:", *(f"  | {line}" for line in last)] if last else []

@@ -1,0 +1,115 @@
+"""The launcher's workers as the kernel shows them: found, watched, signalled, swept.
+
+torch's elastic agent starts and reaps the workers but hands out neither their ids while they run nor the
+moment at which each one died. Both are needed: the ids to forward a signal and to stop a worker that ignores
+it, the moments to say which rank failed first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+_SWEEP_SECONDS = 0.5  # for a worker's helpers (shared-memory trackers) to clean up by themselves
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How and when a worker ended; `status` is negative for a signal, None when it was not seen."""
+
+    time_seconds: float
+    status: int | None
+
+
+@final
+class Workers:
+    """The direct children of this process that lead a session of their own: one for each rank."""
+
+    def __init__(self) -> None:
+        self.exits: dict[int, Exit] = {}
+        self.killed: set[int] = set()  # by us, so their end says nothing about the cause
+        self._watched: set[int] = set()
+
+    def find(self) -> None:
+        """Take note of workers that have started since the last call."""
+        for pid in _session_leading_children():
+            if pid not in self._watched:
+                self._watched.add(pid)
+                threading.Thread(target=self._watch, args=(pid,), daemon=True).start()
+
+    @property
+    def num_found(self) -> int:
+        return len(self._watched)
+
+    def alive(self) -> list[int]:
+        return [pid for pid in self._watched if pid not in self.exits]
+
+    def first_bad_exit_seconds(self) -> float | None:
+        """The time at which the first worker that failed ended, None while none has."""
+        times = [exit_.time_seconds for exit_ in self.exits.values() if exit_.status]
+        return min(times, default=None)
+
+    def send(self, pid: int, signum: int) -> None:
+        """Signal one worker; SIGTERM goes to all it started as well.
+
+        SIGKILL spares its helpers at first: they unlink shared memory once the worker is gone, see `sweep`.
+        """
+        if signum == signal.SIGKILL:
+            self.killed.add(pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if signum == signal.SIGTERM:
+                os.killpg(pid, signum)
+            else:
+                os.kill(pid, signum)
+
+    def sweep(self) -> None:
+        """After a failure: wait a moment for what the workers started, then kill what is left of it."""
+        deadline = time.monotonic() + _SWEEP_SECONDS
+        groups = [pid for pid in self._watched if _group_exists(pid)]
+        while groups and time.monotonic() < deadline:
+            time.sleep(0.02)
+            groups = [pid for pid in groups if _group_exists(pid)]
+        for pid in groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _watch(self, pid: int) -> None:
+        status: int | None = None
+        # WNOWAIT looks without reaping: the agent must still find its child
+        with contextlib.suppress(ChildProcessError):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            if ended is not None:
+                is_exit = ended.si_code == os.CLD_EXITED
+                status = ended.si_status if is_exit else -ended.si_status
+        self.exits[pid] = Exit(time.time(), status)
+
+
+def _session_leading_children() -> list[int]:
+    own_pid = os.getpid()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (entry / "stat").read_text(errors="replace")
+        except OSError:  # gone meanwhile
+            continue
+        # "pid (name) state ppid pgrp session ...": the name may hold spaces and brackets
+        _state, parent, _group, session = stat.rpartition(")")[2].split()[:4]
+        if int(parent) == own_pid and int(session) == int(entry.name):
+            found.append(int(entry.name))
+    return found
+
+
+def _group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

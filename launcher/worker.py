@@ -1,0 +1,182 @@
+"""Runs a user's script as one rank, like `python script.py`, and writes its failure down for the launcher.
+
+    python -u worker.py script  train.py --lr 1e-3
+    python -u worker.py module  project.train --lr 1e-3
+    python -u worker.py program ./train.sh --lr 1e-3
+
+Started by its path, with the standard library alone: with `-m` the current folder would come first on
+sys.path, and a folder there may carry a standard module's name. The launcher passes, in the environment,
+TORCHELASTIC_ERROR_FILE (torch's format: the elastic agent reads it too) and the names popped below.
+
+Why no traceback on the terminal: rank 0's output is live, and when any rank dies rank 0 usually fails as
+well, for want of a peer. So every rank keeps its traceback in a file and the launcher shows the first one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import re
+import runpy
+import signal
+import sys
+import time
+import types
+import zipfile
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+class _Outcome:
+    """What the script came to; `code` is not 0 once it failed."""
+
+    code = 0
+
+
+def main() -> None:
+    kind, target, *args = sys.argv[1:]
+    _die_with_launcher(os.environ.pop("XDS_LAUNCHER_PID", ""))
+    has_log = _take_log(os.environ.pop("XDS_LOG_FILE", ""))
+    fault_file = os.environ.pop("XDS_FAULT_FILE", "")
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if kind == "program":
+        _become(target, args, error_file)
+    if fault_file and not faulthandler.is_enabled():
+        faulthandler.enable(open(fault_file, "w"))  # noqa: SIM115 (open for as long as we live)
+    outcome = _Outcome()
+    atexit.register(
+        _leave, outcome
+    )  # registered first, so it runs after every handler of the script
+    try:
+        (_run_module if kind == "module" else _run_script)(target, args)
+    except KeyboardInterrupt:
+        outcome.code = 128 + signal.SIGINT
+    except SystemExit as request:
+        if request.code is None or request.code == 0:
+            raise
+        is_number = isinstance(request.code, int)
+        outcome.code = int(request.code) & 0xFF if is_number else 1
+        text = "" if is_number else f"{request.code}\n"
+        _keep(error_file, f"exit code {outcome.code}", text, outcome.code, has_log)
+    except BaseException as error:
+        outcome.code = 1
+        _keep(error_file, f"{type(error).__name__}: {error}", _told(error), 1, has_log)
+    sys.exit(outcome.code)
+
+
+def _die_with_launcher(launcher_pid: str) -> None:
+    """Ask the kernel to kill this process when the launcher dies, even by SIGKILL (Linux)."""
+    if not launcher_pid:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != int(launcher_pid):  # it died before the request was in place
+        os._exit(1)
+
+
+def _take_log(path: str) -> bool:
+    """Send both output streams to one file, in the order in which they are written."""
+    if not path:
+        return False
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    return True
+
+
+def _become(program: str, args: list[str], error_file: str) -> NoReturn:
+    try:
+        os.execvp(program, [program, *args])
+    except OSError as error:
+        text = f"{program}: {error.strerror}\n"
+        _keep(error_file, text.strip(), text, 127, False)
+        os._exit(127)
+
+
+def _run_script(path: str, args: list[str]) -> None:
+    """Run `path` as __main__, with what `python path` would set up around it."""
+    sys.argv = [path, *args]
+    if os.path.isdir(path) or zipfile.is_zipfile(path):
+        runpy.run_path(path, run_name="__main__")
+        return
+    _replace_own_folder(os.path.dirname(os.path.realpath(path)))
+    full_path = os.path.abspath(path)
+    # A module of its own that stays in place: runpy would take it away before the atexit handlers run.
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=full_path, __cached__=None, __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    with io.open_code(full_path) as file:
+        source = file.read()
+    exec(compile(source, full_path, "exec", dont_inherit=True), module.__dict__)
+
+
+def _run_module(name: str, args: list[str]) -> None:
+    sys.argv = [name, *args]
+    _replace_own_folder(os.getcwd())
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _replace_own_folder(folder: str) -> None:
+    """Put `folder` where Python put this file's folder (it did not under PYTHONSAFEPATH)."""
+    if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+        sys.path[0] = folder
+
+
+def _told(error: BaseException) -> str:
+    """The text that Python would print for `error`, without this file's frames.
+
+    Goes through sys.excepthook, so that a hook of the script (a crash reporter, say) still runs.
+    """
+    trace = error.__traceback__
+    own = (__file__, "<frozen runpy>", runpy.__file__)
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    # torch.distributed's hook puts "[rank1]: " before each line; the launcher names the rank once
+    return re.sub(r"(?m)^\[rank\d+\]: ?", "", text.getvalue())
+
+
+def _keep(error_file: str, summary: str, text: str, exit_code: int, has_log: bool) -> None:
+    """Write the failure to `error_file`, whole or not at all, and to the log where there is one."""
+    now = time.time()
+    if has_log or not error_file:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    if not error_file:
+        return
+    extra = {"py_callstack": text or summary, "timestamp": str(int(now))}
+    record = {
+        "message": {"message": summary, "extraInfo": extra},
+        "xds": {"time_seconds": now, "exit_code": exit_code, "text": text},
+    }
+    with open(f"{error_file}.part", "w", encoding="utf-8") as file:
+        json.dump(record, file)
+    os.replace(f"{error_file}.part", error_file)
+
+
+def _leave(outcome: _Outcome) -> None:
+    """Last act: close the process group after a good run, skip C++ teardown after a bad one."""
+    if outcome.code:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(outcome.code)  # live gloo threads would abort here and hide the exit code
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None:
+        # too late to fail: the script has ended well
+        with contextlib.suppress(Exception):
+            if distributed.is_available() and distributed.is_initialized():
+                distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
