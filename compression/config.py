@@ -1,0 +1,144 @@
+"""The compression keys of the config: 1-bit optimizers, quantised collectives, compressed training.
+
+None of them is there yet, so every key that would switch one on is refused.
+"""
+
+from __future__ import annotations
+
+from ..ops.config_keys import Detail, Entry, Group, Refused, details
+from ..ops.config_rules import ANYTHING, FLAG, LIST, NUMBER, TEXT, whole
+
+ONE_BIT_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+ONE_BIT_NOT_YET = (
+    "1-bit optimizers are not there yet; use Adam or Lamb, which send the exact gradients"
+)
+
+_ZEROPP = "quantised and hierarchical collectives (ZeRO++) are not there yet; remove the key"
+
+ZERO_KEYS: dict[str, Entry] = {
+    "zero_quantized_weights": Refused(FLAG, _ZEROPP, harmless=(False,)),
+    "zero_quantized_nontrainable_weights": Refused(FLAG, _ZEROPP, harmless=(False,)),
+    "zero_quantized_gradients": Refused(FLAG, _ZEROPP, harmless=(False,)),
+    "zero_hpz_partition_size": Refused(whole(0), _ZEROPP, harmless=(0, 1)),
+    "zeropp_loco_param": Group(
+        {"err_beta": Detail(NUMBER), "reset_T": Detail(whole(1))},
+        "error feedback of quantised gradients",
+        present=_ZEROPP,
+    ),
+}
+
+_COMPRESSED = "compressed training is not there yet; set it to false or remove the section"
+
+
+def _switch() -> Refused:
+    return Refused(FLAG, _COMPRESSED, harmless=(False,))
+
+
+_MIXED = Group(
+    {"enabled": Detail(FLAG), "quantize_change_ratio": Detail(NUMBER)},
+    "moves from fp16 to quantised weights by and by",
+)
+_GROUPS = Group({}, "groups of modules, named freely", open=True)
+
+_PRUNING = {
+    "enabled": _switch(),
+    "method": Detail(TEXT),
+    **details(whole(0), "schedule_offset", "schedule_offset_end", "schedule_offset_stride"),
+}
+
+
+def _technique(shared: dict[str, Entry], what: str) -> Group:
+    keys = Group(shared, "settings of all groups")
+    return Group({"shared_parameters": keys, "different_groups": _GROUPS}, what)
+
+
+COMPRESSION_TRAINING = Group(
+    {
+        "layer_reduction": Group(
+            {
+                "enabled": _switch(),
+                "keep_number_layer": Detail(whole(1)),
+                "module_name_prefix": Detail(TEXT),
+                **details(LIST, "teacher_layer", "other_module_name"),
+            },
+            "a student with fewer layers",
+        ),
+        "weight_quantization": _technique(
+            {
+                "enabled": _switch(),
+                **details(
+                    FLAG, "quantizer_kernel", "quantize_verbose", "quantize_weight_in_forward"
+                ),
+                **details(whole(0), "schedule_offset", "quantize_groups"),
+                **details(TEXT, "quantization_type", "rounding"),
+                "fp16_mixed_quantize": _MIXED,
+            },
+            "weights in few bits",
+        ),
+        "activation_quantization": _technique(
+            {
+                "enabled": _switch(),
+                **details(TEXT, "quantization_type", "range_calibration"),
+                "schedule_offset": Detail(whole(0)),
+            },
+            "activations in few bits",
+        ),
+        "sparse_pruning": _technique(
+            {
+                **_PRUNING,
+                "block_pattern": Detail(TEXT),
+                "dense_ratio": Detail(NUMBER),
+                "excluded_modules": Detail(LIST),
+            },
+            "single weights set to zero",
+        ),
+        "row_pruning": _technique(dict(_PRUNING), "rows set to zero"),
+        "head_pruning": _technique(
+            {**_PRUNING, "num_heads": Detail(whole(1))}, "attention heads set to zero"
+        ),
+        "channel_pruning": _technique(dict(_PRUNING), "channels set to zero"),
+    },
+    "compresses the model while it trains",
+)
+
+QUANTIZE_TRAINING = Group(
+    {
+        "enabled": _switch(),
+        **details(FLAG, "quantize_verbose", "quantizer_kernel"),
+        "quantize_eigenvalue": _switch(),
+        "quantize_type": Detail(TEXT),
+        "quantize_groups": Detail(whole(1)),
+        "quantize_bits": Group(details(whole(1), "start_bits", "target_bits"), "from and to"),
+        "quantize_schedule": Group(
+            details(whole(0), "quantize_period", "schedule_offset"), "when bits are dropped"
+        ),
+        "quantize_algo": Group(details(TEXT, "q_type", "rounding"), "how values are rounded"),
+        "fp16_mixed_quantize": _MIXED,
+        "eigenvalue": Group({"enabled": _switch()}, "curvature of the layers", open=True),
+    },
+    "older form of compression_training.weight_quantization",
+)
+
+EIGENVALUE = Group(
+    {
+        "enabled": _switch(),
+        "verbose": Detail(FLAG),
+        **details(NUMBER, "tol", "stability"),
+        **details(whole(0), "max_iter", "gas_boundary_resolution", "layer_num"),
+        **details(TEXT, "layer_name", "model_name"),
+    },
+    "curvature of the layers, for quantize_training",
+)
+
+WEIGHT_QUANTIZATION = Group(
+    details(ANYTHING, "enabled", "quantized_initialization", "post_init_quant"),
+    "quantised weights for inference",
+    present="quantised inference is not part of xds; remove the section",
+)
+
+TOP_LEVEL_KEYS: dict[str, Entry] = {
+    "compression_training": COMPRESSION_TRAINING,
+    "quantize_training": QUANTIZE_TRAINING,
+    "eigenvalue": EIGENVALUE,
+    "weight_quantization": WEIGHT_QUANTIZATION,
+}

@@ -1,0 +1,78 @@
+"""The three batch sizes: the global one is micro-batch x accumulation steps x data-parallel ranks.
+
+DeepSpeed's rules. Any two give the third; train_batch_size alone or the micro-batch alone means no
+accumulation; gradient_accumulation_steps alone is too little. 0 stands for "not given".
+"""
+
+from __future__ import annotations
+
+TRAIN = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
+
+
+def solve_batch(
+    train: int, micro: int, steps: int, world_size: int
+) -> tuple[tuple[int, int, int], list[str]]:
+    """((train, micro, steps), complaints). Sizes in samples; complete when there is no complaint.
+
+    >>> solve_batch(32, 4, 0, 2)
+    ((32, 4, 4), [])
+    """
+    if not train and not micro:
+        alone = f" ({STEPS} = {steps} alone is too little)" if steps else ""
+        return (train, micro, steps), [
+            f"{TRAIN}: no batch size is given{alone}; write {TRAIN} "
+            f"(samples a step over all ranks) or {MICRO} (samples a rank and forward)"
+        ]
+    if train and micro and steps:
+        return (train, micro, steps), _check_all(train, micro, steps, world_size)
+    if not train:
+        steps = steps or 1
+        return (micro * steps * world_size, micro, steps), []
+    if micro:
+        return _divide_steps(train, micro, world_size)
+    return _divide_micro(train, steps or 1, world_size, given=bool(steps))
+
+
+def _check_all(train: int, micro: int, steps: int, world_size: int) -> list[str]:
+    product = micro * steps * world_size
+    if train == product:
+        return []
+    return [
+        f"{TRAIN} = {train}: must equal {MICRO} ({micro}) x {STEPS} ({steps}) x world size "
+        f"({world_size}) = {product}; remove one of the three keys or set {TRAIN} to {product}"
+    ]
+
+
+def _divide_steps(
+    train: int, micro: int, world_size: int
+) -> tuple[tuple[int, int, int], list[str]]:
+    chunk = micro * world_size
+    if train % chunk == 0:
+        return (train, micro, train // chunk), []
+    return (train, micro, 0), [
+        f"{TRAIN} = {train}: must be a multiple of {MICRO} ({micro}) x world size ({world_size}) "
+        f"= {chunk}; set {TRAIN} to {_nearby(train, chunk)}, or change {MICRO} or the "
+        "number of ranks"
+    ]
+
+
+def _divide_micro(
+    train: int, steps: int, world_size: int, *, given: bool
+) -> tuple[tuple[int, int, int], list[str]]:
+    chunk = steps * world_size
+    if train % chunk == 0:
+        return (train, train // chunk, steps), []
+    factors = f"{STEPS} ({steps}) x world size ({world_size}) = {chunk}"
+    if not given:
+        factors = f"the world size ({world_size})"
+    return (train, 0, steps), [
+        f"{TRAIN} = {train}: must be a multiple of {factors}; set {TRAIN} to "
+        f"{_nearby(train, chunk)}, or change the number of ranks"
+    ]
+
+
+def _nearby(train: int, chunk: int) -> str:
+    below = train // chunk * chunk
+    return f"{below} or {below + chunk}" if below else str(chunk)

@@ -1,0 +1,131 @@
+"""A section of the config that xds reads: a frozen typed model plus tables for its other keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import CoreSchema, core_schema
+
+from .config_keys import AUTO, Entry, Report, check_entry, joined, unknown_key
+
+
+class Section(BaseModel):
+    """Base of every typed section. Fields are the keys that xds reads, `others` the known rest.
+
+    `aliases` maps other spellings to the field or table name; `results` are fields that are
+    computed while reading and are no keys of the JSON.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    others: ClassVar[Mapping[str, Entry]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
+    results: ClassVar[frozenset[str]] = frozenset()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The section as JSON values, every default filled in; reading it again gives the same."""
+        return {
+            name: _as_json(getattr(self, name))
+            for name in type(self).model_fields
+            if name not in self.results
+        }
+
+
+class AsRead:
+    """Annotation of a nested section: it was read on its own and is taken as it is."""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: Callable[[object], CoreSchema]
+    ) -> CoreSchema:
+        return core_schema.any_schema()
+
+
+S = TypeVar("S", bound=Section)
+
+
+def subsection(model: type[Section], name: str) -> type[Section] | None:
+    """The section class of a field that holds a section, else None."""
+    annotation = model.model_fields[name].annotation
+    candidates = [annotation, *getattr(annotation, "__args__", ())]
+    for candidate in candidates:
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def read_section(model: type[S], data: object, path: str, report: Report) -> S:
+    """Read one object of the JSON; `report` gets what is wrong, and the default takes its place."""
+    if not isinstance(data, dict):
+        report.complain(path or "config", data, "must be an object {...}")
+        return model.model_construct()
+    values: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for key, value in data.items():
+        name = model.aliases.get(key, key)
+        here = joined(path, key)
+        if name in spelled:
+            report.complain(here, value, f"says the same as {spelled[name]}: remove one of the two")
+            continue
+        spelled[name] = here
+        if name in model.model_fields and name not in model.results:
+            _read_field(model, name, value, here, report, values)
+        elif name in model.others:
+            check_entry(model.others[name], value, here, report)
+        else:
+            unknown_key(here, value, _known(model), report)
+    return _build(model, values, spelled, path, report)
+
+
+def _read_field(
+    model: type[Section],
+    name: str,
+    value: object,
+    here: str,
+    report: Report,
+    values: dict[str, Any],
+) -> None:
+    inner = subsection(model, name)
+    if inner is not None:
+        if value is not None:
+            values[name] = read_section(inner, value, here, report)
+    elif isinstance(value, str) and value.casefold() == AUTO:
+        report.auto_keys.append(here)
+    elif value is not None or not _may_be_null(model, name):
+        values[name] = value
+
+
+def _may_be_null(model: type[Section], name: str) -> bool:
+    return type(None) in getattr(model.model_fields[name].annotation, "__args__", ())
+
+
+def _build(
+    model: type[S], values: dict[str, Any], spelled: dict[str, str], path: str, report: Report
+) -> S:
+    try:
+        return model.model_validate(values) if values else model.model_construct()
+    except ValidationError as error:
+        wrong = set()
+        for item in error.errors(include_url=False):
+            name = str(item["loc"][0])
+            wrong.add(name)
+            cause = item.get("ctx", {}).get("error", item["msg"])
+            report.complain(spelled.get(name, joined(path, name)), item["input"], str(cause))
+        return _build(
+            model, {k: v for k, v in values.items() if k not in wrong}, spelled, path, report
+        )
+
+
+def _known(model: type[Section]) -> set[str]:
+    return {*model.model_fields, *model.others, *model.aliases} - model.results
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Section):
+        return value.as_dict()
+    if isinstance(value, dict):
+        return {key: _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return [_as_json(inner) for inner in value]
+    return value

@@ -1,0 +1,156 @@
+"""The section zero_optimization: which model states are sharded, in which units and buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, final
+
+from pydantic import Field
+
+from ..compression import config as compression
+from ..offload import config as offload
+from ..ops.config_keys import Entry, NoEffect, Refused
+from ..ops.config_rules import FLAG, TEXT, Rule, list_of, one_of, size, whole
+from ..ops.config_section import AsRead, Section
+
+STAGES = {
+    0: "nothing is sharded; gradients are averaged over the ranks",
+    1: "the optimizer state is sharded over the ranks",
+    2: "the optimizer state and the gradients are sharded over the ranks",
+    3: "the optimizer state, the gradients and the parameters are sharded over the ranks",
+}
+
+_FLAT = "parameters and gradients are views of flat buffers, which makes it unnecessary"
+_FETCH = "units are gathered in place into flat buffers, in one fixed way"
+_SAVE = "saving gathers the weights when it is asked to; no switch is needed"
+
+
+def _always(why: str) -> NoEffect:
+    return NoEffect(FLAG, why, same=(True,))
+
+
+def _never(why: str) -> NoEffect:
+    return NoEffect(FLAG, why, same=(False,))
+
+
+def _refused_flag(why: str) -> Refused:
+    return Refused(FLAG, why, harmless=(False,))
+
+
+_OTHERS: dict[str, Entry] = {
+    "allgather_partitions": _always("shards are always gathered by all_gather"),
+    "reduce_scatter": _always("gradients of stages 1 to 3 are always reduce-scattered"),
+    "use_multi_rank_bucket_allreduce": _always("gradients are reduce-scattered, not all-reduced"),
+    "contiguous_gradients": _always(_FLAT),
+    "round_robin_gradients": _never("every rank has an equal shard of every unit"),
+    "parameter_alignment": NoEffect(FLAG, "parameters are always aligned in their flat buffer"),
+    "compute_grad_norm": _always("get_global_grad_norm() works in every mode"),
+    "load_from_fp32_weights": _always("loading checkpoints is not there yet"),
+    "elastic_checkpoint": _never("checkpoints will load at any number of ranks without it"),
+    "ignore_unused_parameters": _always("parameters without a gradient contribute zeros"),
+    "sub_group_size": NoEffect(size(), "the update walks over units, in one pass each"),
+    "model_persistence_threshold": NoEffect(
+        size(), "param_persistence_threshold alone decides what stays gathered"
+    ),
+    "max_reuse_distance": NoEffect(size(), "a unit is freed after use and prefetched before it"),
+    "module_granularity_threshold": NoEffect(
+        size(), "unit_min_numel decides how small a unit may be", same=(0,)
+    ),
+    "use_all_reduce_for_fetch_params": _never(_FETCH),
+    "allgather_sequential": _never(_FETCH),
+    "memory_efficient_linear": _always(
+        "units are freed and refilled in place; no layer is patched"
+    ),
+    "gather_16bit_weights_on_model_save": _never(_SAVE),
+    "gather_fp16_weights_on_model_save": _never(_SAVE),
+    "pipeline_loading_checkpoint": _never("loading checkpoints is not there yet"),
+    "override_module_apply": _always("no module is patched"),
+    "log_trace_cache_warnings": _never("units follow their use; there is no trace to lose"),
+    "enable_sanity_checks": _never("the checks cost nothing and are always on"),
+    "save_muon_momentum_buffer_in_memory": _never("optimizer state stays on the device"),
+    "legacy_stage1": _refused_flag("the old stage 1 does not exist; remove the key"),
+    "mics_shard_size": Refused(
+        whole(-1),
+        "sharding inside sub-groups (MiCS) is not there yet; remove the key",
+        harmless=(-1, 0),
+    ),
+    "mics_hierarchical_params_gather": _refused_flag(
+        "sharding inside sub-groups (MiCS) is not there yet; remove the key"
+    ),
+    **offload.ZERO_KEYS,
+    **compression.ZERO_KEYS,
+}
+
+_PREFIXED = (
+    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+    *("max_live_parameters", "max_reuse_distance", "module_granularity_threshold"),
+    *("use_all_reduce_for_fetch_params", "allgather_sequential"),
+    *("gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save"),
+)
+
+Names = Annotated[tuple[str, ...], list_of(TEXT)]
+Elements = Annotated[int, size()]
+Flag = Annotated[bool, FLAG]
+
+
+def _read_stage(value: object) -> object:
+    found = value
+    if isinstance(value, float) and value in STAGES:
+        found = int(value)
+    return one_of(*STAGES).read(found)
+
+
+@final
+class LeafModules(Section):
+    """Modules to treat as one unit, under DeepSpeed's names; merged into `units`."""
+
+    classes: Names = Field((), description="class names of modules that are one unit each")
+    names: Names = Field((), description="dotted names of modules that are one unit each")
+    name_suffixes: Names = Field((), description="ends of the dotted names of such modules")
+
+    def as_globs(self) -> tuple[str, ...]:
+        """The same as class names and dotted-name globs."""
+        return (*self.classes, *self.names, *(f"*{suffix}" for suffix in self.name_suffixes))
+
+
+@final
+class ZeroConfig(Section):
+    """What is sharded. Sizes count elements, not bytes."""
+
+    others: ClassVar[Mapping[str, Entry]] = _OTHERS
+    aliases: ClassVar[Mapping[str, str]] = {f"stage3_{name}": name for name in _PREFIXED}
+
+    stage: Annotated[int, Rule("0, 1, 2 or 3", _read_stage)] = Field(
+        0, description="0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters"
+    )
+    reduce_bucket_size: Annotated[int, size(1)] = Field(
+        500_000_000, description="most elements whose gradients are reduced in one collective"
+    )
+    allgather_bucket_size: Annotated[int, size(1)] = Field(
+        500_000_000, description="most elements of parameters that are gathered in one collective"
+    )
+    overlap_comm: Flag = Field(True, description="collectives run while the model computes")
+    prefetch_bucket_size: Elements = Field(
+        50_000_000, description="stage 3: elements gathered ahead of their use"
+    )
+    param_persistence_threshold: Elements = Field(
+        100_000, description="stage 3: parameters of at most this many elements stay gathered"
+    )
+    max_live_parameters: Elements = Field(
+        1_000_000_000, description="stage 3: most gathered elements at a time"
+    )
+    units: Names = Field(
+        (), description="class names or dotted-name globs of the modules that are one unit each"
+    )
+    unit_min_numel: Elements = Field(
+        262_144, description="blocks with fewer elements share a unit with their neighbours"
+    )
+    leaf_module: Annotated[LeafModules, AsRead()] = Field(
+        default_factory=LeafModules.model_construct,
+        description="DeepSpeed's names for units; merged into units",
+    )
+
+    def with_leaf_modules(self) -> ZeroConfig:
+        """A copy whose `units` also holds what `leaf_module` names."""
+        merged = tuple(dict.fromkeys((*self.units, *self.leaf_module.as_globs())))
+        return self if merged == self.units else self.model_copy(update={"units": merged})
