@@ -159,7 +159,7 @@ def main() -> int:
     print_rows(rows)
     if not options.quick and rows:
         print(f"kept in {save(HERE, rows)}")
-    return int(any(row.verdict.startswith("FAIL") for row in rows))
+    return int(any(row.verdict.startswith(("FAIL", "VOID")) for row in rows))
 
 
 if __name__ == "__main__":
