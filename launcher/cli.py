@@ -1,6 +1,6 @@
-"""The `xds` command: starts a script on every device of this machine, checks a config, shows the machine.
+"""The `xds` command: starts a script on every device, checks a config, shows the machine.
 
-Torch is imported only once ranks are to be started, so that `xds --help` and `xds check` answer at once.
+Torch is imported only once ranks are to be started: `xds --help` and `xds check` answer at once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ xds [options] script.py [arguments of the script]
        xds env                                  print versions, devices, limits"""
 
 _EPILOG = """\
-Rank 0 writes to the terminal, the others to files. The first rank that fails is reported once, and its exit
-code is that of xds (128 + signal when it was killed). Everything after the script belongs to the script; a
-script that is named like a subcommand is started as ./check.
+Rank 0 writes to the terminal, the others to files. The first rank that fails is reported once,
+and its exit code is that of xds (128 + signal when it was killed). Everything after the script
+belongs to the script; a script that is named like a subcommand is started as ./check.
 
   xds examples/gpt/train.py --config examples/gpt/zero3.json
   xds --nproc-per-node 4 --module project.train --lr 1e-3"""
@@ -103,7 +103,7 @@ def _parser() -> _Parser:
         *("--nproc_per_node", "--num-gpus", "--num_gpus"),
         metavar="N",
         default="auto",
-        help="ranks: a number, gpu, cpu (cores), or auto: one for each GPU; without one, 2 (default: auto)",
+        help="ranks: a number, gpu, cpu (cores), or auto: one for each GPU, without one 2",
     )
     add("--nnodes", metavar="1", default="1", help="machines; more than one is not there yet")
     add(

@@ -1,6 +1,6 @@
 """Hands a job to torch's elastic launcher: the one file of the launcher that imports torch.
 
-torch does the rendezvous (c10d, on 127.0.0.1, a free port), the ranks and their environment, and the watch.
+torch does the rendezvous (c10d, on 127.0.0.1, a free port), the ranks' environment, and the watch.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def count_ranks(job: LocalJob) -> int:
     num_ranks = by_name[job.num_ranks] if isinstance(job.num_ranks, str) else job.num_ranks
     if job.backend == "nccl" and not (dist.is_nccl_available() and num_gpus >= num_ranks):
         raise UsageError(
-            f"--backend = nccl: needs a GPU for each of the {num_ranks} ranks, {num_gpus} visible here;"
-            " take --backend gloo, or fewer ranks with --nproc-per-node"
+            f"--backend = nccl: needs a GPU for each of the {num_ranks} ranks, {num_gpus} visible"
+            " here; take --backend gloo, or fewer ranks with --nproc-per-node"
         )
     if job.backend == "mpi" and not dist.is_mpi_available():
         raise UsageError("--backend = mpi: this torch is built without MPI; take --backend gloo")
@@ -100,8 +100,8 @@ def _environment(job: LocalJob, num_ranks: int) -> dict[str, str]:
 class _RankFiles(LogsSpecs):
     """Tells the agent and each rank which files of the run's folder are whose.
 
-    Nothing is redirected here: rank 0 inherits the terminal, and worker.py opens the log of any other rank
-    itself, so that both of its streams share one file in the right order.
+    Nothing is redirected here: rank 0 inherits the terminal, and worker.py opens the log of any
+    other rank itself, so that both of its streams share one file in the right order.
     """
 
     def __init__(self, folder: RunFolder, environment: dict[str, str]) -> None:

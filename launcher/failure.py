@@ -1,8 +1,8 @@
 """Which rank failed first, and the one report about it.
 
-When a rank dies, its peers usually die too: of a broken connection, or because the launcher stops them. Each
-of these deaths looks like a failure. So failures are ordered by kind before time: a failure of its own comes
-before the loss of a peer, and that before being stopped.
+When a rank dies, its peers usually die too: of a broken connection, or because the launcher stops
+them. Each of these deaths looks like a failure. So failures are ordered by kind before time: one of
+a rank's own comes before the loss of a peer, and that before being stopped.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class Kind(IntEnum):
 class Failure:
     """One rank's end.
 
-    exit_code is the shell's: 1-255, 128 + signum after a signal. signum is 0 for a rank that ended by itself.
-    text is the traceback, or for a crash the frames it happened in; empty when the rank left nothing behind.
+    exit_code: the shell's: 1-255, 128 + signum after a signal.
+    signum: 0 for a rank that ended by itself.
+    text: the traceback, or for a crash the frames it happened in; may be empty.
     """
 
     rank: int
@@ -68,7 +69,7 @@ class Failure:
 def first_failure(failures: Sequence[Failure]) -> Failure:
     """The failure that explains the others.
 
-    Of several that say the same (a mistake in the script hits every rank) the lowest rank's is taken.
+    Of several that say the same (a mistake in the script hits every rank) it is the lowest rank's.
     """
     first = min(failures, key=lambda failure: (failure.kind, failure.time_seconds, failure.rank))
     alike = [

@@ -3,11 +3,11 @@
     main thread                         agent thread
     signals, deadlines, the report      elastic.py: torch's rendezvous, start and watch
           |                                   |
-          +----- finds, signals, sweeps ------+-----> worker.py, one for each rank, each in its own session
+          +----- finds, signals, sweeps ------+-----> worker.py, one for each rank, each a session
 
-The agent has a thread of its own so that signals reach us instead: torch's handling may take 30 s, and a
-second signal in that time makes it forget its workers. Rank 0 keeps the terminal and its progress bars; the
-others write to files.
+The agent has a thread of its own so that signals reach us instead: torch's handling may take 30 s,
+and a second signal in that time makes it forget its workers. Rank 0 keeps the terminal and its
+progress bars; the others write to files.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _TICK_SECONDS = 0.05
-# After a failure. The rank that failed may tidy up (flush logs, send metrics); its peers were asked to stop.
-_FAILED_RANK_SECONDS = 10.0
+# After a failure: how long the rank may tidy up (flush logs, send metrics), and then its peers.
+_FAILED_RANK_SECONDS = 6.0
 _PEERS_SECONDS = 4.0
 # After a signal to the launcher: the same one to the ranks, then harder ones; all of it within 5 s.
 _SIGTERM_AFTER_SECONDS = 1.5
@@ -47,7 +47,7 @@ _FAULT_CHARS = 16_384
 class LocalJob:
     """What to run, and how often.
 
-    num_ranks: a number, "auto" (one for each GPU; without one, 2), "gpu", or "cpu" (one for each core).
+    num_ranks: a number, "auto" (one for each GPU, without one 2), "gpu", or "cpu" (one a core).
     threads_per_rank: OMP_NUM_THREADS of each; None is cores // ranks, unless the variable is set.
     log_dir: None is a temporary folder that goes after a good run.
     """
@@ -170,7 +170,7 @@ def _signal_due(agent: _Agent, workers: Workers, stop: _Stop) -> int:
         if stop.is_urgent or waited_seconds > _SIGKILL_AFTER_SECONDS:
             return signal.SIGKILL
         return signal.SIGTERM if waited_seconds > _SIGTERM_AFTER_SECONDS else stop.signum
-    # the agent stops the peers when a rank is gone, but waits 30 s for them, and for ever for the rank itself
+    # when a rank is gone the agent stops its peers, with 30 s of patience; before that it waits
     gone_at = workers.first_bad_exit_seconds()
     if gone_at is not None and time.time() - gone_at > _PEERS_SECONDS:
         return signal.SIGKILL

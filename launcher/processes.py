@@ -1,8 +1,8 @@
 """The launcher's workers as the kernel shows them: found, watched, signalled, swept.
 
-torch's elastic agent starts and reaps the workers but hands out neither their ids while they run nor the
-moment at which each one died. Both are needed: the ids to forward a signal and to stop a worker that ignores
-it, the moments to say which rank failed first.
+torch's elastic agent starts and reaps the workers but hands out neither their ids while they run
+nor the moment at which each one died. Both are needed: the ids to forward a signal and to stop a
+worker that ignores it, the moments to say which rank failed first.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Workers:
     def send(self, pid: int, signum: int) -> None:
         """Signal one worker; SIGTERM goes to all it started as well.
 
-        SIGKILL spares its helpers at first: they unlink shared memory once the worker is gone, see `sweep`.
+        SIGKILL spares its helpers at first: they unlink shared memory once it is gone, see `sweep`.
         """
         if signum == signal.SIGKILL:
             self.killed.add(pid)
@@ -69,7 +69,7 @@ class Workers:
                 os.kill(pid, signum)
 
     def sweep(self) -> None:
-        """After a failure: wait a moment for what the workers started, then kill what is left of it."""
+        """After a failure: wait a moment for what the workers started, then kill what is left."""
         deadline = time.monotonic() + _SWEEP_SECONDS
         groups = [pid for pid in self._watched if _group_exists(pid)]
         while groups and time.monotonic() < deadline:

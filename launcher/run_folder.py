@@ -42,7 +42,7 @@ class RunFolder:
 
 @contextlib.contextmanager
 def run_folder(asked: Path | None) -> Iterator[RunFolder]:
-    """The folder asked for, without an older run's files, or a temporary one that goes after a good run."""
+    """The folder asked for, rid of an older run's files, or a temporary one that goes."""
     if asked is not None:
         asked.mkdir(parents=True, exist_ok=True)
         for old in _files(asked):

@@ -1,15 +1,15 @@
-"""Runs a user's script as one rank, like `python script.py`, and writes its failure down for the launcher.
+"""Runs a user's script as one rank, like `python script.py`, and writes down how it failed.
 
     python -u worker.py script  train.py --lr 1e-3
     python -u worker.py module  project.train --lr 1e-3
     python -u worker.py program ./train.sh --lr 1e-3
 
-Started by its path, with the standard library alone: with `-m` the current folder would come first on
-sys.path, and a folder there may carry a standard module's name. The launcher passes, in the environment,
-TORCHELASTIC_ERROR_FILE (torch's format: the elastic agent reads it too) and the names popped below.
+Started by its path, with the standard library alone: with `-m` the current folder would come first
+on sys.path, and a folder there may carry a standard module's name. The launcher passes, in the
+environment, TORCHELASTIC_ERROR_FILE (its format is torch's) and the names popped below.
 
-Why no traceback on the terminal: rank 0's output is live, and when any rank dies rank 0 usually fails as
-well, for want of a peer. So every rank keeps its traceback in a file and the launcher shows the first one.
+Why no traceback on the terminal: rank 0's output is live, and when any rank dies rank 0 usually
+fails too, for want of a peer. So each rank keeps its traceback in a file; the launcher shows one.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _run_script(path: str, args: list[str]) -> None:
         return
     _replace_own_folder(os.path.dirname(os.path.realpath(path)))
     full_path = os.path.abspath(path)
-    # A module of its own that stays in place: runpy would take it away before the atexit handlers run.
+    # A module that stays in place: runpy would take its own away before the atexit handlers run.
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=full_path, __cached__=None, __builtins__=__builtins__)
     sys.modules["__main__"] = module
