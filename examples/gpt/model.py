@@ -1,0 +1,107 @@
+"""A small GPT over bytes: plain PyTorch, nothing of xds in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a GPT. Letters below: B batch, T tokens, C width, H heads, V vocabulary."""
+
+    layers: int = 6
+    width: int = 192
+    heads: int = 6
+    context: int = 128
+    vocabulary: int = 256  # one entry for each byte
+    tied_head: bool = False  # the output layer is the token embedding
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
+        self.out = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, T, C / H]
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron, each on the normed input and added to it."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(shape.width)
+        self.attention = Attention(shape)
+        self.mlp_norm = nn.LayerNorm(shape.width)
+        self.up = nn.Linear(shape.width, 4 * shape.width, bias=False)
+        self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, C] -> [B, T, C]
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class GPT(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.tied_head:
+            self.head.weight = self.tokens.weight
+        self.apply(self._init)
+
+    def _init(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, Block):
+            # 2 layers write into the residual stream in each block: keep its variance at the end
+            # what it is at the start. (`apply` reaches a block after the layers inside it.)
+            for layer in (module.attention.out, module.down):
+                nn.init.normal_(layer.weight, std=0.02 / (2 * self.shape.layers) ** 0.5)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of what follows each of `tokens` [B, T]; with `targets`, the loss."""
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@torch.no_grad()
+def generate(model: nn.Module, tokens: Tensor, count: int, context: int, seed: int) -> Tensor:
+    """Append `count` sampled bytes to `tokens` [1, T].
+
+    `model` may be an engine. All ranks must call this together and draw the same bytes: when
+    parameters are sharded, each forward pass is a collective operation.
+    """
+    generator = torch.Generator(tokens.device).manual_seed(seed)
+    for _ in range(count):
+        logits = model(tokens[:, -context:])[0, -1].float()
+        chances = (logits / 0.8).softmax(dim=-1)
+        tokens = torch.cat(
+            [tokens, torch.multinomial(chances, 1, generator=generator)[None]], dim=1
+        )
+    return tokens
