@@ -346,6 +346,9 @@ def save(folder: Path, rows: Sequence[Row], extra: dict[str, Any] | None = None)
     path.parent.mkdir(exist_ok=True)
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     fresh = {row.name: asdict(row) | {"verdict": row.verdict} for row in rows}
+    for old in kept:  # a peer that is missing today does not wipe out what was measured
+        if fresh.get(old["name"], {}).get("verdict", "").startswith("SKIP"):
+            del fresh[old["name"]]
     merged = [fresh.pop(old["name"], old) for old in kept] + list(fresh.values())
     result = {"machine": machine(), **(extra or {}), "rows": merged}
     path.write_text(json.dumps(result, indent=1) + "\n")
