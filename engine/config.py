@@ -10,16 +10,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import Field
 
 from ..ops.config_keys import Entry, Report
 from ..ops.config_rules import FLAG, NULL, Rule, dtype_name, either, number, one_of, shown, whole
-from ..ops.config_section import AsRead, Section, read_section, subsection
+from ..ops.config_section import AsRead, Section, paths_named, read_section, subsection
 from ..ops.errors import ConfigError
 from ..zero.config import ZeroConfig
-from .config_auto import fill_auto, note_auto
+from .config_auto import COMPUTED, fill_auto, note_auto
 from .config_batch import solve_batch
 from .config_optimizer import OptimizerConfig, check_optimizer
 from .config_refused import TOP_LEVEL_KEYS
@@ -66,7 +67,7 @@ class Config(Section):
     others: ClassVar[Mapping[str, Entry]] = TOP_LEVEL_KEYS
     aliases: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
     results: ClassVar[frozenset[str]] = frozenset(
-        {"source", "notes", "without_effect", "world_size"}
+        {"source", "notes", "without_effect", "auto_keys", "world_size"}
     )
 
     train_batch_size: Count = Field(0, description="samples a step, over all ranks")
@@ -135,6 +136,7 @@ class Config(Section):
     without_effect: tuple[tuple[str, str], ...] = Field(
         (), description="keys that are accepted without effect, each with the reason"
     )
+    auto_keys: tuple[str, ...] = Field((), description='keys that "auto" left at their default')
     world_size: int = Field(0, description="data-parallel ranks; 0 until resolved")
 
     @classmethod
@@ -171,13 +173,14 @@ def parse_config(
     if isinstance(source, Config):
         return source if world_size is None else source.resolve(world_size)
     data, name, complaints = read_source(source)
-    report = Report(complaints=complaints)
+    report = Report(complaints=complaints, elsewhere=partial(paths_named, Config))
     if not isinstance(data, dict):
         report.complain("config", data, "must be an object {...}")
         raise ConfigError(report.complaints, name)
     fill_auto(_prepare(data, report), auto or {}, canonical_path, report)
     config = _check_whole(read_section(Config, data, "", report), data, report)
     note_auto(report, lambda path: _default_of(config, path))
+    config = config.model_copy(update={"auto_keys": tuple(report.auto_keys)})
     sizes: dict[str, int] = {}
     if world_size is not None:
         wrong, sizes = _batch(config, world_size)
@@ -263,6 +266,7 @@ def _batch(config: Config, world_size: int) -> tuple[list[str], dict[str, int]]:
         config.train_micro_batch_size_per_gpu,
         config.gradient_accumulation_steps,
         world_size,
+        auto=tuple(key for key in config.auto_keys if key in COMPUTED),
     )
     wanted = config.data_parallel_size
     if wanted is not None and wanted != world_size:

@@ -12,15 +12,19 @@ STEPS = "gradient_accumulation_steps"
 
 
 def solve_batch(
-    train: int, micro: int, steps: int, world_size: int
+    train: int, micro: int, steps: int, world_size: int, auto: tuple[str, ...] = ()
 ) -> tuple[tuple[int, int, int], list[str]]:
     """((train, micro, steps), complaints). Sizes in samples; complete when there is no complaint.
+
+    `auto` are the keys that stand at "auto", for the complaint.
 
     >>> solve_batch(32, 4, 0, 2)
     ((32, 4, 4), [])
     """
     if not train and not micro:
         alone = f" ({STEPS} = {steps} alone is too little)" if steps else ""
+        if auto:
+            alone += f' ("auto" for {" and ".join(auto)} cannot be computed)'
         return (train, micro, steps), [
             f"{TRAIN}: no batch size is given{alone}; write {TRAIN} "
             f"(samples a step over all ranks) or {MICRO} (samples a rank and forward)"

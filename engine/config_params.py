@@ -22,9 +22,7 @@ def unknown_type(path: str, given: str, known: Iterable[str], what: str, report:
     """Complain about a class name that nobody knows, with the nearest names."""
     names = {name.casefold(): name for name in known}
     near = [names[hit] for hit in get_close_matches(given.casefold(), names, n=3, cutoff=0.5)]
-    hint = (
-        f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names.values())}"
-    )
+    hint = f"did you mean {' or '.join(near)}?" if near else f"use {', '.join(names.values())}"
     report.complain(path, given, f"no {what} has this name; {hint}")
 
 

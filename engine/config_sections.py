@@ -177,6 +177,8 @@ class CsvMonitor(Section):
 class Comet(Section):
     """Scalars for Comet, sent by rank 0."""
 
+    secrets: ClassVar[frozenset[str]] = frozenset({"api_key"})
+
     enabled: Flag = Field(False, description="scalars are sent to Comet")
     samples_log_interval: Annotated[int, whole(1)] = Field(
         100, description="samples between two reports"

@@ -8,7 +8,7 @@ and the documentation are made from the same tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, final
@@ -68,12 +68,13 @@ Entry = NoEffect | Refused | Detail | Group
 @final
 @dataclass
 class Report:
-    """What was found while reading one config."""
+    """What was found while reading one config; `elsewhere(key)` lists paths of that name."""
 
     complaints: list[str] = field(default_factory=list)
     without_effect: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     auto_keys: list[str] = field(default_factory=list)
+    elsewhere: Callable[[str], list[str]] = field(default=lambda key: [])
 
     def complain(self, path: str, value: object, need: str) -> None:
         self.complaints.append(f"{path} = {shown(value)}: {need}")
@@ -88,7 +89,10 @@ def unknown_key(path: str, value: object, known: Iterable[str], report: Report) 
     names = sorted(known)
     key = path.rpartition(".")[2]
     near = get_close_matches(key, names, n=1, cutoff=0.6)
-    if near:
+    homes = report.elsewhere(key)
+    if len(homes) == 1:
+        hint = f'it belongs to "{homes[0]}"'
+    elif near:
         hint = f'did you mean "{near[0]}"?'
     elif len(names) <= LISTED_KEYS:
         hint = f"the keys here are {', '.join(names)}" if names else "no key is known here"

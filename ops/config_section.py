@@ -15,7 +15,7 @@ class Section(BaseModel):
     """Base of every typed section. Fields are the keys that xds reads, `others` the known rest.
 
     `aliases` maps other spellings to the field or table name; `results` are fields that are
-    computed while reading and are no keys of the JSON.
+    computed while reading and are no keys of the JSON, `secrets` are never shown.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
@@ -23,14 +23,20 @@ class Section(BaseModel):
     others: ClassVar[Mapping[str, Entry]] = {}
     aliases: ClassVar[Mapping[str, str]] = {}
     results: ClassVar[frozenset[str]] = frozenset()
+    secrets: ClassVar[frozenset[str]] = frozenset()
 
     def as_dict(self) -> dict[str, Any]:
-        """The section as JSON values, every default filled in; reading it again gives the same."""
+        """The section as JSON values, every default filled in, secrets masked."""
         return {
-            name: _as_json(getattr(self, name))
+            name: self.shown_value(name)
             for name in type(self).model_fields
             if name not in self.results
         }
+
+    def shown_value(self, name: str) -> Any:
+        """The value of a field as JSON value; of a secret only whether it is set."""
+        value = getattr(self, name)
+        return "***" if name in self.secrets and value is not None else _as_json(value)
 
 
 class AsRead:
@@ -119,6 +125,16 @@ def _build(
 
 def _known(model: type[Section]) -> set[str]:
     return {*model.model_fields, *model.others, *model.aliases} - model.results
+
+
+def paths_named(model: type[Section], key: str, path: str = "") -> list[str]:
+    """Paths of all keys called `key` in the model and its subsections."""
+    found = [joined(path, key)] if key in _known(model) else []
+    for name in model.model_fields:
+        inner = subsection(model, name)
+        if inner is not None:
+            found += paths_named(inner, key, joined(path, name))
+    return found
 
 
 def _as_json(value: Any) -> Any:

@@ -1,0 +1,111 @@
+"""`xds check`: what a config means, without torch, without a device, in a fraction of a second."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..engine.config import Config, parse_config
+from ..engine.config_optimizer import OptimizerConfig
+from ..engine.config_scheduler import SchedulerConfig
+from ..ops.config_rules import shown
+from ..ops.config_section import Section
+from ..ops.errors import ConfigError
+from ..zero.config import STAGES
+
+_SIZES = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check one config. Returns 0, or 2 with every complaint on stderr."""
+    options = _parser().parse_args(list(argv))
+    try:
+        auto = _auto_values(options.auto)
+        config = parse_config(options.config, auto=auto, world_size=options.world_size)
+    except ConfigError as error:
+        print(f"xds check: {error}", file=sys.stderr)
+        return 2
+    resolved = json.dumps(config.as_dict(), indent=2)
+    if options.json:
+        print(resolved)
+        return 0
+    print(f"{config.source} resolved for {config.world_size} data-parallel rank(s):")
+    print(resolved)
+    for title, lines in (
+        ("What differs from the defaults", list(choices(config))),
+        ("Notes", list(config.notes)),
+        ("Accepted without effect", [f"{path}: {why}" for path, why in config.without_effect]),
+    ):
+        if lines:
+            print(f"\n{title}:")
+            print("\n".join(f"  {line}" for line in lines))
+    return 0
+
+
+def choices(config: Config) -> Iterator[str]:
+    """One sentence for each value that is not the default, in the order of the documentation."""
+    yield (
+        f"train_batch_size = {config.train_batch_size}: "
+        f"{config.train_micro_batch_size_per_gpu} a forward x "
+        f"{config.gradient_accumulation_steps} (accumulation) x {config.world_size} (ranks) "
+        "samples make one update"
+    )
+    yield from _differences(config, "")
+
+
+def _differences(section: Section, path: str) -> Iterator[str]:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        here = f"{path}{name}"
+        if name in section.results or here in _SIZES:
+            continue
+        default = field.get_default(call_default_factory=True)
+        if value == default:
+            continue
+        if isinstance(value, (OptimizerConfig, SchedulerConfig)):
+            arguments = ", ".join(f"{key}={shown(each)}" for key, each in value.params.items())
+            yield f"{here} = {value.type}({arguments}): {field.description}"
+        elif isinstance(value, Section):
+            yield from _differences(value, f"{here}.")
+        else:
+            says = STAGES[value] if here == "zero_optimization.stage" else field.description
+            yield f"{here} = {shown(section.shown_value(name))}: {says}"
+
+
+def _auto_values(pairs: Sequence[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        path, equals, text = pair.partition("=")
+        if not equals:
+            raise ConfigError([f"--auto {pair}: must be KEY=VALUE, as in optimizer.params.lr=1e-4"])
+        try:
+            values[path.strip()] = json.loads(text)
+        except ValueError:
+            values[path.strip()] = text
+    return values
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="xds check", description="Check a JSON config and say what it does."
+    )
+    parser.add_argument("config", help="path, JSON text, or base64 of it")
+    parser.add_argument(
+        "--world-size", type=int, default=1, metavar="N", help="data-parallel ranks (default: 1)"
+    )
+    parser.add_argument(
+        "--auto",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help='fill a key whose value is "auto"; may be repeated',
+    )
+    parser.add_argument("--json", action="store_true", help="print the resolved config only")
+    return parser

@@ -1,0 +1,86 @@
+"""`xds check`: what it prints, where, and its exit code."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from xds.launcher.check import main
+
+CONFIG = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "adamw", "params": {"lr": 1e-4}},
+    "zero_optimization": {"stage": 2, "contiguous_gradients": False},
+    "wandb": {"enabled": True, "project": "mine"},
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    return str(file)
+
+
+def test_it_prints_the_choices_and_what_has_no_effect(path, capsys):
+    assert main([path, "--world-size", "8"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = [line.strip() for line in out.splitlines()]
+    for line in (
+        "train_batch_size = 64: 4 a forward x 2 (accumulation) x 8 (ranks) samples make one update",
+        "zero_optimization.stage = 2: the optimizer state and the gradients are sharded over the "
+        "ranks",
+        "bf16.enabled = true: parameters and gradients are bf16, the master fp32",
+        "optimizer = AdamW(lr=0.0001): the optimizer, unless the script passes one",
+        'wandb.project = "mine": project',
+    ):
+        assert line in lines
+    assert any(line.startswith("zero_optimization.contiguous_gradients: ") for line in lines)
+    assert any(line.startswith("gradient_clipping is not given") for line in lines)
+
+
+def test_json_only_reads_back(path, capsys):
+    assert main([path, "--world-size", "8", "--json"]) == 0
+    resolved = json.loads(capsys.readouterr().out)
+    assert resolved["gradient_accumulation_steps"] == 2
+    assert main([json.dumps(resolved), "--world-size", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == resolved
+
+
+def test_complaints_go_to_stderr_all_at_once(capsys):
+    text = json.dumps({"train_batch_size": 5, "fp16": {"enabled": 1}, "stage": 2})
+    assert main([text, "--world-size", "2"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "config text: 3 problems" in err
+    for start in ("fp16.enabled = 1", "stage = 2", "train_batch_size = 5"):
+        assert f"\n  - {start}: " in err
+
+
+def test_auto_is_filled_from_the_command_line(capsys):
+    text = json.dumps(
+        {
+            "train_batch_size": 8,
+            "optimizer": {"type": "auto", "params": {"lr": "auto", "betas": "auto"}},
+        }
+    )
+    assert main([text]) == 2
+    assert "optimizer.params.lr" in capsys.readouterr().err
+    filled = ["optimizer.type=Lion", "optimizer.params.lr=1e-3", "optimizer.params.betas=[0.9,0.9]"]
+    assert main([text, *(word for each in filled for word in ("--auto", each))]) == 0
+    assert "Lion(lr=0.001, betas=[0.9, 0.9])" in capsys.readouterr().out
+    assert main([text, "--auto", "lr"]) == 2
+    assert "must be KEY=VALUE" in capsys.readouterr().err
+
+
+def test_torch_is_not_imported(path):
+    code = (
+        "import sys; from xds.launcher.check import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

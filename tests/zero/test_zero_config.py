@@ -1,0 +1,129 @@
+"""The section zero_optimization: stages, sizes, units, older spellings."""
+
+import pytest
+
+import xds
+from xds.engine.config import parse_config
+
+
+def zero(section):
+    return parse_config({"zero_optimization": section}).zero_optimization
+
+
+@pytest.mark.parametrize(
+    ("section", "stage"),
+    [
+        ({}, 0),
+        ({"stage": 3}, 3),
+        ({"stage": 2.0}, 2),
+        (True, 1),
+        (False, 0),
+        (None, 0),
+    ],
+)
+def test_stage(section, stage):
+    assert zero(section).stage == stage
+
+
+@pytest.mark.parametrize(
+    ("value", "elements"), [(5e8, 500_000_000), (0.9 * 31 * 31, 865), (7, 7), ("auto", 50_000_000)]
+)
+def test_sizes_are_rounded(value, elements):
+    assert zero({"stage3_prefetch_bucket_size": value}).prefetch_bucket_size == elements
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+        "max_live_parameters",
+    ],
+)
+def test_both_spellings_of_the_stage_3_sizes(name):
+    assert getattr(zero({name: 12}), name) == 12
+    assert getattr(zero({f"stage3_{name}": 12}), name) == 12
+    with pytest.raises(xds.ConfigError, match="says the same as"):
+        zero({name: 12, f"stage3_{name}": 12})
+
+
+def test_a_complaint_names_the_key_as_it_was_written():
+    with pytest.raises(xds.ConfigError) as caught:
+        zero({"stage3_max_live_parameters": "many"})
+    assert caught.value.complaints == (
+        'zero_optimization.stage3_max_live_parameters = "many": '
+        "must be a number of elements, at least 0",
+    )
+
+
+def test_leaf_modules_become_units():
+    section = {
+        "units": ["Block"],
+        "leaf_module": {"classes": ["Block", "Expert"], "names": ["h.0"], "name_suffixes": ["mlp"]},
+    }
+    assert zero(section).units == ("Block", "Expert", "h.0", "*mlp")
+
+
+REFUSED = [
+    {"cpu_offload": True},
+    {"cpu_offload_params": True},
+    {"offload_param": {"device": "cpu"}},
+    {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+    {"offload_optimizer": {"super_offload": True}},
+    {"zenflow": {"topk_ratio": 0.1}},
+    {"zero_quantized_weights": True},
+    {"zero_quantized_nontrainable_weights": True},
+    {"zero_quantized_gradients": True},
+    {"zero_hpz_partition_size": 8},
+    {"zeropp_loco_param": {"err_beta": 0.8}},
+    {"mics_shard_size": 4},
+    {"mics_hierarchical_params_gather": True},
+    {"legacy_stage1": True},
+]
+
+
+@pytest.mark.parametrize("section", REFUSED, ids=lambda section: next(iter(section)))
+def test_features_that_are_not_there(section):
+    with pytest.raises(xds.ConfigError) as caught:
+        zero(section)
+    (complaint,) = caught.value.complaints
+    assert complaint.startswith(f"zero_optimization.{next(iter(section))}")
+
+
+SILENT = [
+    {"cpu_offload": False},
+    {"offload_param": {"device": "none", "buffer_size": "auto", "pin_memory": True}},
+    {"offload_optimizer": {"device": None}},
+    {"zero_quantized_weights": False},
+    {"zero_hpz_partition_size": 1},
+    {"mics_shard_size": -1},
+    {"contiguous_gradients": True, "reduce_scatter": True, "allgather_partitions": True},
+    {"round_robin_gradients": False, "ignore_unused_parameters": True},
+]
+
+
+@pytest.mark.parametrize("section", SILENT, ids=lambda section: next(iter(section)))
+def test_values_that_change_nothing(section):
+    config = parse_config({"zero_optimization": section})
+    assert config.without_effect == ()
+
+
+NAMED = [
+    {"contiguous_gradients": False},
+    {"reduce_scatter": False},
+    {"round_robin_gradients": True},
+    {"sub_group_size": 1e12},
+    {"stage3_max_reuse_distance": 1e9},
+    {"stage3_model_persistence_threshold": 0},
+    {"stage3_gather_16bit_weights_on_model_save": True},
+    {"gather_16bit_weights_on_model_save": True},
+    {"stage3_gather_fp16_weights_on_model_save": True},
+]
+
+
+@pytest.mark.parametrize("section", NAMED, ids=lambda section: next(iter(section)))
+def test_keys_without_effect_are_named_as_they_were_written(section):
+    config = parse_config({"zero_optimization": section})
+    assert [path for path, _ in config.without_effect] == [
+        f"zero_optimization.{next(iter(section))}"
+    ]
