@@ -117,8 +117,6 @@ class _RankFiles(LogsSpecs):
         for rank, env in envs.items():
             env.update(self._environment)
             env["TORCHELASTIC_ERROR_FILE"] = errors[rank]
-            env["XDS_FAULT_FILE"] = str(self._folder.fault(rank))
-            if rank:
-                env["XDS_LOG_FILE"] = str(self._folder.log(rank))
+            env["XDS_RANK_FILES"] = str(self._folder.path / f"rank{rank}")
         terminal = dict.fromkeys(envs, "")
         return LogsDest(stdouts=terminal, stderrs=dict(terminal), error_files=errors)

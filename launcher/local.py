@@ -85,7 +85,7 @@ def run(job: LocalJob) -> int:
         if agent.error is not None:
             raise agent.error
         failures = [_failure(rank, told, workers, folder) for rank, told in agent.failures.items()]
-        finished = [rank for rank in range(agent.num_ranks) if rank not in agent.failures]
+        finished = [rank for rank in range(agent.num_ranks) if folder.ended(rank).exists()]
         sys.stderr.write(report(failures, finished, folder.logs(agent.num_ranks)))
         folder.is_kept = True
         return first_failure(failures).exit_code
@@ -187,13 +187,22 @@ def _failure(rank: int, told: ProcessFailure, workers: Workers, folder: RunFolde
         return Failure(rank, told.pid, kept["exit_code"], kept["time_seconds"], text=kept["text"])
     seen = workers.exits.get(told.pid)
     signum = max(0, -told.exitcode)
-    fault = folder.fault(rank)
     return Failure(
         rank=rank,
         pid=told.pid,
         exit_code=128 + signum if signum else told.exitcode,
         time_seconds=seen.time_seconds if seen else float(told.timestamp),
         signum=signum,
-        text=fault.read_text(errors="replace")[:_FAULT_CHARS] if fault.exists() else "",
+        text=_frames(folder.fault(rank)),
         was_killed_by_us=told.pid in workers.killed,
     )
+
+
+def _frames(fault_file: Path) -> str:
+    """What Python wrote when it crashed, without our own frames and its list of libraries."""
+    if not fault_file.exists():
+        return ""
+    own = str(Path(__file__).with_name("worker.py"))
+    lines = fault_file.read_text(errors="replace")[:_FAULT_CHARS].splitlines()
+    kept = [line for line in lines if own not in line and not line.startswith("Extension modules:")]
+    return "\n".join(kept)

@@ -27,6 +27,10 @@ class RunFolder:
     def fault(self, rank: int) -> Path:
         return self.path / f"rank{rank}.fault.txt"
 
+    def ended(self, rank: int) -> Path:
+        """There once the rank's script has ended well."""
+        return self.path / f"rank{rank}.ended"
+
     def first_error_seconds(self, num_ranks: int) -> float | None:
         """When the first rank wrote that it failed (wall clock), None while none has."""
         times = []
@@ -59,5 +63,5 @@ def run_folder(asked: Path | None) -> Iterator[RunFolder]:
 
 
 def _files(path: Path) -> list[Path]:
-    patterns = ("rank*.log", "rank*.error.json", "rank*.fault.txt")
+    patterns = ("rank*.log", "rank*.error.json", "rank*.fault.txt", "rank*.ended")
     return [file for pattern in patterns for file in path.glob(pattern)]

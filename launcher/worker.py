@@ -5,8 +5,9 @@
     python -u worker.py program ./train.sh --lr 1e-3
 
 Started by its path, with the standard library alone: with `-m` the current folder would come first
-on sys.path, and a folder there may carry a standard module's name. The launcher passes, in the
-environment, TORCHELASTIC_ERROR_FILE (its format is torch's) and the names popped below.
+on sys.path, and a folder there may carry a standard module's name. The environment brings
+TORCHELASTIC_ERROR_FILE (its format is torch's), XDS_LAUNCHER_PID, and in XDS_RANK_FILES what the
+names of this rank's other files begin with (see run_folder.py).
 
 Why no traceback on the terminal: rank 0's output is live, and when any rank dies rank 0 usually
 fails too, for want of a peer. So each rank keeps its traceback in a file; the launcher shows one.
@@ -36,20 +37,24 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 class _Outcome:
     """What the script came to; `code` is not 0 once it failed."""
 
-    code = 0
+    def __init__(self, ended_file: str) -> None:
+        self.code = 0
+        self.ended_file = ended_file
 
 
 def main() -> None:
     kind, target, *args = sys.argv[1:]
     _die_with_launcher(os.environ.pop("XDS_LAUNCHER_PID", ""))
-    has_log = _take_log(os.environ.pop("XDS_LOG_FILE", ""))
-    fault_file = os.environ.pop("XDS_FAULT_FILE", "")
+    files = os.environ.pop("XDS_RANK_FILES", "")
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    has_log = bool(files) and os.environ.get("RANK") != "0"
+    if has_log:
+        _take_log(f"{files}.log")
     if kind == "program":
         _become(target, args, error_file)
-    if fault_file and not faulthandler.is_enabled():
-        faulthandler.enable(open(fault_file, "w"))  # noqa: SIM115 (open for as long as we live)
-    outcome = _Outcome()
+    if files and not faulthandler.is_enabled():
+        faulthandler.enable(open(f"{files}.fault.txt", "w"))  # open for as long as we live
+    outcome = _Outcome(f"{files}.ended" if files else "")
     atexit.register(
         _leave, outcome
     )  # registered first, so it runs after every handler of the script
@@ -80,15 +85,12 @@ def _die_with_launcher(launcher_pid: str) -> None:
         os._exit(1)
 
 
-def _take_log(path: str) -> bool:
+def _take_log(path: str) -> None:
     """Send both output streams to one file, in the order in which they are written."""
-    if not path:
-        return False
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    return True
 
 
 def _become(program: str, args: list[str], error_file: str) -> NoReturn:
@@ -170,6 +172,8 @@ def _leave(outcome: _Outcome) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(outcome.code)  # live gloo threads would abort here and hide the exit code
+    if outcome.ended_file:
+        open(outcome.ended_file, "w").close()  # before the peers can see us go
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None:
         # too late to fail: the script has ended well
