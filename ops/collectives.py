@@ -70,8 +70,11 @@ class Collectives(ABC):
     mix. `sent_bytes` counts what this rank sent, for each kind, since construction.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, rank: int, world_size: int
+    ) -> None:
         self.group = group
+        self.device = device
         self.rank = rank
         self.world_size = world_size
         self.sent_bytes: dict[str, int] = {}
@@ -80,6 +83,11 @@ class Collectives(ABC):
         """The view of `flat` that belongs to `rank` (default: this one)."""
         numel = flat.numel() // self.world_size
         return flat.narrow(0, (self.rank if rank is None else rank) * numel, numel)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that receives what travels; kept between steps."""
+        return 0
 
     def _count(self, kind: str, shard: Tensor) -> None:
         """Every algorithm here sends (world_size - 1) shards: the lower bound."""
@@ -121,8 +129,8 @@ class Collectives(ABC):
 class Alone(Collectives):
     """One rank: nothing is ever sent."""
 
-    def __init__(self) -> None:
-        super().__init__(None, 0, 1)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(None, device, 0, 1)
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
         if flat.data_ptr() != shard.data_ptr():
@@ -149,11 +157,15 @@ class Alone(Collectives):
 class PeerToPeer(Collectives):
     """Messages between all pairs, for gloo. See the module's docstring."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group, group.rank(), group.size())
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device, group.rank(), group.size())
         self._scratch = BufferPool()
         # every rank starts with its right neighbour, so that no one is everybody's first target
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._scratch.allocated_bytes
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Any:
         assert self.group is not None
@@ -211,8 +223,8 @@ class PeerToPeer(Collectives):
 class Native(Collectives):
     """The backend's own collectives: NCCL, MPI, and torch's threaded group in tests."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group, group.rank(), group.size())
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device, group.rank(), group.size())
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
         self._count(kind, shard)
@@ -245,7 +257,7 @@ class Native(Collectives):
 def open_collectives(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
     """The collectives that suit `group` and the device its tensors live on."""
     if group is None or group.size() == 1:
-        return Alone()
+        return Alone(device)
     if device.type == "cpu" and dist.get_backend(group) == "gloo":
-        return PeerToPeer(group)
-    return Native(group)
+        return PeerToPeer(group, device)
+    return Native(group, device)

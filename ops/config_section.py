@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from pydantic_core import CoreSchema, core_schema
 
 from .config_keys import AUTO, Entry, Report, check_entry, joined, unknown_key
+from .config_rules import Rule
 
 
 class Section(BaseModel):
     """Base of every typed section. Fields are the keys that xds reads, `others` the known rest.
 
+    The rule in a field's annotation reads its value, both here and when the class is called.
     `aliases` maps other spellings to the field or table name; `results` are fields that are
     computed while reading and are no keys of the JSON, `secrets` are never shown.
     """
@@ -81,7 +83,7 @@ def read_section(model: type[S], data: object, path: str, report: Report) -> S:
             check_entry(model.others[name], value, here, report)
         else:
             unknown_key(here, value, _known(model), report)
-    return _build(model, values, spelled, path, report)
+    return model.model_construct(**values)
 
 
 def _read_field(
@@ -98,29 +100,16 @@ def _read_field(
             values[name] = read_section(inner, value, here, report)
     elif isinstance(value, str) and value.casefold() == AUTO:
         report.auto_keys.append(here)
-    elif value is not None or not _may_be_null(model, name):
-        values[name] = value
+    else:
+        try:
+            values[name] = rule_of(model, name).read(value)
+        except ValueError as error:
+            report.complain(here, value, str(error))
 
 
-def _may_be_null(model: type[Section], name: str) -> bool:
-    return type(None) in getattr(model.model_fields[name].annotation, "__args__", ())
-
-
-def _build(
-    model: type[S], values: dict[str, Any], spelled: dict[str, str], path: str, report: Report
-) -> S:
-    try:
-        return model.model_validate(values) if values else model.model_construct()
-    except ValidationError as error:
-        wrong = set()
-        for item in error.errors(include_url=False):
-            name = str(item["loc"][0])
-            wrong.add(name)
-            cause = item.get("ctx", {}).get("error", item["msg"])
-            report.complain(spelled.get(name, joined(path, name)), item["input"], str(cause))
-        return _build(
-            model, {k: v for k, v in values.items() if k not in wrong}, spelled, path, report
-        )
+def rule_of(model: type[Section], name: str) -> Rule:
+    """The rule in a field's annotation."""
+    return next(item for item in model.model_fields[name].metadata if isinstance(item, Rule))
 
 
 def _known(model: type[Section]) -> set[str]:

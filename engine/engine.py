@@ -1,0 +1,431 @@
+"""The engine: a conductor that drives forward, backward and step, and owns the counters.
+
+It never asks which ZeRO stage it runs: the sharded model and the updater know.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.errors import UsageError, XdsError
+from ..zero.sharded_model import ShardedModel
+from ..zero.update import Updater
+from .batches import call_with, loss_of, move
+from .config import Config
+from .monitor import Monitor
+from .precision import LossScale
+from .report import StepReport
+
+log = logging.getLogger("xds")
+
+
+class Scheduler(Protocol):
+    """What the engine calls on a learning-rate schedule."""
+
+    def step(self) -> None: ...
+
+
+@dataclass
+class Parts:
+    """What `initialize` chose for one engine."""
+
+    config: Config
+    module: nn.Module
+    sharded: ShardedModel
+    updater: Updater
+    optimizer: torch.optim.Optimizer
+    scheduler: Scheduler | None
+    loss_scale: LossScale
+    autocast: Callable[[], AbstractContextManager[Any]]
+    cast_inputs: torch.dtype | None
+    device: torch.device
+    local_rank: int
+    monitor: Monitor
+    report: StepReport
+    loader: Any
+    undo: Callable[[], None]
+
+
+@final
+class Engine:
+    """Trains `module` as its config says. Made by `xds.initialize`; names and semantics are DeepSpeed's.
+
+    One optimizer step is `gradient_accumulation_steps()` rounds of forward, backward and step():
+
+        loss = engine(batch)      forward, in the configured precision
+        engine.backward(loss)     gradients, divided by the accumulation steps, reduced as the stage asks
+        engine.step()             on the boundary: clip, update, publish, next learning rate
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.config = parts.config
+        self.module = parts.module
+        self.optimizer = parts.optimizer
+        self.lr_scheduler = parts.scheduler
+        self.training_dataloader = parts.loader
+        self.device = parts.device
+        self.monitor = parts.monitor
+        self.local_rank = parts.local_rank
+        self.global_rank = parts.sharded.collectives.rank
+        self.world_size = parts.sharded.collectives.world_size
+        self.dp_world_size = self.world_size
+        self.global_steps = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self.global_samples = 0
+        self._sharded = parts.sharded
+        self._updater = parts.updater
+        self._scale = parts.loss_scale
+        self._report = parts.report
+        self._micro_batch_size = parts.config.train_micro_batch_size_per_gpu
+        self._accumulation_steps = parts.config.gradient_accumulation_steps
+        self._forced_boundary: bool | None = None
+        self._in_no_sync = False
+        self._was_applied = False
+        self._grad_norm: float | None = None
+        self._batches: Iterator[Any] | None = None
+        self._is_destroyed = False
+
+    # -- forward, backward, step ------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, under autocast where the config says so. At stage 3 a collective."""
+        self._check_alive()
+        if self._parts.cast_inputs is not None:
+            args, kwargs = move((args, kwargs), self.device, self._parts.cast_inputs)
+        with self._report.region("forward"), self._parts.autocast():
+            return self.module(*args, **kwargs)
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Gradients of `loss` / accumulation steps; they are reduced as the stage asks. A collective.
+
+        Args:
+            loss: a scalar with a graph.
+            retain_graph: as in torch; several losses of one step are several calls.
+            scale_wrt_gas: False leaves out the division by the accumulation steps.
+        Returns:
+            the loss, divided by the accumulation steps, detached.
+        Raises:
+            UsageError: `loss` is not a scalar, or has no graph.
+        """
+        self._check_alive()
+        _check_loss(loss)
+        divisor = self._accumulation_steps if scale_wrt_gas else 1
+        with self._report.region("backward"):
+            self._sharded.begin_backward(reduces=self._reduces_now())
+            try:
+                factor = self._scale.value / divisor
+                (loss if factor == 1.0 else loss * factor).backward(retain_graph=retain_graph)
+            except BaseException:
+                self._sharded.abandon_backward()
+                raise
+            self._sharded.end_backward()
+        result = loss.detach() / divisor if divisor > 1 else loss.detach()
+        self._report.add_loss(result)
+        return result
+
+    def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
+        """`loss` times the loss scale over the accumulation steps, to call `.backward()` on yourself."""
+        _check_loss(loss)
+        return loss * (self._scale.value / (self._accumulation_steps if scale_wrt_gas else 1))
+
+    def step(self) -> None:
+        """Count a micro-batch; on an accumulation boundary update the parameters. A collective there.
+
+        Raises:
+            UsageError: no backward has run since the last step().
+            XdsError: the gradients are not finite and the precision does not skip such steps; the
+                parameters are untouched and the engine can go on.
+        """
+        self._check_alive()
+        if not self._sharded.has_seen_backward:
+            raise UsageError(
+                "engine.step() without engine.backward(loss) before it: every step needs the gradients of a "
+                "loss; call backward once for each forward"
+            )
+        if self._in_no_sync:
+            raise UsageError(
+                "engine.step() inside no_sync(): leave the context before the step, so that gradients are "
+                "reduced"
+            )
+        is_boundary = self._is_step_boundary()
+        self._was_applied = False
+        self._sharded.has_seen_backward = False
+        self.micro_steps += 1
+        self.global_samples += self._micro_batch_size * self.world_size
+        if is_boundary:
+            with self._report.region("step"):
+                self._take_step()
+            self._report.step(self)
+
+    def _take_step(self) -> None:
+        with self._report.region("reduce"):
+            self._sharded.finish_reduction()
+            square_norm = self._sharded.square_norm()
+        mean = 1.0 / self.world_size if self.config.gradient_allreduce_op == "mean" else 1.0
+        unscale = mean / self._scale.value
+        norm = math.sqrt(square_norm) * unscale if square_norm >= 0 else math.nan
+        self._grad_norm = norm
+        self.global_steps += 1
+        overflow = not math.isfinite(norm)
+        if overflow:
+            self._skip(norm)
+        else:
+            limit = self.config.gradient_clipping
+            clip = limit / (norm + 1e-6) if limit and norm > limit else 1.0
+            self._updater.step(unscale * clip)
+            self._sharded.reset()
+            self._was_applied = True
+        self._scale.after_step(overflow=overflow)
+        if self._was_applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def _skip(self, norm: float) -> None:
+        self._sharded.reset()
+        self.skipped_steps += 1
+        if not self._scale.skips_overflow:
+            raise XdsError(
+                f"step {self.global_steps}: the gradient norm over all ranks is {norm}, so the loss or a "
+                "gradient is not finite; the parameters are untouched. Look at this batch, lower the "
+                "learning rate, or set gradient_clipping"
+            )
+        log.warning(
+            "step %d skipped on rank %d: the gradient norm over all ranks is %s (loss scale %g)",
+            self.global_steps,
+            self.global_rank,
+            norm,
+            self._scale.value,
+        )
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One optimizer step: `gradient_accumulation_steps()` micro-batches from `data_iter`.
+
+        The module must return the loss, or a tuple or mapping that begins with it or has `loss`.
+        Without `data_iter` batches come from `training_dataloader`, over and over.
+        Returns:
+            the loss, averaged over micro-batches and ranks, [] fp32.
+        """
+        batches = self._next_batches(data_iter)
+        self.train()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for _ in range(self._accumulation_steps):
+            loss = loss_of(call_with(self, move(next(batches), self.device)))
+            self.backward(loss)
+            total += loss.detach().double()
+            self.step()
+        return self._average(total / self._accumulation_steps)
+
+    @torch.no_grad()
+    def eval_batch(
+        self, data_iter: Iterator[Any], num_micro_batches: int | None = None
+    ) -> Tensor:
+        """The loss of the next micro-batches (default: as many as a step takes), averaged as in training."""
+        count = num_micro_batches or self._accumulation_steps
+        was_training = self.module.training
+        self.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for _ in range(count):
+            total += loss_of(call_with(self, move(next(data_iter), self.device))).double()
+        self.train(was_training)
+        return self._average(total / count)
+
+    def _next_batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        if data_iter is not None:
+            return data_iter
+        if self.training_dataloader is None:
+            raise UsageError(
+                "train_batch() without data_iter: pass an iterator of batches, or training_data to "
+                "xds.initialize"
+            )
+        if self._batches is None:
+            self._batches = self._parts.report.repeat(self.training_dataloader)
+        return self._batches
+
+    def _average(self, value: Tensor) -> Tensor:
+        table = self._sharded.collectives.gather_small(value.view(1))
+        return table.mean().float()
+
+    # -- accumulation -----------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """The micro-batch under way is the last of its step (DeepSpeed's rule and override)."""
+        if self._forced_boundary is not None:
+            return self._forced_boundary
+        return (self.micro_steps + 1) % self._accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on, until called again, step() takes `is_boundary` for the answer."""
+        if not self.config.managed_gradient_accumulation:
+            raise UsageError(
+                "set_gradient_accumulation_boundary() with managed_gradient_accumulation = false: there every "
+                "step() is a boundary; remove the call or set the key to true"
+            )
+        self._forced_boundary = is_boundary
+
+    def _is_step_boundary(self) -> bool:
+        if not self.config.managed_gradient_accumulation:
+            return True
+        return self.is_gradient_accumulation_boundary()
+
+    def _reduces_now(self) -> bool:
+        if self._in_no_sync:
+            return False
+        managed = self.config.managed_gradient_accumulation
+        is_last = managed and self.is_gradient_accumulation_boundary()
+        return is_last or self._sharded.policy.shards_grads
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here reduce nothing; the first one after it, or step(), reduces it all.
+
+        Valid at every stage. At stages 2 and 3 each rank holds whole gradients until then.
+        """
+        if self._in_no_sync:
+            raise UsageError("no_sync() inside no_sync(): leave the outer context first")
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    def was_step_applied(self) -> bool:
+        """The last step() changed the parameters (not between boundaries, not when skipped)."""
+        return self._was_applied
+
+    def zero_grad(self) -> None:
+        """Drop all gradients since the last update."""
+        self._sharded.finish_reduction()
+        self._sharded.reset()
+
+    # -- what a script asks -----------------------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the last step's gradients over all ranks, unscaled, before clipping; None before one."""
+        return self._grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor the next loss is multiplied with."""
+        return self._scale.value
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum (or betas) of every parameter group."""
+        groups = self.optimizer.param_groups
+        return [group.get("momentum", group.get("betas")) for group in groups]
+
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+        return self._micro_batch_size * self._accumulation_steps * self.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward on one rank."""
+        return self._micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one optimizer step."""
+        return self._accumulation_steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the accumulation steps so that a step has so many samples; the micro-batch stays."""
+        each = self._micro_batch_size * self.world_size
+        if train_batch_size < 1 or train_batch_size % each:
+            raise UsageError(
+                f"set_train_batch_size({train_batch_size}): must be a multiple of micro-batch "
+                f"({self._micro_batch_size}) x ranks ({self.world_size}) = {each}"
+            )
+        self._accumulation_steps = train_batch_size // each
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of one forward; the accumulation steps stay."""
+        if micro_batch_size < 1:
+            raise UsageError(f"set_train_micro_batch_size({micro_batch_size}): must be at least 1")
+        self._micro_batch_size = micro_batch_size
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the module in training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Put the module in evaluation mode."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes this rank has sent since the engine was made, for each kind of collective."""
+        return dict(self._sharded.collectives.sent_bytes)
+
+    def memory_plan(self) -> dict[str, int]:
+        """Bytes of model states on this rank: param, grad, master, optimizer, and the named buckets."""
+        return {**self._sharded.state_bytes(), **self._updater.state_bytes()}
+
+    def zero_optimization_stage(self) -> int:
+        return int(self.config.zero_optimization.stage)
+
+    def gradient_clipping(self) -> float:
+        return float(self.config.gradient_clipping)
+
+    def destroy(self) -> None:
+        """Take every hook off the model, close the monitors. Parameters stay, whole; a collective."""
+        if not self._is_destroyed:
+            self._is_destroyed = True
+            self._sharded.detach()
+            self._parts.undo()
+            self.monitor.close()
+
+    def _check_alive(self) -> None:
+        if self._is_destroyed:
+            raise UsageError("this engine was destroyed: make a new one with xds.initialize")
+
+    def __getattr__(self, name: str) -> Any:
+        """Unknown names are looked up on the module, as in DeepSpeed."""
+        parts = self.__dict__.get("_parts")
+        if parts is None:
+            raise AttributeError(name)
+        try:
+            return getattr(parts.module, name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither xds.Engine nor {type(parts.module).__name__} has an attribute {name!r}"
+            ) from None
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"backward({type(loss).__name__}): needs the loss, a scalar tensor; if the model returns an "
+            "output object, pass its .loss"
+        )
+    if loss.numel() != 1:
+        raise UsageError(
+            f"backward() got a loss of shape {tuple(loss.shape)}: it must be a scalar; reduce it with "
+            ".mean() or .sum()"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "backward() got a loss without a graph: compute it with gradients on, from the engine's output"
+        )
+
+
+__all__: Sequence[str] = ["Engine", "Parts", "Scheduler"]

@@ -1,0 +1,240 @@
+"""Reads the config once and assembles an engine: the only file that chooses a feature."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..compression.reducer import ExactReducer
+from ..ops.collectives import open_collectives
+from ..ops.errors import ConfigError, UsageError
+from ..zero.discover import found_blocks
+from ..zero.policy import Policy
+from ..zero.sharded_model import ShardedModel
+from ..zero.update import Updater
+from .checkpointing import checkpoint_blocks
+from .config import Config
+from .data import build_loader
+from .engine import Engine, Parts, Scheduler
+from .monitor import build_monitor
+from .optimizers import (
+    ClientOptimizer,
+    Groups,
+    client_optimizer,
+    named_optimizer,
+    read_groups,
+    split_for_muon,
+)
+from .precision import build_loss_scale
+from .process import join, local_rank, pick_device
+from .report import StepReport
+from .schedules import build_scheduler
+from .timers import build_throughput, build_timers
+
+log = logging.getLogger("xds")
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
+    model: nn.Module,
+    config: Any = None,
+    *,
+    optimizer: ClientOptimizer | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    lr_scheduler: Any = None,
+    training_data: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+    args: Any = None,
+) -> Engine:
+    """Wrap `model` in an engine that trains it as `config` says. A collective: every rank calls it.
+
+    Starts torch.distributed from the launcher's environment unless it runs already. Rank 0's parameter and
+    buffer values win. The model's parameters stay the same objects; their memory moves into flat buffers.
+
+    Args:
+        model: on any device, with real values; it is moved to this rank's device.
+        config: a path, JSON text, a dict (never changed), or a `Config`; None takes args.deepspeed_config.
+        optimizer: an optimizer without state, its class, or a callable that gets parameter groups; None
+            takes the config's.
+        model_parameters: the parameters to train, or groups of them; None is every trainable one.
+        lr_scheduler: a scheduler of `optimizer`, or a callable that gets the optimizer; None takes the
+            config's.
+        training_data: a dataset; `engine.training_dataloader` then serves this rank's micro-batches.
+        group: the data-parallel ranks; None is all of them.
+    Raises:
+        ConfigError: every complaint about the config at once, before anything is allocated.
+        UsageError: the model or the optimizer cannot be trained as asked.
+    """
+    config = Config.load(_config_source(config, args))
+    device = pick_device()
+    world = join(device)
+    group = group or world
+    config = config.resolve(group.size())
+    _log_notes(config, group.rank())
+    collectives = open_collectives(group, device)
+    model.to(device)
+    policy = _policy(config, group.size())
+    zero = config.zero_optimization
+    blocks = [module for _, module in found_blocks(model, zero.units)]
+    groups = _groups(model, config, optimizer, model_parameters, blocks)
+    sharded = ShardedModel(model, groups.index, policy, zero, collectives, ExactReducer(collectives))
+    _cast_buffers(model, config, policy)
+    updater = Updater(sharded)
+    chosen = _optimizer(config, optimizer, updater, groups)
+    updater.bind(chosen)
+    undo = checkpoint_blocks(blocks) if config.activation_checkpointing.enabled else _nothing
+    monitor = build_monitor(config, group.rank())
+    report = StepReport(
+        config, monitor, build_timers(config, device), build_throughput(config, device)
+    )
+    loader = None
+    if training_data is not None:
+        loader = build_loader(
+            training_data,
+            micro_batch_size=config.train_micro_batch_size_per_gpu,
+            rank=group.rank(),
+            world_size=group.size(),
+            collate_fn=collate_fn,
+            drop_last=config.dataloader_drop_last,
+        )
+    skips = bool(config.bf16.enabled and config.bf16.check_grad_overflow)
+    return Engine(
+        Parts(
+            config=config,
+            module=model,
+            sharded=sharded,
+            updater=updater,
+            optimizer=chosen,
+            scheduler=_scheduler(config, lr_scheduler, chosen),
+            loss_scale=build_loss_scale(config.fp16, skips_overflow=skips),
+            autocast=_autocast(config, device),
+            cast_inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
+            device=device,
+            local_rank=local_rank(),
+            monitor=monitor,
+            report=report,
+            loader=loader,
+            undo=undo,
+        )
+    )
+
+
+def _config_source(config: Any, args: Any) -> Any:
+    from_args = getattr(args, "deepspeed_config", None)
+    if config is not None and from_args is not None:
+        raise UsageError(
+            "both config and args.deepspeed_config are given: remove one, so that it is clear which counts"
+        )
+    source = config if config is not None else from_args
+    if source is None:
+        raise UsageError(
+            'xds.initialize needs a config: a path, JSON text, a dict or an xds.Config, e.g. '
+            'xds.initialize(model, "config.json")'
+        )
+    return source
+
+
+def _log_notes(config: Config, rank: int) -> None:
+    if rank == 0:
+        for note in config.notes:
+            log.info("%s: %s", config.source, note)
+
+
+def _policy(config: Config, world_size: int) -> Policy:
+    compute = None
+    if config.bf16.enabled:
+        compute = torch.bfloat16
+    elif config.fp16.enabled:
+        compute = torch.float16
+    accumulate = config.data_types.grad_accum_dtype
+    sent = config.communication_data_type
+    return Policy.of_stage(
+        config.zero_optimization.stage,
+        world_size=world_size,
+        accumulation_steps=config.gradient_accumulation_steps,
+        compute=compute,
+        accumulate=DTYPES[accumulate] if accumulate else None,
+        communicate=DTYPES[sent] if sent else None,
+    )
+
+
+def _cast_buffers(model: nn.Module, config: Config, policy: Policy) -> None:
+    """Floating buffers follow the parameters, as in DeepSpeed."""
+    if policy.compute is not None:
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(policy.compute)
+
+
+def _groups(
+    model: nn.Module,
+    config: Config,
+    optimizer: ClientOptimizer | None,
+    model_parameters: Iterable[Any] | None,
+    blocks: list[nn.Module],
+) -> Groups:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if model_parameters is not None:
+            raise UsageError(
+                "model_parameters and an optimizer object are both given: the optimizer holds its groups "
+                "already; drop model_parameters, or pass the optimizer's class"
+            )
+        return read_groups(model, [dict(g) for g in optimizer.param_groups])
+    groups = read_groups(model, model_parameters)
+    if optimizer is None and config.optimizer is not None and config.optimizer.type == "Muon":
+        return split_for_muon(model, groups, blocks)
+    return groups
+
+
+def _optimizer(
+    config: Config, given: ClientOptimizer | None, updater: Updater, groups: Groups
+) -> torch.optim.Optimizer:
+    if given is not None:
+        return client_optimizer(
+            given, updater, groups, allow_untested=config.zero_allow_untested_optimizer
+        )
+    if config.optimizer is None:
+        raise ConfigError(
+            [
+                'optimizer is missing: write e.g. {"type": "AdamW", "params": {"lr": 3e-4}}, or pass '
+                "optimizer= to xds.initialize"
+            ],
+            config.source,
+        )
+    return named_optimizer(config.optimizer, updater, groups)
+
+
+def _scheduler(config: Config, given: Any, optimizer: torch.optim.Optimizer) -> Scheduler | None:
+    if given is None:
+        if config.scheduler is None:
+            return None
+        built: Scheduler = build_scheduler(config.scheduler, optimizer)
+        return built
+    scheduler = given
+    if callable(given) and not isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+        scheduler = given(optimizer)
+    step: Scheduler = scheduler
+    return step
+
+
+def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    section = config.torch_autocast
+    if not section.enabled:
+        return nullcontext
+    return partial(torch.autocast, device.type, dtype=DTYPES[section.dtype])
+
+
+def _nothing() -> None:
+    return
+
+
+__all__ = ["initialize"]

@@ -1,0 +1,179 @@
+"""From what the config or the user names to an optimizer over the masters of the sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.adam import Adam
+from ..ops.errors import UsageError
+from ..ops.lamb import Lamb
+from ..ops.lion import Lion
+from ..ops.muon import Muon
+from ..ops.shard_optimizer import ShardOptimizer
+from ..zero.update import Updater
+
+Named = dict[str, Any]
+ClientOptimizer = (
+    torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[[Any], torch.optim.Optimizer]
+)
+
+# per element: a step on a shard equals the same part of a step on the whole
+ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+FUSED = (torch.optim.Adagrad, torch.optim.SGD)  # on every device torch 2.11 and later run on
+OWN: dict[str, type[ShardOptimizer]] = {"Lamb": Lamb, "Lion": Lion, "Muon": Muon}
+ENGINE_FLAGS = ("torch_adam", "fused", "foreach", "amsgrad", "fp32_optimizer_states")
+
+
+class OptimizerSection(Protocol):
+    """The config's section `optimizer`."""
+
+    type: str
+    params: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The hyperparameter groups: `options[i]` of group i, and `index[id(param)]` = i."""
+
+    options: tuple[Named, ...]
+    index: dict[int, int]
+
+
+def read_groups(model: nn.Module, source: Iterable[Any] | None) -> Groups:
+    """The hyperparameter groups of `source`: parameters, or dicts of them; None is every trainable one.
+
+    Raises:
+        UsageError: a parameter is in two groups, or is not the model's.
+    """
+    entries = list(model.parameters() if source is None else source)
+    if entries and not isinstance(entries[0], dict):
+        named = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+        entries = [{"params": named}]
+    own = {id(param): name for name, param in model.named_parameters()}
+    options: list[Named] = []
+    index: dict[int, int] = {}
+    problems: list[str] = []
+    for number, entry in enumerate(entries):
+        params = entry["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        options.append({key: value for key, value in entry.items() if key != "params"})
+        for param in params:
+            if id(param) not in own:
+                problems.append(
+                    f"parameter group {number} holds a tensor of shape {tuple(param.shape)} that is not a "
+                    "parameter of the model"
+                )
+            elif index.setdefault(id(param), number) != number:
+                problems.append(
+                    f"{own[id(param)]} is in parameter groups {index[id(param)]} and {number}: "
+                    "leave it in one"
+                )
+    if problems:
+        raise UsageError("; ".join(problems[:5]))
+    trained = {id(param) for param in model.parameters() if param.requires_grad}
+    return Groups(tuple(options), {key: at for key, at in index.items() if key in trained})
+
+
+def split_for_muon(model: nn.Module, groups: Groups, blocks: Sequence[nn.Module]) -> Groups:
+    """Split every group in two: weight matrices of linear layers inside blocks, and the rest."""
+    matrices = {
+        id(module.weight)
+        for block in blocks
+        for module in block.modules()
+        if isinstance(module, nn.Linear)
+    }
+    options: list[Named] = []
+    for entry in groups.options:
+        options += [{**entry, "use_muon": True}, {**entry, "use_muon": False}]
+    index = {key: 2 * at + (0 if key in matrices else 1) for key, at in groups.index.items()}
+    return Groups(tuple(options), index)
+
+
+def named_optimizer(section: OptimizerSection, updater: Updater, groups: Groups) -> torch.optim.Optimizer:
+    """The optimizer that the config names, over the masters."""
+    params = {k: v for k, v in section.params.items() if k not in ENGINE_FLAGS}
+    if "betas" in params:
+        params["betas"] = tuple(params["betas"])
+    if section.type in ("Adam", "AdamW") and not section.params.get("amsgrad"):
+        params.setdefault("adam_w_mode", True)
+        return Adam(_entries(updater, groups), **params)
+    if section.type in OWN:
+        return OWN[section.type](_entries(updater, groups), **params)
+    kind = getattr(torch.optim, section.type)
+    if kind in FUSED:
+        params["fused"] = True
+    return _over(kind, updater, groups, f'optimizer.type = "{section.type}"', params)
+
+
+def client_optimizer(
+    given: ClientOptimizer, updater: Updater, groups: Groups, *, allow_untested: bool
+) -> torch.optim.Optimizer:
+    """The user's optimizer over the masters: an object is taken over, a class or callable is called."""
+    if not isinstance(given, torch.optim.Optimizer):
+        if isinstance(given, type):
+            return _over(given, updater, groups, given.__name__, {}, allow_untested)
+        return given(_entries(updater, groups))
+    name = type(given).__name__
+    if given.state:
+        raise UsageError(
+            f"the optimizer {name} has made steps already: its state cannot be sharded afterwards; "
+            "pass it before its first step"
+        )
+    take = _layout_for(type(given), updater, name, allow_untested)
+    for number, group in enumerate(given.param_groups):
+        group["params"] = take(number)
+    return given
+
+
+def _over(
+    kind: type[torch.optim.Optimizer],
+    updater: Updater,
+    groups: Groups,
+    name: str,
+    params: Named,
+    allow_untested: bool = False,
+) -> torch.optim.Optimizer:
+    take = _layout_for(kind, updater, name, allow_untested)
+    entries = [{"params": take(at), **options} for at, options in enumerate(groups.options)]
+    return kind(entries, **params)
+
+
+def _layout_for(
+    kind: type[torch.optim.Optimizer], updater: Updater, name: str, allow_untested: bool
+) -> Callable[[int], list[Tensor]]:
+    """Flat shards where the arithmetic is per element, whole parameters where nothing is sharded."""
+    if kind in ELEMENTWISE or issubclass(kind, ShardOptimizer):
+        return updater.tensors_of
+    if not updater.world.is_sharded:
+        return updater.whole_params
+    if allow_untested:
+        return updater.tensors_of
+    raise UsageError(
+        f"{name}: this optimizer may look at the shape of a parameter, and with zero_optimization.stage >= 1 "
+        "it would see 1-D shards; use zero_optimization.stage = 0, one of "
+        f"{', '.join(sorted(k.__name__ for k in ELEMENTWISE))}, Lamb, Lion or Muon, or set "
+        "zero_allow_untested_optimizer to true if its arithmetic is per element"
+    )
+
+
+def _entries(updater: Updater, groups: Groups) -> list[Named]:
+    return [
+        {"params": updater.tensors_of(at), **options} for at, options in enumerate(groups.options)
+    ]

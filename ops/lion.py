@@ -1,0 +1,47 @@
+"""Lion on flat shards.
+
+Source: Chen et al., Symbolic Discovery of Optimization Algorithms, 2023, program 1,
+https://arxiv.org/abs/2302.06675. Weight decay multiplies with the learning rate, as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+
+from .flat import chunks
+from .shard_optimizer import ShardOptimizer, Update, World
+
+
+@final
+class Lion(ShardOptimizer):
+    """p -= lr * (sign(beta1 m + (1 - beta1) g) + decay p); m = beta2 m + (1 - beta2) g."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: Sequence[float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
+        for update in updates:
+            master = update.item.master
+            state = self.state[master]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(master)
+            group = self.param_groups[update.item.group]
+            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+            for piece in chunks(master.numel(), master.device.type == "cpu"):
+                param, exp_avg = master[piece], state["exp_avg"][piece]
+                grad = update.grad[piece].to(param.dtype).mul_(scale)
+                direction = torch.lerp(exp_avg, grad, 1 - beta1).sign_()
+                param.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
+                exp_avg.lerp_(grad, 1 - beta2)
+                if update.out is not None:
+                    update.out[piece].copy_(param)

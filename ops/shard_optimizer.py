@@ -1,0 +1,96 @@
+"""What an optimizer of flat shards is: it updates contiguous 1-D tensors, and knows whose they are.
+
+A torch optimizer whose arithmetic is per element (Adam, SGD, ...) gives the same result on a shard as on
+whole parameters. One that looks at a whole tensor (LAMB's trust ratio, Muon's orthogonalisation) needs to
+know where in which parameter its elements lie, and to speak with the other ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .collectives import Collectives
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [start, stop) of a range that belong to one parameter of hyperparameter group `group`.
+
+    param_start: where in the flattened parameter they begin; `shape` is the whole parameter's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    group: int
+    start: int
+    stop: int
+    param_start: int
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One flat buffer as every rank knows it: its number, its length, all parameters in it."""
+
+    index: int
+    numel: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """What an optimizer that looks at whole parameters needs beside its own items.
+
+    flats: every flat buffer of the model, the same list on every rank.
+    is_sharded: items are this rank's shards; else every rank holds, and updates, everything.
+    """
+
+    collectives: Collectives
+    flats: tuple[Flat, ...]
+    is_sharded: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One contiguous range to update: one hyperparameter group's share of one flat buffer.
+
+    master: [n] what the optimizer updates, and the key of its state.
+    group: index into the optimizer's param_groups. parts: the parameters in it, in order.
+    flat: number of its flat buffer; start: where in this rank's part of that buffer it begins.
+    """
+
+    master: Tensor
+    group: int
+    parts: tuple[Part, ...]
+    flat: int
+    start: int
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """What one step brings to an item: `grad` [n] (may be overwritten), `out` [n] or None.
+
+    `out` is where the new values go in the compute dtype; None: the master is what computes.
+    """
+
+    item: Item
+    grad: Tensor
+    out: Tensor | None
+
+
+class ShardOptimizer(torch.optim.Optimizer, ABC):
+    """A torch optimizer (param_groups, state, LR schedulers work) that is stepped by `update`."""
+
+    is_elementwise = True  # False: `update` must see all items of the model in one call
+
+    @abstractmethod
+    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
+        """Update every item's master with gradient `scale * grad`, and write `out`."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Refused: the engine steps its optimizer."""
+        raise RuntimeError("this optimizer works on shards: call engine.step() instead")

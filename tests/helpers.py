@@ -1,0 +1,77 @@
+"""For tests: `run_ranks` runs a function on several real gloo processes, started from one warm forkserver."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+TIMEOUT_SECONDS = 120
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "xds.engine.initialize"])
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Call `function(*args)` on `world_size` ranks of one gloo group; the results, by rank.
+
+    `function` must be importable (module level); it asks torch.distributed for its rank. An exception on
+    any rank is raised here with that rank's traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(world_size):
+            here, there = _context.Pipe(duplex=False)
+            call = (function, rank, world_size, f"{folder}/rendezvous", there, args)
+            process = _context.Process(target=_rank_main, args=call)
+            process.start()
+            there.close()
+            ranks.append((process, here))
+        answers = [_answer(rank, process, here) for rank, (process, here) in enumerate(ranks)]
+        for process, _ in ranks:
+            process.join(TIMEOUT_SECONDS)
+    failures = [text for ok, text in answers if not ok]
+    if failures:
+        # a rank that only lost its peer is never the reason
+        raise AssertionError(min(failures, key=lambda text: "Connection closed" in text))
+    return [value for _, value in answers]
+
+
+def _answer(rank: int, process: Any, pipe: Any) -> tuple[bool, Any]:
+    if not pipe.poll(TIMEOUT_SECONDS):
+        process.kill()
+        return False, f"rank {rank} gave no answer within {TIMEOUT_SECONDS} s"
+    try:
+        answer: tuple[bool, Any] = pipe.recv()
+        return answer
+    except EOFError:
+        process.join()
+        return False, f"rank {rank} died with exit code {process.exitcode}"
+
+
+def _rank_main(
+    function: Callable[..., Any], rank: int, world_size: int, path: str, pipe: Any, args: Any
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+    )
+    try:
+        pipe.send((True, function(*args)))
+        dist.barrier()
+    except BaseException:
+        pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+        os._exit(1)
+    dist.destroy_process_group()

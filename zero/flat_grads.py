@@ -1,0 +1,274 @@
+"""The gradients of one flat buffer, from the moment autograd makes them to this rank's reduced sum.
+
+    autograd -> param.grad --copy--> local [world_size * n] --reduce--> total [n] --(stage 0) gather--> local
+
+`local` holds this rank's own sum, since the last reduction; `total` the sum over ranks, since the last
+optimizer step. Nothing accumulated is ever dropped: a reduction adds to what earlier ones left.
+
+The first gradient of a slot is copied (autograd made it anyway: letting it keep its fresh tensor and
+copying is cheaper than zeroing and adding into a preset view); later ones are added. Gradients of small
+parameters wait in `param.grad` until the buffer is complete and are copied by one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from ..compression.reducer import GradientReducer
+from ..ops.collectives import Collectives, Handle
+from ..ops.pool import BufferPool
+from .layout import FlatLayout
+from .policy import Policy
+
+SMALL_NUMEL = 1 << 14  # below it, a call for each gradient costs more than its copy
+
+
+@final
+class FlatGrads:
+    """Owns one flat buffer of gradients. `remaining`: slots still without a gradient in this backward."""
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        params: Sequence[nn.Parameter],
+        policy: Policy,
+        collectives: Collectives,
+        reducer: GradientReducer,
+        pool: BufferPool,
+        index: int,
+    ) -> None:
+        self.layout = layout
+        self.params = tuple(params)
+        self.index = index
+        self.remaining = 0
+        self._policy = policy
+        self._collectives = collectives
+        self._reducer = reducer
+        self._pool = pool
+        self._is_alone = collectives.world_size == 1
+        self._small = [i for i, slot in enumerate(layout.slots) if slot.numel < SMALL_NUMEL]
+        self._param_dtype = params[0].dtype
+        self._sum_dtype = policy.sum_dtype(self._param_dtype)
+        self._sent_dtype = policy.sent_dtype(self._param_dtype)
+        self._local: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._filled = [False] * len(layout.slots)
+        self._wants_wide = self._is_alone or policy.holds_grads
+        self._is_writable = False
+        self._total: Tensor | None = None
+        self._has_total = False
+        self._payload: Tensor | None = None
+        self._handle: Handle | None = None
+
+    # -- what autograd brings ---------------------------------------------------------------------------
+
+    def make_hook(self, position: int, on_arrival: Callable[[FlatGrads], None]) -> Callable[[Tensor], None]:
+        """The post-accumulate hook of the parameter in slot `position`; `on_arrival` follows each one."""
+        if self.layout.slots[position].numel < SMALL_NUMEL:
+
+            def count(_: Tensor) -> None:
+                on_arrival(self)
+
+            return count
+
+        def take(param: Tensor) -> None:
+            grad, param.grad = param.grad, None
+            if grad is not None:
+                with torch.no_grad():
+                    self._put(position, grad)
+            on_arrival(self)
+
+        return take
+
+    def begin_backward(self, *, hold: bool) -> None:
+        """A backward starts; with `hold` its gradients will not be reduced at its end."""
+        self.remaining = len(self.params)
+        self._is_writable = False
+        self._wants_wide = hold or self._is_alone or self._policy.holds_grads
+
+    def _put(self, position: int, grad: Tensor) -> None:
+        view = self._local_views()[position]
+        if self._filled[position]:
+            view.add_(grad)
+        elif grad.layout == torch.strided:
+            view.copy_(grad)
+        else:
+            view.zero_().add_(grad)
+        self._filled[position] = True
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Copy what waits in the small parameters' `.grad` in one call."""
+        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for position in self._small:
+            grad = self.params[position].grad
+            if grad is None:
+                continue
+            self.params[position].grad = None
+            view = self._local_views()[position]
+            if self._filled[position] or grad.layout != torch.strided:
+                self._put(position, grad)
+            else:
+                fresh[0].append(view)
+                fresh[1].append(grad)
+                self._filled[position] = True
+        if fresh[0]:
+            torch._foreach_copy_(*fresh)
+
+    def _local_views(self) -> list[Tensor]:
+        """The slots of `local`, made writable: allocated, and no longer shared with a reduced total."""
+        if self._is_writable:
+            return self._views
+        dtype = self._sum_dtype if self._wants_wide else self._param_dtype
+        if self._local is None or (self._local.dtype != dtype and not any(self._filled)):
+            self._allocate_local(dtype)
+        self._is_writable = True
+        if self._has_total and self._total_is_in_local():
+            assert self._total is not None
+            self._total = self._total.clone()
+        return self._views
+
+    def _allocate_local(self, dtype: torch.dtype) -> None:
+        device = self.params[0].device
+        numel = self.layout.numel
+        if self._policy.shards_grads:
+            local = self._pool.take(numel, dtype, device)
+        else:
+            local = torch.empty(numel, dtype=dtype, device=device)
+        for start, stop in self.layout.gaps():
+            local[start:stop].zero_()
+        self._local = local
+        self._views = [
+            local.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in self.layout.slots
+        ]
+
+    def _total_is_in_local(self) -> bool:
+        if self._total is None or self._local is None:
+            return False
+        mine, whole = self._total.untyped_storage(), self._local.untyped_storage()
+        return mine.data_ptr() == whole.data_ptr()
+
+    def settle(self) -> Tensor:
+        """`local` with everything that arrived in it, and zeros where nothing did."""
+        self.collect()
+        with torch.no_grad():
+            views = self._local_views()
+            for view, filled in zip(views, self._filled, strict=True):
+                if not filled:
+                    view.zero_()
+            self._filled = [True] * len(views)
+        assert self._local is not None
+        return self._local
+
+    # -- what the ranks make of it ----------------------------------------------------------------------
+
+    @property
+    def has_local(self) -> bool:
+        """Gradients are here that no reduction has taken yet."""
+        return any(self._filled) or any(self.params[i].grad is not None for i in self._small)
+
+    @torch.no_grad()
+    def start_reduce(self) -> None:
+        """Begin to add this rank's sums to everybody's totals.
+
+        Sends (world_size - 1) * n elements.
+        """
+        local = self.settle()
+        if self._is_alone:
+            return
+        if self._total is None:
+            fits = local.dtype == self._sum_dtype and not self._policy.shards_grads
+            self._total = (
+                self._collectives.shard_of(local)
+                if fits
+                else local.new_empty(self.layout.shard_numel, dtype=self._sum_dtype)
+            )
+        payload = local
+        if local.dtype != self._sent_dtype:
+            payload = self._pool.take(local.numel(), self._sent_dtype, local.device)
+            payload.copy_(local)
+            self._payload = payload
+        self._handle = self._reducer.reduce(
+            payload, self._total, add=self._has_total, buffer=self.index
+        )
+
+    @torch.no_grad()
+    def finish_reduce(self) -> None:
+        """End the reduction that is under way; `local` is free again."""
+        if self._handle is None:
+            return
+        handle, self._handle = self._handle, None
+        handle.wait()
+        self._has_total = True
+        self._is_writable = False
+        self._filled = [False] * len(self._filled)
+        if self._payload is not None:
+            self._pool.give(self._payload)
+            self._payload = None
+        if self._policy.shards_grads and self._local is not None:
+            self._pool.give(self._local)
+            self._local = None
+            self._views = []
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Stage 0: begin to fill `local` with every rank's total. Sends (world_size - 1) shards a rank."""
+        if self._is_alone:
+            return
+        assert self._local is not None and self._total is not None
+        own = self._collectives.shard_of(self._local)
+        if not self._total_is_in_local():
+            own.copy_(self._total)
+        self._handle = self._collectives.all_gather(
+            self._local, own, buffer=self.index, kind="all_gather"
+        )
+
+    def finish_gather(self) -> None:
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            handle.wait()
+
+    # -- what the optimizer reads -----------------------------------------------------------------------
+
+    def shard(self) -> Tensor:
+        """This rank's reduced total [n]: what the norm is taken of."""
+        if self._is_alone:
+            assert self._local is not None
+            return self._local
+        assert self._total is not None
+        return self._total
+
+    def for_update(self) -> Tensor:
+        """What the optimizer reads: the whole of it where its states are whole, else the shard."""
+        if not self._policy.shards_optimizer:
+            assert self._local is not None
+            return self._local
+        return self.shard()
+
+    def reset(self) -> None:
+        """The step is done, or skipped: start from nothing. Buffers that persist are kept."""
+        self._filled = [False] * len(self._filled)
+        self._is_writable = False
+        self._has_total = False
+        for position in self._small:
+            self.params[position].grad = None
+        if not self._policy.shards_grads and self._local is not None:
+            fits = self._local.dtype == self._sum_dtype
+            if fits and not self._is_alone:
+                self._total = self._collectives.shard_of(self._local)
+        elif self._local is not None:
+            self._pool.give(self._local)
+            self._local = None
+            self._views = []
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of gradients that stay between steps; pooled buffers are counted by the pool."""
+        kept = [] if self._policy.shards_grads or self._local is None else [self._local]
+        if self._total is not None and not self._total_is_in_local():
+            kept.append(self._total)
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept)

@@ -1,0 +1,153 @@
+"""Stage 3: gathers a unit's parameters before they are used and drops them after.
+
+    forward    pre_forward  -> gather this unit, start the next one     post_forward -> drop
+    backward   pre_backward -> gather this unit, start the previous one  gradients complete -> drop
+
+Use decides what is gathered; the order of the pass before is a hint for what to start early, nothing more.
+pre_backward is a hook on the autograd nodes of a module's outputs. During backward a forward is a recompute
+(activation checkpointing), possibly left early: it gathers, and never drops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from .unit import Unit
+
+
+@final
+class Gatherer:
+    """The hooks of stage 3. `in_backward` is set by whoever drives the backward pass."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        prefetch_numel: int,
+        max_live_numel: int,
+        on_backward: Callable[[], None],
+    ) -> None:
+        """Hook every module of `units` (root last).
+
+        Args:
+            prefetch_numel: a unit of at most so many elements is gathered ahead of its use.
+            max_live_numel: nothing is gathered ahead while more elements than this would be live.
+            on_backward: called when an output's gradient arrives, before anything is gathered.
+        """
+        self.in_backward = False
+        self._units = list(units)
+        self._prefetch_numel = prefetch_numel
+        self._max_live_numel = max_live_numel
+        self._on_backward = on_backward
+        self._order: list[Unit] = []  # units in the order of first use, this pass
+        self._previous: list[Unit] = []  # the same, the pass before
+        self._handles: list[RemovableHandle] = []
+        for unit in self._units:
+            for module in unit.modules:
+                self._hook(unit, module)
+
+    def _hook(self, unit: Unit, module: nn.Module) -> None:
+        is_last = module is unit.modules[-1]
+
+        @torch._dynamo.disable
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._pre_forward(unit, module, args, kwargs)
+
+        @torch._dynamo.disable
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            self._post_forward(unit, module, is_last, output)
+
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def drop_all(self) -> None:
+        """End what is under way and drop everything that may be dropped."""
+        for unit in self._units:
+            unit.drop()
+
+    # -- forward ----------------------------------------------------------------------------------------
+
+    def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.in_backward:
+            if unit.is_root and module is unit.modules[0]:
+                self._previous, self._order = self._order, []
+            if unit not in self._order:
+                self._order.append(unit)
+        unit.gather()
+        if not self.in_backward:
+            self._start_next(self._previous, unit)
+        if unit.has_frozen and not unit.is_root and torch.is_grad_enabled():
+            self._drop_after_inputs(unit, (args, kwargs))
+
+    def _post_forward(self, unit: Unit, module: nn.Module, is_last: bool, output: Any) -> None:
+        needs_backward = torch.is_grad_enabled() and self._hook_outputs(unit, output)
+        if self.in_backward:
+            return
+        if unit.is_root:
+            if module is unit.modules[0] and not needs_backward:
+                self.drop_all()
+        elif is_last and not (unit.outlives_forward and needs_backward):
+            unit.drop()
+
+    def _start_next(self, order: Sequence[Unit], unit: Unit) -> None:
+        """Start the first unit after `unit` in `order` that is not there yet, if the limits allow it."""
+        for at, candidate in enumerate(order[:-1]):
+            if candidate is unit:
+                following = order[at + 1]
+                live = sum(u.full_numel for u in self._units if any(f.is_gathered for f in u.params))
+                if (
+                    following.full_numel <= self._prefetch_numel
+                    and live + following.full_numel <= self._max_live_numel
+                ):
+                    following.start_gather()
+                return
+
+    # -- backward ---------------------------------------------------------------------------------------
+
+    def _hook_outputs(self, unit: Unit, output: Any) -> bool:
+        """Gather `unit` again as soon as a gradient of `output` arrives. False: none ever will."""
+        nodes = {
+            leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn
+        }
+
+        def before_node(_: Any) -> None:
+            self._pre_backward(unit)
+
+        for node in nodes:
+            node.register_prehook(before_node)
+        return bool(nodes)
+
+    def _pre_backward(self, unit: Unit) -> None:
+        self._on_backward()
+        unit.gather()
+        self._start_next(self._order[::-1], unit)
+
+    def after_grads(self, unit: Unit) -> None:
+        """All gradients of `unit` are there: with frozen parameters some of it may still be in use."""
+        if not unit.has_frozen and not unit.is_root:
+            unit.drop()
+
+    def _drop_after_inputs(self, unit: Unit, inputs: Any) -> None:
+        """A unit with frozen parameters is left when the gradients of its inputs are all there."""
+        tensors = [
+            leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+
+        def left(_: Any) -> None:
+            if unit.is_complete:
+                unit.drop()
+
+        if tensors:
+            register_multi_grad_hook(tensors, left)

@@ -1,0 +1,337 @@
+"""The engine's five moments on a sharded model: build, backward begins, backward ends, reduce, publish.
+
+Reductions start in one fixed order that every rank knows (construction order reversed, the root unit last),
+each as soon as it and all before it are complete; what a backward never touched contributes zeros at its
+end. So ranks whose graphs differ send the same messages, and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..compression.reducer import GradientReducer
+from ..ops.collectives import Collectives
+from ..ops.errors import UsageError
+from ..ops.flat import square_sum
+from ..ops.pool import BufferPool
+from .config import ZeroConfig
+from .discover import UnitPlan, find_units
+from .flat_grads import FlatGrads
+from .flat_params import FlatParams
+from .gather import Gatherer
+from .layout import Entry, plan_flat
+from .policy import Policy
+from .unit import Unit
+
+REDUCTIONS_IN_FLIGHT = 2  # one on the wire while the one before it is being summed
+
+
+@final
+class ShardedModel:
+    """Owns the model states of `model` that are parameters or gradients, and every hook on it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Mapping[int, int],
+        policy: Policy,
+        config: ZeroConfig,
+        collectives: Collectives,
+        reducer: GradientReducer,
+    ) -> None:
+        """Move the model's parameters into flat buffers and hook them.
+
+        Args:
+            groups: id(parameter) -> index of its hyperparameter group, for every trainable parameter that
+                the optimizer is to update. Parameters that are not in it are treated as frozen.
+        Raises:
+            UsageError: the model is not one that can be trained: see `_check`.
+        """
+        self.policy = policy
+        self.collectives = collectives
+        self._groups = groups
+        self._reducer = reducer
+        self._pool = BufferPool()
+        self._numbers = 0
+        blocks, root = find_units(model, config.units, config.unit_min_numel)
+        _check(model, groups)
+        for buffer in model.buffers():
+            collectives.broadcast(buffer.data)
+        self.units = [self._build(plan, is_root=False) for plan in blocks]
+        self.units.append(self._build(root, is_root=True))
+        self.units = [unit for unit in self.units if unit.params or unit.is_root]
+        self.trainable = [
+            (unit, params, grads)
+            for unit in self.units
+            for params, grads in zip(unit.params, unit.grads, strict=False)
+        ]
+        # backward meets the last block first; what holds the embeddings is complete last
+        blocks_last_first = [entry for entry in self.trainable if not entry[0].is_root][::-1]
+        roots = [entry for entry in self.trainable if entry[0].is_root]
+        self._reduce_order = [entry[2] for entry in blocks_last_first + roots]
+        self._next = 0
+        self._in_flight: list[FlatGrads] = []
+        self._is_open = False
+        self._reduces = True
+        self.has_seen_backward = False  # since the engine last asked
+        self._hooks: list[RemovableHandle] = []
+        self._gatherer = self._build_gatherer(config) if policy.shards_params else None
+        self._hook_gradients()
+
+    # -- building ---------------------------------------------------------------------------------------
+
+    def _build(self, plan: UnitPlan, *, is_root: bool) -> Unit:
+        unit = Unit(plan.name, plan.modules, is_root)
+        kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+        for name, param in plan.params:
+            trains = id(param) in self._groups
+            dtype = self.policy.param_dtype(param.dtype)
+            kinds.setdefault((trains, dtype), []).append((name, param))
+        for (trains, dtype), entries in sorted(kinds.items(), key=lambda kind: not kind[0][0]):
+            if trains or self.policy.shards_params:
+                self._add_flat(unit, entries, dtype, trains)
+            else:
+                for _, param in entries:
+                    param.data = param.data.to(dtype)
+                    self.collectives.broadcast(param.data)
+        return unit
+
+    def _add_flat(
+        self,
+        unit: Unit,
+        entries: Sequence[tuple[str, nn.Parameter]],
+        dtype: torch.dtype,
+        trains: bool,
+    ) -> None:
+        by_name = dict(entries)
+        layout = plan_flat(
+            [Entry(name, tuple(p.shape), self._groups.get(id(p), 0)) for name, p in entries],
+            self.collectives.world_size,
+        )
+        ordered = [by_name[slot.name] for slot in layout.slots]
+        index = self._numbers
+        self._numbers += 1
+        params = FlatParams(
+            layout,
+            ordered,
+            dtype,
+            self.collectives,
+            index=index,
+            is_sharded=self.policy.shards_params,
+        )
+        unit.params.append(params)
+        if trains:
+            unit.grads.append(
+                FlatGrads(
+                    layout, ordered, self.policy, self.collectives, self._reducer, self._pool, index
+                )
+            )
+
+    def _build_gatherer(self, config: ZeroConfig) -> Gatherer:
+        for unit in self.units:
+            if unit.full_numel <= config.param_persistence_threshold:
+                for flat in unit.params:
+                    flat.keep_gathered()
+                    flat.gather()
+        blocks = [unit for unit in self.units if not unit.is_root]
+        for unit in blocks[-1:]:
+            unit.outlives_forward = True  # the next to use it is the very beginning of backward
+        return Gatherer(
+            self.units,
+            prefetch_numel=config.prefetch_bucket_size,
+            max_live_numel=config.max_live_parameters,
+            on_backward=self._open_if_closed,
+        )
+
+    def _hook_gradients(self) -> None:
+        for unit, _, grads in self.trainable:
+            arrived = self._make_arrival(unit)
+            for position, param in enumerate(grads.params):
+                hook = grads.make_hook(position, arrived)
+                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+
+    def _make_arrival(self, unit: Unit) -> Any:
+        def arrived(grads: FlatGrads) -> None:
+            if not self._is_open:
+                self._open_if_closed()
+            grads.remaining -= 1
+            if grads.remaining == 0:
+                self._completed(unit)
+
+        return arrived
+
+    # -- backward ---------------------------------------------------------------------------------------
+
+    def begin_backward(self, *, reduces: bool) -> None:
+        """A backward is about to start. With `reduces` its gradients travel before it ends."""
+        self._drain()  # gradients may be written again only where nothing is being sent
+        self._is_open = True
+        self.has_seen_backward = True
+        self._reduces = reduces
+        self._next = 0
+        for grads in self._reduce_order:
+            grads.begin_backward(hold=not reduces)
+        if self._gatherer is not None:
+            self._gatherer.in_backward = True
+
+    def _open_if_closed(self) -> None:
+        """The user called loss.backward() himself: the engine's end is queued behind it."""
+        if not self._is_open:
+            self.begin_backward(reduces=self.policy.shards_grads)
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def _completed(self, unit: Unit) -> None:
+        if self._gatherer is not None and unit.is_complete:
+            self._gatherer.after_grads(unit)
+        if self._reduces:
+            while self._next < len(self._reduce_order):
+                grads = self._reduce_order[self._next]
+                if grads.remaining > 0:
+                    return
+                self._start_reduce(grads)
+                self._next += 1
+
+    def _start_reduce(self, grads: FlatGrads) -> None:
+        grads.start_reduce()
+        self._in_flight.append(grads)
+        if len(self._in_flight) > REDUCTIONS_IN_FLIGHT:
+            self._finish_reduce(self._in_flight.pop(0))
+
+    def _finish_reduce(self, grads: FlatGrads) -> None:
+        grads.finish_reduce()
+        if not self.policy.shards_optimizer:
+            grads.start_gather()
+
+    def end_backward(self) -> None:
+        """Backward is over: reduce what is left, with zeros for what it never touched."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._reduces:
+            for grads in self._reduce_order[self._next :]:
+                self._start_reduce(grads)
+            self._next = len(self._reduce_order)
+        else:
+            for grads in self._reduce_order:
+                grads.collect()
+        if self._gatherer is not None:
+            self._gatherer.in_backward = False
+            self._gatherer.drop_all()
+
+    def abandon_backward(self) -> None:
+        """Backward raised: what it left behind is dropped, so that the next one starts clean."""
+        self._is_open = False
+        self._drain()
+        if self._gatherer is not None:
+            self._gatherer.in_backward = False
+            self._gatherer.drop_all()
+        self.reset()
+
+    # -- step -------------------------------------------------------------------------------------------
+
+    def finish_reduction(self) -> None:
+        """Every gradient is summed over the ranks on return, also what `no_sync` held back."""
+        if self._is_open:  # a loss.backward() of the user's own that raised half-way
+            self.end_backward()
+        self._drain()
+        if any(grads.has_local for grads in self._reduce_order):
+            for grads in self._reduce_order:
+                self._start_reduce(grads)
+            self._drain()
+
+    def _drain(self) -> None:
+        """Nothing of the gradients is under way on return."""
+        while self._in_flight:
+            self._finish_reduce(self._in_flight.pop(0))
+        for grads in self._reduce_order:
+            grads.finish_gather()
+
+    def square_norm(self) -> float:
+        """Squared 2-norm of the summed gradients of all parameters, in fp64; inf or nan on overflow.
+
+        Every rank adds the partial sums of all ranks' shards in the same order. Sends 8 bytes a peer.
+        """
+        partial = torch.zeros((), dtype=torch.float64, device=self.collectives.device)
+        for grads in self._reduce_order:
+            partial += square_sum(grads.shard())
+        table = self.collectives.gather_small(partial.view(1))
+        return float(table.sum())
+
+    def before_update(self) -> None:
+        """Gathered parameters are about to become stale."""
+        if self._gatherer is not None:
+            self._gatherer.drop_all()
+
+    def wait_published(self) -> None:
+        """Parameters that stay whole are whole again on return."""
+        for unit in self.units:
+            for flat in unit.params:
+                flat.wait()
+
+    def reset(self) -> None:
+        """Drop all gradients: the step is done, or skipped."""
+        for grads in self._reduce_order:
+            grads.reset()
+
+    def detach(self) -> None:
+        """Take every hook off the user's model; its parameters stay where they are, whole."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = []
+        if self._gatherer is not None:
+            self._gatherer.remove()
+            for unit in self.units:
+                unit.gather()
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes this rank holds: parameters, gradients, and the buckets that units pass around."""
+        params = sum(
+            f.shard.numel() * f.shard.element_size()
+            if f.is_sharded
+            else f.full_bytes
+            for unit in self.units
+            for f in unit.params
+        )
+        gathered = sum(
+            f.full_bytes
+            for unit in self.units
+            for f in unit.params
+            if f.is_sharded and f.raw.untyped_storage().nbytes()
+        )
+        return {
+            "param": params,
+            "grad": sum(grads.held_bytes for grads in self._reduce_order),
+            "buckets": self._pool.allocated_bytes + gathered + self.collectives.scratch_bytes,
+        }
+
+
+def _check(model: nn.Module, groups: Mapping[int, int]) -> None:
+    problems: list[str] = []
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            problems.append(f"{name} is on the meta device: give it values before initialize")
+        elif param.dtype.is_complex:
+            problems.append(f"{name} is {param.dtype}: complex parameters are not supported")
+        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        if any(hook.__module__ == FlatGrads.__module__ for hook in hooks.values()):
+            problems.append(
+                f"{name} already belongs to another engine: call destroy() on that engine first, or "
+                "give this one a model of its own"
+            )
+    if not any(id(p) in groups and p.numel() for p in model.parameters()):
+        problems.append(
+            "the model has no trainable parameter: set requires_grad on at least one, "
+            "and pass it in model_parameters"
+        )
+    devices = {str(param.device) for param in model.parameters()}
+    if len(devices) > 1:
+        problems.append(f"parameters lie on {sorted(devices)}: move the model to one device")
+    if problems:
+        shown = problems[:5] + ([f"and {len(problems) - 5} more"] if len(problems) > 5 else [])
+        raise UsageError("; ".join(shown))
+

@@ -1,0 +1,178 @@
+"""The update: masters, one optimizer over flat ranges, one pass, and the new values on their way.
+
+    grad shard --(scale)--> optimizer --> master --cast--> parameters' shard --gather--> whole (stages 1, 2)
+
+Where the stage shards the optimizer state an item is a range of this rank's shard, else of the whole buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ..ops.errors import UsageError
+from ..ops.shard_optimizer import Flat, Item, Part, ShardOptimizer, Update, World
+from .flat_grads import FlatGrads
+from .flat_params import FlatParams
+from .layout import FlatLayout, Piece
+from .policy import master_dtype
+from .sharded_model import ShardedModel
+
+
+@final
+class Master:
+    """The optimizer's copy of one flat buffer, or of this rank's shard of it, and its items."""
+
+    def __init__(self, params: FlatParams, grads: FlatGrads, rank: int, *, is_sharded: bool) -> None:
+        layout = params.layout
+        self.params = params
+        self.grads = grads
+        self.compute = params.shard if is_sharded else params.raw
+        wide = master_dtype(params.dtype)
+        self.casts = params.dtype != wide
+        # without a cast the parameters themselves are the master: no copy is made
+        self.tensor = self.compute.to(wide) if self.casts else self.compute.detach()
+        start, stop = layout.shard_range(rank) if is_sharded else (0, layout.numel)
+        pieces = layout.pieces_in(start, stop)
+        self.items = [
+            Item(
+                master=self.tensor[segment.start : segment.stop],
+                group=segment.group,
+                parts=_parts(pieces, segment.start, segment.stop),
+                flat=params.index,
+                start=segment.start,
+            )
+            for segment in layout.segments_in(start, stop)
+        ]
+
+    def updates(self) -> list[Update]:
+        """This step's work on the items: views of the gradient and of where new values go."""
+        grad = self.grads.for_update()
+        found = []
+        for item in self.items:
+            here = slice(item.start, item.start + item.master.numel())
+            found.append(Update(item, grad[here], self.compute[here] if self.casts else None))
+        return found
+
+
+def _parts(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Part, ...]:
+    return tuple(
+        Part(p.slot.name, p.slot.shape, p.slot.group, p.start - start, p.stop - start, p.slot_start)
+        for p in pieces
+        if start <= p.start < stop
+    )
+
+
+def _flat(layout: FlatLayout, index: int) -> Flat:
+    return Flat(index, layout.numel, _parts(layout.pieces_in(0, layout.numel), 0, layout.numel))
+
+
+@final
+class Updater:
+    """Owns the masters. `bind` gives it the optimizer, whose param_groups then hold the masters' items."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
+        is_sharded = model.policy.shards_optimizer
+        rank = model.collectives.rank
+        self.masters = [
+            Master(params, grads, rank, is_sharded=is_sharded) for _, params, grads in model.trainable
+        ]
+        flats = tuple(_flat(m.params.layout, m.params.index) for m in self.masters)
+        self.world = World(model.collectives, flats, is_sharded)
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def tensors_of(self, group: int) -> list[Tensor]:
+        """What the optimizer's group `group` is to hold: one 1-D tensor for each flat buffer."""
+        return [
+            item.master for master in self.masters for item in master.items if item.group == group
+        ]
+
+    def whole_params(self, group: int) -> list[Tensor]:
+        """The same as tensors of the parameters' own shapes, for optimizers that look at shapes.
+
+        Raises:
+            UsageError: the optimizer state is sharded, so no rank has whole parameters.
+        """
+        if self.world.is_sharded:
+            raise UsageError("shapes are lost in shards")
+        return [
+            item.master[part.start : part.stop].view(part.shape)
+            for master in self.masters
+            for item in master.items
+            if item.group == group
+            for part in item.parts
+        ]
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Use `optimizer`, whose param_groups hold `tensors_of` or `whole_params` of each group."""
+        self._optimizer = optimizer
+
+    @torch.no_grad()
+    def step(self, scale: float) -> None:
+        """Update everything with gradient `scale` times the sums, and publish the new values.
+
+        Stages 1 and 2 send (world_size - 1) shards a rank, in the parameters' dtype.
+        """
+        assert self._optimizer is not None
+        self._model.before_update()
+        if isinstance(self._optimizer, ShardOptimizer):
+            self._step_shards(self._optimizer, scale)
+        else:
+            self._step_torch(self._optimizer, scale)
+        self._model.wait_published()
+
+    def _step_shards(self, optimizer: ShardOptimizer, scale: float) -> None:
+        if optimizer.is_elementwise:
+            for master in self.masters:
+                optimizer.update(master.updates(), scale, self.world)
+                self._publish(master)
+            return
+        updates = [update for master in self.masters for update in master.updates()]
+        optimizer.update(updates, scale, self.world)
+        for master in self.masters:
+            self._publish(master)
+
+    def _step_torch(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
+        """Any torch optimizer: gradients are hung on what it holds, in the master's dtype."""
+        for master in self.masters:
+            grad = master.grads.for_update()
+            wide = grad.to(master.tensor.dtype)
+            if scale != 1.0:
+                wide.mul_(scale)
+            self._hang(optimizer, master, wide)
+        optimizer.step()
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                tensor.grad = None
+        for master in self.masters:
+            if master.casts:
+                master.compute.copy_(master.tensor)
+            self._publish(master)
+
+    def _hang(self, optimizer: torch.optim.Optimizer, master: Master, grad: Tensor) -> None:
+        base = master.tensor.data_ptr()
+        size = master.tensor.element_size()
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                at = (tensor.data_ptr() - base) // size
+                if 0 <= at < master.tensor.numel():
+                    tensor.grad = grad[at : at + tensor.numel()].view(tensor.shape)
+
+    def _publish(self, master: Master) -> None:
+        if self.world.is_sharded:
+            master.params.start_publish()
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of the masters that are copies, and of the optimizer's state tensors."""
+        masters = sum(m.tensor.numel() * m.tensor.element_size() for m in self.masters if m.casts)
+        state = 0
+        if self._optimizer is not None:
+            for values in self._optimizer.state.values():
+                state += sum(
+                    v.numel() * v.element_size() for v in values.values() if isinstance(v, Tensor)
+                )
+        return {"master": masters, "optimizer": state}
