@@ -13,9 +13,9 @@ from torch import Tensor, nn
 class Shape:
     """Sizes of a GPT. Letters below: B batch, T tokens, C width, H heads, V vocabulary."""
 
-    layers: int = 6
-    width: int = 192
-    heads: int = 6
+    layers: int = 4
+    width: int = 160
+    heads: int = 5
     context: int = 128
     vocabulary: int = 256  # one entry for each byte
     tied_head: bool = False  # the output layer is the token embedding
