@@ -7,7 +7,6 @@ here imports torch.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -39,8 +38,6 @@ from .config_sections import (
     Wandb,
 )
 from .config_text import read_source
-
-logger = logging.getLogger("xds")
 
 Flag = Annotated[bool, FLAG]
 Count = Annotated[int, whole(1)]
@@ -290,6 +287,9 @@ def _default_of(config: Config, path: str) -> str:
 
 
 def _log(config: Config) -> None:
+    import logging  # it costs a tenth of `xds check`, which logs nothing
+
+    logger = logging.getLogger("xds")
     for note in config.notes:
         logger.info("%s: %s", config.source, note)
     if config.without_effect:

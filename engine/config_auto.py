@@ -77,5 +77,6 @@ def fill_auto(
 def note_auto(report: Report, shown_default: Callable[[str], str]) -> None:
     """One note for each key that "auto" left at the default."""
     for path in report.auto_keys:
-        if path not in COMPUTED:
-            report.notes.append(f'{path} = "auto": the default is used, {shown_default(path)}')
+        default = shown_default(path)
+        if path not in COMPUTED and default != '"auto"':
+            report.notes.append(f'{path} = "auto": the default is used, {default}')

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..ops.config_keys import Detail, Entry, Group, NoEffect, Refused
-from ..ops.config_rules import Rule, shown
-from ..ops.config_section import Section, subsection
+from ..ops.config_rules import shown
+from ..ops.config_section import Section, rule_of, subsection
 from . import config_optimizer, config_scheduler
 from .config import Config
 from .config_auto import COMPUTED, MUST_BE_FILLED
@@ -91,7 +91,7 @@ def _rows(model: type[Section]) -> Iterator[tuple[str, str, str]]:
     for name, field in model.model_fields.items():
         if name in model.results or subsection(model, name) is not None:
             continue
-        need = next((item.need for item in field.metadata if isinstance(item, Rule)), "")
+        need = rule_of(model, name).need
         default = shown(field.get_default(call_default_factory=True))
         ends = "computed when it is not there" if name in COMPUTED else f"default `{default}`"
         yield _named(name, spellings), "supported", f"{field.description}; {need}; {ends}"

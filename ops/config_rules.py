@@ -56,10 +56,9 @@ def _refuse(need: str, value: object) -> ValueError:
 
 def _is_number(text: str) -> bool:
     try:
-        float(text)
+        return math.isfinite(float(text))
     except ValueError:
         return False
-    return True
 
 
 def _finite(value: object) -> float | None:

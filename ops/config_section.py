@@ -47,7 +47,13 @@ class AsRead:
     def __get_pydantic_core_schema__(
         self, source: object, handler: Callable[[object], CoreSchema]
     ) -> CoreSchema:
-        return core_schema.any_schema()
+        return core_schema.no_info_plain_validator_function(_already_read)
+
+
+def _already_read(value: object) -> object:
+    if value is None or isinstance(value, Section):
+        return value
+    raise ValueError("must be a section object; Config.load reads JSON and dicts")
 
 
 S = TypeVar("S", bound=Section)

@@ -1,6 +1,7 @@
 """The status of each key: what passes silently, what is named, what the engine then reads."""
 
 import logging
+import pickle
 
 import pytest
 
@@ -146,6 +147,22 @@ def test_dtypes_have_their_usual_names(name):
 def test_a_config_is_frozen():
     with pytest.raises(ValueError, match="frozen"):
         parse_config(SMALL).train_batch_size = 3
+
+
+def test_a_config_travels_to_another_process():
+    config = parse_config({**SMALL, "optimizer": {"type": "AdamW"}}, world_size=2)
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_section_is_not_made_from_a_dict():
+    with pytest.raises(ValueError, match="Config.load"):
+        Config(train_batch_size=8, zero_optimization={"stage": 1})
+    assert Config(train_batch_size=8).zero_optimization.stage == 0
+
+
+def test_auto_that_is_a_value_of_the_key_is_not_noted():
+    config = parse_config({**SMALL, "gradient_clipping": 0, "ops": {"native": "auto"}})
+    assert (config.ops.native, config.notes) == ("auto", ())
 
 
 def test_secrets_are_not_shown():
