@@ -5,11 +5,11 @@ from __future__ import annotations
 from ..ops.config_keys import Detail, Entry, Group, NoEffect, Refused, details
 from ..ops.config_rules import FLAG, NUMBER, TEXT, one_of, size, whole
 
-NOT_YET = (
-    "offloading is not there yet; set the device to none, "
-    "or use a higher stage or more ranks to save memory"
+_NOT_YET = "offloading is not there yet; {} (a higher stage or more ranks also save memory)"
+_DEVICE = Refused(
+    one_of("none", "cpu", "nvme"), _NOT_YET.format('set it to "none"'), harmless=("none",)
 )
-_DEVICE = Refused(one_of("none", "cpu", "nvme"), NOT_YET, harmless=("none",))
+_FLAG = Refused(FLAG, _NOT_YET.format("set it to false"), harmless=(False,))
 
 OFFLOAD_PARAM = Group(
     {
@@ -29,7 +29,7 @@ OFFLOAD_OPTIMIZER = Group(
         "buffer_count": Detail(whole(0)),
         **details(FLAG, "pin_memory", "pipeline_read", "pipeline_write", "fast_init"),
         **details(NUMBER, "ratio", "cpuadam_cores_perc"),
-        "super_offload": Refused(FLAG, NOT_YET, harmless=(False,)),
+        "super_offload": _FLAG,
     },
     "where the optimizer state lives",
 )
@@ -46,14 +46,12 @@ ZENFLOW = Group(
     present="ZenFlow is not there yet; remove the section",
 )
 
-_CPU_OFFLOAD = Refused(FLAG, NOT_YET, harmless=(False,))
-
 ZERO_KEYS: dict[str, Entry] = {
     "offload_param": OFFLOAD_PARAM,
     "offload_optimizer": OFFLOAD_OPTIMIZER,
-    "cpu_offload": _CPU_OFFLOAD,
-    "cpu_offload_param": _CPU_OFFLOAD,
-    "cpu_offload_params": _CPU_OFFLOAD,
+    "cpu_offload": _FLAG,
+    "cpu_offload_param": _FLAG,
+    "cpu_offload_params": _FLAG,
     "cpu_offload_use_pin_memory": Detail(FLAG),
     "zenflow": ZENFLOW,
 }
