@@ -72,12 +72,10 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
     Of several that say the same (a mistake in the script hits every rank) it is the lowest rank's.
     """
     first = min(failures, key=lambda failure: (failure.kind, failure.time_seconds, failure.rank))
-    alike = [
-        failure
-        for failure in failures
-        if (failure.kind, failure.exit_code, failure.text)
-        == (first.kind, first.exit_code, first.text)
-    ]
+    if first.kind is not Kind.OWN or first.signum:
+        return first
+    said = (Kind.OWN, first.exit_code, first.text)
+    alike = [each for each in failures if (each.kind, each.exit_code, each.text) == said]
     return min(alike, key=lambda failure: failure.rank)
 
 
@@ -102,9 +100,7 @@ def report(failures: Sequence[Failure], finished: Sequence[int], logs: dict[int,
     if first.signum in _SIGNAL_HINTS:
         lines.append(f"xds: {_signal_name(first.signum)}: {_SIGNAL_HINTS[first.signum]}")
     if first.kind is Kind.LOST_PEER and finished:
-        lines.append(
-            f"xds: {_ranks(finished)} had finished already; every rank must join a collective"
-        )
+        lines.append(f"xds: {_ranks(finished)} had finished; every rank must join each collective")
     lines += _others(failures, first)
     if log is not None and log.exists() and log.stat().st_size:
         lines.append(f"xds: everything rank {first.rank} printed: {log}")
@@ -138,5 +134,5 @@ def _tail(log: Path) -> list[str]:
     except OSError:
         return []
     # a progress bar redraws its line: keep what it showed last
-    last = [line.rpartition("\r")[2] for line in text.rstrip().splitlines()[-_TAIL_LINES:]]
-    return ["  its last lines:", *(f"  | {line}" for line in last)] if last else []
+    last = [line.rpartition("\r")[2] for line in text.rstrip().split("\n")[-_TAIL_LINES:]]
+    return ["  its last lines:", *(f"  | {line}" for line in last)] if any(last) else []

@@ -1,0 +1,83 @@
+"""Which of several failures is the first one, and how it is told."""
+
+import signal
+
+import pytest
+
+from xds.launcher.failure import Failure, Kind, first_failure, report
+
+CLOSED = (
+    "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:63176"
+)
+RESET = "torch.distributed.DistBackendError: recvBytes failed, Connection reset by peer"
+NCCL = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting"
+STORE = "DistNetworkError: Connection was likely closed. Did the remote server shutdown or crash?"
+
+
+def died(rank, signum, at):
+    return Failure(rank, 100 + rank, 128 + signum, at, signum=signum)
+
+
+def raised(rank, text, at):
+    return Failure(rank, 100 + rank, 1, at, text=text)
+
+
+@pytest.mark.parametrize("text", [CLOSED, RESET, NCCL, STORE])
+def test_the_loss_of_a_peer_is_known_by_its_words(text):
+    assert raised(0, text, 0.0).kind is Kind.LOST_PEER
+
+
+@pytest.mark.parametrize(
+    "failures, first",
+    [
+        # a rank is killed; the agent notices the peer's exception before it
+        ([raised(0, CLOSED, 1.0), died(1, signal.SIGKILL, 1.5)], 1),
+        # an exception; the peer is stopped for it
+        ([died(0, signal.SIGTERM, 0.5), raised(1, "ValueError: x", 1.0)], 1),
+        # two causes of their own: time decides
+        ([raised(0, "ValueError: x", 2.0), died(1, signal.SIGSEGV, 1.0)], 1),
+        # a lost peer that nobody owns up to (it had finished) comes before being stopped
+        ([died(0, signal.SIGTERM, 0.5), raised(1, CLOSED, 1.0)], 1),
+        # somebody stopped a rank from outside; its peer was stopped for it
+        ([died(0, signal.SIGTERM, 2.0), died(1, signal.SIGTERM, 1.0)], 1),
+        # the same mistake everywhere
+        ([raised(0, "TypeError: x", 2.0), raised(1, "TypeError: x", 1.0)], 0),
+        # an error that wraps the loss of a peer
+        ([raised(0, CLOSED + "\nMyError: training failed", 1.0), died(1, signal.SIGABRT, 2.0)], 1),
+    ],
+)
+def test_the_first_failure(failures, first):
+    assert first_failure(failures).rank == first
+    assert first_failure(failures[::-1]).rank == first
+
+
+def test_a_rank_killed_by_the_launcher_is_not_a_cause():
+    hung = Failure(0, 100, 137, 1.0, signum=9, was_killed_by_us=True)
+    assert first_failure([hung, raised(1, "ValueError: x", 5.0)]).rank == 1
+
+
+def test_the_report_of_a_traceback(tmp_path):
+    log = tmp_path / "rank2.log"
+    log.write_text("printed\n")
+    text = "Traceback (most recent call last):\n  ...\nValueError: x\n"
+    failures = [raised(2, text, 1.0), raised(0, CLOSED, 1.1), raised(3, "ValueError: y", 1.2)]
+    told = report(failures, [], {2: log}).splitlines()
+    assert told[0].startswith("xds: rank 2 failed on ") and "exit code 1 (pid 102)" in told[0]
+    assert told[1:4] == text.splitlines()
+    assert told[4:] == [
+        "xds: rank 3 failed as well",
+        f"xds: everything rank 2 printed: {log}",
+    ]
+
+
+def test_the_report_of_a_silent_death_shows_the_last_lines(tmp_path):
+    log = tmp_path / "rank1.log"
+    log.write_text("".join(f"line {i}\n" for i in range(50)) + "1%\r50%\r99%")
+    told = report([died(1, signal.SIGKILL, 1.0)], [], {1: log})
+    assert "killed by SIGKILL, exit code 137" in told and "out of memory" in told
+    assert "  | line 49\n  | 99%\n" in told and "line 30" not in told
+
+
+def test_the_report_of_an_early_leaver():
+    told = report([raised(0, CLOSED, 1.0)], [1, 2], {})
+    assert "xds: ranks 1, 2 had finished; every rank must join each collective" in told
