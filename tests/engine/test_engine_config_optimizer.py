@@ -1,9 +1,18 @@
 """The sections optimizer and scheduler: names, arguments, refusals."""
 
+import inspect
+
 import pytest
+import torch
 
 import xds
+from xds.engine import config_optimizer, config_scheduler, schedules
 from xds.engine.config import parse_config
+from xds.ops.adam import Adam
+from xds.ops.config_rules import Rule
+from xds.ops.lamb import Lamb
+from xds.ops.lion import Lion
+from xds.ops.muon import Muon
 
 
 def read(section, type_, params=None):
@@ -55,6 +64,27 @@ def test_optimizers_that_are_refused(type_, says):
     (complaint,) = complaints("optimizer", type_)
     assert complaint.startswith(f'optimizer.type = "{type_}": ')
     assert says in complaint
+
+
+@pytest.mark.parametrize("name", config_optimizer.BUILT_IN)
+def test_every_argument_that_takes_effect_is_one_of_the_optimizer(name):
+    own = {"Adam": Adam, "AdamW": Adam, "Lamb": Lamb, "Lion": Lion, "Muon": Muon}
+    built = own.get(name) or getattr(torch.optim, name)
+    table = config_optimizer.BUILT_IN[name]
+    read = {key for key, entry in table.items() if isinstance(entry, Rule)}
+    assert read <= set(inspect.signature(built).parameters)
+
+
+@pytest.mark.parametrize("name", config_scheduler.BUILT_IN)
+def test_every_argument_of_a_schedule_is_known(name):
+    parameters = set(inspect.signature(getattr(schedules, name)).parameters)
+    assert set(config_scheduler.BUILT_IN[name]) == parameters - {"optimizer"}
+
+
+def test_the_named_classes_of_torch_exist():
+    assert all(hasattr(torch.optim, name) for name in config_optimizer.TORCH_OPTIMIZERS)
+    names = config_scheduler.TORCH_SCHEDULERS
+    assert all(hasattr(torch.optim.lr_scheduler, name) for name in names)
 
 
 def test_a_section_without_type():
