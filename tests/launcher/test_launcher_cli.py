@@ -45,7 +45,7 @@ def test_command_lines(jobs, words, job):
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["--zero", "t.py"], "unknown option --zero; see `xds --help`"),
+        (["--qqq", "t.py"], "unknown option --qqq; see `xds --help`"),
         (["--num-gpu", "2", "t.py"], "unknown option --num-gpu; did you mean --num-gpus?"),
         (["--nproc-per-node", "0", "t.py"], "--nproc-per-node = 0: must be a number from 1, auto"),
         (["--nproc-per-node"], "expected one argument"),

@@ -1,0 +1,226 @@
+"""The architecture, checked: imports go down, one door to torch.distributed, files stay small.
+
+roof      launcher
+floor 3   engine
+floor 2   zero  |  pipe  |  tensor      never import each other
+floor 1   offload  |  compression       never import each other
+ground    ops
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = (
+    ("ops",),
+    ("offload", "compression"),
+    ("zero", "pipe", "tensor"),
+    ("engine",),
+    ("launcher",),
+)
+FOLDERS = tuple(folder for floor in FLOORS for folder in floor)
+MAX_LINES = 500
+
+# Where torch.distributed's collectives may be called: the door that counts their bytes, and the
+# pipe's schedules, which drive sends and receives by themselves.
+DOORS = ("ops/collectives.py", "pipe/")
+COLLECTIVES = {
+    "all_reduce",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+}
+
+
+def package_files():
+    """Every Python file of the package, relative to the root."""
+    inside = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path.relative_to(ROOT) for path in [ROOT / "__init__.py", *inside]]
+
+
+def imported_modules(source, file):
+    """Absolute names of the modules that `source` imports, in functions and for types as well."""
+    package = ("xds", *file.parent.parts)
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {start} | {f"{start}.{alias.name}" for alias in node.names}
+    return found
+
+
+def folders_of(modules):
+    """The folders of the package among `modules`."""
+    parts = [module.split(".") for module in modules]
+    return {part[1] for part in parts if part[0] == "xds" and len(part) > 1} & set(FOLDERS)
+
+
+def folders_below(folder):
+    level = next(index for index, floor in enumerate(FLOORS) if folder in floor)
+    return {below for floor in FLOORS[:level] for below in floor}
+
+
+def distributed_names(tree):
+    """What a file calls torch.distributed, and what it calls the functions it took out of it."""
+    modules, functions = {"torch.distributed"}, {}
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for alias in node.names:
+            full = prefix + alias.name
+            if full == "torch.distributed":
+                modules.add(alias.asname or alias.name)
+            elif full.startswith("torch.distributed.") and prefix:
+                functions[alias.asname or alias.name] = alias.name
+    return modules, functions
+
+
+def calls_to_collectives(source):
+    """Names of collectives that `source` takes from torch.distributed, under whatever name."""
+    tree = ast.parse(source)
+    modules, functions = distributed_names(tree)
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules:
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and node.id in functions:
+            found.add(functions[node.id])
+    return sorted(found & COLLECTIVES)
+
+
+def test_imports_go_down():
+    wrong = []
+    for file in package_files()[1:]:
+        folder = file.parts[0]
+        modules = imported_modules((ROOT / file).read_text(), file)
+        for other in sorted(folders_of(modules) - folders_below(folder) - {folder}):
+            wrong.append(f"{file} imports xds.{other}")
+    assert not wrong, "imports must go down the floors:\n" + "\n".join(wrong)
+
+
+def test_no_import_cycles():
+    """Between files, too: within a folder the floors do not help."""
+    names = {".".join(("xds", *file.with_suffix("").parts)): file for file in package_files()}
+    graph = {}
+    for name, file in names.items():
+        tree = ast.parse((ROOT / file).read_text())
+        at_load = ast.Module(body=[*load_time(tree.body)], type_ignores=[])
+        graph[name] = imported_modules(ast.unparse(at_load), file) & names.keys()
+    done, path = set(), []
+
+    def visit(name):
+        if name in path:
+            pytest.fail("import cycle: " + " -> ".join([*path[path.index(name) :], name]))
+        if name in done:
+            return
+        path.append(name)
+        for other in sorted(graph[name]):
+            visit(other)
+        done.add(path.pop())
+
+    for name in graph:
+        visit(name)
+
+
+def load_time(body):
+    """The imports that run when a file is loaded: not those of functions and type checkers."""
+    for node in body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif isinstance(node, ast.Try):
+            yield from load_time(node.body)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            yield from load_time([*node.body, *node.orelse])
+
+
+def test_one_door_to_collectives():
+    wrong = []
+    for file in package_files():
+        if file.as_posix().startswith(DOORS):
+            continue
+        for name in calls_to_collectives((ROOT / file).read_text()):
+            wrong.append(f"{file} calls {name}; the bytes it sends are not counted")
+    assert not wrong, "collectives belong into ops/collectives.py:\n" + "\n".join(wrong)
+
+
+def test_files_are_small():
+    lengths = {str(file): len((ROOT / file).read_text().splitlines()) for file in package_files()}
+    long = [f"{file}: {length}" for file, length in lengths.items() if length > MAX_LINES]
+    assert not long, f"over {MAX_LINES} lines, split by idea:\n" + "\n".join(long)
+
+
+def test_every_file_says_what_it_is():
+    silent = [
+        str(f) for f in package_files() if not ast.get_docstring(ast.parse((ROOT / f).read_text()))
+    ]
+    assert not silent, "no module docstring:\n" + "\n".join(silent)
+
+
+def test_folder_inits_hold_only_a_docstring():
+    """So that importing one config.py imports nothing else."""
+    wrong = []
+    for folder in FOLDERS:
+        for file in (ROOT / folder).rglob("__init__.py"):
+            if len(ast.parse(file.read_text()).body) != 1:
+                wrong.append(str(file.relative_to(ROOT)))
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "source, folders",
+    [
+        ("from ..ops import flat", {"ops"}),
+        ("from ..engine.config import Config", {"engine"}),
+        ("from .layout import slots", {"zero"}),
+        ("from .. import pipe", {"pipe"}),
+        ("def f():\n    import xds.tensor.plan", {"tensor"}),
+        ("import torch, json", set()),
+    ],
+)
+def test_an_import_is_seen_in_every_form(source, folders):
+    assert folders_of(imported_modules(source, Path("zero/file.py"))) == folders
+
+
+@pytest.mark.parametrize(
+    "source, calls",
+    [
+        ("import torch.distributed as dist\ndist.all_reduce(x)", ["all_reduce"]),
+        ("import torch\ntorch.distributed.barrier()", ["barrier"]),
+        ("from torch import distributed as d\nd.send(x, 1)", ["send"]),
+        ("from torch.distributed import broadcast as b\nb(x, 0)", ["broadcast"]),
+        ("from ..ops.collectives import all_reduce\nall_reduce(x)", []),
+        ("import torch.distributed as dist\ndist.get_rank()\nqueue.send(1)", []),
+    ],
+)
+def test_a_collective_is_seen_under_every_name(source, calls):
+    assert calls_to_collectives(source) == calls

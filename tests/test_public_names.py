@@ -1,0 +1,56 @@
+"""The public face: the names of `xds`, and that looking at configs does not import torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import xds
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = ["Config", "ConfigError", "Engine", "UsageError", "XdsError", "initialize"]
+CONFIGS = sorted(path.relative_to(ROOT) for path in ROOT.glob("[a-z]*/config*.py"))
+QUICK = [
+    "xds",
+    "xds.ops.errors",
+    "xds.launcher.cli",
+    "xds.launcher.check",
+    *(f"xds.{'.'.join(path.with_suffix('').parts)}" for path in CONFIGS),
+]
+
+
+def test_the_public_names_are_the_documented_ones():
+    assert sorted(xds.__all__) == NAMES
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in NAMES if f"xds.{name}" not in readme] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_imports(name):
+    assert getattr(xds, name).__name__ == name
+    assert name in dir(xds)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'initialise'"):
+        _ = xds.initialise
+
+
+def test_reading_configs_does_not_import_torch():
+    script = "import importlib, sys\n"
+    script += f"for name in {QUICK}:\n"
+    script += "    importlib.import_module(name)\n"
+    script += "    assert 'torch' not in sys.modules, f'{name} imports torch'\n"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_every_folder_has_its_config():
+    folders = {path.parts[0] for path in CONFIGS}
+    assert {"zero", "engine", "offload", "compression", "pipe", "tensor"} <= folders
+
+
+def test_the_readme_names_the_commands_that_are_tested():
+    readme = (ROOT / "README.md").read_text()
+    command = 'pip install -c constraints.txt -e ".[test]" && pytest'
+    assert command in readme and command in (ROOT / ".ci" / "run").read_text()
