@@ -21,7 +21,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "step_time")]
 from harness import RankFailed, Row, print_rows, run_ranks, save  # noqa: E402
 from theory import UnitSize, bytes_per_step  # noqa: E402
 
-WIDTH, LAYERS, CONTEXT = 192, 4, 64
+WIDTH, LAYERS, CONTEXT = 200, 4, 64  # a width that does not divide: there is padding to name
 WINDOWS, STEPS = 4, 3  # the quietest of the windows counts: others' traffic only adds
 SMALL = ("control", "broadcast")  # kinds that carry a few numbers: norms, flags
 MAX_PADDING, MAX_WIRE = 1.01, 1.05
@@ -36,17 +36,22 @@ def loopback_bytes() -> int:
     raise OSError("/proc/net/dev has no loopback device")
 
 
-def padded_units(model: Any, world_size: int) -> list[UnitSize]:
-    """The units as xds lays them out, from its own planner and without an engine."""
+def unit_sizes(model: Any, world_size: int) -> tuple[list[UnitSize], list[UnitSize]]:
+    """The units bare and with their padding, from xds's own planner and without an engine.
+
+    Gathered from forward to backward: the root, and the last block, which backward needs first.
+    """
     from xds.zero.discover import find_units
     from xds.zero.layout import Entry, plan_flat
 
     blocks, root = find_units(model, (), 262144)
-    sizes = []
+    bare, padded = [], []
     for unit in (*blocks, root):
+        kept = unit is root or unit is blocks[-1]
         entries = [Entry(name, tuple(param.shape), 0) for name, param in unit.params]
-        sizes.append(UnitSize(plan_flat(entries, world_size).numel, kept=unit is root))
-    return sizes
+        bare.append(UnitSize(unit.numel, kept))
+        padded.append(UnitSize(plan_flat(entries, world_size).numel, kept))
+    return bare, padded
 
 
 def count(rank: int, world_size: int, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
@@ -61,8 +66,7 @@ def count(rank: int, world_size: int, cases: list[tuple[int, int]]) -> list[dict
     for stage, num_micro_batches in cases:
         torch.manual_seed(1)
         model = GPT(Shape(WIDTH, LAYERS, heads=4, context=CONTEXT))
-        numel = sum(parameter.numel() for parameter in model.parameters())
-        units = padded_units(model, world_size)
+        bare, padded = unit_sizes(model, world_size)
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": num_micro_batches,
@@ -93,7 +97,7 @@ def count(rank: int, world_size: int, cases: list[tuple[int, int]]) -> list[dict
             for kind, total in engine.bytes_sent().items()
         }
         engine.destroy()
-        found.append({"sent": sent, "wire": min(wires), "numel": numel, "units": units})
+        found.append({"sent": sent, "wire": min(wires), "bare": bare, "padded": padded})
     return found
 
 
@@ -102,11 +106,10 @@ def judge(
 ) -> list[Row]:
     """Two rows: the engine's count against theory, and the kernel's against the engine's."""
     stage, num_micro_batches = case
-    units = ranks[0]["units"]
-    bare = [UnitSize(ranks[0]["numel"] - sum(u.numel for u in units if u.kept))]
-    bare += [u for u in units if u.kept]  # the root's padding is a few elements: it stays in
-    ideal = bytes_per_step(bare, stage, world_size, num_micro_batches)
-    planned = bytes_per_step(units, stage, world_size, num_micro_batches)
+    ideal, planned = (
+        bytes_per_step(ranks[0][sizes], stage, world_size, num_micro_batches)
+        for sizes in ("bare", "padded")
+    )
     payload = [
         sum(sent for kind, sent in rank["sent"].items() if kind not in SMALL) for rank in ranks
     ]

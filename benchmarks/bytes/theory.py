@@ -6,7 +6,8 @@ rank, so with e bytes an element and P elements (ZeRO paper, section 7):
     stages 0 and 1    2 e P f           reduce once, gather once, whatever the accumulation
     stage 2           (k + 1) e P f     reduce each of the k micro-batches, gather once
     stage 3           k * 3 e P f       gather for forward and for backward, reduce
-                      minus k * e P' f  for the units P' that stay gathered in between
+                      minus k * e P' f  for the units P' that stay gathered in between:
+                                        the root, and the last block, which backward needs first
 """
 
 from __future__ import annotations
