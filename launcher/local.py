@@ -72,23 +72,30 @@ def run(job: LocalJob) -> int:
     """
     if job.kind == "script" and not os.path.exists(job.target):
         raise UsageError(f"script = {job.target!r}: no such file; give the path of a Python script")
-    workers = Workers()
     with _stop_signals() as stop, run_folder(job.log_dir) as folder:
         agent = _Agent(job, folder, stop)
-        agent.start()
-        _supervise(agent, workers, stop)
-        if stop.signum == 0 and agent.error is None and not agent.failures:
-            return 0
-        workers.sweep()
-        if stop.signum:
-            return 128 + stop.signum
-        if agent.error is not None:
-            raise agent.error
-        failures = [_failure(rank, told, workers, folder) for rank, told in agent.failures.items()]
-        finished = [rank for rank in range(agent.num_ranks) if folder.ended(rank).exists()]
-        sys.stderr.write(report(failures, finished, folder.logs(agent.num_ranks)))
-        folder.is_kept = True
-        return first_failure(failures).exit_code
+        code = _run(agent, stop)
+    if agent.is_alive():  # told to stop while it imports torch: leave without waiting for that
+        os._exit(code)
+    return code
+
+
+def _run(agent: _Agent, stop: _Stop) -> int:
+    workers, folder = Workers(), agent.folder
+    agent.start()
+    _supervise(agent, workers, stop)
+    if not (stop.signum or agent.error or agent.failures):
+        return 0
+    workers.sweep()
+    if stop.signum:
+        return 128 + stop.signum
+    if agent.error is not None:
+        raise agent.error
+    failures = [_failure(rank, told, workers, folder) for rank, told in agent.failures.items()]
+    finished = [rank for rank in range(agent.num_ranks) if folder.ended(rank).exists()]
+    sys.stderr.write(report(failures, finished, folder.logs(agent.num_ranks)))
+    folder.is_kept = True
+    return first_failure(failures).exit_code
 
 
 @final
@@ -159,6 +166,8 @@ def _supervise(agent: _Agent, workers: Workers, stop: _Stop) -> None:
             if (pid, signum) not in sent:
                 sent.add((pid, signum))
                 workers.send(pid, signum)
+        if stop.signum and not agent.num_ranks:
+            return  # torch is being imported; no rank will be started after it
         if stop.signum and time.monotonic() - stop.since_seconds > _GIVE_UP_AFTER_SECONDS:
             return  # a rank in uninterruptible sleep: the kernel frees it when it can
 
