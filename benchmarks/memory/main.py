@@ -27,11 +27,12 @@ MIB = 2**20
 Case = tuple[int, str]  # stage, precision
 
 
-def formula(stage: int, world_size: int, numel: int, bf16: bool, grad_bytes: int) -> float:
+def formula(stage: int, world_size: int, numel: int, bf16: bool, grad_bytes: int = 4) -> float:
     """Model-state bytes a rank (ZeRO paper, section 3, with Adam).
 
-    fp32: 4 parameter + 4 gradient + 8 moments. bf16 with fp32 master: 2 parameter + 2 or 4
-    gradient + 12 master and moments.
+    fp32: 4 parameter + 4 gradient + 8 moments. bf16 with fp32 master: 2 parameter + 4 gradient
+    (xds sums gradients of 16-bit parameters in fp32 unless told otherwise) + 12 master and moments.
+    With `grad_bytes` 2 it is the paper's own line, which sums in 16 bits.
     """
     param, optimizer = (2, 12) if bf16 else (4, 8)
     over = [world_size if stage >= level else 1 for level in (3, 2, 1)]
@@ -123,15 +124,17 @@ def states_row(name: str, case: Case, world_size: int, ranks: list[dict[str, Any
     stage, precision = case
     worst = max(ranks, key=lambda rank: rank["storages"] - rank["plan"].get("buckets", 0))
     plan, numel = worst["plan"], worst["numel"]
-    shards = world_size if stage >= 2 else 1
-    grad_bytes = 4 if plan.get("grad", 0) > 3 * numel / shards else 2
-    want = formula(stage, world_size, numel, precision == "bf16", grad_bytes)
+    want = formula(stage, world_size, numel, precision == "bf16")
     buckets = plan.get("buckets", 0)
-    row = Row(name, (worst["storages"] - buckets) / want, must=MAX_STATES)
+    held = worst["storages"] - buckets
+    row = Row(name, held / want, must=MAX_STATES)
     row.note = (
-        f"{want / numel:.2f} B a parameter, gradients of {grad_bytes} B, "
-        f"{worst['storages'] / MIB:.1f} MiB with {buckets / MIB:.1f} MiB of buckets"
+        f"formula {want / numel:.2f} B a parameter; held {held / numel:.2f}, of it gradients "
+        f"{plan.get('grad', 0) / numel:.2f}; buckets {buckets / MIB:.1f} MiB"
     )
+    if precision == "bf16":
+        strict = held / formula(stage, world_size, numel, True, grad_bytes=2)
+        row.note += f"; {strict:.3f}x of the formula with 2-byte gradients"
     named = sum(size for kind, size in plan.items() if kind != "buckets")
     if named > want * MAX_STATES:
         row.void = f"FAIL (the plan names {named / want:.3f} of the formula: {plan})"
