@@ -103,6 +103,7 @@ class Engine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, under autocast where the config says so. At stage 3 a collective."""
         self._check_alive()
+        self._sharded.before_forward()
         if self._parts.cast_inputs is not None:
             args, kwargs = move((args, kwargs), self.device, self._parts.cast_inputs)
         with self._report.region("forward"), self._parts.autocast():
@@ -129,7 +130,8 @@ class Engine:
             self._sharded.begin_backward(reduces=self._reduces_now())
             try:
                 factor = self._scale.value / divisor
-                (loss if factor == 1.0 else loss * factor).backward(retain_graph=retain_graph)
+                scaled = loss if factor == 1.0 else loss * factor
+                torch.autograd.backward(scaled, retain_graph=retain_graph)
             except BaseException:
                 self._sharded.abandon_backward()
                 raise
@@ -230,9 +232,7 @@ class Engine:
         return self._average(total / self._accumulation_steps)
 
     @torch.no_grad()
-    def eval_batch(
-        self, data_iter: Iterator[Any], num_micro_batches: int | None = None
-    ) -> Tensor:
+    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
         """The loss of the next micro-batches (default: as many as a step takes), averaged as in training."""
         count = num_micro_batches or self._accumulation_steps
         was_training = self.module.training

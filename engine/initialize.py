@@ -86,7 +86,9 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     zero = config.zero_optimization
     blocks = [module for _, module in found_blocks(model, zero.units)]
     groups = _groups(model, config, optimizer, model_parameters, blocks)
-    sharded = ShardedModel(model, groups.index, policy, zero, collectives, ExactReducer(collectives))
+    sharded = ShardedModel(
+        model, groups.index, policy, zero, collectives, ExactReducer(collectives)
+    )
     _cast_buffers(model, config, policy)
     updater = Updater(sharded)
     chosen = _optimizer(config, optimizer, updater, groups)
@@ -137,7 +139,7 @@ def _config_source(config: Any, args: Any) -> Any:
     source = config if config is not None else from_args
     if source is None:
         raise UsageError(
-            'xds.initialize needs a config: a path, JSON text, a dict or an xds.Config, e.g. '
+            "xds.initialize needs a config: a path, JSON text, a dict or an xds.Config, e.g. "
             'xds.initialize(model, "config.json")'
         )
     return source

@@ -106,7 +106,9 @@ def split_for_muon(model: nn.Module, groups: Groups, blocks: Sequence[nn.Module]
     return Groups(tuple(options), index)
 
 
-def named_optimizer(section: OptimizerSection, updater: Updater, groups: Groups) -> torch.optim.Optimizer:
+def named_optimizer(
+    section: OptimizerSection, updater: Updater, groups: Groups
+) -> torch.optim.Optimizer:
     """The optimizer that the config names, over the masters."""
     params = {k: v for k, v in section.params.items() if k not in ENGINE_FLAGS}
     if "betas" in params:

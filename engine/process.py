@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from ..ops.errors import UsageError
 
@@ -53,8 +53,9 @@ def join(device: torch.device) -> dist.ProcessGroup:
                 "`xds script.py`, or call torch.distributed.init_process_group before xds.initialize"
             )
         else:
-            store = dist.FileStore(tempfile.mkstemp(prefix="xds-")[1], 1)
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(
+                backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
+            )
     group = dist.group.WORLD
     assert group is not None
     return group

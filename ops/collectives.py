@@ -23,9 +23,7 @@ from .pool import BufferPool
 
 # torch 2.13 renamed these two; the old names warn there and the new ones do not exist in 2.11.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 TAG_BASE = 0x5D000  # away from the small tags that a user's own send and recv would take
 TAGS_PER_BUFFER = 2

@@ -24,5 +24,9 @@ class ConfigError(XdsError, ValueError):
     def __init__(self, complaints: Sequence[str], source: str = "config") -> None:
         self.complaints = tuple(complaints)
         self.source = source
-        head = f"{source}: " if len(self.complaints) == 1 else f"{source}: {len(complaints)} problems\n  - "
+        head = (
+            f"{source}: "
+            if len(self.complaints) == 1
+            else f"{source}: {len(complaints)} problems\n  - "
+        )
         super().__init__(head + "\n  - ".join(self.complaints))

@@ -37,7 +37,7 @@ def square_sum(flat: Tensor) -> Tensor:
     rows = flat.numel() // CHUNK_NUMEL
     head = flat[: rows * CHUNK_NUMEL].view(rows, CHUNK_NUMEL)
     tail = flat[rows * CHUNK_NUMEL :]
-    total = torch.linalg.vector_norm(tail).double().square()
+    total: Tensor = torch.linalg.vector_norm(tail).double().square()
     if rows:
         total += torch.linalg.vector_norm(head, dim=1).double().square().sum()
     return total

@@ -32,7 +32,7 @@ class Muon(ShardOptimizer):
 
     is_elementwise = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the config's keys)
         self,
         params: Iterable[Any],
         lr: float = 0.02,

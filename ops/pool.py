@@ -47,4 +47,4 @@ class BufferPool:
         """Return a buffer that `take` handed out; nobody may use it afterwards."""
         storage = buffer.untyped_storage()
         block = torch.empty(0, dtype=torch.uint8, device=buffer.device)
-        self._free.append(block.set_(storage, 0, (storage.nbytes(),), (1,)))  # type: ignore[no-untyped-call]
+        self._free.append(block.set_(storage, 0, (storage.nbytes(),), (1,)))

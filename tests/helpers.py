@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def _answer(rank: int, process: Any, pipe: Any) -> tuple[bool, Any]:
         process.kill()
         return False, f"rank {rank} gave no answer within {TIMEOUT_SECONDS} s"
     try:
-        answer: tuple[bool, Any] = pipe.recv()
+        answer: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
         return answer
     except EOFError:
         process.join()
@@ -69,9 +70,10 @@ def _rank_main(
         timeout=timedelta(seconds=TIMEOUT_SECONDS),
     )
     try:
-        pipe.send((True, function(*args)))
+        # plain pickle: the pipe itself would hand tensors over in shared memory that dies with the rank
+        pipe.send_bytes(pickle.dumps((True, function(*args))))
         dist.barrier()
     except BaseException:
-        pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+        pipe.send_bytes(pickle.dumps((False, f"rank {rank}:\n{traceback.format_exc()}")))
         os._exit(1)
     dist.destroy_process_group()

@@ -66,7 +66,9 @@ class FlatGrads:
 
     # -- what autograd brings ---------------------------------------------------------------------------
 
-    def make_hook(self, position: int, on_arrival: Callable[[FlatGrads], None]) -> Callable[[Tensor], None]:
+    def make_hook(
+        self, position: int, on_arrival: Callable[[FlatGrads], None]
+    ) -> Callable[[Tensor], None]:
         """The post-accumulate hook of the parameter in slot `position`; `on_arrival` follows each one."""
         if self.layout.slots[position].numel < SMALL_NUMEL:
 

@@ -10,6 +10,7 @@ pre_backward is a hook on the autograd nodes of a module's outputs. During backw
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -49,23 +50,44 @@ class Gatherer:
         self._order: list[Unit] = []  # units in the order of first use, this pass
         self._previous: list[Unit] = []  # the same, the pass before
         self._handles: list[RemovableHandle] = []
+        self._is_shielded = False
+        self._hook_all(lambda hook: hook)
+        self.shield()
+
+    def shield(self) -> None:
+        """Keep torch.compile from tracing into the hooks, once it is loaded. Cheap; call before a forward.
+
+        Loading it costs more than a second, so nobody who does not compile pays for it. Code compiled for
+        a module without these hooks must not serve one with them, hence the guard; what was compiled
+        before has no such guard, hence the reset.
+        """
+        if self._is_shielded or "torch._dynamo" not in sys.modules:
+            return
+        self._is_shielded = True
+        if torch._dynamo.config.skip_nnmodule_hook_guards:
+            torch._dynamo.config.skip_nnmodule_hook_guards = False
+            torch._dynamo.reset()
+        self.remove()
+        self._hook_all(torch.compiler.disable)
+
+    def _hook_all(self, shielded: Callable[[Any], Any]) -> None:
         for unit in self._units:
             for module in unit.modules:
-                self._hook(unit, module)
+                self._hook(unit, module, shielded)
 
-    def _hook(self, unit: Unit, module: nn.Module) -> None:
+    def _hook(self, unit: Unit, module: nn.Module, shielded: Callable[[Any], Any]) -> None:
         is_last = module is unit.modules[-1]
 
-        @torch._dynamo.disable
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._pre_forward(unit, module, args, kwargs)
 
-        @torch._dynamo.disable
         def after(_: nn.Module, args: Any, output: Any) -> None:
             self._post_forward(unit, module, is_last, output)
 
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after))
+        self._handles += [
+            module.register_forward_pre_hook(shielded(before), with_kwargs=True),
+            module.register_forward_hook(shielded(after)),
+        ]
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -106,7 +128,9 @@ class Gatherer:
         for at, candidate in enumerate(order[:-1]):
             if candidate is unit:
                 following = order[at + 1]
-                live = sum(u.full_numel for u in self._units if any(f.is_gathered for f in u.params))
+                live = sum(
+                    u.full_numel for u in self._units if any(f.is_gathered for f in u.params)
+                )
                 if (
                     following.full_numel <= self._prefetch_numel
                     and live + following.full_numel <= self._max_live_numel
@@ -119,7 +143,9 @@ class Gatherer:
     def _hook_outputs(self, unit: Unit, output: Any) -> bool:
         """Gather `unit` again as soon as a gradient of `output` arrives. False: none ever will."""
         nodes = {
-            leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn
+            leaf.grad_fn
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, Tensor) and leaf.grad_fn
         }
 
         def before_node(_: Any) -> None:

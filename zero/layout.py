@@ -138,6 +138,8 @@ def plan_flat(entries: Sequence[Entry], world_size: int) -> FlatLayout:
                 at = align_up(slots[-1].stop, ALIGN_NUMEL)
         segments.append(Segment(group, start, at))
     numel = align_up(at, ALIGN_NUMEL * world_size)
-    if segments:  # the tail belongs to the last segment: updating zeros is cheaper than a ragged cut
+    if (
+        segments
+    ):  # the tail belongs to the last segment: updating zeros is cheaper than a ragged cut
         segments[-1] = Segment(segments[-1].group, segments[-1].start, numel)
     return FlatLayout(tuple(slots), tuple(segments), numel, world_size)

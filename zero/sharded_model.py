@@ -153,7 +153,7 @@ class ShardedModel:
             arrived = self._make_arrival(unit)
             for position, param in enumerate(grads.params):
                 hook = grads.make_hook(position, arrived)
-                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+                self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _make_arrival(self, unit: Unit) -> Any:
         def arrived(grads: FlatGrads) -> None:
@@ -165,7 +165,12 @@ class ShardedModel:
 
         return arrived
 
-    # -- backward ---------------------------------------------------------------------------------------
+    # -- forward and backward ---------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """The module is about to be called."""
+        if self._gatherer is not None:
+            self._gatherer.shield()
 
     def begin_backward(self, *, reduces: bool) -> None:
         """A backward is about to start. With `reduces` its gradients travel before it ends."""
@@ -291,9 +296,7 @@ class ShardedModel:
     def state_bytes(self) -> dict[str, int]:
         """Bytes this rank holds: parameters, gradients, and the buckets that units pass around."""
         params = sum(
-            f.shard.numel() * f.shard.element_size()
-            if f.is_sharded
-            else f.full_bytes
+            f.shard.numel() * f.shard.element_size() if f.is_sharded else f.full_bytes
             for unit in self.units
             for f in unit.params
         )
@@ -334,4 +337,3 @@ def _check(model: nn.Module, groups: Mapping[int, int]) -> None:
     if problems:
         shown = problems[:5] + ([f"and {len(problems) - 5} more"] if len(problems) > 5 else [])
         raise UsageError("; ".join(shown))
-

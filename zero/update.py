@@ -26,7 +26,9 @@ from .sharded_model import ShardedModel
 class Master:
     """The optimizer's copy of one flat buffer, or of this rank's shard of it, and its items."""
 
-    def __init__(self, params: FlatParams, grads: FlatGrads, rank: int, *, is_sharded: bool) -> None:
+    def __init__(
+        self, params: FlatParams, grads: FlatGrads, rank: int, *, is_sharded: bool
+    ) -> None:
         layout = params.layout
         self.params = params
         self.grads = grads
@@ -79,7 +81,8 @@ class Updater:
         is_sharded = model.policy.shards_optimizer
         rank = model.collectives.rank
         self.masters = [
-            Master(params, grads, rank, is_sharded=is_sharded) for _, params, grads in model.trainable
+            Master(params, grads, rank, is_sharded=is_sharded)
+            for _, params, grads in model.trainable
         ]
         flats = tuple(_flat(m.params.layout, m.params.index) for m in self.masters)
         self.world = World(model.collectives, flats, is_sharded)
