@@ -31,7 +31,6 @@ from .config_sections import (
     CsvMonitor,
     DataTypes,
     Fp16,
-    Ops,
     TensorBoard,
     Timers,
     TorchAutocast,
@@ -119,7 +118,6 @@ class Config(Section):
     activation_checkpointing: Annotated[ActivationCheckpointing, AsRead()] = Field(
         default_factory=ActivationCheckpointing.model_construct
     )
-    ops: Annotated[Ops, AsRead()] = Field(default_factory=Ops.model_construct)
     tensorboard: Annotated[TensorBoard, AsRead()] = Field(
         default_factory=TensorBoard.model_construct
     )

@@ -1,4 +1,4 @@
-"""The engine's own sections of the config: precision, recomputation, monitors, timers, ops."""
+"""The engine's own sections of the config: precision, recomputation, monitors, timers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ..ops.config_rules import (
     either,
     list_of,
     number,
-    one_of,
     whole,
 )
 from ..ops.config_section import AsRead, Section
@@ -84,15 +83,15 @@ class Bf16(Section):
 class TorchAutocast(Section):
     """Run forward under torch.autocast; parameters stay as they are."""
 
+    others: ClassVar[Mapping[str, Entry]] = {
+        "lower_precision_safe_modules": NoEffect(
+            either(list_of(TEXT), NULL), "communication_data_type decides how all gradients travel"
+        )
+    }
+
     enabled: Flag = Field(False, description="forward runs under torch.autocast")
     dtype: Annotated[Literal["bf16", "fp16"], dtype_name("bf16", "fp16")] = Field(
         "bf16", description="the dtype of autocast"
-    )
-    lower_precision_safe_modules: Annotated[tuple[str, ...] | None, either(list_of(TEXT), NULL)] = (
-        Field(
-            None,
-            description="class names of modules whose gradients may travel in that dtype",
-        )
     )
 
 
@@ -208,14 +207,4 @@ class Timers(Section):
 
     throughput: Annotated[Throughput, AsRead()] = Field(
         default_factory=Throughput.model_construct, description="samples a second"
-    )
-
-
-@final
-class Ops(Section):
-    """The native kernels."""
-
-    native: Annotated[Literal["auto", "require", "off"], one_of("auto", "require", "off")] = Field(
-        "auto",
-        description="auto falls back to plain torch, require fails instead, off never builds",
     )

@@ -94,7 +94,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     chosen = _optimizer(config, optimizer, updater, groups)
     updater.bind(chosen)
     undo = checkpoint_blocks(blocks) if config.activation_checkpointing.enabled else _nothing
-    monitor = build_monitor(config, group.rank())
+    monitor = build_monitor(config, dist.get_rank())
     report = StepReport(
         config, monitor, build_timers(config, device), build_throughput(config, device)
     )

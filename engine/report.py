@@ -65,13 +65,18 @@ class StepReport:
     def step(self, engine: Reported) -> None:
         """An optimizer step is over, applied or skipped."""
         self._throughput.step(engine.train_batch_size())
-        loss = float(sum(float(loss) for loss in self._losses))
-        self._losses = []
+        losses, self._losses = self._losses, []
         milliseconds = self._timers.take_milliseconds()
+        every = self._config.steps_per_print
+        prints = every is not None and engine.global_steps % every == 0 and engine.global_rank == 0
+        if not prints and not self._monitor.enabled:
+            return
+        loss = float(
+            sum(float(loss) for loss in losses)
+        )  # waits for the device: only when it is told
         if self._monitor.enabled:
             self._monitor.write_events(self._events(engine, loss, milliseconds))
-        every = self._config.steps_per_print
-        if every and engine.global_steps % every == 0 and engine.global_rank == 0:
+        if prints:
             log.info("%s", self._line(engine, loss, milliseconds))
 
     def _events(

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .errors import PeerError
 from .flat import sum_in_order
 from .pool import BufferPool
 
@@ -48,17 +49,30 @@ class Done(Handle):
 class InFlight(Handle):
     """Works to wait for, then what is left to do with what arrived."""
 
-    def __init__(self, works: Sequence[Any], finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, name: str, works: Sequence[Any], finish: Callable[[], None] | None = None
+    ) -> None:
+        self._name = name
         self._works = works
         self._finish = finish
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerError(
+                f"{self._name} failed: {_first_line(error)}. Another rank stopped, or went another way "
+                "through its code; look at the first traceback among the ranks' logs"
+            ) from error
         self._works = ()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0].rstrip(".")
 
 
 class Collectives(ABC):
@@ -91,6 +105,9 @@ class Collectives(ABC):
         """Every algorithm here sends (world_size - 1) shards: the lower bound."""
         sent = (self.world_size - 1) * shard.numel() * shard.element_size()
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
+
+    def _name(self, kind: str, buffer: int) -> str:
+        return f"{kind} of flat buffer {buffer} on rank {self.rank} of {self.world_size}"
 
     @abstractmethod
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
@@ -181,7 +198,7 @@ class PeerToPeer(Collectives):
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
         self._count(kind, shard)
-        return InFlight(works)
+        return InFlight(self._name(kind, buffer), works)
 
     def reduce_scatter(
         self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
@@ -200,7 +217,7 @@ class PeerToPeer(Collectives):
             for peer in self._peers:
                 self._scratch.give(parts[peer])
 
-        return InFlight(works, finish)
+        return InFlight(self._name(kind, buffer), works, finish)
 
     def gather_small(self, values: Tensor) -> Tensor:
         table = values.new_empty(self.world_size, values.numel())
@@ -226,7 +243,8 @@ class Native(Collectives):
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
         self._count(kind, shard)
-        return InFlight([_all_gather_single(flat, shard, group=self.group, async_op=True)])
+        work = _all_gather_single(flat, shard, group=self.group, async_op=True)
+        return InFlight(self._name(kind, buffer), [work])
 
     def reduce_scatter(
         self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
@@ -236,8 +254,12 @@ class Native(Collectives):
         self._count(kind, target)
         work = _reduce_scatter_single(target, flat, group=self.group, async_op=True)
         if direct:
-            return InFlight([work])
-        return InFlight([work], lambda: sum_in_order(out, [target], add=add))
+            return InFlight(self._name(kind, buffer), [work])
+
+        def finish() -> None:
+            sum_in_order(out, [target], add=add)
+
+        return InFlight(self._name(kind, buffer), [work], finish)
 
     def gather_small(self, values: Tensor) -> Tensor:
         table = values.new_empty(self.world_size * values.numel())

@@ -3,6 +3,7 @@
 XdsError
  +- ConfigError   the JSON config: carries every complaint of the file at once
  +- UsageError    a call that cannot work: wrong order, wrong argument, wrong model
+ +- PeerError     another rank failed, or does not answer, in the middle of a collective
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ class XdsError(Exception):
 
 class UsageError(XdsError):
     """A call that cannot work as it was made; the message says what to do instead."""
+
+
+class PeerError(XdsError):
+    """Another rank failed or stopped answering; the message names the collective and the ranks."""
 
 
 class ConfigError(XdsError, ValueError):

@@ -48,6 +48,8 @@ _OTHERS: dict[str, Entry] = {
     "load_from_fp32_weights": _always("loading checkpoints is not there yet"),
     "elastic_checkpoint": _never("checkpoints will load at any number of ranks without it"),
     "ignore_unused_parameters": _always("parameters without a gradient contribute zeros"),
+    "reduce_bucket_size": NoEffect(size(1), "a unit's gradients travel in one piece; see units"),
+    "allgather_bucket_size": NoEffect(size(1), "a unit is gathered in one piece; see units"),
     "sub_group_size": NoEffect(size(), "the update walks over units, in one pass each"),
     "model_persistence_threshold": NoEffect(
         size(), "param_persistence_threshold alone decides what stays gathered"
@@ -123,18 +125,15 @@ class ZeroConfig(Section):
     stage: Annotated[int, Rule("0, 1, 2 or 3", _read_stage)] = Field(
         0, description="0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters"
     )
-    reduce_bucket_size: Annotated[int, size(1)] = Field(
-        500_000_000, description="most elements whose gradients are reduced in one collective"
+    overlap_comm: Flag = Field(
+        True, description="collectives run while the model computes; false waits for each at once"
     )
-    allgather_bucket_size: Annotated[int, size(1)] = Field(
-        500_000_000, description="most elements of parameters that are gathered in one collective"
-    )
-    overlap_comm: Flag = Field(True, description="collectives run while the model computes")
     prefetch_bucket_size: Elements = Field(
-        50_000_000, description="stage 3: elements gathered ahead of their use"
+        50_000_000,
+        description="stage 3: a unit of at most this many elements is gathered ahead of its use",
     )
     param_persistence_threshold: Elements = Field(
-        100_000, description="stage 3: parameters of at most this many elements stay gathered"
+        100_000, description="stage 3: units of at most this many elements stay gathered"
     )
     max_live_parameters: Elements = Field(
         1_000_000_000, description="stage 3: most gathered elements at a time"

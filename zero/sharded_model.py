@@ -28,7 +28,9 @@ from .layout import Entry, plan_flat
 from .policy import Policy
 from .unit import Unit
 
-REDUCTIONS_IN_FLIGHT = 2  # one on the wire while the one before it is being summed
+REDUCTIONS_IN_FLIGHT = (
+    2  # one on the wire while the one before it is summed; 0 without overlap_comm
+)
 
 
 @final
@@ -75,6 +77,7 @@ class ShardedModel:
         roots = [entry for entry in self.trainable if entry[0].is_root]
         self._reduce_order = [entry[2] for entry in blocks_last_first + roots]
         self._next = 0
+        self._depth = REDUCTIONS_IN_FLIGHT if config.overlap_comm else 0
         self._in_flight: list[FlatGrads] = []
         self._is_open = False
         self._reduces = True
@@ -143,7 +146,7 @@ class ShardedModel:
             unit.outlives_forward = True  # the next to use it is the very beginning of backward
         return Gatherer(
             self.units,
-            prefetch_numel=config.prefetch_bucket_size,
+            prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
             max_live_numel=config.max_live_parameters,
             on_backward=self._open_if_closed,
         )
@@ -204,7 +207,7 @@ class ShardedModel:
     def _start_reduce(self, grads: FlatGrads) -> None:
         grads.start_reduce()
         self._in_flight.append(grads)
-        if len(self._in_flight) > REDUCTIONS_IN_FLIGHT:
+        if len(self._in_flight) > self._depth:
             self._finish_reduce(self._in_flight.pop(0))
 
     def _finish_reduce(self, grads: FlatGrads) -> None:

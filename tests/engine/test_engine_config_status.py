@@ -103,7 +103,6 @@ def test_sections_and_defaults_that_the_engine_reads():
     assert config.steps_per_print is None
     assert config.managed_gradient_accumulation
     assert config.communication_data_type is None
-    assert config.ops.native == "auto"
     assert config.timers.throughput.enabled
     assert config.activation_checkpointing.enabled is False
     assert config.zero_optimization.stage == 0
@@ -158,11 +157,6 @@ def test_a_section_is_not_made_from_a_dict():
     with pytest.raises(ValueError, match="Config.load"):
         Config(train_batch_size=8, zero_optimization={"stage": 1})
     assert Config(train_batch_size=8).zero_optimization.stage == 0
-
-
-def test_auto_that_is_a_value_of_the_key_is_not_noted():
-    config = parse_config({**SMALL, "gradient_clipping": 0, "ops": {"native": "auto"}})
-    assert (config.ops.native, config.notes) == ("auto", ())
 
 
 def test_secrets_are_not_shown():
