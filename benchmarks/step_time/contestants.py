@@ -36,7 +36,22 @@ def build(name: str, model: nn.Module, batch: Tensor, bf16: bool) -> Step:
         return _fsdp2(model, bf16, blocks=option != "root")
     if kind == "ddp":
         return _ddp(model, bf16, as_view=option == "view")
+    if kind == "compute":
+        return _compute(model, bf16)
     return _torch_loop(model, model, bf16)
+
+
+def _compute(model: nn.Module, bf16: bool) -> Step:
+    """Forward and backward alone, nothing sent or updated: no engine can be faster than this."""
+    model = model.bfloat16() if bf16 else model
+
+    def step(batch: Tensor) -> Tensor:
+        loss: Tensor = model(batch)
+        loss.backward()
+        model.zero_grad()
+        return loss
+
+    return step
 
 
 def _torch_loop(model: nn.Module, forward: nn.Module, autocast: bool) -> Step:

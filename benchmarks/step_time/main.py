@@ -39,6 +39,9 @@ FP32_TOLERANCE = 1e-4  # relative, of the last turn's loss: orders of summation 
 BF16_TOLERANCE = 1e-2  # where the roundings happen differs from contestant to contestant
 
 
+FLOOR = "compute"  # forward and backward alone
+
+
 @dataclass(frozen=True)
 class Claim:
     """`ours` takes at most `must` times as long as the fastest of `peers`."""
@@ -61,8 +64,8 @@ class Comparison:
     world_size: int = 2
 
     def contestants(self) -> list[str]:
-        """Everybody in it, once, peers first."""
-        names = [peer for claim in self.claims for peer in claim.peers]
+        """Everybody in it, once, peers first; and compute alone, the floor of every ratio."""
+        names = [peer for claim in self.claims for peer in claim.peers] + [FLOOR]
         return list(dict.fromkeys(names + [claim.ours for claim in self.claims]))
 
     def row_name(self, claim: Claim) -> str:
@@ -148,7 +151,8 @@ def judge(comparison: Comparison, found: dict[str, Any], busy: float | None) -> 
         measured = ratio_row(row.name, ours, theirs)
         row.value, row.low, row.high = measured.value, measured.low, measured.high
         row.samples = {claim.ours: ours, peer: theirs}
-        row.note = f"{_ms(ours)} / {_ms(theirs)} ms"
+        floor = ratio_row(FLOOR, seconds[FLOOR], theirs).value
+        row.note = f"{_ms(ours)} / {_ms(theirs)} ms; compute alone {floor:.3f}x"
         row.void = _disagreement(comparison, found["losses"], claim.ours, peer)
     return rows
 

@@ -1,0 +1,125 @@
+"""The door to torch.distributed: values, bytes, order of messages, lost peers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+
+from xds.ops.collectives import Alone, Collectives, Native, PeerToPeer, open_collectives
+from xds.ops.errors import PeerError
+
+CPU = torch.device("cpu")
+
+
+def opened(native: bool) -> Collectives:
+    group = dist.group.WORLD
+    assert group is not None
+    return Native(group, CPU) if native else open_collectives(group, CPU)
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def exercise(native: bool, dtype: torch.dtype, add: bool) -> dict[str, Any]:
+    collectives = opened(native)
+    rank, world = collectives.rank, collectives.world_size
+    flat = values(rank, 48 * world, dtype)
+    out = torch.ones(48)
+    collectives.reduce_scatter(flat, out, add=add, buffer=0, kind="reduce").wait()
+    want = torch.zeros(48)
+    for peer in range(world):
+        want = want + values(peer, 48 * world, dtype).float()[48 * rank : 48 * rank + 48]
+    full = torch.empty(48 * world)
+    collectives.all_gather(full, out, buffer=1, kind="gather").wait()
+    table = collectives.gather_small(torch.tensor([float(rank), 2.0 * rank]))
+    return {
+        "out": out,
+        "want": want + 1 if add else want,
+        "full": full,
+        "table": table,
+        "sent": collectives.sent_bytes,
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("native", [False, True])
+def test_sums_gathers_and_bytes(world: int, native: bool) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for add in (False, True):
+            if native and dtype == torch.bfloat16:
+                continue  # gloo's own sum works in bf16: no exact value to compare with
+            results = run_ranks(exercise, world, native, dtype, add)
+            for result in results:
+                if native:
+                    torch.testing.assert_close(result["out"], result["want"])
+                else:
+                    assert torch.equal(result["out"], result["want"])
+                assert torch.equal(result["full"], torch.cat([r["out"] for r in results]))
+                assert result["table"].tolist() == [[float(r), 2.0 * r] for r in range(world)]
+                assert result["sent"] == {
+                    "reduce": (world - 1) * 48 * dtype.itemsize,
+                    "gather": (world - 1) * 48 * 4,
+                    "control": (world - 1) * 8,
+                }
+
+
+def crossing() -> list[float]:
+    """Two buffers, started in opposite orders on even and odd ranks."""
+    collectives = opened(native=False)
+    world = collectives.world_size
+    full = [torch.empty(16 * world), torch.empty(32 * world)]
+    shards = [torch.full((16,), 1.0), torch.full((32,), 2.0)]
+    order = [0, 1] if collectives.rank % 2 == 0 else [1, 0]
+    handles = [
+        collectives.all_gather(full[at], shards[at], buffer=at, kind="gather") for at in order
+    ]
+    for handle in handles:
+        handle.wait()
+        handle.wait()  # a second wait is harmless
+    return [float(tensor.mean()) for tensor in full]
+
+
+def test_ranks_may_start_gathers_in_different_orders() -> None:
+    assert run_ranks(crossing, 2) == [[1.0, 2.0]] * 2
+    assert run_ranks(crossing, 3) == [[1.0, 2.0]] * 3
+
+
+def losing() -> str:
+    collectives = opened(native=False)
+    flat = torch.ones(16 * collectives.world_size)
+    collectives.barrier()
+    if collectives.rank == 1:
+        os._exit(0)
+    with pytest.raises(PeerError) as caught:
+        collectives.reduce_scatter(flat, torch.empty(16), add=False, buffer=3, kind="reduce").wait()
+    os.environ["LOST"] = "1"
+    return str(caught.value)
+
+
+def test_a_lost_peer_is_named_with_the_collective() -> None:
+    with pytest.raises(AssertionError, match="rank 1 died with exit code 0"):
+        run_ranks(losing, 2)
+
+
+def test_one_rank_sends_nothing() -> None:
+    collectives = open_collectives(None, CPU)
+    assert isinstance(collectives, Alone)
+    out = torch.zeros(4)
+    collectives.reduce_scatter(torch.ones(4), out, add=True, buffer=0, kind="reduce").wait()
+    full = torch.zeros(4)
+    collectives.all_gather(full, out, buffer=0, kind="gather").wait()
+    assert full.tolist() == [1.0] * 4 and collectives.sent_bytes == {}
+
+
+def kind_of_gloo() -> str:
+    return type(opened(native=False)).__name__
+
+
+def test_gloo_on_a_cpu_gets_messages() -> None:
+    assert run_ranks(kind_of_gloo, 2) == [PeerToPeer.__name__] * 2

@@ -1,0 +1,95 @@
+"""Sums in rank order, norms, chunks and the buffer pool."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from xds.ops.flat import CHUNK_NUMEL, align_up, chunks, square_sum, sum_in_order
+from xds.ops.pool import BufferPool
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("numel", "multiple", "want"), [(0, 16, 0), (1, 16, 16), (16, 16, 16), (17, 16, 32)]
+)
+def test_align_up(numel: int, multiple: int, want: int) -> None:
+    assert align_up(numel, multiple) == want
+
+
+def test_chunks_cover_the_range() -> None:
+    pieces = list(chunks(2 * CHUNK_NUMEL + 5, on_cpu=True))
+    assert [(p.start, p.stop) for p in pieces] == [
+        (0, CHUNK_NUMEL),
+        (CHUNK_NUMEL, 2 * CHUNK_NUMEL),
+        (2 * CHUNK_NUMEL, 2 * CHUNK_NUMEL + 5),
+    ]
+    assert len(list(chunks(10 * CHUNK_NUMEL, on_cpu=False))) == 1
+    assert list(chunks(0, on_cpu=True)) == []
+
+
+@pytest.mark.parametrize("numel", [1, 1000, CHUNK_NUMEL, 3 * CHUNK_NUMEL + 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_square_sum(numel: int, dtype: torch.dtype) -> None:
+    flat = torch.randn(numel).to(dtype)
+    want = flat.double().square().sum().item()
+    assert square_sum(flat).item() == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_square_sum_shows_what_is_not_finite(bad: float) -> None:
+    flat = torch.ones(CHUNK_NUMEL + 3)
+    flat[5] = bad
+    assert not torch.isfinite(square_sum(flat))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("add", [False, True])
+def test_sum_in_order(world: int, dtype: torch.dtype, add: bool) -> None:
+    parts = [torch.randn(CHUNK_NUMEL + 33).to(dtype) for _ in range(world)]
+    out = torch.randn(CHUNK_NUMEL + 33)
+    want = parts[0].float()
+    for part in parts[1:]:
+        want = want + part.float()
+    if add:
+        want = out + want
+    sum_in_order(out, parts, add=add)
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("own", [0, 1, 2, 3])
+def test_sum_in_order_into_one_of_its_parts(own: int) -> None:
+    parts = [torch.randn(CHUNK_NUMEL + 33) for _ in range(4)]
+    want = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    sum_in_order(parts[own], parts, add=False)
+    assert torch.equal(parts[own], want)
+
+
+def test_the_sum_of_an_element_does_not_depend_on_its_place() -> None:
+    values = [1.0, 1e8, -1e8]
+    parts = [torch.full((CHUNK_NUMEL + 7,), value) for value in values]
+    out = torch.empty(CHUNK_NUMEL + 7)
+    sum_in_order(out, parts, add=False)
+    assert out.unique().tolist() == [0.0]
+
+
+def test_the_pool_hands_the_same_memory_out_again() -> None:
+    pool = BufferPool()
+    first = pool.take(100, torch.float32, CPU)
+    assert first.shape == (100,) and pool.allocated_bytes == 400
+    at = first.data_ptr()
+    pool.give(first)
+    again = pool.take(150, torch.bfloat16, CPU)
+    assert again.data_ptr() == at and again.dtype == torch.bfloat16
+    assert pool.allocated_bytes == 400
+    other = pool.take(10, torch.float32, CPU)
+    assert other.data_ptr() != at and pool.allocated_bytes == 440
+
+
+def test_the_pool_replaces_blocks_that_are_too_small() -> None:
+    pool = BufferPool()
+    pool.give(pool.take(10, torch.float32, CPU))
+    pool.take(1000, torch.float32, CPU)
+    assert pool.allocated_bytes == 4000
