@@ -161,7 +161,11 @@ def _layout_for(
     kind: type[torch.optim.Optimizer], updater: Updater, name: str, allow_untested: bool
 ) -> Callable[[int], list[Tensor]]:
     """Flat shards where the arithmetic is per element, whole parameters where nothing is sharded."""
-    if kind in ELEMENTWISE or issubclass(kind, ShardOptimizer):
+    if issubclass(kind, ShardOptimizer):
+        return updater.tensors_of
+    if updater.world.collectives.world_size == 1:
+        return updater.whole_params  # what torch would have got, so the same result bit for bit
+    if kind in ELEMENTWISE:
         return updater.tensors_of
     if not updater.world.is_sharded:
         return updater.whole_params

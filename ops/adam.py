@@ -64,6 +64,19 @@ class Adam(ShardOptimizer):
             grad = update.grad
             if not group["bias_correction"] or grad.dtype != master.dtype:
                 grad = grad.to(master.dtype)
+            if world.collectives.world_size == 1 and group["bias_correction"]:
+                # one call a parameter, as torch makes it: its kernel rounds the ragged tail of a tensor
+                # differently, and one rank shall equal plain torch bit for bit
+                here = [slice(part.start, part.stop) for part in update.item.parts]
+                self._fused(
+                    [[t[at] for at in here] for t in (master, grad, *_moments(state))],
+                    state["step"],
+                    group,
+                    divisor,
+                )
+                if update.out is not None:
+                    update.out.copy_(master)
+                continue
             on_cpu = master.device.type == "cpu"
             # a piece stays in the cache from the update to the cast; without a cast one call is best
             for piece in chunks(master.numel(), on_cpu and update.out is not None):
@@ -74,7 +87,7 @@ class Adam(ShardOptimizer):
                     state["exp_avg_sq"][piece],
                 )
                 if group["bias_correction"]:
-                    self._fused(tensors, state["step"], group, divisor)
+                    self._fused([[t] for t in tensors], state["step"], group, divisor)
                 else:
                     adam_reference(*tensors, group, scale, decoupled=self._adam_w_mode)
                 if update.out is not None:
@@ -82,20 +95,20 @@ class Adam(ShardOptimizer):
 
     def _fused(
         self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+        lists: Sequence[list[Tensor]],
         step: Tensor,
         group: dict[str, Any],
         divisor: float | None,
     ) -> None:
-        param, grad, exp_avg, exp_avg_sq = tensors
+        params, grads, exp_avgs, exp_avg_sqs = lists
         call = torch._fused_adamw_ if self._adam_w_mode else torch._fused_adam_
         call(
-            [param],
-            [grad],
-            [exp_avg],
-            [exp_avg_sq],
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
             [],
-            [step],
+            [step] * len(params),
             lr=float(group["lr"]),
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -103,9 +116,13 @@ class Adam(ShardOptimizer):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
-            grad_scale=None if divisor is None else torch.tensor(divisor, device=param.device),
+            grad_scale=None if divisor is None else torch.tensor(divisor, device=step.device),
             found_inf=None,
         )
+
+
+def _moments(state: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return state["exp_avg"], state["exp_avg_sq"]
 
 
 def adam_reference(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 ALIGN_BYTES = 64  # a cache line, and the widest CPU vector: no kernel ever sees a ragged tail
 ALIGN_NUMEL = 16  # ALIGN_BYTES of the narrowest master dtype (fp32)
+ROW_NUMEL = 1 << 12  # of a norm: short enough that fp32 sums of squares keep seven digits
 CHUNK_NUMEL = 1 << 16  # on a CPU, what stays in the L2 cache between two passes over it
 
 
@@ -34,9 +35,9 @@ def square_sum(flat: Tensor) -> Tensor:
     """
     if flat.dtype in (torch.float16, torch.bfloat16):
         flat = flat.float()
-    rows = flat.numel() // CHUNK_NUMEL
-    head = flat[: rows * CHUNK_NUMEL].view(rows, CHUNK_NUMEL)
-    tail = flat[rows * CHUNK_NUMEL :]
+    rows = flat.numel() // ROW_NUMEL
+    head = flat[: rows * ROW_NUMEL].view(rows, ROW_NUMEL)
+    tail = flat[rows * ROW_NUMEL :]
     total: Tensor = torch.linalg.vector_norm(tail).double().square()
     if rows:
         total += torch.linalg.vector_norm(head, dim=1).double().square().sum()

@@ -92,5 +92,4 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         """Update every item's master with gradient `scale * grad`, and write `out`."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Refused: the engine steps its optimizer."""
-        raise RuntimeError("this optimizer works on shards: call engine.step() instead")
+        """Does nothing but count, for torch's LR schedulers: the engine updates through `update`."""

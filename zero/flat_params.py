@@ -1,12 +1,14 @@
 """The parameters of one flat buffer: views of it for ever, while its storage comes and goes.
 
-    param.data --view--> full [world_size * shard_numel] --storage--> memory, or nothing when dropped
-                            ^ raw: an alias with its own version counter
+    gathered   param.data --view--> full [world_size * shard_numel] --storage--> memory
+    dropped    param.data = NaN, expanded to its shape      full --storage--> nothing
+                                                             ^ raw: an alias with its own version counter
 
-Dropping resizes the storage to zero and gathering fills it in place, so every view that autograd saved
-stays valid; swapping `.data` instead would keep whole storages alive through saved tensors. Every write
-goes through `raw`: gloo bumps the version counter of its output from a worker thread, and through `raw`
-autograd never sees that.
+Dropping resizes the storage to zero and gathering fills it in place, so every view that autograd saved is
+valid again; swapping `.data` alone would keep whole storages alive through saved tensors. What a script
+reads of a dropped parameter has the right shape and is NaN (reading a view of an empty storage can crash
+the process); writing to it is refused by torch. Every write of ours goes through `raw`: gloo bumps the
+version counter of its output from a worker thread, and through `raw` autograd never sees that.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops.collectives import Collectives, Handle
 from .layout import FlatLayout
@@ -46,14 +48,18 @@ class FlatParams:
         self._collectives = collectives
         self._handle: Handle | None = None
         self._drops = is_sharded
+        self._views: list[Tensor] = []
         device = params[0].device
         full = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.raw = full.data
         for slot, param in zip(layout.slots, params, strict=True):
-            view = full.narrow(0, slot.offset, slot.numel).view(slot.shape)
+            view = self.raw.narrow(0, slot.offset, slot.numel).view(slot.shape)
             view.copy_(param.data)
             param.data = view
+            self._views.append(view)
         collectives.broadcast(self.raw)
+        nothing = torch.full((), torch.nan, device=device).to(dtype)
+        self._absent = [nothing.expand(slot.shape) for slot in layout.slots] if is_sharded else []
         own = collectives.shard_of(self.raw)
         self.shard = own.clone() if is_sharded else own
         self.is_gathered = True
@@ -98,10 +104,15 @@ class FlatParams:
             handle, self._handle = self._handle, None
             handle.wait()
             self.is_gathered = True
+            if self.is_sharded:
+                for param, view in zip(self.params, self._views, strict=True):
+                    param.data = view
 
     def drop(self) -> None:
         """Give the whole buffer's memory back; the shard stays."""
         if self._drops and self.is_gathered:
+            for param, nothing in zip(self.params, self._absent, strict=True):
+                param.data = nothing
             self.raw.untyped_storage().resize_(0)
             self.is_gathered = False
 

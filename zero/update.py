@@ -124,6 +124,7 @@ class Updater:
         self._model.before_update()
         if isinstance(self._optimizer, ShardOptimizer):
             self._step_shards(self._optimizer, scale)
+            self._optimizer.step()
         else:
             self._step_torch(self._optimizer, scale)
         self._model.wait_published()
