@@ -15,6 +15,7 @@ from torch import nn
 from ..compression.reducer import ExactReducer
 from ..ops.collectives import open_collectives
 from ..ops.errors import ConfigError, UsageError
+from ..ops.host_memory import keep_freed_blocks
 from ..zero.discover import found_blocks
 from ..zero.policy import Policy
 from ..zero.sharded_model import ShardedModel
@@ -83,6 +84,8 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     collectives = open_collectives(group, device)
     model.to(device)
     policy = _policy(config, group.size())
+    if policy.shards_params and device.type == "cpu":
+        keep_freed_blocks()
     zero = config.zero_optimization
     blocks = [module for _, module in found_blocks(model, zero.units)]
     groups = _groups(model, config, optimizer, model_parameters, blocks)

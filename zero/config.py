@@ -54,7 +54,6 @@ _OTHERS: dict[str, Entry] = {
     "model_persistence_threshold": NoEffect(
         size(), "param_persistence_threshold alone decides what stays gathered"
     ),
-    "max_reuse_distance": NoEffect(size(), "a unit is freed after use and prefetched before it"),
     "module_granularity_threshold": NoEffect(
         size(), "unit_min_numel decides how small a unit may be", same=(0,)
     ),
@@ -137,6 +136,11 @@ class ZeroConfig(Section):
     )
     max_live_parameters: Elements = Field(
         1_000_000_000, description="stage 3: most gathered elements at a time"
+    )
+    max_reuse_distance: Elements = Field(
+        50_000_000,
+        description="stage 3: a unit stays gathered from forward to backward if at most this many elements "
+        "are used in between; 0 keeps the last unit only (DeepSpeed's default is 1e9)",
     )
     units: Names = Field(
         (), description="class names or dotted-name globs of the modules that are one unit each"

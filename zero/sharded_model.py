@@ -142,8 +142,12 @@ class ShardedModel:
                     flat.keep_gathered()
                     flat.gather()
         blocks = [unit for unit in self.units if not unit.is_root]
-        for unit in blocks[-1:]:
-            unit.outlives_forward = True  # the next to use it is the very beginning of backward
+        kept = 0  # elements; what is used last in forward is used first in backward
+        for unit in reversed(blocks):
+            if 2 * kept > config.max_reuse_distance or kept > config.max_live_parameters:
+                break
+            unit.outlives_forward = True
+            kept += unit.full_numel
         return Gatherer(
             self.units,
             prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,

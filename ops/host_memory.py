@@ -1,0 +1,31 @@
+"""Host memory that is freed and soon needed again: keep it in the process.
+
+At stage 3 on a CPU every unit's buffer is freed and allocated twice a step. glibc by default hands large
+blocks back to the kernel, and getting one back costs a page fault for every 4 KiB: 10,000 faults a step for
+an 11M-parameter model on 2 ranks. Blocks of more than 32 MiB are beyond glibc's limit; keep units smaller.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+M_TRIM_THRESHOLD = -1  # malloc.h: keep free memory at the end of the heap up to this size
+M_MMAP_THRESHOLD = -3  # malloc.h: take blocks of at least this size straight from the kernel
+LARGEST_HEAP_BLOCK_BYTES = 32 << 20  # glibc accepts no more
+KEPT_BYTES = 1 << 30
+
+
+def keep_freed_blocks() -> bool:
+    """Let this process keep freed host blocks of up to 32 MiB. False: not glibc, or the user's own choice.
+
+    Holds for the whole process; MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ in the environment win.
+    """
+    if any(f"MALLOC_{name}_THRESHOLD_" in os.environ for name in ("TRIM", "MMAP")):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    was_set = mallopt(M_MMAP_THRESHOLD, LARGEST_HEAP_BLOCK_BYTES)
+    return bool(was_set and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
