@@ -176,8 +176,7 @@ class Engine:
 
     def _take_step(self) -> None:
         with self._report.region("reduce"):
-            self._sharded.finish_reduction()
-            square_norm = self._sharded.square_norm()
+            square_norm = self._sharded.finish_reduction()
         mean = 1.0 / self.world_size if self.config.gradient_allreduce_op == "mean" else 1.0
         unscale = mean / self._scale.value
         norm = math.sqrt(square_norm) * unscale if square_norm >= 0 else math.nan

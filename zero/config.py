@@ -146,7 +146,7 @@ class ZeroConfig(Section):
         (), description="class names or dotted-name globs of the modules that are one unit each"
     )
     unit_min_numel: Elements = Field(
-        262_144, description="blocks with fewer elements share a unit with their neighbours"
+        2_097_152, description="blocks with fewer elements share a unit with their neighbours"
     )
     leaf_module: Annotated[LeafModules, AsRead()] = Field(
         default_factory=LeafModules.model_construct,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..compression.reducer import GradientReducer
 from ..ops.collectives import Collectives, Handle
+from ..ops.flat import square_sum
 from ..ops.pool import BufferPool
 from .layout import FlatLayout
 from .policy import Policy
@@ -197,6 +198,7 @@ class FlatGrads:
         self._handle = self._reducer.reduce(
             payload, self._total, add=self._has_total, buffer=self.index
         )
+        self._filled = [False] * len(self._filled)
 
     @torch.no_grad()
     def finish_reduce(self) -> None:
@@ -207,7 +209,6 @@ class FlatGrads:
         handle.wait()
         self._has_total = True
         self._is_writable = False
-        self._filled = [False] * len(self._filled)
         if self._payload is not None:
             self._pool.give(self._payload)
             self._payload = None
@@ -235,6 +236,27 @@ class FlatGrads:
             handle.wait()
 
     # -- what the optimizer reads -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def square_sums(self) -> Tensor:
+        """Squared norms of the shards this rank can see, [world_size] fp64; 0 for the others' shards.
+
+        Where the sums are whole on every rank (stage 0) it sees all of them and nobody need be asked.
+        """
+        world_size = self._collectives.world_size
+        sums = torch.zeros(world_size, dtype=torch.float64, device=self.params[0].device)
+        if self.sees_all:
+            assert self._local is not None
+            for rank in range(world_size):
+                sums[rank] = square_sum(self._collectives.shard_of(self._local, rank))
+        else:
+            sums[self._collectives.rank] = square_sum(self.shard())
+        return sums
+
+    @property
+    def sees_all(self) -> bool:
+        """After the step's reduction every rank holds everybody's total, not its shard alone."""
+        return not self._policy.shards_optimizer
 
     def shard(self) -> Tensor:
         """This rank's reduced total [n]: what the norm is taken of."""

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from ..compression.reducer import GradientReducer
 from ..ops.collectives import Collectives
 from ..ops.errors import UsageError
-from ..ops.flat import square_sum
 from ..ops.pool import BufferPool
 from .config import ZeroConfig
 from .discover import UnitPlan, find_units
@@ -246,33 +245,40 @@ class ShardedModel:
 
     # -- step -------------------------------------------------------------------------------------------
 
-    def finish_reduction(self) -> None:
-        """Every gradient is summed over the ranks on return, also what `no_sync` held back."""
+    def finish_reduction(self) -> float:
+        """Every gradient is summed over the ranks on return, also what `no_sync` held back.
+
+        Returns:
+            the squared 2-norm of the sums over all parameters, fp64, the same on every rank; inf or nan on
+            overflow. Partial sums of the ranks' shards are added in rank order. Beside the gradients it
+            sends 8 bytes a peer where shards are apart.
+        """
         if self._is_open:  # a loss.backward() of the user's own that raised half-way
             self.end_backward()
-        self._drain()
         if any(grads.has_local for grads in self._reduce_order):
+            self._drain()
             for grads in self._reduce_order:
                 self._start_reduce(grads)
-            self._drain()
+        total = torch.zeros(
+            self.collectives.world_size, dtype=torch.float64, device=self.collectives.device
+        )
+        self._drain_reductions()
+        for grads in self._reduce_order:  # a norm is read while the next buffer is on its way
+            grads.finish_gather()
+            total += grads.square_sums()
+        if not all(grads.sees_all for grads in self._reduce_order):
+            total = self.collectives.gather_small(total).sum(0)
+        return float(sum(total.tolist()))
+
+    def _drain_reductions(self) -> None:
+        while self._in_flight:
+            self._finish_reduce(self._in_flight.pop(0))
 
     def _drain(self) -> None:
         """Nothing of the gradients is under way on return."""
-        while self._in_flight:
-            self._finish_reduce(self._in_flight.pop(0))
+        self._drain_reductions()
         for grads in self._reduce_order:
             grads.finish_gather()
-
-    def square_norm(self) -> float:
-        """Squared 2-norm of the summed gradients of all parameters, in fp64; inf or nan on overflow.
-
-        Every rank adds the partial sums of all ranks' shards in the same order. Sends 8 bytes a peer.
-        """
-        partial = torch.zeros((), dtype=torch.float64, device=self.collectives.device)
-        for grads in self._reduce_order:
-            partial += square_sum(grads.shard())
-        table = self.collectives.gather_small(partial.view(1))
-        return float(table.sum())
 
     def before_update(self) -> None:
         """Gathered parameters are about to become stale."""

@@ -24,7 +24,7 @@ class Shape:
     width: int
     layers: int
     heads: int
-    context: int = 256
+    context: int = 128
     batch: int = 1
 
 
