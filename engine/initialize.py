@@ -18,7 +18,7 @@ from ..ops.errors import ConfigError, UsageError
 from ..ops.host_memory import keep_freed_blocks
 from ..zero.discover import found_blocks
 from ..zero.policy import Policy
-from ..zero.sharded_model import ShardedModel
+from ..zero.sharded_model import ShardedModel, check_model
 from ..zero.update import Updater
 from .checkpointing import checkpoint_blocks
 from .config import Config
@@ -82,13 +82,14 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     config = config.resolve(group.size())
     _log_notes(config, group.rank())
     collectives = open_collectives(group, device)
-    model.to(device)
     policy = _policy(config, group.size())
     if policy.shards_params and device.type == "cpu":
         keep_freed_blocks()
     zero = config.zero_optimization
     blocks = [module for _, module in found_blocks(model, zero.units)]
     groups = _groups(model, config, optimizer, model_parameters, blocks)
+    check_model(model, groups.index)
+    model.to(device)
     sharded = ShardedModel(
         model, groups.index, policy, zero, collectives, ExactReducer(collectives)
     )

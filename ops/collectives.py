@@ -61,18 +61,18 @@ class InFlight(Handle):
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            raise PeerError(
-                f"{self._name} failed: {_first_line(error)}. Another rank stopped, or went another way "
-                "through its code; look at the first traceback among the ranks' logs"
-            ) from error
+            raise _peer_error(self._name, error) from error
         self._works = ()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0].rstrip(".")
+def _peer_error(name: str, error: RuntimeError) -> PeerError:
+    return PeerError(
+        f"{name} failed: {str(error).splitlines()[0].rstrip('.')}. Another rank stopped, or went another way "
+        "through its code; look at the first traceback among the ranks' logs"
+    )
 
 
 class Collectives(ABC):
@@ -184,11 +184,17 @@ class PeerToPeer(Collectives):
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Any:
         assert self.group is not None
-        return self.group.send([tensor], peer, tag)
+        try:
+            return self.group.send([tensor], peer, tag)
+        except RuntimeError as error:
+            raise _peer_error(f"sending from rank {self.rank} to rank {peer}", error) from error
 
     def _recv(self, tensor: Tensor, peer: int, tag: int) -> Any:
         assert self.group is not None
-        return self.group.recv([tensor], peer, tag)
+        try:
+            return self.group.recv([tensor], peer, tag)
+        except RuntimeError as error:
+            raise _peer_error(f"receiving on rank {self.rank} from rank {peer}", error) from error
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
         tag = TAG_BASE + TAGS_PER_BUFFER * buffer

@@ -45,13 +45,11 @@ class ShardedModel:
         collectives: Collectives,
         reducer: GradientReducer,
     ) -> None:
-        """Move the model's parameters into flat buffers and hook them.
+        """Move the parameters of `model`, which passed `check_model`, into flat buffers and hook them.
 
         Args:
             groups: id(parameter) -> index of its hyperparameter group, for every trainable parameter that
                 the optimizer is to update. Parameters that are not in it are treated as frozen.
-        Raises:
-            UsageError: the model is not one that can be trained: see `_check`.
         """
         self.policy = policy
         self.collectives = collectives
@@ -60,7 +58,6 @@ class ShardedModel:
         self._pool = BufferPool()
         self._numbers = 0
         blocks, root = find_units(model, config.units, config.unit_min_numel)
-        _check(model, groups)
         for buffer in model.buffers():
             collectives.broadcast(buffer.data)
         self.units = [self._build(plan, is_root=False) for plan in blocks]
@@ -326,7 +323,13 @@ class ShardedModel:
         }
 
 
-def _check(model: nn.Module, groups: Mapping[int, int]) -> None:
+def check_model(model: nn.Module, groups: Mapping[int, int]) -> None:
+    """Before anything is moved or allocated: can this model be trained?
+
+    Raises:
+        UsageError: parameters without values, of unsupported dtype, of another engine, on several devices,
+            or none to train; all complaints at once.
+    """
     problems: list[str] = []
     for name, param in model.named_parameters():
         if param.is_meta:

@@ -329,62 +329,70 @@ def data(stage: int) -> None:
     engine.destroy()
 
 
+class PlainSide:
+    """One network of the game below, trained by plain torch on all ranks."""
+
+    def __init__(self, net: Any) -> None:
+        self.net, self.optimizer = net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def learn(self, loss: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+        for param in self.net.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        self.optimizer.step()
+
+    def forget(self) -> None:
+        self.optimizer.zero_grad()
+
+    def values(self) -> list[torch.Tensor]:
+        return [p.detach() for p in self.net.parameters()]
+
+
+class DrivenSide:
+    """The same, trained by an engine."""
+
+    def __init__(self, net: Any, stage: int) -> None:
+        section = {"type": "SGD", "params": {"lr": 0.1}}
+        self.engine = xds.initialize(net, config_of(stage, optimizer=section))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.engine(x)
+
+    def learn(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss)
+        self.engine.step()
+
+    def forget(self) -> None:
+        self.engine.zero_grad()
+
+    def values(self) -> list[torch.Tensor]:
+        self.engine.destroy()
+        return [p.detach() for p in self.engine.module.parameters()]
+
+
+def play(make: Any) -> list[torch.Tensor]:
+    """A maker and a critic, stepped in turn."""
+    torch.manual_seed(3)
+    nets = [torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(3)]) for _ in range(2)]
+    maker, critic = (make(net) for net in nets)
+    for step in range(3):
+        noise = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        noise = noise.chunk(dist.get_world_size())[dist.get_rank()]
+        critic.learn(critic(maker(noise).detach()).square().mean())
+        maker.learn(critic(maker(noise)).mean())
+        critic.forget()
+    return [p for side in (maker, critic) for p in side.values()]
+
+
 def several_engines(stage: int) -> None:
-    """A generator and a critic, stepped in turn, equal to plain torch."""
-
-    def play(make: Any) -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        nets = [torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(3)]) for _ in range(2)]
-        maker, critic = (make(net) for net in nets)
-        for step in range(3):
-            noise = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-            noise = noise.chunk(dist.get_world_size())[dist.get_rank()]
-            critic.learn(critic(maker(noise).detach()).square().mean())
-            maker.learn(critic(maker(noise)).mean())
-            critic.forget()
-        return [p for side in (maker, critic) for p in side.values()]
-
-    class Plain:
-        def __init__(self, net: Any) -> None:
-            self.net, self.optimizer = net, torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            return self.net(x)
-
-        def learn(self, loss: torch.Tensor) -> None:
-            self.optimizer.zero_grad()
-            loss.backward()
-            for param in self.net.parameters():
-                dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
-            self.optimizer.step()
-
-        def forget(self) -> None:
-            self.optimizer.zero_grad()
-
-        def values(self) -> list[torch.Tensor]:
-            return [p.detach() for p in self.net.parameters()]
-
-    class Driven:
-        def __init__(self, net: Any) -> None:
-            section = {"type": "SGD", "params": {"lr": 0.1}}
-            self.engine = xds.initialize(net, config_of(stage, optimizer=section))
-
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            return self.engine(x)
-
-        def learn(self, loss: torch.Tensor) -> None:
-            self.engine.backward(loss)
-            self.engine.step()
-
-        def forget(self) -> None:
-            self.engine.zero_grad()
-
-        def values(self) -> list[torch.Tensor]:
-            self.engine.destroy()
-            return [p.detach() for p in self.engine.module.parameters()]
-
-    for got, want in zip(play(Driven), play(Plain), strict=True):
+    """Two engines in one process, of which one learns through the other, equal to plain torch."""
+    driven = play(lambda net: DrivenSide(net, stage))
+    for got, want in zip(driven, play(PlainSide), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 

@@ -1,0 +1,129 @@
+"""Own optimizers against plain references, whole and sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+from tiny_models import build, micro_batch
+
+import xds
+
+LR = 1e-2
+
+
+def batches(step: int) -> torch.Tensor:
+    return micro_batch(step, 0, 4).chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def run(optimizer: dict[str, Any], stage: int, precision: str = "fp32") -> dict[str, torch.Tensor]:
+    config = {
+        "train_micro_batch_size_per_gpu": 4 // dist.get_world_size(),
+        "optimizer": optimizer,
+        "zero_optimization": {"stage": stage, "unit_min_numel": 0},
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    engine = xds.initialize(build("plain"), config)
+    for step in range(3):
+        engine.backward(engine(batches(step)))
+        engine.step()
+    engine.destroy()
+    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def reference(update: Any) -> dict[str, torch.Tensor]:
+    """Three steps of `update(name, param, grad, state, step)` on whole parameters, one process."""
+    model = build("plain")
+    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name, _ in model.named_parameters()}
+    for step in range(3):
+        model(micro_batch(step, 0, 4)).backward()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                update(name, param, param.grad, states[name], step + 1)
+                param.grad = None
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def lion(name: str, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], step: int) -> None:
+    m = state.setdefault("m", torch.zeros_like(p))
+    p.mul_(1 - LR * 0.1).sub_((0.9 * m + 0.1 * g).sign(), alpha=LR)
+    m.mul_(0.99).add_(g, alpha=0.01)
+
+
+def lamb(name: str, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], step: int) -> None:
+    m = state.setdefault("m", torch.zeros_like(p))
+    v = state.setdefault("v", torch.zeros_like(p))
+    m.mul_(0.9).add_(g, alpha=0.1)
+    v.mul_(0.999).addcmul_(g, g, value=0.001)
+    direction = (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8) + 0.1 * p
+    weight, length = p.norm().item(), direction.norm().item()
+    ratio = min(max(weight / length, 0.01), 10.0) if weight and length else 1.0
+    p.sub_(direction, alpha=LR * ratio)
+
+
+def no_correction(
+    name: str, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], step: int
+) -> None:
+    m = state.setdefault("m", torch.zeros_like(p))
+    v = state.setdefault("v", torch.zeros_like(p))
+    m.mul_(0.9).add_(g, alpha=0.1)
+    v.mul_(0.999).addcmul_(g, g, value=0.001)
+    p.mul_(1 - LR * 0.1).sub_(m / (v.sqrt() + 1e-8), alpha=LR)
+
+
+def muon_reference() -> dict[str, torch.Tensor]:
+    model = build("plain")
+    hidden = [m.weight for b in model.blocks for m in (b.up, b.down)]
+    others = [p for p in model.parameters() if all(p is not h for h in hidden)]
+    muon = torch.optim.Muon(hidden, lr=LR, momentum=0.95, weight_decay=0.1)
+    adam = torch.optim.AdamW(others, lr=1e-3, weight_decay=0.1, fused=True)
+    for step in range(3):
+        model(micro_batch(step, 0, 4)).backward()
+        for optimizer in (muon, adam):
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float) -> None:
+    for name, value in want.items():
+        scale = max(value.norm().item(), LR * value.numel() ** 0.5)
+        error = (got[name].float() - value).norm().item()
+        assert error <= tolerance * scale, (name, error, scale)
+
+
+SECTIONS = {
+    "Lamb": ({"lr": LR, "weight_decay": 0.1}, lambda: reference(lamb), 1e-5),
+    "Lion": ({"lr": LR, "weight_decay": 0.1}, lambda: reference(lion), 2e-2),
+    "AdamW": (
+        {"lr": LR, "weight_decay": 0.1, "bias_correction": False},
+        lambda: reference(no_correction),
+        1e-5,
+    ),
+    "Muon": ({"lr": LR, "adam_lr": 1e-3, "weight_decay": 0.1}, muon_reference, 1e-2),
+}
+
+
+def every(name: str) -> None:
+    params, make, tolerance = SECTIONS[name]
+    want = make()
+    seen = []
+    for stage in (0, 1, 2, 3):
+        seen.append(run({"type": name, "params": params}, stage))
+        close(seen[-1], want, tolerance)
+    for other in seen[2:]:  # the sharded stages do the very same work
+        assert all(torch.equal(seen[1][key], other[key]) for key in other)
+    low = [run({"type": name, "params": params}, stage, "bf16") for stage in (1, 2, 3)]
+    assert all(torch.isfinite(value).all() for value in low[0].values())
+    for other in low[1:]:
+        assert all(torch.equal(low[0][key], other[key]) for key in other)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", list(SECTIONS))
+def test_sharded_equals_whole(name: str, world: int) -> None:
+    run_ranks(every, world, name)
