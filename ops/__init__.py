@@ -1,1 +1,1 @@
-"""Ground floor: flat arithmetic, collectives, native kernels. Imports only torch."""
+"""Ground floor: flat arithmetic, collectives, optimizers. Imports only torch."""

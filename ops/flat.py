@@ -10,7 +10,7 @@ from torch import Tensor
 
 ALIGN_BYTES = 64  # a cache line, and the widest CPU vector: no kernel ever sees a ragged tail
 ALIGN_NUMEL = 16  # ALIGN_BYTES of the narrowest master dtype (fp32)
-ROW_NUMEL = 1 << 12  # of a norm: short enough that fp32 sums of squares keep seven digits
+ROW_NUMEL = 1 << 10  # of a norm: short enough that fp32 sums of squares keep seven digits
 CHUNK_NUMEL = 1 << 16  # on a CPU, what stays in the L2 cache between two passes over it
 
 

@@ -113,7 +113,6 @@ NAMED = [
     {"reduce_scatter": False},
     {"round_robin_gradients": True},
     {"sub_group_size": 1e12},
-    {"stage3_max_reuse_distance": 1e9},
     {"stage3_model_persistence_threshold": 0},
     {"stage3_gather_16bit_weights_on_model_save": True},
     {"gather_16bit_weights_on_model_save": True},
