@@ -248,7 +248,7 @@ class ShardedModel:
         Returns:
             the squared 2-norm of the sums over all parameters, fp64, the same on every rank; inf or nan on
             overflow. Partial sums of the ranks' shards are added in rank order. Beside the gradients it
-            sends 8 bytes a peer where shards are apart.
+            sends 8 bytes a rank to each peer where shards are apart.
         """
         if self._is_open:  # a loss.backward() of the user's own that raised half-way
             self.end_backward()

@@ -44,7 +44,7 @@ def unit_sizes(model: Any, world_size: int) -> tuple[list[UnitSize], list[UnitSi
     from xds.zero.discover import find_units
     from xds.zero.layout import Entry, plan_flat
 
-    blocks, root = find_units(model, (), 262144)
+    blocks, root = find_units(model, (), 0)
     bare, padded = [], []
     for unit in (*blocks, root):
         kept = unit is root or unit is blocks[-1]
@@ -72,7 +72,11 @@ def count(rank: int, world_size: int, cases: list[tuple[int, int]]) -> list[dict
             "gradient_accumulation_steps": num_micro_batches,
             "gradient_clipping": 1.0,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {
+                "stage": stage,
+                "unit_min_numel": 0,
+                "stage3_max_reuse_distance": 0,
+            },
         }
         engine = xds.initialize(model, config)
         tokens = torch.randint(256, (1, CONTEXT + 1))

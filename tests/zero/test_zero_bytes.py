@@ -1,0 +1,72 @@
+"""Bytes sent a step equal theory exactly, counted by the engine, at every stage, ranks and accumulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from helpers import run_ranks
+from tiny_models import build, micro_batch
+
+import xds
+
+
+def sent(stage: int, accumulation: int, reuse: int) -> dict[str, Any]:
+    """One step's bytes on this rank after a first one, beside the sizes that theory speaks of."""
+    world = dist.get_world_size()
+    zero = {
+        "stage": stage,
+        "unit_min_numel": 0,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": reuse,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": zero,
+    }
+    engine = xds.initialize(build("plain"), config)
+    before: dict[str, int] = {}
+    for step in range(2):
+        before = engine.bytes_sent()
+        for micro_step in range(accumulation):
+            engine.backward(engine(micro_batch(step, micro_step, 1)))
+            engine.step()
+    after = engine.bytes_sent()
+    units = engine._sharded.units
+    sizes = {unit.name: unit.full_numel for unit in units}
+    engine.destroy()
+    names = [name for name in sizes if name]
+    kept = sizes[""] + (sum(sizes[name] for name in names) if reuse else sizes[names[-1]])
+    return {
+        "sent": {kind: after[kind] - before.get(kind, 0) for kind in after},
+        "numel": sum(sizes.values()),
+        "kept": kept,
+        "world": world,
+    }
+
+
+def theory(stage: int, k: int, numel: int, kept: int, world: int) -> int:
+    """e = 4 bytes, f = (world - 1) / world; see docs/design/collectives.md."""
+    passes = {0: 2 * numel, 1: 2 * numel, 2: (k + 1) * numel, 3: k * (3 * numel - kept)}[stage]
+    return 4 * passes * (world - 1) // world
+
+
+def cases() -> list[tuple[int, int, int]]:
+    return [(s, k, r) for s in (0, 1, 2, 3) for k in (1, 4) for r in (0, 10**9)]
+
+
+def count() -> list[dict[str, Any]]:
+    return [sent(*case) for case in cases()]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_counted_bytes_are_theory(world: int) -> None:
+    for per_rank in run_ranks(count, world):
+        for (stage, k, _), got in zip(cases(), per_rank, strict=True):
+            want = theory(stage, k, got["numel"], got["kept"], world)
+            control = got["sent"].pop("control", 0)
+            assert control == (0 if stage == 0 else 8 * world * (world - 1)), (stage, k)
+            assert sum(got["sent"].values()) == want, (stage, k, got)
