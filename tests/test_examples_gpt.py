@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt"
+# the examples import the files beside them, which -P and PYTHONSAFEPATH forbid
+ENV = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
 TWO_RANKS = [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", "2"]
 ONE_PROCESS = [sys.executable]
 TINY = "--layers 2 --width 32 --heads 2 --context 16 --steps 4 --validate-every 2 --sample 8"
@@ -21,7 +24,7 @@ def run(start: list[str], folder: Path, *options: str) -> str:
     text.write_text((EXAMPLE / "train.py").read_text() * 3)
     command = [*start, str(EXAMPLE / "train.py"), *TINY.split(), "--data", str(text), *options]
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=folder, env=ENV, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -54,7 +57,7 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
     text.write_text("too short")
     command = [*ONE_PROCESS, str(EXAMPLE / "train.py"), "--data", str(text)]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 1
     assert "short.txt has 9 bytes of text" in done.stderr

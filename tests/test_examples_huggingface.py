@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "huggingface" / "train.py"
+
+# the examples import the files beside them, which -P and PYTHONSAFEPATH forbid
+ENV = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
 
 
 @pytest.mark.skipif(
@@ -24,6 +28,7 @@ def test_trains_and_samples(architecture: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [*launch, *options.split()],
         cwd=tmp_path,
+        env=ENV,
         capture_output=True,
         text=True,
         timeout=300,
