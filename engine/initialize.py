@@ -76,6 +76,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
         UsageError: the model or the optimizer cannot be trained as asked.
     """
     config = Config.load(_config_source(config, args))
+    _check_optimizer(config, optimizer)
     device = pick_device()
     world = join(device)
     group = group or world
@@ -149,6 +150,18 @@ def _config_source(config: Any, args: Any) -> Any:
     return source
 
 
+def _check_optimizer(config: Config, given: ClientOptimizer | None) -> None:
+    """Before anything is allocated or hooked."""
+    if given is None and config.optimizer is None:
+        raise ConfigError(
+            [
+                'optimizer is missing: write e.g. {"type": "AdamW", "params": {"lr": 3e-4}}, or pass '
+                "optimizer= to xds.initialize"
+            ],
+            config.source,
+        )
+
+
 def _log_notes(config: Config, rank: int) -> None:
     if rank == 0:
         for note in config.notes:
@@ -208,14 +221,7 @@ def _optimizer(
         return client_optimizer(
             given, updater, groups, allow_untested=config.zero_allow_untested_optimizer
         )
-    if config.optimizer is None:
-        raise ConfigError(
-            [
-                'optimizer is missing: write e.g. {"type": "AdamW", "params": {"lr": 3e-4}}, or pass '
-                "optimizer= to xds.initialize"
-            ],
-            config.source,
-        )
+    assert config.optimizer is not None  # `_check_optimizer` came first
     return named_optimizer(config.optimizer, updater, groups)
 
 
