@@ -11,6 +11,7 @@ Every other backend (NCCL, MPI, torch's threaded test group) gets `Native`: its 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -28,6 +29,11 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 TAG_BASE = 0x5D000  # away from the small tags that a user's own send and recv would take
 TAGS_PER_BUFFER = 2
+TAGS_PER_INSTANCE = 1 << 15  # so that two engines on one group never take each other's messages
+CONTROL_BUFFER, ACCESS_BUFFER = -1, -2  # numbers of what is no flat buffer
+
+Bounds = Sequence[tuple[int, int]]  # [start, stop) of each rank's part; empty parts are allowed
+_instances: Counter[str] = Counter()  # by group: every rank opens its engines in the same order
 
 
 class Handle(ABC):
@@ -106,6 +112,11 @@ class Collectives(ABC):
         sent = (self.world_size - 1) * shard.numel() * shard.element_size()
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
 
+    def _count_parts(self, kind: str, part: Tensor) -> None:
+        """One message of `part`."""
+        sent = part.numel() * part.element_size()
+        self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
+
     def _name(self, kind: str, buffer: int) -> str:
         return f"{kind} of flat buffer {buffer} on rank {self.rank} of {self.world_size}"
 
@@ -125,6 +136,24 @@ class Collectives(ABC):
         Shapes:  flat [world_size * n], out [n]; `out` may be wider than `flat`, and may be this rank's
                  slice of `flat` unless `add`.
         Sends:   (world_size - 1) * n elements of `flat`'s dtype a rank. Nothing may be written before `wait`.
+        """
+
+    @abstractmethod
+    def collect(
+        self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
+    ) -> None:
+        """Put together what the ranks hold parts of: rank r's `mine` becomes out[start:stop] of bounds[r].
+
+        Shapes:  out [n], mine [stop - start] of this rank's bounds. `out` may be None on a rank that is not
+                 `target`; without `target` every rank gets all of it.
+        Sends:   this rank's part to each receiver. Done on return.
+        """
+
+    @abstractmethod
+    def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
+        """out = full[start:stop] of this rank's bounds, from rank `source`, which alone needs `full` [n].
+
+        Sends:   from `source`, every other rank its part. Done on return.
         """
 
     @abstractmethod
@@ -158,6 +187,16 @@ class Alone(Collectives):
         sum_in_order(out, [flat], add=add)
         return Done()
 
+    def collect(
+        self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
+    ) -> None:
+        if out is not None:
+            out[slice(*bounds[0])] = mine
+
+    def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
+        assert full is not None
+        out.copy_(full[slice(*bounds[0])])
+
     def gather_small(self, values: Tensor) -> Tensor:
         return values.unsqueeze(0)
 
@@ -175,12 +214,17 @@ class PeerToPeer(Collectives):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device, group.rank(), group.size())
         self._scratch = BufferPool()
+        self._tag_base = TAG_BASE + TAGS_PER_INSTANCE * _instances[group.group_name]
+        _instances[group.group_name] += 1
         # every rank starts with its right neighbour, so that no one is everybody's first target
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     @property
     def scratch_bytes(self) -> int:
         return self._scratch.allocated_bytes
+
+    def _tag(self, buffer: int) -> int:
+        return self._tag_base + TAGS_PER_BUFFER * buffer
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Any:
         assert self.group is not None
@@ -197,7 +241,7 @@ class PeerToPeer(Collectives):
             raise _peer_error(f"receiving on rank {self.rank} from rank {peer}", error) from error
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
-        tag = TAG_BASE + TAGS_PER_BUFFER * buffer
+        tag = self._tag(buffer)
         own = self.shard_of(flat)
         works = [self._recv(self.shard_of(flat, peer), peer, tag) for peer in self._peers]
         works += [self._send(shard, peer, tag) for peer in self._peers]
@@ -209,7 +253,7 @@ class PeerToPeer(Collectives):
     def reduce_scatter(
         self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
     ) -> Handle:
-        tag = TAG_BASE + TAGS_PER_BUFFER * buffer + 1
+        tag = self._tag(buffer) + 1
         parts = {self.rank: self.shard_of(flat)}
         works = []
         for peer in self._peers:
@@ -225,11 +269,45 @@ class PeerToPeer(Collectives):
 
         return InFlight(self._name(kind, buffer), works, finish)
 
+    def collect(
+        self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
+    ) -> None:
+        tag = self._tag(ACCESS_BUFFER)
+        works = []
+        for peer in self._peers if target in (None, self.rank) else []:
+            start, stop = bounds[peer]
+            if stop > start:
+                assert out is not None
+                works.append(self._recv(out[start:stop], peer, tag))
+        receivers = self._peers if target is None else [target]
+        for peer in receivers if mine.numel() else []:
+            if peer != self.rank:
+                works.append(self._send(mine, peer, tag))
+                self._count_parts("access", mine)
+        if out is not None:
+            out[slice(*bounds[self.rank])] = mine
+        InFlight(self._name("collect", ACCESS_BUFFER), works).wait()
+
+    def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
+        tag = self._tag(ACCESS_BUFFER) + 1
+        works = []
+        if self.rank == source:
+            assert full is not None
+            for peer in self._peers:
+                part = full[slice(*bounds[peer])]
+                if part.numel():
+                    works.append(self._send(part, peer, tag))
+                    self._count_parts("access", part)
+            out.copy_(full[slice(*bounds[self.rank])])
+        elif out.numel():
+            works.append(self._recv(out, source, tag))
+        InFlight(self._name("scatter", ACCESS_BUFFER), works).wait()
+
     def gather_small(self, values: Tensor) -> Tensor:
         table = values.new_empty(self.world_size, values.numel())
         table[self.rank] = values
         flat = table.view(-1)
-        self.all_gather(flat, self.shard_of(flat), buffer=-1, kind="control").wait()
+        self.all_gather(flat, self.shard_of(flat), buffer=CONTROL_BUFFER, kind="control").wait()
         return table
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -267,9 +345,32 @@ class Native(Collectives):
 
         return InFlight(self._name(kind, buffer), [work], finish)
 
+    def collect(
+        self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
+    ) -> None:
+        # no backend but gloo has messages of unequal size in one call: every owner broadcasts its part
+        for owner, (start, stop) in enumerate(bounds):
+            if stop > start:
+                part = mine if owner == self.rank else mine.new_empty(stop - start)
+                dist.broadcast(part, group=self.group, group_src=owner)
+                if out is not None:
+                    out[start:stop] = part
+        self._count_parts("access", mine)
+
+    def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
+        if self.rank == source:
+            assert full is not None
+            for peer, (start, stop) in enumerate(bounds):
+                if peer != source and stop > start:
+                    dist.send(full[start:stop], group=self.group, group_dst=peer)
+                    self._count_parts("access", full[start:stop])
+            out.copy_(full[slice(*bounds[source])])
+        elif out.numel():
+            dist.recv(out, group=self.group, group_src=source)
+
     def gather_small(self, values: Tensor) -> Tensor:
         table = values.new_empty(self.world_size * values.numel())
-        self.all_gather(table, values.contiguous(), buffer=-1, kind="control").wait()
+        self.all_gather(table, values.contiguous(), buffer=CONTROL_BUFFER, kind="control").wait()
         return table.view(self.world_size, -1)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:

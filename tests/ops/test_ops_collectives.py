@@ -123,3 +123,33 @@ def kind_of_gloo() -> str:
 
 def test_gloo_on_a_cpu_gets_messages() -> None:
     assert run_ranks(kind_of_gloo, 2) == [PeerToPeer.__name__] * 2
+
+
+def uneven(native: bool) -> tuple[Any, ...]:
+    collectives = opened(native)
+    rank, world = collectives.rank, collectives.world_size
+    bounds = [(0, 0), (0, 5), (5, 12)][-world:]  # the first of three holds nothing
+    numel = bounds[-1][1]
+    whole = values(7, numel, torch.float32)
+    mine = whole[slice(*bounds[rank])].clone()
+    everywhere = torch.empty(numel)
+    collectives.collect(everywhere, mine, bounds)
+    at_last = torch.empty(numel) if rank == world - 1 else None
+    collectives.collect(at_last, mine, bounds, target=world - 1)
+    part = torch.empty_like(mine)
+    collectives.scatter(whole if rank == 1 else None, part, bounds, source=1)
+    good = everywhere.equal(whole) and part.equal(mine)
+    return good and (at_last is None or at_last.equal(whole)), collectives.sent_bytes, mine.numel()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("native", [False, True])
+def test_uneven_parts_are_put_together_and_given_out(world: int, native: bool) -> None:
+    results = run_ranks(uneven, world, native)
+    assert all(good for good, _, _ in results)
+    if not native:
+        sent = sum(sent.get("access", 0) for _, sent, _ in results)
+        numels = [numel for _, _, numel in results]
+        total = sum(numels)
+        collected = (world - 1) * total + total - numels[-1]
+        assert sent == 4 * (collected + total - numels[1])
