@@ -157,7 +157,7 @@ class Collectives(ABC):
         """
 
     @abstractmethod
-    def gather_small(self, values: Tensor) -> Tensor:
+    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER) -> Tensor:
         """[n] -> [world_size, n], in rank order, at once. For norms and flags: a few bytes."""
 
     @abstractmethod
@@ -197,7 +197,7 @@ class Alone(Collectives):
         assert full is not None
         out.copy_(full[slice(*bounds[0])])
 
-    def gather_small(self, values: Tensor) -> Tensor:
+    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER) -> Tensor:
         return values.unsqueeze(0)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -303,11 +303,11 @@ class PeerToPeer(Collectives):
             works.append(self._recv(out, source, tag))
         InFlight(self._name("scatter", ACCESS_BUFFER), works).wait()
 
-    def gather_small(self, values: Tensor) -> Tensor:
+    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER) -> Tensor:
         table = values.new_empty(self.world_size, values.numel())
         table[self.rank] = values
         flat = table.view(-1)
-        self.all_gather(flat, self.shard_of(flat), buffer=CONTROL_BUFFER, kind="control").wait()
+        self.all_gather(flat, self.shard_of(flat), buffer=buffer, kind="control").wait()
         return table
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -368,9 +368,9 @@ class Native(Collectives):
         elif out.numel():
             dist.recv(out, group=self.group, group_src=source)
 
-    def gather_small(self, values: Tensor) -> Tensor:
+    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER) -> Tensor:
         table = values.new_empty(self.world_size * values.numel())
-        self.all_gather(table, values.contiguous(), buffer=CONTROL_BUFFER, kind="control").wait()
+        self.all_gather(table, values.contiguous(), buffer=buffer, kind="control").wait()
         return table.view(self.world_size, -1)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
