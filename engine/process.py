@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from ..ops.errors import UsageError
 
 TIMEOUT_SECONDS = 600.0
+MAX_TIMEOUT_SECONDS = 1e6  # eleven days; gloo counts milliseconds in 32 bits
 LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -33,14 +34,15 @@ def join(device: torch.device) -> dist.ProcessGroup:
     """The world's process group: the one that exists, or one made from the launcher's environment.
 
     Without a launcher's environment the process is alone, and gets a group of one.
-    `XDS_BACKEND` asks for nccl, gloo or mpi; default is nccl on GPUs, gloo on CPUs.
+    `XDS_BACKEND` asks for nccl, gloo or mpi; default is nccl on GPUs, gloo on CPUs. `XDS_TIMEOUT_SECONDS`
+    is how long a rank waits for the others before it fails; a group that exists keeps its own.
 
     Raises:
-        UsageError: the backend is not there, or the environment is incomplete.
+        UsageError: the backend is not there, the timeout is no time, or the environment is incomplete.
     """
     if not dist.is_initialized():
         backend = _backend(device)
-        timeout = timedelta(seconds=TIMEOUT_SECONDS)
+        timeout = timedelta(seconds=_timeout_seconds())
         present = [key for key in LAUNCHER_KEYS if key in os.environ]
         if backend == "mpi":
             dist.init_process_group("mpi")
@@ -59,6 +61,20 @@ def join(device: torch.device) -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _timeout_seconds() -> float:
+    asked = os.environ.get("XDS_TIMEOUT_SECONDS", "")
+    try:
+        seconds = float(asked) if asked else TIMEOUT_SECONDS
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT_SECONDS:
+        raise UsageError(
+            f'XDS_TIMEOUT_SECONDS = "{asked}": must be a number of seconds above 0, at most '
+            f"{MAX_TIMEOUT_SECONDS:.0f}; {TIMEOUT_SECONDS:.0f} is the default when it is unset"
+        )
+    return seconds
 
 
 def _backend(device: torch.device) -> str:

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import PeerError
 from .flat import sum_in_order
 from .pool import BufferPool
+from .watch import Board, Mark, Watch
 
 # torch 2.13 renamed these two; the old names warn there and the new ones do not exist in 2.11.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,7 +31,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 TAG_BASE = 0x5D000  # away from the small tags that a user's own send and recv would take
 TAGS_PER_BUFFER = 2
-TAGS_PER_INSTANCE = 1 << 15  # so that two engines on one group never take each other's messages
+TAGS_PER_INSTANCE = 1 << 16  # so that two engines on one group never take each other's messages
+SMALL_TAGS = 1 << 14  # the last ones of an instance: small gathers, by their size
 CONTROL_BUFFER, ACCESS_BUFFER = -1, -2  # numbers of what is no flat buffer
 
 Bounds = Sequence[tuple[int, int]]  # [start, stop) of each rank's part; empty parts are allowed
@@ -53,32 +56,31 @@ class Done(Handle):
 
 @final
 class InFlight(Handle):
-    """Works to wait for, then what is left to do with what arrived."""
+    """Works to wait for, each with the peer it is about, then what is left to do with what arrived."""
 
     def __init__(
-        self, name: str, works: Sequence[Any], finish: Callable[[], None] | None = None
+        self,
+        watch: Watch,
+        mark: Mark,
+        works: Sequence[tuple[int | None, Any]],
+        finish: Callable[[], None] | None = None,
     ) -> None:
-        self._name = name
+        self._watch = watch
+        self._mark = mark
         self._works = works
         self._finish = finish
 
     def wait(self) -> None:
+        peer = None
         try:
-            for work in self._works:
+            for peer, work in self._works:  # noqa: B007 (the message names it)
                 work.wait()
         except RuntimeError as error:
-            raise _peer_error(self._name, error) from error
+            raise self._watch.failed(self._mark, error, peer) from error
         self._works = ()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
-
-
-def _peer_error(name: str, error: RuntimeError) -> PeerError:
-    return PeerError(
-        f"{name} failed: {str(error).splitlines()[0].rstrip('.')}. Another rank stopped, or went another way "
-        "through its code; look at the first traceback among the ranks' logs"
-    )
 
 
 class Collectives(ABC):
@@ -96,6 +98,21 @@ class Collectives(ABC):
         self.rank = rank
         self.world_size = world_size
         self.sent_bytes: dict[str, int] = {}
+        instance = _instances[group.group_name] if group is not None else 0
+        if group is not None:
+            _instances[group.group_name] += 1
+        self.instance = instance
+        self._watch = Watch(rank, world_size, instance, partial(_board_of, group))
+        self._watch.name(CONTROL_BUFFER, "norms and flags")
+        self._watch.name(ACCESS_BUFFER, "a parameter")
+
+    def name_buffer(self, buffer: int, name: str) -> None:
+        """What messages call the flat buffer `buffer`, e.g. "unit 'blocks.5'"."""
+        self._watch.name(buffer, name)
+
+    def telling(self, where: str) -> AbstractContextManager[None]:
+        """Around the user's code: an exception in it is named on the ranks that wait for this one."""
+        return self._watch.telling(where)
 
     def shard_of(self, flat: Tensor, rank: int | None = None) -> Tensor:
         """The view of `flat` that belongs to `rank` (default: this one)."""
@@ -116,9 +133,6 @@ class Collectives(ABC):
         """One message of `part`."""
         sent = part.numel() * part.element_size()
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
-
-    def _name(self, kind: str, buffer: int) -> str:
-        return f"{kind} of flat buffer {buffer} on rank {self.rank} of {self.world_size}"
 
     @abstractmethod
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
@@ -157,8 +171,11 @@ class Collectives(ABC):
         """
 
     @abstractmethod
-    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER) -> Tensor:
-        """[n] -> [world_size, n], in rank order, at once. For norms and flags: a few bytes."""
+    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:
+        """[n] -> [world_size, n], in rank order, at once. For norms and flags: a few bytes.
+
+        `what` it is about, for the message when a rank does not come, e.g. "get_full_param(blocks.0.bias)".
+        """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -197,7 +214,7 @@ class Alone(Collectives):
         assert full is not None
         out.copy_(full[slice(*bounds[0])])
 
-    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER) -> Tensor:
+    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:
         return values.unsqueeze(0)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -214,8 +231,7 @@ class PeerToPeer(Collectives):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device, group.rank(), group.size())
         self._scratch = BufferPool()
-        self._tag_base = TAG_BASE + TAGS_PER_INSTANCE * _instances[group.group_name]
-        _instances[group.group_name] += 1
+        self._tag_base = TAG_BASE + TAGS_PER_INSTANCE * self.instance
         # every rank starts with its right neighbour, so that no one is everybody's first target
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
@@ -226,40 +242,61 @@ class PeerToPeer(Collectives):
     def _tag(self, buffer: int) -> int:
         return self._tag_base + TAGS_PER_BUFFER * buffer
 
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        assert self.group is not None
-        try:
-            return self.group.send([tensor], peer, tag)
-        except RuntimeError as error:
-            raise _peer_error(f"sending from rank {self.rank} to rank {peer}", error) from error
+    def _small_tag(self, buffer: int, values: Tensor) -> int:
+        """Messages of another size get another tag: gloo aborts the process when one does not fit."""
+        distinct = 4 * values.numel() * values.element_size() - buffer
+        return self._tag_base + TAGS_PER_INSTANCE - SMALL_TAGS + distinct % SMALL_TAGS
 
-    def _recv(self, tensor: Tensor, peer: int, tag: int) -> Any:
+    def _start(
+        self,
+        mark: Mark,
+        tag: int,
+        receives: Iterable[tuple[int, Tensor]],
+        sends: Iterable[tuple[int, Tensor]],
+    ) -> list[tuple[int | None, Any]]:
+        """Begin to receive and send (peer, tensor) pairs. What arrives must fit its tensor exactly."""
         assert self.group is not None
+        works: list[tuple[int | None, Any]] = []
+        peer = None
         try:
-            return self.group.recv([tensor], peer, tag)
+            for peer, tensor in receives:
+                works.append((peer, self.group.recv([tensor], peer, tag)))
+            for peer, tensor in sends:
+                works.append((peer, self.group.send([tensor], peer, tag)))
         except RuntimeError as error:
-            raise _peer_error(f"receiving on rank {self.rank} from rank {peer}", error) from error
+            raise self._watch.failed(mark, error, peer) from error
+        return works
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
-        tag = self._tag(buffer)
+        mark = self._watch.start(kind, buffer)
+        return self._all_gather(mark, flat, shard, self._tag(buffer), kind)
+
+    def _all_gather(self, mark: Mark, flat: Tensor, shard: Tensor, tag: int, kind: str) -> Handle:
         own = self.shard_of(flat)
-        works = [self._recv(self.shard_of(flat, peer), peer, tag) for peer in self._peers]
-        works += [self._send(shard, peer, tag) for peer in self._peers]
+        works = self._start(
+            mark,
+            tag,
+            [(peer, self.shard_of(flat, peer)) for peer in self._peers],
+            [(peer, shard) for peer in self._peers],
+        )
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
         self._count(kind, shard)
-        return InFlight(self._name(kind, buffer), works)
+        return InFlight(self._watch, mark, works)
 
     def reduce_scatter(
         self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
     ) -> Handle:
-        tag = self._tag(buffer) + 1
+        mark = self._watch.start(kind, buffer)
         parts = {self.rank: self.shard_of(flat)}
-        works = []
         for peer in self._peers:
             parts[peer] = self._scratch.take(out.numel(), flat.dtype, flat.device)
-            works.append(self._recv(parts[peer], peer, tag))
-        works += [self._send(self.shard_of(flat, peer), peer, tag) for peer in self._peers]
+        works = self._start(
+            mark,
+            self._tag(buffer) + 1,
+            [(peer, parts[peer]) for peer in self._peers],
+            [(peer, self.shard_of(flat, peer)) for peer in self._peers],
+        )
         self._count(kind, parts[self.rank])
 
         def finish() -> None:
@@ -267,55 +304,59 @@ class PeerToPeer(Collectives):
             for peer in self._peers:
                 self._scratch.give(parts[peer])
 
-        return InFlight(self._name(kind, buffer), works, finish)
+        return InFlight(self._watch, mark, works, finish)
 
     def collect(
         self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
     ) -> None:
-        tag = self._tag(ACCESS_BUFFER)
-        works = []
+        mark = self._watch.start("access", ACCESS_BUFFER)
+        receives = []
         for peer in self._peers if target in (None, self.rank) else []:
             start, stop = bounds[peer]
             if stop > start:
                 assert out is not None
-                works.append(self._recv(out[start:stop], peer, tag))
+                receives.append((peer, out[start:stop]))
         receivers = self._peers if target is None else [target]
-        for peer in receivers if mine.numel() else []:
-            if peer != self.rank:
-                works.append(self._send(mine, peer, tag))
-                self._count_parts("access", mine)
+        sends = [(peer, mine) for peer in receivers if peer != self.rank and mine.numel()]
+        works = self._start(mark, self._tag(ACCESS_BUFFER), receives, sends)
+        for _, part in sends:
+            self._count_parts("access", part)
         if out is not None:
             out[slice(*bounds[self.rank])] = mine
-        InFlight(self._name("collect", ACCESS_BUFFER), works).wait()
+        InFlight(self._watch, mark, works).wait()
 
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
-        tag = self._tag(ACCESS_BUFFER) + 1
-        works = []
+        mark = self._watch.start("access", ACCESS_BUFFER)
+        receives, sends = [], []
         if self.rank == source:
             assert full is not None
-            for peer in self._peers:
-                part = full[slice(*bounds[peer])]
-                if part.numel():
-                    works.append(self._send(part, peer, tag))
-                    self._count_parts("access", part)
+            parts = [(peer, full[slice(*bounds[peer])]) for peer in self._peers]
+            sends = [(peer, part) for peer, part in parts if part.numel()]
             out.copy_(full[slice(*bounds[self.rank])])
         elif out.numel():
-            works.append(self._recv(out, source, tag))
-        InFlight(self._name("scatter", ACCESS_BUFFER), works).wait()
+            receives = [(source, out)]
+        works = self._start(mark, self._tag(ACCESS_BUFFER) + 1, receives, sends)
+        for _, part in sends:
+            self._count_parts("access", part)
+        InFlight(self._watch, mark, works).wait()
 
-    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER) -> Tensor:
+    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:
+        mark = self._watch.start("access" if buffer == ACCESS_BUFFER else "exchange", buffer, what)
         table = values.new_empty(self.world_size, values.numel())
         table[self.rank] = values
         flat = table.view(-1)
-        self.all_gather(flat, self.shard_of(flat), buffer=buffer, kind="control").wait()
+        tag = self._small_tag(buffer, values)
+        self._all_gather(mark, flat, self.shard_of(flat), tag, "control").wait()
         return table
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self._count("broadcast", tensor[:0])
-        dist.broadcast(tensor, group=self.group, group_src=source)
+        with self._watch.guard("broadcast", CONTROL_BUFFER, "rank 0's values"):
+            dist.broadcast(tensor, group=self.group, group_src=source)
 
     def barrier(self) -> None:
-        dist.barrier(self.group)
+        with self._watch.guard("barrier", CONTROL_BUFFER, "all ranks"):
+            dist.barrier(self.group)
 
 
 @final
@@ -326,24 +367,28 @@ class Native(Collectives):
         super().__init__(group, device, group.rank(), group.size())
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
+        return self._all_gather(self._watch.start(kind, buffer), flat, shard, kind)
+
+    def _all_gather(self, mark: Mark, flat: Tensor, shard: Tensor, kind: str) -> Handle:
         self._count(kind, shard)
         work = _all_gather_single(flat, shard, group=self.group, async_op=True)
-        return InFlight(self._name(kind, buffer), [work])
+        return InFlight(self._watch, mark, [(None, work)])
 
     def reduce_scatter(
         self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
     ) -> Handle:
+        mark = self._watch.start(kind, buffer)
         direct = not add and out.dtype == flat.dtype
         target = out if direct else flat.new_empty(out.numel())
         self._count(kind, target)
         work = _reduce_scatter_single(target, flat, group=self.group, async_op=True)
         if direct:
-            return InFlight(self._name(kind, buffer), [work])
+            return InFlight(self._watch, mark, [(None, work)])
 
         def finish() -> None:
             sum_in_order(out, [target], add=add)
 
-        return InFlight(self._name(kind, buffer), [work], finish)
+        return InFlight(self._watch, mark, [(None, work)], finish)
 
     def collect(
         self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
@@ -352,33 +397,46 @@ class Native(Collectives):
         for owner, (start, stop) in enumerate(bounds):
             if stop > start:
                 part = mine if owner == self.rank else mine.new_empty(stop - start)
-                dist.broadcast(part, group=self.group, group_src=owner)
+                with self._watch.guard("access", ACCESS_BUFFER):
+                    dist.broadcast(part, group=self.group, group_src=owner)
                 if out is not None:
                     out[start:stop] = part
         self._count_parts("access", mine)
 
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
-        if self.rank == source:
-            assert full is not None
-            for peer, (start, stop) in enumerate(bounds):
-                if peer != source and stop > start:
-                    dist.send(full[start:stop], group=self.group, group_dst=peer)
-                    self._count_parts("access", full[start:stop])
-            out.copy_(full[slice(*bounds[source])])
-        elif out.numel():
-            dist.recv(out, group=self.group, group_src=source)
+        with self._watch.guard("access", ACCESS_BUFFER):
+            if self.rank == source:
+                assert full is not None
+                for peer, (start, stop) in enumerate(bounds):
+                    if peer != source and stop > start:
+                        dist.send(full[start:stop], group=self.group, group_dst=peer)
+                        self._count_parts("access", full[start:stop])
+                out.copy_(full[slice(*bounds[source])])
+            elif out.numel():
+                dist.recv(out, group=self.group, group_src=source)
 
-    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER) -> Tensor:
+    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:
         table = values.new_empty(self.world_size * values.numel())
-        self.all_gather(table, values.contiguous(), buffer=buffer, kind="control").wait()
+        mark = self._watch.start("access" if buffer == ACCESS_BUFFER else "exchange", buffer, what)
+        self._all_gather(mark, table, values.contiguous(), "control").wait()
         return table.view(self.world_size, -1)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self._count("broadcast", tensor[:0])
-        dist.broadcast(tensor, group=self.group, group_src=source)
+        with self._watch.guard("broadcast", CONTROL_BUFFER, "rank 0's values"):
+            dist.broadcast(tensor, group=self.group, group_src=source)
 
     def barrier(self) -> None:
-        dist.barrier(self.group)
+        with self._watch.guard("barrier", CONTROL_BUFFER, "all ranks"):
+            dist.barrier(self.group)
+
+
+def _board_of(group: dist.ProcessGroup | None) -> Board | None:
+    """Where the ranks of `group` met: it still answers when the group does not."""
+    try:
+        return None if group is None else group.get_group_store()
+    except RuntimeError:
+        return None
 
 
 def open_collectives(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:
