@@ -106,7 +106,7 @@ class Engine:
         self._sharded.before_forward()
         if self._parts.cast_inputs is not None:
             args, kwargs = move((args, kwargs), self.device, self._parts.cast_inputs)
-        with self._report.region("forward"), self._parts.autocast():
+        with self._report.region("forward"), self._parts.autocast(), self._telling("forward"):
             return self.module(*args, **kwargs)
 
     def backward(
@@ -131,7 +131,8 @@ class Engine:
             try:
                 factor = self._scale.value / divisor
                 scaled = loss if factor == 1.0 else loss * factor
-                torch.autograd.backward(scaled, retain_graph=retain_graph)
+                with self._telling("backward"):
+                    torch.autograd.backward(scaled, retain_graph=retain_graph)
             except BaseException:
                 self._sharded.abandon_backward()
                 raise
@@ -224,7 +225,9 @@ class Engine:
         self.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for _ in range(self._accumulation_steps):
-            loss = loss_of(call_with(self, move(next(batches), self.device)))
+            with self._telling("the data iterator of train_batch"):
+                batch = next(batches)
+            loss = loss_of(call_with(self, move(batch, self.device)))
             self.backward(loss)
             total += loss.detach().double()
             self.step()
@@ -257,6 +260,9 @@ class Engine:
     def _average(self, value: Tensor) -> Tensor:
         table = self._sharded.collectives.gather_small(value.view(1))
         return table.mean().float()
+
+    def _telling(self, where: str) -> AbstractContextManager[None]:
+        return self._sharded.collectives.telling(where)
 
     # -- accumulation -----------------------------------------------------------------------------------
 

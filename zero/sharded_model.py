@@ -115,6 +115,10 @@ class ShardedModel:
         ordered = [by_name[slot.name] for slot in layout.slots]
         index = self._numbers
         self._numbers += 1
+        frozen = "" if trains else " (frozen)"
+        self.collectives.name_buffer(
+            index, (f"unit '{unit.name}'" if unit.name else "the root unit") + frozen
+        )
         params = FlatParams(
             layout,
             ordered,
