@@ -20,6 +20,7 @@ from ..zero.discover import found_blocks
 from ..zero.policy import Policy
 from ..zero.sharded_model import ShardedModel, check_model
 from ..zero.update import Updater
+from .buffers import buffers_that_follow
 from .checkpointing import checkpoint_blocks
 from .config import Config
 from .data import build_loader
@@ -91,10 +92,13 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     groups = _groups(model, config, optimizer, model_parameters, blocks)
     check_model(model, groups.index)
     model.to(device)
+    following = buffers_that_follow(model)  # before the parameters change their dtype
     sharded = ShardedModel(
         model, groups.index, policy, zero, collectives, ExactReducer(collectives)
     )
-    _cast_buffers(model, config, policy)
+    if policy.compute is not None:
+        for buffer in following:
+            buffer.data = buffer.data.to(policy.compute)
     updater = Updater(sharded)
     chosen = _optimizer(config, optimizer, updater, groups)
     updater.bind(chosen)
@@ -184,14 +188,6 @@ def _policy(config: Config, world_size: int) -> Policy:
         accumulate=DTYPES[accumulate] if accumulate else None,
         communicate=DTYPES[sent] if sent else None,
     )
-
-
-def _cast_buffers(model: nn.Module, config: Config, policy: Policy) -> None:
-    """Floating buffers follow the parameters, as in DeepSpeed."""
-    if policy.compute is not None:
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(policy.compute)
 
 
 def _groups(

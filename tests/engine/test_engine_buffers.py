@@ -1,0 +1,81 @@
+"""Which buffers are cast with the parameters, and which stay wide."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import xds
+
+
+class Rotary(nn.Module):
+    """As in transformers: no parameters, frequencies that are multiplied with positions in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 1e4 ** -torch.linspace(0, 1, 8), persistent=False)
+        self.register_buffer("table", torch.randn(8))
+
+
+class Router(nn.Module):
+    _keep_in_fp32_modules_strict = ("bias_correction",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("bias_correction", torch.zeros(8))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = Rotary()
+        self.router = Router()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x @ self.router.weight).square().sum()
+
+
+def dtypes_after_initialize(model: nn.Module, precision: str) -> dict[str, torch.dtype]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        precision: {"enabled": True},
+    }
+    engine = xds.initialize(model, config)
+    found = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    engine.destroy()
+    return found
+
+
+def test_buffers_follow_the_parameters_but_rotary_frequencies_and_named_ones_stay_fp32() -> None:
+    for precision, low in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        assert dtypes_after_initialize(Model(), precision) == {
+            "rotary.inv_freq": torch.float32,
+            "rotary.table": low,
+            "router.bias_correction": torch.float32,
+            "norm.running_mean": low,
+            "norm.running_var": low,
+            "norm.num_batches_tracked": torch.int64,
+        }
+
+
+def test_a_wide_buffer_in_a_model_built_in_bf16_stays_wide() -> None:
+    model = Model().to(torch.bfloat16)
+    model.rotary.table = model.rotary.table.float()
+    found = dtypes_after_initialize(model, "bf16")
+    assert found["rotary.table"] == torch.float32
+    assert found["norm.running_var"] == torch.bfloat16
+
+
+def test_in_fp32_no_buffer_changes() -> None:
+    model = Model()
+    model.rotary.table = model.rotary.table.half()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    xds.initialize(model, config).destroy()
+    assert model.rotary.table.dtype == torch.float16
+    assert model.norm.running_var.dtype == torch.float32
