@@ -20,6 +20,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from .tensors import tensors_in
 from .unit import Unit
 
 
@@ -142,11 +143,7 @@ class Gatherer:
 
     def _hook_outputs(self, unit: Unit, output: Any) -> bool:
         """Gather `unit` again as soon as a gradient of `output` arrives. False: none ever will."""
-        nodes = {
-            leaf.grad_fn
-            for leaf in tree_leaves(output)
-            if isinstance(leaf, Tensor) and leaf.grad_fn
-        }
+        nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn}
 
         def before_node(_: Any) -> None:
             self._pre_backward(unit)
