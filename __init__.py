@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import zero as zero
     from .engine.config import Config as Config
     from .engine.engine import Engine as Engine
     from .engine.initialize import initialize as initialize
@@ -27,14 +28,18 @@ _HOMES = {
     "UsageError": ".ops.errors",
 }
 
+_MODULES = ("zero",)
+
 __all__ = ["Config", "ConfigError", "Engine", "UsageError", "XdsError", "initialize"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module 'xds' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name], __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_HOMES, *_MODULES])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.errors import UsageError, XdsError
+from ..zero.access import Access
 from ..zero.sharded_model import ShardedModel
 from ..zero.update import Updater
 from .batches import call_with, loss_of, move
@@ -85,6 +86,7 @@ class Engine:
         self._sharded = parts.sharded
         self._updater = parts.updater
         self._scale = parts.loss_scale
+        self._access = Access(parts.sharded, parts.updater, self._gradient_factor)
         self._report = parts.report
         self._micro_batch_size = parts.config.train_micro_batch_size_per_gpu
         self._accumulation_steps = parts.config.gradient_accumulation_steps
@@ -178,8 +180,7 @@ class Engine:
     def _take_step(self) -> None:
         with self._report.region("reduce"):
             square_norm = self._sharded.finish_reduction()
-        mean = 1.0 / self.world_size if self.config.gradient_allreduce_op == "mean" else 1.0
-        unscale = mean / self._scale.value
+        unscale = self._gradient_factor()
         norm = math.sqrt(square_norm) * unscale if square_norm >= 0 else math.nan
         self._grad_norm = norm
         self.global_steps += 1
@@ -195,6 +196,11 @@ class Engine:
         self._scale.after_step(overflow=overflow)
         if self._was_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
+
+    def _gradient_factor(self) -> float:
+        """What a sum of gradients over the ranks is multiplied with to be the loss's gradient."""
+        mean = 1.0 / self.world_size if self.config.gradient_allreduce_op == "mean" else 1.0
+        return mean / self._scale.value
 
     def _skip(self, norm: float) -> None:
         self._sharded.reset()
@@ -395,6 +401,7 @@ class Engine:
         """Take every hook off the model, close the monitors. Parameters stay, whole; a collective."""
         if not self._is_destroyed:
             self._is_destroyed = True
+            self._access.release()
             self._sharded.detach()
             self._parts.undo()
             self.monitor.close()

@@ -19,6 +19,12 @@ def align_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
+def cut(numel: int, parts: int) -> list[tuple[int, int]]:
+    """[start, stop) of `parts` ranges of equal length over [0, numel); the last ones may be shorter."""
+    length = -(-numel // parts)
+    return [(min(i * length, numel), min((i + 1) * length, numel)) for i in range(parts)]
+
+
 def chunks(numel: int, on_cpu: bool) -> Iterator[slice]:
     """Slices that cover [0, numel): cache-sized on a CPU, the whole range elsewhere."""
     size = CHUNK_NUMEL if on_cpu else max(numel, 1)

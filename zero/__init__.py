@@ -1,1 +1,42 @@
-"""Floor 2: which model states are sharded, and the units they are sharded in."""
+"""ZeRO: which model states are sharded over the ranks, and how a script lives with a sharded model."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .full import get_full_grad as get_full_grad
+    from .full import get_full_optimizer_state as get_full_optimizer_state
+    from .full import get_full_param as get_full_param
+    from .full import safe_get_full_fp32_param as safe_get_full_fp32_param
+    from .full import safe_get_full_grad as safe_get_full_grad
+    from .full import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+    from .full import safe_set_full_fp32_param as safe_set_full_fp32_param
+    from .full import safe_set_full_grad as safe_set_full_grad
+    from .full import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+    from .full import set_full_grad as set_full_grad
+    from .full import set_full_optimizer_state as set_full_optimizer_state
+    from .full import set_full_param as set_full_param
+    from .gathered import GatheredParameters as GatheredParameters
+
+_FULL = tuple(
+    f"{prefix}{verb}_full_{what}"
+    for prefix in ("", "safe_")
+    for verb in ("get", "set")
+    for what in ("grad", "optimizer_state", "fp32_param" if prefix else "param")
+)
+# loaded on first use: reading a config imports xds.zero.config, and must not pay for torch
+_HOMES = {**dict.fromkeys(_FULL, ".full"), "GatheredParameters": ".gathered"}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'xds.zero' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

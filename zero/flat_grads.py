@@ -13,7 +13,7 @@ parameters wait in `param.grad` until the buffer is complete and are copied by o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,14 @@ from .layout import FlatLayout
 from .policy import Policy
 
 SMALL_NUMEL = 1 << 14  # below it, a call for each gradient costs more than its copy
+
+
+class GradSums(NamedTuple):
+    """What came in since the last step: own sums [world_size * n], for which slots; the total [n]."""
+
+    local: Tensor | None
+    filled: list[bool]
+    total: Tensor | None
 
 
 @final
@@ -50,7 +58,7 @@ class FlatGrads:
         self._collectives = collectives
         self._reducer = reducer
         self._pool = pool
-        self._is_alone = collectives.world_size == 1
+        self.is_alone = collectives.world_size == 1
         self._small = [i for i, slot in enumerate(layout.slots) if slot.numel < SMALL_NUMEL]
         self._param_dtype = params[0].dtype
         self._sum_dtype = policy.sum_dtype(self._param_dtype)
@@ -58,7 +66,7 @@ class FlatGrads:
         self._local: Tensor | None = None
         self._views: list[Tensor] = []
         self._filled = [False] * len(layout.slots)
-        self._wants_wide = self._is_alone or policy.holds_grads
+        self._wants_wide = self.is_alone or policy.holds_grads
         self._is_writable = False
         self._total: Tensor | None = None
         self._has_total = False
@@ -91,7 +99,7 @@ class FlatGrads:
         """A backward starts; with `hold` its gradients will not be reduced at its end."""
         self.remaining = len(self.params)
         self._is_writable = False
-        self._wants_wide = hold or self._is_alone or self._policy.holds_grads
+        self._wants_wide = hold or self.is_alone or self._policy.holds_grads
 
     def _put(self, position: int, grad: Tensor) -> None:
         view = self._local_views()[position]
@@ -181,7 +189,7 @@ class FlatGrads:
         Sends (world_size - 1) * n elements.
         """
         local = self.settle()
-        if self._is_alone:
+        if self.is_alone:
             return
         if self._total is None:
             fits = local.dtype == self._sum_dtype and not self._policy.shards_grads
@@ -220,7 +228,7 @@ class FlatGrads:
     @torch.no_grad()
     def start_gather(self) -> None:
         """Stage 0: begin to fill `local` with every rank's total. Sends (world_size - 1) shards a rank."""
-        if self._is_alone:
+        if self.is_alone:
             return
         assert self._local is not None and self._total is not None
         own = self._collectives.shard_of(self._local)
@@ -260,11 +268,17 @@ class FlatGrads:
 
     def shard(self) -> Tensor:
         """This rank's reduced total [n]: what the norm is taken of."""
-        if self._is_alone:
+        if self.is_alone:
             assert self._local is not None
             return self._local
         assert self._total is not None
         return self._total
+
+    def reduced(self) -> Tensor | None:
+        """The sums over ranks as the update would read them now; None: no backward since the last step."""
+        if self.is_alone:
+            return self.settle() if self.has_local else None
+        return self.for_update() if self._has_total else None
 
     def for_update(self) -> Tensor:
         """What the optimizer reads: the whole of it where its states are whole, else the shard."""
@@ -282,7 +296,7 @@ class FlatGrads:
             self.params[position].grad = None
         if not self._policy.shards_grads and self._local is not None:
             fits = self._local.dtype == self._sum_dtype
-            if fits and not self._is_alone:
+            if fits and not self.is_alone:
                 self._total = self._collectives.shard_of(self._local)
         elif self._local is not None:
             self._pool.give(self._local)
@@ -296,3 +310,23 @@ class FlatGrads:
         if self._total is not None and not self._total_is_in_local():
             kept.append(self._total)
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+    # -- what a checkpoint in the middle of an accumulation keeps ---------------------------------------
+
+    def sums(self) -> GradSums:
+        """The sums as they lie in memory; None where there is nothing. Nothing may be under way."""
+        self.collect()
+        local = self._local if any(self._filled) else None
+        return GradSums(local, list(self._filled), self._total if self._has_total else None)
+
+    @torch.no_grad()
+    def restore(self, saved: GradSums) -> None:
+        """Go on from `saved`, right after a `reset`; `saved.total` is taken over, `local` is copied."""
+        if saved.local is not None:
+            self._allocate_local(saved.local.dtype)
+            assert self._local is not None
+            self._local.copy_(saved.local)
+            self._filled = list(saved.filled)
+        if saved.total is not None:
+            self._total = saved.total
+            self._has_total = True

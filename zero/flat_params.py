@@ -20,7 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.collectives import Collectives, Handle
+from ..ops.errors import UsageError
 from .layout import FlatLayout
+from .owners import find_owner
+
+
+def absent_like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a dropped parameter shows: NaN of its shape, in no memory; torch refuses most writes to it."""
+    return torch.full((), torch.nan, device=device).to(dtype).expand(tuple(shape))
 
 
 @final
@@ -39,7 +46,8 @@ class FlatParams:
     ) -> None:
         """Move `params` (in the order of `layout.slots`) into one buffer; rank 0's values win.
 
-        Peak memory: the model plus this buffer. With `is_sharded` only the shard stays.
+        Peak memory: what the parameters hold plus this buffer; each lets go of its own memory as soon as it
+        is copied. With `is_sharded` only the shard stays.
         """
         self.layout = layout
         self.params = tuple(params)
@@ -48,23 +56,34 @@ class FlatParams:
         self._collectives = collectives
         self._handle: Handle | None = None
         self._drops = is_sharded
-        self._views: list[Tensor] = []
-        device = params[0].device
-        full = torch.zeros(layout.numel, dtype=dtype, device=device)
-        self.raw = full.data
-        for slot, param in zip(layout.slots, params, strict=True):
-            view = self.raw.narrow(0, slot.offset, slot.numel).view(slot.shape)
-            view.copy_(param.data)
-            param.data = view
-            self._views.append(view)
-        collectives.broadcast(self.raw)
-        nothing = torch.full((), torch.nan, device=device).to(dtype)
-        self._absent = [nothing.expand(slot.shape) for slot in layout.slots] if is_sharded else []
+        self._pins = 0
+        self._lent: dict[int, Tensor] = {}  # position -> what a script may edit
+        self.raw = torch.zeros(layout.numel, dtype=dtype, device=collectives.device)
+        self._views = [
+            self.raw.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in layout.slots
+        ]
+        self._fill()
+        self._nothing = absent_like((), dtype, collectives.device)
+        self._absent = [self._nothing.expand(slot.shape) for slot in layout.slots]
         own = collectives.shard_of(self.raw)
         self.shard = own.clone() if is_sharded else own
         self.is_gathered = True
         if is_sharded:
             self.drop()
+
+    def _fill(self) -> None:
+        """The parameters' values into the buffer, and the parameters onto it."""
+        needs_rank_0 = False
+        for param, view in zip(self.params, self._views, strict=True):
+            owner = find_owner(param)
+            if owner is None:
+                needs_rank_0 = True
+                view.copy_(param.data)
+            else:
+                owner.hand_over(param, view)
+            param.data = view
+        if needs_rank_0:
+            self._collectives.broadcast(self.raw)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,6 +104,7 @@ class FlatParams:
         """
         if self.is_gathered or self._handle is not None:
             return
+        self._check_untouched()
         storage = self.raw.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.full_bytes)
@@ -105,20 +125,65 @@ class FlatParams:
             handle.wait()
             self.is_gathered = True
             if self.is_sharded:
-                for param, view in zip(self.params, self._views, strict=True):
-                    param.data = view
+                self._point_to(self._views)
+
+    def _point_to(self, values: Sequence[Tensor]) -> None:
+        for position, (param, value) in enumerate(zip(self.params, values, strict=True)):
+            if position not in self._lent:
+                param.data = value
 
     def drop(self) -> None:
         """Give the whole buffer's memory back; the shard stays."""
-        if self._drops and self.is_gathered:
-            for param, nothing in zip(self.params, self._absent, strict=True):
-                param.data = nothing
+        if self.drops and self.is_gathered:
+            self._point_to(self._absent)
             self.raw.untyped_storage().resize_(0)
             self.is_gathered = False
 
     def start_publish(self) -> None:
         """The shard has changed: gather it into a buffer that stays whole between steps."""
-        if self._drops:
+        if self.drops:
             return
         self.is_gathered = False
         self.start_gather()
+
+    # -- what scripts hold on to ------------------------------------------------------------------------
+
+    @property
+    def drops(self) -> bool:
+        """`drop` gives memory back: nobody keeps the buffer whole."""
+        return self._drops and not self._pins
+
+    def pin(self) -> None:
+        """Gather, and stay so until as many `unpin`s."""
+        self._pins += 1
+        self.gather()
+
+    def unpin(self) -> None:
+        self._pins -= 1
+        self.drop()
+
+    def lend(self, position: int, full: Tensor) -> None:
+        """The parameter in slot `position` is `full`, a tensor of its own, until `take_back`."""
+        self._lent[position] = full
+        self.params[position].data = full
+
+    def take_back(self, position: int) -> None:
+        """End `lend`; what `full` holds is forgotten unless it was written to the shard."""
+        del self._lent[position]
+        here = self._views if self.is_gathered or not self.is_sharded else self._absent
+        self.params[position].data = here[position]
+
+    def is_lent(self, position: int) -> bool:
+        """The parameter in slot `position` shows what `lend` gave it."""
+        return position in self._lent
+
+    def _check_untouched(self) -> None:
+        """fill_ and zero_ pass on a dropped parameter, where torch refuses every other write."""
+        if self.raw.device.type == "cpu" and not self._nothing.isnan():
+            names = self.layout.slots[0].name, self.layout.slots[-1].name
+            self._nothing.fill_(torch.nan)
+            raise UsageError(
+                f"a parameter between {names[0]} and {names[1]} was written while it was dropped (stage 3): "
+                "the value is lost, the parameters are as they were; write inside "
+                "xds.zero.GatheredParameters(params, modifier_rank=0), or use xds.zero.set_full_param"
+            )

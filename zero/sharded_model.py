@@ -181,7 +181,7 @@ class ShardedModel:
 
     def begin_backward(self, *, reduces: bool) -> None:
         """A backward is about to start. With `reduces` its gradients travel before it ends."""
-        self._drain()  # gradients may be written again only where nothing is being sent
+        self.settle_reductions()  # gradients may be written again only where nothing is being sent
         self._is_open = True
         self.has_seen_backward = True
         self._reduces = reduces
@@ -238,7 +238,7 @@ class ShardedModel:
     def abandon_backward(self) -> None:
         """Backward raised: what it left behind is dropped, so that the next one starts clean."""
         self._is_open = False
-        self._drain()
+        self.settle_reductions()
         if self._gatherer is not None:
             self._gatherer.in_backward = False
             self._gatherer.drop_all()
@@ -257,7 +257,7 @@ class ShardedModel:
         if self._is_open:  # a loss.backward() of the user's own that raised half-way
             self.end_backward()
         if any(grads.has_local for grads in self._reduce_order):
-            self._drain()
+            self.settle_reductions()
             for grads in self._reduce_order:
                 self._start_reduce(grads)
         total = torch.zeros(
@@ -275,7 +275,7 @@ class ShardedModel:
         while self._in_flight:
             self._finish_reduce(self._in_flight.pop(0))
 
-    def _drain(self) -> None:
+    def settle_reductions(self) -> None:
         """Nothing of the gradients is under way on return."""
         self._drain_reductions()
         for grads in self._reduce_order:

@@ -7,8 +7,8 @@ Where the stage shards the optimizer state an item is a range of this rank's sha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterator, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..ops.errors import UsageError
 from ..ops.shard_optimizer import Flat, Item, Part, ShardOptimizer, Update, World
 from .flat_grads import FlatGrads
 from .flat_params import FlatParams
-from .layout import FlatLayout, Piece
+from .layout import FlatLayout, Piece, Slot
 from .policy import master_dtype
 from .sharded_model import ShardedModel
 
@@ -32,6 +32,7 @@ class Master:
         layout = params.layout
         self.params = params
         self.grads = grads
+        self.is_sharded = is_sharded
         self.compute = params.shard if is_sharded else params.raw
         wide = master_dtype(params.dtype)
         self.casts = params.dtype != wide
@@ -147,7 +148,7 @@ class Updater:
             wide = grad.to(master.tensor.dtype)
             if scale != 1.0:
                 wide.mul_(scale)
-            self._hang(optimizer, master, wide)
+            self._hang(master, wide)
         optimizer.step()
         for group in optimizer.param_groups:
             for tensor in group["params"]:
@@ -157,14 +158,41 @@ class Updater:
                 master.compute.copy_(master.tensor)
             self._publish(master)
 
-    def _hang(self, optimizer: torch.optim.Optimizer, master: Master, grad: Tensor) -> None:
-        base = master.tensor.data_ptr()
-        size = master.tensor.element_size()
-        for group in optimizer.param_groups:
+    def _hang(self, master: Master, grad: Tensor) -> None:
+        for tensor, at in self._inside(master):
+            tensor.grad = grad[at : at + tensor.numel()].view(tensor.shape)
+
+    def state_of(
+        self, master: Master, slot: Slot
+    ) -> tuple[dict[str, Any] | None, tuple[int, int] | None]:
+        """The optimizer's states where this rank's part of `slot` lies, and the range they cover.
+
+        Returns:
+            the states by key, None before the first step; and [start, stop) of this rank's part of the flat
+            buffer that the state tensors cover, or None where they have the parameter's own shape.
+        """
+        assert self._optimizer is not None
+        start = master.params.layout.shard_range(self.world.collectives.rank)[0]
+        first = slot.offset - (start if master.is_sharded else 0)
+        for tensor, at in self._inside(master):
+            state = self._optimizer.state.get(tensor)
+            if at == first and tensor.shape == slot.shape and not master.is_sharded:
+                return state or None, None
+            if at < first + slot.numel and first < at + tensor.numel():
+                return state or None, (at, at + tensor.numel())
+        # nothing of the slot is here: any other state says which keys there are
+        states = [state for state in self._optimizer.state.values() if state]
+        return (states[0] if states else None), (0, 0)
+
+    def _inside(self, master: Master) -> Iterator[tuple[Tensor, int]]:
+        """The optimizer's tensors that are ranges of `master`, with where they begin."""
+        assert self._optimizer is not None
+        base, size = master.tensor.data_ptr(), master.tensor.element_size()
+        for group in self._optimizer.param_groups:
             for tensor in group["params"]:
                 at = (tensor.data_ptr() - base) // size
                 if 0 <= at < master.tensor.numel():
-                    tensor.grad = grad[at : at + tensor.numel()].view(tensor.shape)
+                    yield tensor, at
 
     def _publish(self, master: Master) -> None:
         if self.world.is_sharded:

@@ -1,0 +1,261 @@
+"""Whole parameters, gradients and optimizer states of a sharded model: values, bytes, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+from tiny_models import build, micro_batch
+from torch import nn
+
+import xds
+from xds import zero
+
+
+def engine_of(model: nn.Module, stage: int, precision: str = "fp32", steps: int = 1) -> xds.Engine:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": steps,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {
+            "stage": stage,
+            "unit_min_numel": 0,
+            "stage3_param_persistence_threshold": 0,
+        },
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    return xds.initialize(model, config)
+
+
+def train(engine: xds.Engine, step: int) -> None:
+    rank = dist.get_rank()
+    engine.backward(engine(micro_batch(step, 0)[2 * rank : 2 * rank + 2]))
+
+
+def read_and_write(stage: int, precision: str) -> None:
+    model = build("plain")
+    plain = dict(build("plain").named_parameters())
+    engine = engine_of(model, stage, precision)
+    rounded = torch.bfloat16 if precision == "bf16" else torch.float32
+    for name, param in model.named_parameters():
+        assert zero.get_full_param(param).equal(plain[name].detach().to(rounded).float()), name
+    up, down = model.blocks[1].up.weight, model.blocks[1].down.weight
+    assert zero.safe_get_full_grad(up) is None
+    assert zero.safe_get_full_optimizer_state(up, "exp_avg") is None
+
+    train(engine, 0)
+    grads = {name: zero.get_full_grad(param) for name, param in model.named_parameters()}
+    zero.set_full_grad(up, torch.full(up.shape, 2.0))
+    assert (zero.get_full_grad(up) == 2.0).all()
+    engine.step()
+    torch.testing.assert_close(
+        zero.get_full_optimizer_state(down, "exp_avg"),
+        0.1 * grads["blocks.1.down.weight"],
+        rtol=1e-5,
+        atol=1e-9,
+    )
+    torch.testing.assert_close(
+        zero.get_full_optimizer_state(up, "exp_avg"), torch.full(up.shape, 0.2)
+    )
+    assert zero.get_full_optimizer_state(down, "step") == 1
+    zero.set_full_optimizer_state(down, torch.full(down.shape, 0.5), "exp_avg")
+    assert (zero.get_full_optimizer_state(down, "exp_avg") == 0.5).all()
+    zero.set_full_param(down, torch.full(down.shape, 0.25))
+    assert (zero.get_full_param(down) == 0.25).all()
+    with zero.GatheredParameters(down):
+        assert (down == 0.25).all()
+    norm = sum(float(grad.double().square().sum()) for grad in grads.values()) ** 0.5
+    plain_norm = engine.get_global_grad_norm()
+    assert plain_norm is not None and plain_norm > norm  # `up` was made larger
+    engine.destroy()
+
+
+def read_and_write_everywhere() -> None:
+    for stage in (0, 1, 2, 3):
+        for precision in ("fp32", "bf16"):
+            read_and_write(stage, precision)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_values_are_read_and_written_at_every_stage(world: int) -> None:
+    run_ranks(read_and_write_everywhere, world)
+
+
+def gradients_equal_plain(stage: int, steps: int) -> None:
+    model, plain = build("plain"), build("plain")
+    engine = engine_of(model, stage, steps=steps)
+    rank = dist.get_rank()
+    for micro in range(steps):
+        batch = micro_batch(0, micro)
+        (plain(batch) / steps).backward()
+        engine.backward(engine(batch[2 * rank : 2 * rank + 2]))
+        if micro + 1 < steps:
+            if stage < 2:
+                with pytest.raises(xds.UsageError, match="not reduced over the ranks yet"):
+                    zero.get_full_grad(model.head.weight)
+            engine.step()
+    for (name, param), (_, other) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            zero.get_full_grad(param), other.grad, rtol=1e-5, atol=1e-7, msg=name
+        )
+    engine.step()
+    with pytest.raises(xds.UsageError, match="there is no gradient now; ask after backward"):
+        zero.get_full_grad(model.head.weight)
+    engine.destroy()
+
+
+def gradients_at_every_stage() -> None:
+    for stage in (0, 1, 2, 3):
+        gradients_equal_plain(stage, 2)
+
+
+def test_gradients_are_those_of_the_whole_batch() -> None:
+    run_ranks(gradients_at_every_stage, 2)
+
+
+def edit_by_one_rank(stage: int, precision: str) -> list[float]:
+    model = build("plain")
+    engine = engine_of(model, stage, precision)
+    last = dist.get_world_size() - 1
+    rank = dist.get_rank()
+    with zero.GatheredParameters(model.head, modifier_rank=last):
+        if rank == last:
+            nn.init.constant_(model.head.weight, 0.5)
+        with zero.GatheredParameters(model.parameters()):  # nested: reading everything
+            engine(micro_batch(0, 0))
+    assert (zero.get_full_param(model.head.weight) == 0.5).all()
+    train(engine, 0)
+    engine.step()
+    # the master was edited too: the step went on from the new value
+    assert (zero.get_full_param(model.head.weight) - 0.5).abs().max() < 0.02
+    losses = [float(engine(micro_batch(0, 0)).detach())]
+    with torch.no_grad():
+        losses.append(float(engine(micro_batch(0, 0))))
+    engine.destroy()
+    return losses
+
+
+def edits(precision: str) -> list[list[float]]:
+    # in bf16 stage 0 sums gradients in another dtype than the others
+    return [edit_by_one_rank(stage, precision) for stage in (0, 1, 2, 3)[precision == "bf16" :]]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_edit_by_one_rank_is_everybodys_and_the_masters(precision: str) -> None:
+    for results in run_ranks(edits, 2, precision):
+        assert all(result == results[0] for result in results)
+        assert results[0][0] == results[0][1]
+
+
+def masters_around_an_edit(stage: int) -> tuple[torch.Tensor, torch.Tensor]:
+    model = build("plain")
+    engine = engine_of(model, stage, "bf16")
+    for step in range(3):
+        train(engine, step)
+        engine.step()
+    weight = model.head.weight
+    before = zero.get_full_param(weight)
+    with zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        weight[0] = 0.5
+    after = zero.get_full_param(weight)
+    engine.destroy()
+    return before, after
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_edit_leaves_the_masters_of_other_elements_exact(stage: int) -> None:
+    before, after = run_ranks(masters_around_an_edit, 2, stage)[0]
+    assert not before.equal(before.bfloat16().float())
+    assert (after[0] == 0.5).all() and after[1:].equal(before[1:])
+
+
+def refusals() -> list[str]:
+    model, other = build("plain"), build("frozen")
+    engine = engine_of(model, 3)
+    second = engine_of(other, 3)
+    down = model.blocks[1].down.weight
+    before = zero.get_full_param(down)
+    said = []
+
+    def expect(call: Any) -> None:
+        with pytest.raises(xds.UsageError) as caught:
+            call()
+        said.append(str(caught.value))
+
+    def edited() -> None:
+        with zero.GatheredParameters(down):
+            down.data.mul_(2)
+
+    def left_with_an_error() -> None:
+        with zero.GatheredParameters(down, modifier_rank=0):
+            down.data.mul_(2)
+            raise xds.UsageError("my own")
+
+    expect(edited)
+    expect(left_with_an_error)
+    expect(lambda: zero.get_full_param(down.detach()))
+    expect(lambda: zero.set_full_param(down, torch.zeros(3, 3)))
+    expect(lambda: zero.get_full_param([down, model.head.weight][dist.get_rank()]))
+    expect(lambda: zero.set_full_param(down, torch.full(down.shape, float(dist.get_rank()))))
+    expect(lambda: zero.get_full_grad(other.blocks[1].up.weight))  # frozen
+    train(engine, 0)
+    engine.step()
+    expect(lambda: zero.get_full_optimizer_state(down, "momentum"))
+    expect(lambda: zero.GatheredParameters(down, modifier_rank=7).__enter__())
+    down_after = zero.get_full_param(down)
+    assert not down_after.equal(before) and (down_after - before).abs().max() < 0.02
+    down.data.fill_(3.0)  # outside of any context, while it is dropped
+    expect(lambda: engine(micro_batch(0, 0)))
+    assert zero.get_full_param(down).equal(down_after)
+    engine.destroy()
+    expect(lambda: zero.get_full_param(down))
+    second.destroy()
+    return said
+
+
+def test_wrong_access_gets_a_sentence_and_changes_nothing() -> None:
+    said = run_ranks(refusals, 2)
+    for part, text in zip(
+        [
+            "changed inside GatheredParameters without modifier_rank",
+            "my own",
+            "is not a parameter of a live xds engine",
+            "the value has shape (3, 3)",
+            "another access, or the same with another parameter",
+            "the ranks give different values",
+            "is frozen",
+            "the optimizer has exp_avg, exp_avg_sq, step",
+            "modifier_rank=7",
+            "was written while it was dropped",
+            "is not a parameter of a live xds engine",
+        ],
+        said[0],
+        strict=True,
+    ):
+        assert part in text
+
+
+def bytes_of_one_read() -> tuple[int, int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 300), nn.Linear(300, 256), nn.Linear(256, 256))
+    engine = engine_of(model, 3)
+    before = engine.bytes_sent()
+    param = model[1].weight
+    zero.get_full_param(param)
+    after = engine.bytes_sent()
+    engine.destroy()
+    return sum(after.values()) - sum(before.values()), param.numel() * 4
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_reading_one_parameter_moves_its_bytes_only(world: int) -> None:
+    results = run_ranks(bytes_of_one_read, world)
+    sent = sum(sent for sent, _ in results)  # over all ranks: what each other rank receives
+    whole = results[0][1]
+    assert sent <= 1.02 * (world - 1) * whole

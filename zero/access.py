@@ -1,0 +1,245 @@
+"""Reads and writes single parameters of an engine, their gradients and optimizer states, at every stage.
+
+Everything lies in flat ranges; a parameter is the intersection of its slot with the ranks' ranges. Reading
+moves that parameter's elements and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.errors import UsageError
+from .flat_params import FlatParams
+from .layout import Slot
+from .owners import Owner, Reader, Stored, clear_owner, set_owner
+from .sharded_model import ShardedModel
+from .update import Master, Updater
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a parameter is: slot `position` of `flat`; `master` updates it, None where it is frozen."""
+
+    number: int
+    flat: FlatParams
+    position: int
+    master: Master | None
+
+    @property
+    def slot(self) -> Slot:
+        return self.flat.layout.slots[self.position]
+
+
+@final
+class Access(Owner):
+    """The parameters of one engine, one by one. All but `name_of` is for all ranks together."""
+
+    def __init__(
+        self, model: ShardedModel, updater: Updater, gradient_factor: Callable[[], float]
+    ) -> None:
+        """`gradient_factor` times a sum of gradients is what the optimizer's step will use, before clipping."""
+        self.collectives = model.collectives
+        self._model = model
+        self._updater = updater
+        self._factor = gradient_factor
+        masters = {id(master.params): master for master in updater.masters}
+        self._places: dict[int, _Place] = {}
+        self._params: list[nn.Parameter] = []
+        for unit in model.units:
+            for flat in unit.params:
+                for position, param in enumerate(flat.params):
+                    place = _Place(len(self._params), flat, position, masters.get(id(flat)))
+                    self._places[id(param)] = place
+                    self._params.append(param)
+                    set_owner(param, self)
+
+    def release(self) -> None:
+        """The parameters belong to nobody again."""
+        for param in self._params:
+            clear_owner(param)
+        self._params = []
+        self._places = {}
+
+    def params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter in a flat buffer with its global name, unit by unit."""
+        for param in self._params:
+            yield self.name_of(param), param
+
+    # -- values -----------------------------------------------------------------------------------------
+
+    def name_of(self, param: nn.Parameter) -> str:
+        return self._places[id(param)].slot.name
+
+    def number_of(self, param: nn.Parameter) -> int:
+        return self._places[id(param)].number
+
+    def value(self, param: nn.Parameter) -> Stored:
+        place = self._places[id(param)]
+        if place.master is None:
+            return self.compute(param)
+        return self._cut(place, place.master.tensor, is_whole=not place.master.is_sharded)
+
+    def compute(self, param: nn.Parameter) -> Stored:
+        place = self._places[id(param)]
+        flat = place.flat
+        return self._cut(
+            place, flat.shard if flat.is_sharded else flat.raw, is_whole=not flat.is_sharded
+        )
+
+    def _cut(self, place: _Place, held: Tensor, *, is_whole: bool) -> Stored:
+        """The part of `held`, a flat tensor or this rank's shard of it, that is the slot's."""
+        slot, layout = place.slot, place.flat.layout
+        bounds = [_overlap(slot, *layout.shard_range(rank)) for rank in range(layout.world_size)]
+        if is_whole:
+            return Stored(slot.shape, held[slot.offset : slot.stop], bounds, is_whole=True)
+        start, stop = bounds[self.collectives.rank]
+        first = layout.shard_range(self.collectives.rank)[0] - slot.offset
+        mine = held[start - first : stop - first] if stop > start else held[:0]
+        return Stored(slot.shape, mine, bounds)
+
+    def write(self, param: nn.Parameter, reader: Reader) -> None:
+        place = self._places[id(param)]
+        rank = self.collectives.rank
+        flat = place.flat
+        with torch.no_grad():
+            self.value(param).write(reader, rank)
+            if (place.master is not None and place.master.casts) or self._is_apart(place):
+                self.compute(param).write(reader, rank)
+            if flat.is_sharded and flat.is_gathered:
+                whole = flat.raw[place.slot.offset : place.slot.stop]
+                whole.copy_(reader(0, place.slot.numel))
+
+    def edit(self, param: nn.Parameter, reader: Reader) -> None:
+        place = self._places[id(param)]
+        if place.master is None or not place.master.casts:
+            return self.write(param, reader)
+        with torch.no_grad():
+            master, computed = self.value(param), self.compute(param)
+            start, stop = master.range_of(self.collectives.rank)
+            old = computed.mine[start:stop] if computed.is_whole else computed.mine
+            kept = master.mine.clone()
+            changed = reader(start, stop).to(old.dtype) != old
+            self.write(param, reader)
+            master.mine.copy_(torch.where(changed, master.mine, kept))
+
+    @staticmethod
+    def _is_apart(place: _Place) -> bool:
+        """The computed values are whole, the master is a view of this rank's shard of them."""
+        return place.master is not None and place.master.is_sharded and not place.flat.is_sharded
+
+    def is_lent(self, param: nn.Parameter) -> bool:
+        place = self._places[id(param)]
+        return place.flat.is_lent(place.position)
+
+    def flat_of(self, param: nn.Parameter) -> FlatParams:
+        """The flat buffer it is in."""
+        return self._places[id(param)].flat
+
+    def lend(self, param: nn.Parameter, full: Tensor) -> None:
+        place = self._places[id(param)]
+        place.flat.lend(place.position, full)
+
+    def take_back(self, param: nn.Parameter) -> None:
+        place = self._places[id(param)]
+        place.flat.take_back(place.position)
+
+    def hand_over(self, param: nn.Parameter, target: Tensor) -> None:
+        raise UsageError(
+            f"{self.name_of(param)} already belongs to another engine: call destroy() on that engine first, or "
+            "give this one a model of its own"
+        )
+
+    # -- gradients --------------------------------------------------------------------------------------
+
+    def grad(self, param: nn.Parameter) -> Stored | None:
+        """The sum over ranks as it lies in memory, unscaled by nothing; None: there is none now.
+
+        Raises:
+            UsageError: the parameter is frozen, or its gradient is not reduced yet.
+        """
+        master = self._trained(param, "its gradient")
+        grads = master.grads
+        self._model.settle_reductions()
+        if grads.has_local and not grads.is_alone:
+            raise UsageError(
+                f"the gradient of {self.name_of(param)} is not reduced over the ranks yet: ask after the "
+                "last backward of the accumulation, outside of no_sync(), and before step()"
+            )
+        held = grads.reduced()
+        if held is None:
+            return None
+        return self._cut(self._places[id(param)], held, is_whole=not master.is_sharded)
+
+    def gradient_factor(self) -> float:
+        """What a sum of gradients is multiplied with before clipping: 1 / (ranks x loss scale), as a rule."""
+        return self._factor()
+
+    # -- optimizer states -------------------------------------------------------------------------------
+
+    def optimizer_state(self, param: nn.Parameter, key: str) -> Stored | Tensor | None:
+        """The state `key` of the optimizer; a scalar (step counts) is itself; None before the first step.
+
+        Raises:
+            UsageError: the parameter is frozen, or the optimizer has no such state.
+        """
+        master = self._trained(param, f'optimizer state "{key}"')
+        place = self._places[id(param)]
+        state, held = self._updater.state_of(master, place.slot)
+        if state is None:
+            return None
+        if key not in state:
+            raise UsageError(
+                f'optimizer state "{key}" of {self.name_of(param)}: the optimizer has '
+                f"{', '.join(sorted(state)) or 'none'}; ask for one of them"
+            )
+        value = state[key]
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return torch.as_tensor(value)
+        if held is None:  # the parameter's own tensor, not a range of a flat one
+            flat = value.view(-1)
+            return Stored(place.slot.shape, flat, [(0, flat.numel())], is_whole=True)
+        return self._spread(place, value, held)
+
+    def _spread(self, place: _Place, value: Tensor, held: tuple[int, int]) -> Stored:
+        """`value` covers elements `held` of this rank's part of the flat buffer."""
+        master = place.master
+        assert master is not None
+        if held != (0, 0) and value.shape != (held[1] - held[0],):
+            raise UsageError(
+                f"this optimizer state of {place.slot.name} has shape {tuple(value.shape)}: it is not per "
+                "element, so it has no full value; read engine.optimizer.state"
+            )
+        slot, layout = place.slot, place.flat.layout
+        bounds = [_overlap(slot, *layout.shard_range(rank)) for rank in range(layout.world_size)]
+        base = 0 if not master.is_sharded else layout.shard_range(self.collectives.rank)[0]
+        start, stop = bounds[self.collectives.rank] if master.is_sharded else (0, slot.numel)
+        first = base + held[0] - slot.offset
+        mine = value[start - first : stop - first] if stop > start else value[:0]
+        return Stored(slot.shape, mine, bounds, is_whole=not master.is_sharded)
+
+    def _trained(self, param: nn.Parameter, what: str) -> Master:
+        master = self._places[id(param)].master
+        if master is None:
+            raise UsageError(
+                f"{what}: {self.name_of(param)} is frozen, so the engine keeps no gradient and no optimizer "
+                "state for it"
+            )
+        return master
+
+    def states(self, param: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's states of a parameter by key, {} before the first step."""
+        master = self._trained(param, "optimizer states")
+        state, _ = self._updater.state_of(master, self._places[id(param)].slot)
+        return state or {}
+
+
+def _overlap(slot: Slot, start: int, stop: int) -> tuple[int, int]:
+    """[start, stop) of the flat buffer as elements of the slot; empty if they do not meet."""
+    low = min(max(start - slot.offset, 0), slot.numel)
+    high = min(max(stop - slot.offset, 0), slot.numel)
+    return low, max(low, high)

@@ -1,0 +1,212 @@
+"""What a checkpoint's elements are to fill in this rank's part of a model, and how it takes effect.
+
+plan (nothing changes)  ->  the reader fills every target  ->  finish: casts, states, publishing
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from .flat_grads import FlatGrads, GradSums
+from .ranges import Catalogue, ConstantRange, Copy, Piece, merged, pieces
+from .snapshot import Block, Held, Snapshot
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """`copies` go to elements of `receiver` [n]; then, where there is one, to `home` of any layout."""
+
+    receiver: Tensor
+    copies: tuple[Copy, ...]
+    home: Tensor | None = None
+
+    def finish(self) -> None:
+        if self.home is not None:
+            self.home.copy_(self.receiver.view(self.home.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class _NewState:
+    held: Held
+    values: dict[str, Any]
+
+
+def target_for(tensor: Tensor, copies: list[Copy]) -> Target:
+    """A target for what is to be in `tensor`, row by row."""
+    if tensor.is_contiguous():
+        return Target(tensor.detach().view(-1), tuple(merged(copies)))
+    return Target(
+        torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device),
+        tuple(merged(copies)),
+        home=tensor.detach(),
+    )
+
+
+@final
+class Restore:
+    """One load into what `snapshot` names. Until `finish` is called nothing has changed but receivers.
+
+    missing: names of optimizer states that the checkpoint has for some elements of a range only.
+    problems: sentences about what cannot be loaded at all.
+    """
+
+    def __init__(self, snapshot: Snapshot, catalogue: Catalogue) -> None:
+        self._snapshot = snapshot
+        self._catalogue = catalogue
+        self._states: list[_NewState] = []
+        self._grads: list[tuple[FlatGrads, Tensor]] = []
+        self.missing: list[str] = []
+        self.problems: list[str] = []
+
+    # -- plans ------------------------------------------------------------------------------------------
+
+    def plan_values(self) -> list[Target]:
+        """Targets for parameters, masters and buffers."""
+        return [target_for(b.tensor, self._copies(b)) for b in self._snapshot.values]
+
+    def _copies(self, block: Block) -> list[Copy]:
+        return [
+            copy
+            for piece in self._pieces(block.flat, block.start, block.stop)
+            for copy in self._catalogue.copies(piece, block.key)
+        ]
+
+    def _pieces(self, flat: int, start: int, stop: int) -> list[Piece]:
+        return pieces(self._snapshot.flats[flat], start, stop)
+
+    def plan_states(self) -> list[Target]:
+        """Targets for the optimizer's states, in fresh tensors where the optimizer has none that fit."""
+        targets: list[Target] = []
+        for held in self._snapshot.held:
+            stop = held.start + held.tensor.numel()
+            here = self._pieces(held.flat, held.start, stop)
+            values = self._constants(here, held)
+            for key, dtype in self._keys(here):
+                tensor = self._tensor_for(held, key, tuple(held.tensor.shape), dtype)
+                values[key] = tensor
+                found = [c for p in here for c in self._catalogue.copies(p, f"state/{key}")]
+                targets.append(target_for(tensor, found))
+            targets += self._plan_whole(held, here, values)
+            self._states.append(_NewState(held, values))
+        return targets
+
+    def _keys(self, here: list[Piece]) -> list[tuple[str, str]]:
+        """Key and dtype of every per-element state of a range."""
+        found: dict[str, str] = {}
+        each = [self._catalogue.keys_of(piece) for piece in here]
+        for keys in each:
+            found.update({k: v for k, v in keys.items() if k.startswith("state/")})
+        for piece, keys in zip(here, each, strict=True):
+            self.missing += [f"{piece.name}/{k[6:]}" for k in found if k not in keys]
+        return [(key.removeprefix("state/"), dtype) for key, dtype in found.items()]
+
+    def _constants(self, here: list[Piece], held: Held) -> dict[str, Any]:
+        """The values that a whole range shares; the ranges they come from must agree."""
+        found: dict[str, ConstantRange] = {}
+        for piece in here:
+            for one in self._catalogue.constants_of(piece):
+                first = found.setdefault(one.key, one)
+                if first.value != one.value:
+                    self.problems.append(
+                        f"{one.key.removeprefix('state/')} is {one.value} for {piece.name} and {first.value} for "
+                        "a parameter that shares one number with it in this layout"
+                    )
+        return {
+            key.removeprefix("state/"): _constant(one, held.tensor.device)
+            for key, one in found.items()
+        }
+
+    def _tensor_for(self, held: Held, key: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """The state tensor that is there, if it fits, else a new one."""
+        wanted: torch.dtype = getattr(torch, dtype)
+        old = self._snapshot.optimizer.state.get(held.tensor, {}).get(key)
+        fits = isinstance(old, Tensor) and tuple(old.shape) == shape and old.dtype == wanted
+        if fits and old.is_contiguous():
+            kept: Tensor = old
+            return kept
+        return torch.zeros(shape, dtype=wanted, device=held.tensor.device)
+
+    def _plan_whole(self, held: Held, here: list[Piece], values: dict[str, Any]) -> list[Target]:
+        """Targets for states that belong to whole parameters, such as a factored second moment."""
+        targets = []
+        for name in {piece.name for piece in here}:
+            for full in self._catalogue.states_of(name):
+                key = full.removeprefix(f"{name}/")
+                if held.name != name:
+                    self.problems.append(
+                        f"the optimizer state {key} of {name} is not per element: it loads only where the "
+                        "optimizer sees whole parameters (one rank, or stage 0), as where it was saved"
+                    )
+                    continue
+                saved = self._catalogue.flat_of("state", full)
+                tensor = self._tensor_for(held, key, saved.slots[0].shape, saved.dtype)
+                piece = Piece("state", full, 0, saved.numel, 0)
+                values[key] = tensor
+                targets.append(target_for(tensor, self._catalogue.copies(piece, f"state/{key}")))
+        return targets
+
+    def plan_grads(self) -> list[Target]:
+        """Targets for gradient sums over ranks, in fresh tensors."""
+        targets = []
+        for master in self._snapshot.masters:
+            layout = master.params.layout
+            start, stop = layout.shard_range(self._snapshot.rank)
+            here = self._pieces(self._snapshot.number_of(master), start, stop)
+            found = [copy for piece in here for copy in self._catalogue.copies(piece, "grad")]
+            dtypes = {copy.dtype for copy in found}
+            if found:
+                total = torch.zeros(
+                    layout.shard_numel,
+                    dtype=getattr(torch, dtypes.pop()),
+                    device=master.tensor.device,
+                )
+                self._grads.append((master.grads, total))
+                targets.append(target_for(total, found))
+        return targets
+
+    # -- taking effect ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Values are about to be written: gathered copies and gradients are dropped. For all ranks."""
+        sharded = self._snapshot.sharded
+        sharded.settle_reductions()
+        sharded.reset()
+        sharded.has_seen_backward = False
+        sharded.before_update()
+
+    @torch.no_grad()
+    def finish(self, targets: list[Target]) -> None:
+        """Every target is filled: cast the masters, set the states, publish. For all ranks.
+
+        Sends what an update's publishing sends.
+        """
+        for target in targets:
+            target.finish()
+        for master in self._snapshot.masters:
+            if master.casts:
+                master.compute.copy_(master.tensor)
+        optimizer = self._snapshot.optimizer
+        for new in self._states:
+            optimizer.state.pop(new.held.tensor, None)
+            if new.values:
+                optimizer.state[new.held.tensor] = new.values
+        for grads, total in self._grads:
+            grads.restore(GradSums(None, [], total))
+        sharded = self._snapshot.sharded
+        if sharded.policy.shards_optimizer:
+            for unit in sharded.units:
+                for flat in unit.params:
+                    flat.start_publish()
+        sharded.wait_published()
+
+
+def _constant(one: ConstantRange, device: torch.device) -> Any:
+    if one.dtype is None:
+        return one.value
+    where = device if one.on_device else torch.device("cpu")
+    return torch.tensor(one.value, dtype=getattr(torch, one.dtype), device=where)
