@@ -119,11 +119,9 @@ class Access(Owner):
         if place.master is None or not place.master.casts:
             return self.write(param, reader)
         with torch.no_grad():
-            master, computed = self.value(param), self.compute(param)
-            start, stop = master.range_of(self.collectives.rank)
-            old = computed.mine[start:stop] if computed.is_whole else computed.mine
+            master = self.value(param)
             kept = master.mine.clone()
-            changed = reader(start, stop).to(old.dtype) != old
+            changed = reader(*master.range_of(self.collectives.rank)) != kept.to(place.flat.dtype)
             self.write(param, reader)
             master.mine.copy_(torch.where(changed, master.mine, kept))
 
