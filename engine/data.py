@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import cycle, islice
 from typing import Any, final
 
 import torch
@@ -13,8 +14,20 @@ from torch.utils.data.distributed import DistributedSampler
 from ..ops.errors import UsageError
 
 
+class Resumable(ABC):
+    """What hands out samples and can say, over all ranks, how many it has handed out."""
+
+    @abstractmethod
+    def position(self) -> dict[str, int]:
+        """Where the next sample is: numbers that mean the same at any number of ranks."""
+
+    @abstractmethod
+    def resume(self, position: Mapping[str, int], min_items: int) -> None:
+        """The next iteration begins at `position`; one that would give fewer than `min_items` is skipped."""
+
+
 @final
-class EpochSampler(Sampler[int]):
+class EpochSampler(Sampler[int], Resumable):
     """This rank's indices, in an order that changes by itself from one iteration to the next.
 
     DistributedSampler repeats its first order for ever unless somebody calls `set_epoch`. Every
@@ -25,22 +38,68 @@ class EpochSampler(Sampler[int]):
     def __init__(self, inner: DistributedSampler[int]) -> None:
         self._inner = inner
         self.epoch = 0
+        self._handed_out = {"epoch": 0, "samples": 0}
+        self._skip = 0  # samples of the next iteration's epoch that were handed out before
 
     def __iter__(self) -> Iterator[int]:
-        self._inner.set_epoch(self.epoch)
+        epoch, skip, self._skip = self.epoch, self._skip, 0
         self.epoch += 1
-        return iter(self._inner)
+        return self._counted(self._indices(epoch, skip), epoch, skip)
+
+    def _counted(self, indices: Iterable[int], epoch: int, skip: int) -> Iterator[int]:
+        for count, index in enumerate(indices, start=1):
+            samples = skip + count * self._inner.num_replicas
+            self._handed_out = {"epoch": epoch, "samples": samples}
+            yield index
+
+    def _indices(self, epoch: int, skip: int) -> Iterable[int]:
+        """This rank's part of what an epoch has left after its first `skip` samples."""
+        self._inner.set_epoch(epoch)
+        if not skip:
+            return iter(self._inner)
+        everybody = self._order(epoch)
+        rest = everybody[skip:]
+        world_size = self._inner.num_replicas
+        if self._inner.drop_last:
+            rest = rest[: len(rest) // world_size * world_size]
+        else:
+            rest += islice(cycle(everybody), -len(rest) % world_size)
+        return rest[self._inner.rank :: world_size]
+
+    def _order(self, epoch: int) -> list[int]:
+        """The whole epoch's order, as DistributedSampler deals it out."""
+        alone = DistributedSampler[int](
+            self._inner.dataset,
+            num_replicas=1,
+            rank=0,
+            shuffle=self._inner.shuffle,
+            seed=self._inner.seed,
+        )
+        alone.set_epoch(epoch)
+        return list(alone)
 
     def __len__(self) -> int:
         return len(self._inner)
 
     def set_epoch(self, epoch: int) -> None:
-        """Give the next iteration the order of `epoch`."""
-        self.epoch = epoch
+        """Give the next iteration the order of `epoch`, from its beginning."""
+        self.epoch, self._skip = epoch, 0
+        self._handed_out = {"epoch": epoch, "samples": 0}
+
+    def position(self) -> dict[str, int]:
+        return dict(self._handed_out)
+
+    def resume(self, position: Mapping[str, int], min_items: int) -> None:
+        epoch, skip = position["epoch"], position["samples"]
+        if len(list(self._indices(epoch, skip))) < min_items:
+            epoch, skip = epoch + 1, 0
+        self.set_epoch(epoch)
+        self._skip = skip
+        self._handed_out = {"epoch": epoch, "samples": skip}
 
 
 @final
-class RankSlice(IterableDataset[Any]):
+class RankSlice(IterableDataset[Any], Resumable):
     """This rank's part of a stream: item i goes to rank i % world_size.
 
         stream      0 1 2 3 | 4 5 6 7 | 8 9          4 ranks: two whole rounds, 8 and 9 are dropped
@@ -55,16 +114,27 @@ class RankSlice(IterableDataset[Any]):
         self._stream = stream
         self._rank = rank
         self._world_size = world_size
+        self._items = 0  # handed out in this pass, over all ranks
+        self._skip = 0
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         worker_id, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        items = iter(self._stream)
+        skip, self._skip = self._skip, 0
+        items = islice(self._stream, skip, None)
         round_index = 0
         while len(whole_round := list(islice(items, self._world_size))) == self._world_size:
+            self._items = skip + (round_index + 1) * self._world_size
             if round_index % num_workers == worker_id:
                 yield whole_round[self._rank]
             round_index += 1
+
+    def position(self) -> dict[str, int]:
+        return {"items": self._items}
+
+    def resume(self, position: Mapping[str, int], min_items: int) -> None:
+        """The stream is read again, and what was handed out is thrown away."""
+        self._items = self._skip = position["items"]
 
 
 @final
@@ -154,6 +224,30 @@ def build_loader(  # noqa: PLR0913 (a rank and what a DataLoader takes)
         drop_last=drop_last,
     )
     return DataLoader(dataset, sampler=EpochSampler(inner), **options)  # type: ignore[arg-type]
+
+
+def loader_position(loader: Any) -> dict[str, int] | None:
+    """Where the next sample of a loader made here is; None where nobody knows."""
+    source = _resumable(loader)
+    return None if source is None else source.position()
+
+
+def resume_loader(loader: Any, position: Mapping[str, int]) -> bool:
+    """The loader's next iteration begins at `position`, at any number of ranks. False: it cannot."""
+    source = _resumable(loader)
+    if source is None or position.keys() != source.position().keys():
+        return False
+    source.resume(position, loader.batch_size if loader.drop_last else 1)
+    return True
+
+
+def _resumable(loader: Any) -> Resumable | None:
+    """Worker processes read ahead, so what they have handed out says nothing about what was used."""
+    if isinstance(loader, DataLoader) and loader.num_workers == 0:
+        for part in (loader.sampler, loader.dataset):
+            if isinstance(part, Resumable):
+                return part
+    return None
 
 
 def _check_map_style(

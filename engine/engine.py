@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch
@@ -20,6 +21,8 @@ from ..zero.access import Access
 from ..zero.sharded_model import ShardedModel
 from ..zero.update import Updater
 from .batches import call_with, loss_of, move
+from .checkpoint_load import LoadOptions, load_checkpoint
+from .checkpoint_save import save_checkpoint
 from .config import Config
 from .monitor import Monitor
 from .precision import LossScale
@@ -390,6 +393,43 @@ class Engine:
     def memory_plan(self) -> dict[str, int]:
         """Bytes of model states on this rank: param, grad, master, optimizer, and the named buckets."""
         return {**self._sharded.state_bytes(), **self._updater.state_bytes()}
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> bool:
+        """Write all that training needs to go on to save_dir/tag (default `global_step{N}`). A collective.
+
+        At every instant the last committed checkpoint is whole; a failure on one rank raises on all.
+        client_state: JSON values and tensors, nested; rank 0's is kept.
+        """
+        self._check_alive()
+        save_checkpoint(self._parts, self, save_dir, tag, client_state, save_latest=save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint of any stage and number of ranks (default: `latest`). A collective.
+
+        Returns its folder and client_state; (None, None) with a warning where there is no `latest`.
+        Raises UsageError, and nothing has changed, where it is damaged or does not fit.
+        """
+        self._check_alive()
+        options = LoadOptions(
+            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        )
+        self._batches = None
+        return load_checkpoint(self._parts, self, load_dir, tag, options)
 
     def zero_optimization_stage(self) -> int:
         return int(self.config.zero_optimization.stage)

@@ -6,6 +6,7 @@ The scale is changed after a step, and gradients are always unscaled with the sc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Protocol, final
 
 from ..ops.errors import XdsError
@@ -33,6 +34,14 @@ class LossScale(ABC):
 
     @abstractmethod
     def after_step(self, *, overflow: bool) -> None: ...
+
+    def state_dict(self) -> dict[str, float]:
+        """What changes from step to step."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from `state`; that of another way of scaling is left alone."""
+        return
 
 
 @final
@@ -106,6 +115,21 @@ class DynamicScale(LossScale):
         else:
             self.value = max(self.value / SCALE_FACTOR, self._minimum)
         self._last_overflow = self._step
+
+    def state_dict(self) -> dict[str, float]:
+        return {
+            "value": self.value,
+            "left": self._left,
+            "step": self._step,
+            "last_overflow": self._last_overflow,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        if state:
+            self.value = float(state["value"])
+            self._left = int(state["left"])
+            self._step = int(state["step"])
+            self._last_overflow = int(state["last_overflow"])
 
 
 def build_loss_scale(fp16: Fp16Section, *, skips_overflow: bool) -> LossScale:

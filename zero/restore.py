@@ -5,6 +5,7 @@ plan (nothing changes)  ->  the reader fills every target  ->  finish: casts, st
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -59,6 +60,7 @@ class Restore:
         self._catalogue = catalogue
         self._states: list[_NewState] = []
         self._grads: list[tuple[FlatGrads, Tensor]] = []
+        self._locals: list[tuple[FlatGrads, Tensor, list[bool]]] = []
         self.missing: list[str] = []
         self.problems: list[str] = []
 
@@ -67,6 +69,13 @@ class Restore:
     def plan_values(self) -> list[Target]:
         """Targets for parameters, masters and buffers."""
         return [target_for(b.tensor, self._copies(b)) for b in self._snapshot.values]
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The module's buffers by name."""
+        for block in self._snapshot.values:
+            flat = self._snapshot.flats[block.flat]
+            if flat.kind == "buffer":
+                yield flat.slots[0].name, block.tensor
 
     def _copies(self, block: Block) -> list[Copy]:
         return [
@@ -112,7 +121,7 @@ class Restore:
                 first = found.setdefault(one.key, one)
                 if first.value != one.value:
                     self.problems.append(
-                        f"{one.key.removeprefix('state/')} is {one.value} for {piece.name} and {first.value} for "
+                        f"{one.key.removeprefix('state/')} is {one.value} for {piece.name}, {first.value} for "
                         "a parameter that shares one number with it in this layout"
                     )
         return {
@@ -168,6 +177,17 @@ class Restore:
                 targets.append(target_for(total, found))
         return targets
 
+    def plan_locals(self, saved: Mapping[str, Any]) -> None:
+        """This rank's own sums, not reduced yet, by flat: a tensor `local` and which slots are `filled`."""
+        for master in self._snapshot.masters:
+            one = saved.get(str(self._snapshot.number_of(master)))
+            if one is None:
+                continue
+            if one["local"].numel() != master.params.layout.numel:
+                self.problems.append("its half step was saved with other flat buffers")
+                continue
+            self._locals.append((master.grads, one["local"], one["filled"]))
+
     # -- taking effect ----------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -195,8 +215,13 @@ class Restore:
             optimizer.state.pop(new.held.tensor, None)
             if new.values:
                 optimizer.state[new.held.tensor] = new.values
+        for grads, local, filled in self._locals:
+            grads.restore(GradSums(local, filled, None))
         for grads, total in self._grads:
             grads.restore(GradSums(None, [], total))
+        self._publish()
+
+    def _publish(self) -> None:
         sharded = self._snapshot.sharded
         if sharded.policy.shards_optimizer:
             for unit in sharded.units:

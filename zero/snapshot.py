@@ -199,7 +199,7 @@ class Snapshot:
 
     def _refuse(self, key: str, what: str) -> None:
         raise UsageError(
-            f"the optimizer {type(self.optimizer).__name__} keeps {key!r} {what}: a checkpoint can hold numbers, "
+            f"the optimizer {type(self.optimizer).__name__} keeps {key!r} {what}: a checkpoint holds numbers, "
             "tensors of a parameter's shape, and other tensors of whole parameters (stage 0); save its state "
             "yourself, or use another optimizer"
         )

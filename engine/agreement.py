@@ -1,0 +1,75 @@
+"""Ranks that tell one another something in JSON, and that fail together or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ..ops.collectives import Collectives
+from ..ops.errors import PeerError, UsageError, XdsError
+
+Value = TypeVar("Value")
+
+
+def exchange(collectives: Collectives, value: Any) -> list[Any]:
+    """Every rank's `value`, in rank order; JSON. Sends the longest text to each peer. For all ranks."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    length = torch.tensor([len(text)], dtype=torch.int64, device=collectives.device)
+    lengths = collectives.gather_small(length).view(-1).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=collectives.device)
+    padded[: len(text)] = text
+    table = collectives.gather_small(padded).cpu()
+    found = []
+    for row, size in zip(table, lengths, strict=True):
+        told = bytearray(size)
+        torch.frombuffer(told, dtype=torch.uint8).copy_(row[:size])
+        found.append(json.loads(told))
+    return found
+
+
+def together(
+    collectives: Collectives,
+    doing: str,
+    action: Callable[[], Value],
+    tell: Callable[[Value], Any] | None = None,
+) -> tuple[Value, list[Any]]:
+    """Run `action` on every rank; if it raises on one, all raise. For all ranks.
+
+    Args:
+        doing: begins the sentence of the error.
+        tell: what of the result the other ranks are to know, in JSON.
+    Returns:
+        this rank's result, and what every rank told, in rank order.
+    Raises:
+        UsageError: where `action` raised nothing else on any rank; XdsError otherwise.
+    """
+    answer: dict[str, Any] = {}
+    failure: Exception | None = None
+    result: Value | None = None
+    try:
+        result = action()
+        answer["told"] = None if tell is None else tell(result)
+    except PeerError:
+        raise  # the ranks cannot be asked any more
+    except Exception as error:
+        failure = error
+        text = str(error) if isinstance(error, XdsError) else f"{type(error).__name__}: {error}"
+        answer = {"error": text, "is_usage": isinstance(error, UsageError)}
+    answers = exchange(collectives, answer)
+    failed = [(rank, one) for rank, one in enumerate(answers) if "error" in one]
+    if failed:
+        kind = UsageError if all(one["is_usage"] for _, one in failed) else XdsError
+        raise kind(_sentence(doing, failed, collectives.world_size)) from failure
+    assert failure is None
+    return result, [one["told"] for one in answers]  # type: ignore[return-value]
+
+
+def _sentence(doing: str, failed: list[tuple[int, Any]], world_size: int) -> str:
+    rank, first = failed[0]
+    if len(failed) == world_size and all(one["error"] == first["error"] for _, one in failed):
+        return f"{doing}: {first['error']}"
+    others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
+    return f"{doing} failed on rank {rank}{others}: {first['error']}"

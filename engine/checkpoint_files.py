@@ -1,0 +1,367 @@
+"""Files of a checkpoint: written as a stream, summed on the way, read by range, committed by one rename.
+
+    write   .<tag>.tmp-1a2b3c4d/rank_00000-1a2b3c4d.safetensors, ...      every rank, fsync
+            .<tag>.tmp-1a2b3c4d/manifest.json                             rank 0, fsync
+    commit  .<tag>.tmp-1a2b3c4d -> <tag>        a new tag: the folder is renamed
+            <tag>/manifest.json                 a tag saved before: new files beside the old, then this rename
+    point   latest                              replaced by a rename, last
+
+A folder without manifest.json is not a checkpoint. The safetensors format is 8 bytes with the length of a
+JSON header, the header, then the tensors' bytes; it is written here because the package's own writer would
+hold a copy of everything, and read here so that every byte is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import secrets
+import shutil
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ..ops.errors import UsageError
+from ..zero.ranges import Copy
+from .checkpoint_format import FileRecord, Manifest, dump, parse
+
+MANIFEST, LATEST = "manifest.json", "latest"
+CHUNK_BYTES = 4 << 20  # what is summed, and read, at a time
+HEADER_ALIGN = 64
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
+OWN_FILE = re.compile(r"rank_\d{5,}-[0-9a-f]{8}\.safetensors")
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A tensor of a file: elements [start, stop) of `tensor`, flattened."""
+
+    name: str
+    tensor: Tensor
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> list[int]:
+        is_whole = self.stop - self.start == self.tensor.numel()
+        return list(self.tensor.shape) if is_whole else [self.stop - self.start]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The length of a written file and the CRC-32 of every CHUNK_BYTES of it."""
+
+    size_bytes: int
+    crc32: tuple[int, ...]
+
+
+# -- writing ------------------------------------------------------------------------------------------------
+
+
+def write_tensors(path: Path, entries: Sequence[Entry]) -> Sums:
+    """Write a safetensors file and make it durable.
+
+    Memory:  one chunk where tensors lie on a device; one tensor where its elements are not in order.
+    Raises OSError: as the file system does; the file may be there in part.
+    """
+    # widest elements first: every tensor then begins at a multiple of its element's size
+    ordered = sorted(entries, key=lambda entry: -entry.tensor.element_size())
+    crcs: list[int] = []
+    crc, filled, size = 0, 0, 0
+    with ThreadPoolExecutor(1) as pool, open(path, "xb") as file:
+        for piece in _pieces_of(ordered):
+            at = 0
+            while at < len(piece):
+                part = piece[at : at + CHUNK_BYTES - filled]
+                pending = pool.submit(zlib.crc32, part, crc)  # both let go of the interpreter lock
+                file.write(part)
+                crc = pending.result()
+                at, filled, size = at + len(part), filled + len(part), size + len(part)
+                if filled == CHUNK_BYTES:
+                    crcs.append(crc)
+                    crc, filled = 0, 0
+        if filled:
+            crcs.append(crc)
+        file.flush()
+        os.fsync(file.fileno())
+    return Sums(size, tuple(crcs))
+
+
+def _pieces_of(entries: Sequence[Entry]) -> Iterator[memoryview]:
+    """The file's bytes, in order. A view is valid until the next one is asked for."""
+    yield memoryview(_header(entries))
+    for entry in entries:
+        flat = entry.tensor.detach().reshape(-1)[entry.start : entry.stop]
+        if flat.device.type == "cpu":
+            yield bytes_of(flat)
+            continue
+        step = CHUNK_BYTES // flat.element_size()
+        for start in range(0, flat.numel(), step):
+            here = flat[start : start + step].cpu()
+            yield bytes_of(here)
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    table: dict[str, Any] = {}
+    at = 0
+    for entry in entries:
+        dtype = DTYPES.get(entry.tensor.dtype)
+        if dtype is None:
+            raise UsageError(
+                f"{entry.name} is {entry.tensor.dtype}: safetensors files have no such dtype; convert it"
+            )
+        stop = at + (entry.stop - entry.start) * entry.tensor.element_size()
+        table[entry.name] = {"dtype": dtype, "shape": entry.shape, "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(table).encode()
+    text += b" " * (-(len(text) + 8) % HEADER_ALIGN)
+    return struct.pack("<Q", len(text)) + text
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; valid as long as the tensor is."""
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+# -- reading ------------------------------------------------------------------------------------------------
+
+
+@final
+class CheckedFile:
+    """One file of a checkpoint, opened for reading. `verify` what will be read, then read it.
+
+    Raises:
+        UsageError: the file is missing, has another length than the manifest says, or a sum is wrong.
+    """
+
+    def __init__(self, folder: Path, record: FileRecord) -> None:
+        self.path = folder / record.path
+        self._record = record
+        self._verified: set[int] = set()
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise UsageError(f"{self.path} is missing: the checkpoint is damaged") from None
+        size = os.fstat(self._fd).st_size
+        if size != record.size_bytes:
+            self.close()
+            raise UsageError(
+                f"{self.path} has {size} bytes and should have {record.size_bytes}: the checkpoint is damaged"
+            )
+        self._buffer = torch.empty(record.chunk_bytes, dtype=torch.uint8)
+        head = self._checked(0, 8)
+        length = struct.unpack("<Q", head)[0]
+        self._data_at = 8 + length
+        self._table: dict[str, Any] = json.loads(self._checked(8, length))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _read(self, start: int, view: memoryview) -> None:
+        """Fill `view` with the file's bytes from `start`."""
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._fd, [view[done:]], start + done)
+            if count == 0:
+                raise UsageError(f"{self.path} ends too early: the checkpoint is damaged")
+            done += count
+
+    def _checked(self, start: int, size: int) -> bytes:
+        if not 0 <= size <= self._record.size_bytes - start:
+            raise UsageError(f"{self.path} is damaged: its header is too long")
+        self._verify_bytes(start, start + size)
+        out = bytearray(size)
+        self._read(start, memoryview(out))
+        return bytes(out)
+
+    def _verify_bytes(self, start: int, stop: int) -> None:
+        size = self._record.chunk_bytes
+        for number in range(start // size, -(-stop // size)):
+            if number in self._verified:
+                continue
+            here = bytes_of(self._buffer)[: min(size, self._record.size_bytes - number * size)]
+            self._read(number * size, here)
+            if zlib.crc32(here) != self._record.crc32[number]:
+                raise UsageError(
+                    f"{self.path} is damaged: bytes {number * size} to {number * size + len(here)} do not "
+                    "match their checksum; load another checkpoint"
+                )
+            self._verified.add(number)
+
+    def _span(self, copy: Copy) -> tuple[int, torch.dtype]:
+        """Where in the file the elements of `copy` begin, and their dtype."""
+        entry = self._table[copy.tensor]
+        dtype = TORCH_DTYPES[entry["dtype"]]
+        return self._data_at + entry["data_offsets"][0] + copy.source * dtype.itemsize, dtype
+
+    def verify(self, copy: Copy) -> None:
+        """Check the sums of everything that `copy` will read. Each chunk is read once."""
+        start, dtype = self._span(copy)
+        self._verify_bytes(start, start + copy.numel * dtype.itemsize)
+
+    def fill(self, receiver: Tensor, copy: Copy) -> None:
+        """Do what `copy` says; elements are converted where the receiver has another dtype."""
+        start, dtype = self._span(copy)
+        target = receiver[copy.target : copy.target + copy.numel]
+        if target.device.type == "cpu" and target.dtype == dtype:
+            self._read(start, bytes_of(target))
+            return
+        step = len(self._buffer) // dtype.itemsize
+        for at in range(0, copy.numel, step):
+            part = target[at : at + step]
+            here = self._buffer[: part.numel() * dtype.itemsize]
+            self._read(start + at * dtype.itemsize, bytes_of(here))
+            part.copy_(here.view(dtype))
+
+    def tensor(self, name: str) -> Tensor:
+        """One whole tensor, checked, on the CPU."""
+        entry = self._table[name]
+        out = torch.empty(entry["shape"], dtype=TORCH_DTYPES[entry["dtype"]])
+        whole = Copy(0, name, "", 0, 0, out.numel())
+        self.verify(whole)
+        self.fill(out.view(-1), whole)
+        return out
+
+
+# -- folders ------------------------------------------------------------------------------------------------
+
+
+def check_tag(tag: str) -> None:
+    """Raises UsageError: `tag` cannot be a folder's name."""
+    if not tag or tag.startswith(".") or "/" in tag or "\\" in tag or tag == LATEST:
+        raise UsageError(
+            f"tag = {tag!r}: it names a folder inside save_dir, so it must not be empty or {LATEST!r}, begin "
+            "with a dot or hold a slash"
+        )
+
+
+def make_folder(save_dir: Path, tag: str) -> Path:
+    """A fresh folder for `tag`, and what killed saves left behind is removed. Rank 0 alone."""
+    save_dir.mkdir(parents=True, exist_ok=True)
+    for path in save_dir.iterdir():
+        if TEMPORARY.fullmatch(path.name):
+            discard(path)
+    folder = save_dir / f".{tag}.tmp-{secrets.token_hex(4)}"
+    folder.mkdir()
+    return folder
+
+
+def file_name(folder: Path, rank: int) -> str:
+    """The name of a rank's file; two saves never use the same, so old and new may lie side by side."""
+    return f"rank_{rank:05d}-{folder.name[-8:]}.safetensors"
+
+
+def discard(folder: Path) -> None:
+    """Remove what an uncommitted save has written, as far as that works."""
+    if folder.is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            folder.unlink()
+
+
+def commit(folder: Path, save_dir: Path, manifest: Manifest) -> Path:
+    """Make the files in `folder` the checkpoint `manifest.tag`. Rank 0 alone, after every rank's fsync."""
+    _write_durably(folder / MANIFEST, dump(manifest))
+    _sync_folder(folder)
+    final_folder = save_dir / manifest.tag
+    if not final_folder.exists():
+        os.rename(folder, final_folder)
+        _sync_folder(save_dir)
+        return final_folder
+    for record in manifest.files:
+        os.rename(folder / record.path, final_folder / record.path)
+    _sync_folder(final_folder)
+    os.replace(folder / MANIFEST, final_folder / MANIFEST)
+    _sync_folder(final_folder)
+    discard(folder)
+    current = {record.path for record in manifest.files}
+    for path in final_folder.iterdir():
+        if OWN_FILE.fullmatch(path.name) and path.name not in current:
+            path.unlink()
+    return final_folder
+
+
+def write_latest(save_dir: Path, tag: str) -> None:
+    """`latest` names `tag` from now on; at every instant it names the old one or the new one."""
+    fresh = save_dir / f".{LATEST}.tmp-{secrets.token_hex(4)}"
+    try:
+        _write_durably(fresh, tag.encode())
+        os.replace(fresh, save_dir / LATEST)
+    except OSError:
+        with suppress(OSError):
+            fresh.unlink()
+        raise
+    _sync_folder(save_dir)
+
+
+def read_latest(load_dir: Path) -> str | None:
+    """The tag that `latest` names; None without one."""
+    try:
+        return (load_dir / LATEST).read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
+def read_manifest(load_dir: Path, tag: str) -> Manifest:
+    """The manifest of a committed checkpoint.
+
+    Raises:
+        UsageError: there is none, or it is damaged.
+    """
+    path = load_dir / tag / MANIFEST
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        there = sorted(found.parent.name for found in load_dir.glob(f"[!.]*/{MANIFEST}"))
+        raise UsageError(
+            f"{load_dir / tag} is not a committed checkpoint: it has no {MANIFEST}; in {load_dir} there "
+            + (f"are {', '.join(there)}" if there else "is none")
+        ) from None
+    return parse(text, str(path))
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,336 @@
+"""Loading: every rank reads the ranges it needs, checks all of them, and only then changes anything.
+
+tag  ->  manifest  ->  plan by name and range  ->  verify every chunk  ->  fill  ->  publish, counters, RNG
+         all ranks go on, or all raise, and nothing has changed       |
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from ..ops.errors import UsageError
+from ..zero.ranges import Catalogue
+from ..zero.restore import Restore, Target
+from ..zero.snapshot import Snapshot
+from .agreement import together
+from .checkpoint_files import MANIFEST, CheckedFile, check_tag, read_latest, read_manifest
+from .checkpoint_format import Manifest, constants_of, unpack
+from .checkpoint_save import Counters
+from .data import resume_loader
+from .random_state import set_random_state
+
+if TYPE_CHECKING:
+    from .engine import Parts
+
+log = logging.getLogger("xds")
+DOING = "load_checkpoint"
+MAX_NAMES = 50  # of a sentence
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What is to be loaded; the names are `Engine.load_checkpoint`'s."""
+
+    load_module_strict: bool = True
+    load_optimizer_states: bool = True
+    load_lr_scheduler_states: bool = True
+    load_module_only: bool = False
+
+    @property
+    def with_optimizer(self) -> bool:
+        return self.load_optimizer_states and not self.load_module_only
+
+    @property
+    def with_scheduler(self) -> bool:
+        return self.load_lr_scheduler_states and not self.load_module_only
+
+
+@final
+@dataclass(eq=False)
+class _Plan:
+    """One load on this rank, checked and ready."""
+
+    manifest: Manifest
+    restore: Restore
+    files: dict[int, CheckedFile]
+    targets: list[Target] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    is_same_world: bool = True
+
+
+def load_checkpoint(
+    parts: Parts,
+    counters: Counters,
+    load_dir: str | Path,
+    tag: str | None,
+    options: LoadOptions,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """See `Engine.load_checkpoint`."""
+    collectives = parts.sharded.collectives
+    load_dir = Path(load_dir)
+    _, tags = together(
+        collectives,
+        DOING,
+        lambda: (
+            (read_latest(load_dir) if tag is None else str(tag)) if not collectives.rank else None
+        ),
+        tell=lambda found: found,
+    )
+    if tags[0] is None:
+        log.warning(
+            "no checkpoint loaded: there is no file `latest` in %s, and no tag was given", load_dir
+        )
+        return None, None
+    manifest, digests = together(
+        collectives,
+        DOING,
+        partial(_read, load_dir, tags[0]),
+        tell=lambda m: [m.tag, m.files[0].path],
+    )
+    if any(digest != digests[0] for digest in digests):
+        raise UsageError(
+            f"{DOING}: the ranks find different checkpoints under {load_dir / tags[0]}: load_dir must be one "
+            "folder that all of them share"
+        )
+    folder = load_dir / tags[0]
+    with ExitStack() as stack:
+        plan, _ = together(
+            collectives, DOING, partial(_prepare, parts, counters, folder, manifest, options, stack)
+        )
+        plan.restore.begin()
+        together(
+            collectives, f"{DOING}, half-way (load again before going on)", partial(_fill, plan)
+        )
+        plan.restore.finish(plan.targets)
+    _set_buffers(plan)
+    if not options.load_module_only:
+        _set_engine(parts, counters, plan, options)
+    if collectives.rank == 0:
+        log.info("loaded checkpoint %s", folder)
+    client_state: dict[str, Any] = plan.state["client_state"]
+    return str(folder), client_state
+
+
+def _read(load_dir: Path, tag: str) -> Manifest:
+    check_tag(tag)
+    return read_manifest(load_dir, tag)
+
+
+# -- before anything changes --------------------------------------------------------------------------------
+
+
+def _prepare(  # noqa: PLR0913
+    parts: Parts,
+    counters: Counters,
+    folder: Path,
+    manifest: Manifest,
+    options: LoadOptions,
+    stack: ExitStack,
+) -> _Plan:
+    parts.sharded.settle_reductions()
+    snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
+    catalogue = _catalogue(manifest, folder)
+    _check_names(catalogue, snapshot, folder, options)
+    restore = Restore(snapshot, catalogue)
+    plan = _Plan(manifest, restore, {}, is_same_world=manifest.world_size == snapshot.world_size)
+    rank = snapshot.rank
+
+    def opened(number: int) -> CheckedFile:
+        if number not in plan.files:
+            plan.files[number] = CheckedFile(folder, manifest.files[number])
+            stack.callback(plan.files[number].close)
+        return plan.files[number]
+
+    plan.state = unpack(manifest.state, lambda name: opened(0).tensor(name))
+    _check_state(parts, counters, plan, options, folder)
+    if plan.is_same_world:
+        plan.own = _own(manifest.files[rank].own, lambda name: opened(rank).tensor(name), options)
+    plan.targets = restore.plan_values()
+    if options.with_optimizer:
+        plan.targets += restore.plan_states()
+        if plan.state["counters"]["is_accumulating"]:
+            plan.targets += restore.plan_grads()
+            restore.plan_locals(plan.own["grads"])
+    _check_restore(restore, folder, options)
+    for target in plan.targets:
+        for copy in target.copies:
+            opened(copy.file).verify(copy)
+    return plan
+
+
+def _own(packed: Any, get: Any, options: LoadOptions) -> dict[str, Any]:
+    """This rank's own values; tensors that the options leave out are not read."""
+    wanted = ["buffers"]
+    if not options.load_module_only:
+        wanted.append("random")
+    if options.with_optimizer:
+        wanted.append("grads")
+    return {key: unpack(packed[key], get) for key in wanted}
+
+
+def _catalogue(manifest: Manifest, folder: Path) -> Catalogue:
+    ranges = [one for record in manifest.files for one in record.ranges]
+    constants = [one for record in manifest.files for one in constants_of(record)]
+    try:
+        return Catalogue(manifest.flats, ranges, constants)
+    except ValueError as error:
+        raise UsageError(f"{folder / MANIFEST} contradicts itself: {error}") from None
+
+
+def _shown(names: Iterable[str]) -> str:
+    found = list(dict.fromkeys(names))
+    more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
+    return ", ".join(found[:MAX_NAMES]) + more
+
+
+def _check_names(
+    catalogue: Catalogue, snapshot: Snapshot, folder: Path, options: LoadOptions
+) -> None:
+    found = catalogue.compare(snapshot.flats)
+    sentences = []
+    if found.missing:
+        sentences.append(f"it does not have {_shown(found.missing)}")
+    if found.extra:
+        sentences.append(f"the model does not have {_shown(found.extra)}")
+    if found.shapes:
+        raise UsageError(
+            f"{folder} does not fit this model: {_shown(found.shapes)}; nothing was changed"
+        )
+    if sentences and options.load_module_strict:
+        raise UsageError(
+            f"{folder} does not fit this model: {'; '.join(sentences)}; nothing was changed. Load what fits "
+            "with load_module_strict=False"
+        )
+    if sentences and snapshot.rank == 0:
+        log.warning(
+            "%s is loaded in part: %s; the rest stays as it is", folder, "; ".join(sentences)
+        )
+
+
+def _check_state(
+    parts: Parts, counters: Counters, plan: _Plan, options: LoadOptions, folder: Path
+) -> None:
+    saved = plan.state
+    if options.with_optimizer:
+        _check_optimizer(parts, saved["optimizer"], folder)
+        _check_accumulation(counters, plan, folder)
+    scheduler = saved["lr_scheduler"]
+    if options.with_scheduler and scheduler is not None and parts.scheduler is not None:
+        here = type(parts.scheduler).__name__
+        if here != scheduler["type"]:
+            raise UsageError(
+                f"{folder} holds the state of the scheduler {scheduler['type']}, this engine has {here}: use "
+                "the same one, or load with load_lr_scheduler_states=False"
+            )
+
+
+def _check_optimizer(parts: Parts, saved: dict[str, Any], folder: Path) -> None:
+    here = type(parts.optimizer).__name__
+    # Adam and AdamW keep the same states; ours is called Adam in both cases
+    if here.removesuffix("W") != saved["type"].removesuffix("W"):
+        raise UsageError(
+            f"{folder} holds states of the optimizer {saved['type']}, and this engine has {here}: use the same "
+            "one, or load with load_optimizer_states=False"
+        )
+    num_here, num_saved = len(parts.optimizer.param_groups), len(saved["groups"])
+    if num_here != num_saved:
+        raise UsageError(
+            f"{folder} holds {num_saved} parameter groups, and this engine has {num_here}: make the same "
+            "groups, or load with load_optimizer_states=False"
+        )
+
+
+def _check_accumulation(counters: Counters, plan: _Plan, folder: Path) -> None:
+    saved = plan.state["counters"]
+    if not saved["is_accumulating"]:
+        return
+    here = counters.gradient_accumulation_steps()
+    if plan.is_same_world and here == saved["accumulation_steps"]:
+        return
+    raise UsageError(
+        f"{folder} was saved in the middle of an accumulation, by {plan.manifest.world_size} ranks with "
+        f"gradient_accumulation_steps = {saved['accumulation_steps']}: half a step loads only with the same "
+        "two numbers; load a checkpoint that was saved after a whole step, or use load_optimizer_states=False"
+    )
+
+
+def _check_restore(restore: Restore, folder: Path, options: LoadOptions) -> None:
+    if restore.problems:
+        raise UsageError(
+            f"{folder} cannot be loaded in this layout: {_shown(restore.problems)}; nothing was changed. Use "
+            "the layout it was saved with, or load_optimizer_states=False"
+        )
+    if restore.missing and options.load_module_strict:
+        raise UsageError(
+            f"{folder} does not have the optimizer states {_shown(restore.missing)}; nothing was changed. With "
+            "load_module_strict=False they begin at zero, with load_optimizer_states=False all stay as they are"
+        )
+    if restore.missing:
+        log.warning("%s does not have the optimizer states %s", folder, _shown(restore.missing))
+
+
+# -- changing -----------------------------------------------------------------------------------------------
+
+
+def _fill(plan: _Plan) -> None:
+    for target in plan.targets:
+        for copy in target.copies:
+            plan.files[copy.file].fill(target.receiver, copy)
+
+
+@torch.no_grad()
+def _set_buffers(plan: _Plan) -> None:
+    """Where this rank's buffers were not rank 0's, and it is the same rank, it gets its own."""
+    own: dict[str, Tensor] = plan.own.get("buffers", {})
+    for name, buffer in plan.restore.buffers():
+        if name in own:
+            buffer.copy_(own[name])
+
+
+def _set_engine(parts: Parts, counters: Counters, plan: _Plan, options: LoadOptions) -> None:
+    saved = plan.state
+    if options.with_optimizer:
+        _set_groups(parts.optimizer, saved["optimizer"]["groups"])
+    if options.with_scheduler and saved["lr_scheduler"] is not None:
+        load = getattr(parts.scheduler, "load_state_dict", None)
+        if load is not None:
+            load(saved["lr_scheduler"]["state"])
+    parts.loss_scale.load_state_dict(saved["loss_scale"])
+    _set_counters(counters, saved["counters"], options)
+    if saved["data"] is not None and parts.loader is not None:
+        if not resume_loader(parts.loader, saved["data"]):
+            log.warning("the checkpoint's data position does not fit training_data: it starts anew")
+    if "random" in plan.own:
+        set_random_state(plan.own["random"], parts.device)
+
+
+def _set_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in values.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)  # a learning rate that others hold stays that tensor
+            else:
+                group[key] = value
+
+
+def _set_counters(counters: Counters, saved: dict[str, Any], options: LoadOptions) -> None:
+    counters.global_steps = saved["global_steps"]
+    counters.skipped_steps = saved["skipped_steps"]
+    counters.global_samples = saved["global_samples"]
+    here = counters.gradient_accumulation_steps()
+    counters.micro_steps = saved["micro_steps"]
+    if saved["is_accumulating"] and options.with_optimizer:
+        return
+    if here != saved["accumulation_steps"]:
+        counters.micro_steps = saved["global_steps"] * here
+    counters.micro_steps -= counters.micro_steps % here  # half a step's gradients are not there

@@ -1,0 +1,263 @@
+"""Saving: every rank streams its share into a fresh folder, rank 0 commits it, `latest` comes last.
+
+prepare  ->  folder  ->  write, fsync  ->  commit  ->  latest        each step: all ranks, or all raise
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from ..ops.errors import UsageError, XdsError
+from ..zero.ranges import Range
+from ..zero.snapshot import Block, Snapshot, name_of
+from .agreement import together
+from .checkpoint_files import (
+    CHUNK_BYTES,
+    Entry,
+    bytes_of,
+    check_tag,
+    commit,
+    discard,
+    file_name,
+    make_folder,
+    write_latest,
+    write_tensors,
+)
+from .checkpoint_format import FORMAT, VERSION, FileRecord, Manifest, constants_to_json, pack
+from .data import loader_position
+from .random_state import read_random_state
+
+if TYPE_CHECKING:
+    from .engine import Parts
+
+log = logging.getLogger("xds")
+DOING = "save_checkpoint"
+_RECORD = TypeAdapter(FileRecord)
+
+
+class Counters(Protocol):
+    """What an engine counts."""
+
+    global_steps: int
+    micro_steps: int
+    skipped_steps: int
+    global_samples: int
+
+    def gradient_accumulation_steps(self) -> int: ...
+
+
+@final
+@dataclass(eq=False)
+class _Content:
+    """What this rank is going to write."""
+
+    snapshot: Snapshot
+    entries: list[Entry] = field(default_factory=list)
+    ranges: list[Range] = field(default_factory=list)
+    state: Any = None
+    own: Any = None
+
+    def put(self, prefix: str, tensor: Tensor) -> str:
+        """Add a tensor that no flat holds; its name."""
+        name = f"{prefix}/{len(self.entries)}"
+        self.entries.append(Entry(name, tensor, 0, tensor.numel()))
+        return name
+
+    def add(self, block: Block) -> None:
+        """Add this rank's share of a block."""
+        start, stop = self.snapshot.share(block.flat)
+        start, stop = max(start, block.start), min(stop, block.stop)
+        if start >= stop:
+            return
+        name = f"{block.key}/{block.flat}/{start}"
+        dtype = name_of(block.tensor.dtype)
+        self.entries.append(Entry(name, block.tensor, start - block.start, stop - block.start))
+        self.ranges.append(
+            Range(block.flat, block.key, start, stop, self.snapshot.rank, name, dtype)
+        )
+
+
+def save_checkpoint(
+    parts: Parts,
+    counters: Counters,
+    save_dir: str | Path,
+    tag: str | None,
+    client_state: Mapping[str, Any] | None,
+    *,
+    save_latest: bool,
+) -> None:
+    """See `Engine.save_checkpoint`."""
+    collectives = parts.sharded.collectives
+    is_first = collectives.rank == 0
+    save_dir = Path(save_dir)
+    tag = f"global_step{counters.global_steps}" if tag is None else str(tag)
+    content, told = together(
+        collectives,
+        DOING,
+        partial(_prepare, parts, counters, tag, client_state),
+        tell=lambda content: [tag, _buffer_sums(content.snapshot)],
+    )
+    _check_same_tag([tags for tags, _ in told])
+    differing = [
+        mine != first for mine, first in zip(told[collectives.rank][1], told[0][1], strict=True)
+    ]
+    _add_own(content, parts, differing)
+    _, names = together(
+        collectives, DOING, lambda: make_folder(save_dir, tag).name if is_first else "", tell=str
+    )
+    folder = save_dir / names[0]
+    try:
+        _, records = together(
+            collectives, DOING, partial(_write, content, folder), tell=lambda record: asdict(record)
+        )
+
+        def finish() -> None:
+            files = [_RECORD.validate_python(record) for record in records]
+            commit(folder, save_dir, _manifest(parts, tag, content, files))
+            if save_latest:
+                write_latest(save_dir, tag)
+
+        together(collectives, DOING, finish if is_first else _nothing)
+    except XdsError:
+        if is_first:
+            discard(folder)
+        raise
+    if is_first:
+        log.info("saved checkpoint %s", save_dir / tag)
+
+
+def _nothing() -> None:
+    return
+
+
+def _check_same_tag(tags: list[str]) -> None:
+    if len(set(tags)) > 1:
+        other = next(rank for rank, tag in enumerate(tags) if tag != tags[0])
+        raise UsageError(
+            f"{DOING}: rank 0 saves under the tag {tags[0]!r} and rank {other} under {tags[other]!r}; give "
+            "every rank the same tag"
+        )
+
+
+# -- what is saved ------------------------------------------------------------------------------------------
+
+
+def _prepare(
+    parts: Parts, counters: Counters, tag: str, client_state: Mapping[str, Any] | None
+) -> _Content:
+    """Everything that can be refused is refused here, before a file is touched."""
+    check_tag(tag)
+    if parts.sharded.has_seen_backward:
+        raise UsageError(
+            "save_checkpoint() between backward() and step(): the gradients of this micro-batch would count "
+            "for half; call step() first"
+        )
+    parts.sharded.settle_reductions()
+    snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
+    content = _Content(snapshot)
+    totals = snapshot.grad_totals()
+    for block in (*snapshot.values, *snapshot.states, *totals):
+        content.add(block)
+    is_accumulating = bool(totals or snapshot.grad_locals())
+    state = _engine_state(parts, counters, is_accumulating)
+    put = partial(content.put, "state")
+    packed = {key: pack(value, key, put) for key, value in state.items()}
+    packed["client_state"] = pack(dict(client_state or {}), "client_state", put)
+    if snapshot.rank == 0:
+        content.state = packed
+    else:  # it was packed to be refused on every rank alike
+        content.entries = [
+            entry for entry in content.entries if not entry.name.startswith("state/")
+        ]
+    return content
+
+
+def _engine_state(parts: Parts, counters: Counters, is_accumulating: bool) -> dict[str, Any]:
+    scheduler = parts.scheduler
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in parts.optimizer.param_groups
+    ]
+    has_state = scheduler is not None and hasattr(scheduler, "state_dict")
+    return {
+        "counters": {
+            "global_steps": counters.global_steps,
+            "micro_steps": counters.micro_steps,
+            "skipped_steps": counters.skipped_steps,
+            "global_samples": counters.global_samples,
+            "accumulation_steps": counters.gradient_accumulation_steps(),
+            "is_accumulating": is_accumulating,
+        },
+        "loss_scale": parts.loss_scale.state_dict(),
+        "optimizer": {"type": type(parts.optimizer).__name__, "groups": groups},
+        "lr_scheduler": {"type": type(scheduler).__name__, "state": scheduler.state_dict()}  # type: ignore[union-attr]
+        if has_state
+        else None,
+        "data": loader_position(parts.loader),
+    }
+
+
+def _buffer_blocks(snapshot: Snapshot) -> list[Block]:
+    return [block for block in snapshot.values if snapshot.flats[block.flat].kind == "buffer"]
+
+
+def _buffer_sums(snapshot: Snapshot) -> list[int]:
+    return [
+        zlib.crc32(bytes_of(block.tensor.detach().cpu().contiguous()))
+        for block in _buffer_blocks(snapshot)
+    ]
+
+
+def _add_own(content: _Content, parts: Parts, differing: list[bool]) -> None:
+    """What is this rank's alone: random generators, sums not reduced yet, buffers that are not rank 0's."""
+    snapshot = content.snapshot
+    buffers = {
+        snapshot.flats[block.flat].slots[0].name: block.tensor
+        for block, differs in zip(_buffer_blocks(snapshot), differing, strict=True)
+        if differs
+    }
+    grads = {
+        str(flat): {"local": local, "filled": filled}
+        for flat, (local, filled) in snapshot.grad_locals().items()
+    }
+    own = {"random": read_random_state(parts.device), "buffers": buffers, "grads": grads}
+    content.own = pack(own, "own", partial(content.put, "own"))
+
+
+def _write(content: _Content, folder: Path) -> FileRecord:
+    name = file_name(folder, content.snapshot.rank)
+    sums = write_tensors(folder / name, content.entries)
+    return FileRecord(
+        path=name,
+        size_bytes=sums.size_bytes,
+        chunk_bytes=CHUNK_BYTES,
+        crc32=sums.crc32,
+        ranges=tuple(content.ranges),
+        constants=tuple(constants_to_json(content.snapshot.constants)),
+        own=content.own,
+    )
+
+
+def _manifest(parts: Parts, tag: str, content: _Content, files: list[FileRecord]) -> Manifest:
+    from .. import __version__
+
+    return Manifest(
+        format=FORMAT,
+        version=VERSION,
+        xds=__version__,
+        tag=tag,
+        world_size=content.snapshot.world_size,
+        stage=parts.config.zero_optimization.stage,
+        flats=tuple(content.snapshot.flats),
+        files=tuple(files),
+        state=content.state,
+    )
