@@ -350,7 +350,7 @@ class PeerToPeer(Collectives):
         return table
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        self._count("broadcast", tensor[:0])
+        self._count("broadcast", tensor.new_empty(0))
         with self._watch.guard("broadcast", CONTROL_BUFFER, "rank 0's values"):
             dist.broadcast(tensor, group=self.group, group_src=source)
 
@@ -422,7 +422,7 @@ class Native(Collectives):
         return table.view(self.world_size, -1)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        self._count("broadcast", tensor[:0])
+        self._count("broadcast", tensor.new_empty(0))
         with self._watch.guard("broadcast", CONTROL_BUFFER, "rank 0's values"):
             dist.broadcast(tensor, group=self.group, group_src=source)
 
