@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -160,7 +161,7 @@ def _told_difference(waiting: Sequence[Sequence[Report]]) -> str:
         found = first_difference(one, two, "all_gather") if one.engine == two.engine else None
         if found is not None:
             number, *names = found
-            mine, other = (name or "nothing yet" for name in names)
+            mine, other = (name.partition(" of ")[2] or "nothing yet" for name in names)
             return (
                 f"the {_ordinal(number)} all_gather is the first that differs: {mine} on rank {one.rank}, "
                 f"{other} on rank {two.rank}"
@@ -250,8 +251,8 @@ class Watch:
         Args:
             error: what the backend said; peer: the rank it said so about, if it is known.
         """
-        called = self._call(mark[:3])
         if not self._verdict:
+            called = self._call(mark[:3])
             said = str(error)
             if peer is None and self._world_size == 2:
                 peer = 1 - self._rank
@@ -260,12 +261,13 @@ class Watch:
             report = self._report(
                 waits_in=called, number=mark.number, gone=peer if is_closed else None
             )
-            self._verdict = explain(self._exchange(report), self._world_size)
-        reason = str(error).splitlines()[0].rpartition("] ")[2].rstrip(". ")
-        return PeerError(
-            f"{called} failed on rank {self._rank} of {self._world_size} ({reason}). Another rank stopped, or "
-            f"went another way through its code: {self._verdict}"
-        )
+            told = explain(self._exchange(report), self._world_size)
+            reason = said.split("\n")[0].rpartition("] ")[2].partition(". This is")[0].rstrip(". ")
+            self._verdict = (
+                f"{called} failed on rank {self._rank} of {self._world_size} ({reason}). Another rank "
+                f"stopped, or went another way through its code: {told}"
+            )
+        return PeerError(self._verdict)  # a group does not recover: later waits fail of the same
 
     @contextmanager
     def guard(self, kind: str, buffer: int, what: str = "") -> Iterator[Mark]:
@@ -284,8 +286,8 @@ class Watch:
         except PeerError:
             raise
         except BaseException as error:
-            first = (str(error).splitlines() or [""])[0][:200]
-            self._publish(self._report(raised=f"{type(error).__name__}: {first} in {where}"))
+            said = "".join(traceback.format_exception_only(error)).partition("\n")[0]
+            self._publish(self._report(raised=f"{said[:200]} in {where}"))
             raise
 
     def _report(self, **fields: Any) -> Report:

@@ -17,17 +17,30 @@ _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "xds.engine.initialize"])
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> list[Any]:
     """Call `function(*args)` on `world_size` ranks of one gloo group; the results, by rank.
 
     `function` must be importable (module level); it asks torch.distributed for its rank. An exception on
-    any rank is raised here with that rank's traceback.
+    any rank is raised here with that rank's traceback. `timeout_seconds` is the group's.
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(world_size):
             here, there = _context.Pipe(duplex=False)
-            call = (function, rank, world_size, f"{folder}/rendezvous", there, args)
+            call = (
+                function,
+                rank,
+                world_size,
+                f"{folder}/rendezvous",
+                there,
+                args,
+                timeout_seconds,
+            )
             process = _context.Process(target=_rank_main, args=call)
             process.start()
             there.close()
@@ -55,7 +68,13 @@ def _answer(rank: int, process: Any, pipe: Any) -> tuple[bool, Any]:
 
 
 def _rank_main(
-    function: Callable[..., Any], rank: int, world_size: int, path: str, pipe: Any, args: Any
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    path: str,
+    pipe: Any,
+    args: Any,
+    timeout_seconds: float,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -67,7 +86,7 @@ def _rank_main(
         init_method=f"file://{path}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+        timeout=timedelta(seconds=timeout_seconds),
     )
     try:
         # plain pickle: the pipe itself would hand tensors over in shared memory that dies with the rank

@@ -1,0 +1,168 @@
+"""For tests: models whose graph depends on their input, and plain PyTorch training of them.
+
+Each model maps (x [n, WIDTH], route) to the loss. `route` says which way through the model these samples
+go: what real models decide from data, or from a random number of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, DEPTH, LR = 12, 3, 1e-2
+Route = tuple[int, ...]
+
+
+class Block(nn.Module):
+    """A residual layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Expert(Block):
+    """One of several layers, of which a token takes one."""
+
+
+class MoeBlock(nn.Module):
+    """Tokens go to one expert each, as in Mixtral; an expert without tokens is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList([Expert() for _ in range(4)])
+
+    def forward(self, x: Tensor, chosen: Route) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        taken = torch.tensor([chosen[at % len(chosen)] for at in range(len(x))])
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (taken == number).nonzero().flatten()
+            if rows.numel():
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, number, None])
+        return out
+
+
+class Moe(nn.Module):
+    """`route`: the experts that these samples take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([MoeBlock() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, route: Route) -> Tensor:
+        h = x
+        for block in self.blocks:
+            h = block(h, route)
+        return (self.head(h) - x).square().mean()
+
+
+class Vision(nn.Module):
+    """A tower that text does not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Block() for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class ImageAndText(nn.Module):
+    """`route`: (1,) for samples with an image, (0,) for text alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = Vision()
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, route: Route) -> Tensor:
+        h = x + self.vision(x) if route[0] else x
+        for block in self.blocks:
+            h = block(h)
+        return (self.head(h) - x).square().mean()
+
+
+class Skipping(nn.Module):
+    """`route`: the blocks that are used. Early exit leaves out the last, stochastic depth any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(DEPTH)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, route: Route) -> Tensor:
+        h = x
+        for number in route:
+            h = self.blocks[number](h)
+        return (self.head(h) - x).square().mean()
+
+
+# For each kind: its model, and the route of each rank (mod 3) in each step (mod 3).
+KINDS: dict[str, tuple[type[nn.Module], Sequence[Sequence[Route]]]] = {
+    "unused experts": (
+        Moe,
+        (((0, 1), (0, 1, 2, 3), (1,)), ((2,), (0, 3), (1,)), ((0, 2), (1,), (3,))),
+    ),
+    "images and text": (ImageAndText, (((1,), (0,), (1,)), ((0,), (0,), (1,)), ((0,), (1,), (0,)))),
+    "early exit": (Skipping, (((0, 1, 2), (0, 1), (0,)), ((0,), (0, 1, 2), (0,)), ((0, 1),) * 3)),
+    "stochastic depth": (Skipping, (((0, 2), (1,), ()), ((1, 2), (0,), ()), ((0, 1, 2), (), (2,)))),
+}
+
+
+def build(kind: str) -> nn.Module:
+    """The model, the same values on every call."""
+    torch.manual_seed(7)
+    return KINDS[kind][0]()
+
+
+def route_of(kind: str, rank: int, step: int) -> Route:
+    """Which way the samples of `rank` go in `step`."""
+    return KINDS[kind][1][rank % 3][step % 3]
+
+
+def samples(rank: int, step: int) -> Tensor:
+    """[4, WIDTH], the same for the same arguments."""
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def config_of(stage: int, **zero: Any) -> dict[str, Any]:
+    """Every block a unit of its own, nothing kept whole between steps."""
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
+        "zero_optimization": {
+            "stage": stage,
+            "unit_min_numel": 0,
+            "stage3_param_persistence_threshold": 0,
+            **zero,
+        },
+    }
+
+
+def plain_run(kind: str, world_size: int, num_steps: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of plain PyTorch on the samples of all ranks."""
+    model = build(kind)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(num_steps):
+        for param in params:  # what no rank used gets zeros in an engine, too
+            param.grad = torch.zeros_like(param)
+        total = torch.zeros(())
+        for rank in range(world_size):
+            total = total + model(samples(rank, step), route_of(kind, rank, step)) / world_size
+        total.backward()
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in params]).item())
+        optimizer.step()
+        losses.append(total.item())
+    return losses, norms

@@ -1,0 +1,209 @@
+"""What the ranks say of themselves when a collective fails, and what one sentence makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+
+from xds.ops.collectives import ACCESS_BUFFER, Native, PeerToPeer, open_collectives
+from xds.ops.errors import PeerError
+from xds.ops.watch import GONE, OUTSIDE, Report, Watch, explain, first_difference
+
+A, B, C = (f"all_gather of unit '{name}'" for name in "abc")
+R = "reduce_scatter of unit 'a'"
+
+
+def report(rank: int, recent: list[str], **fields: Any) -> Report:
+    """A rank that waits in the last one of `recent`."""
+    counts = {name: recent.count(name) for name in recent}
+    waits = {"waits_in": recent[-1], "number": counts[recent[-1]]}
+    return Report(rank, **{**waits, "counts": counts, "recent": recent, **fields})
+
+
+# one's collectives, two's, the first that differs
+HISTORIES: list[tuple[list[str], list[str], tuple[int, str, str] | None]] = [
+    ([A, B], [A, B], None),
+    ([A, B], [A, C], (2, B, C)),
+    ([A, R, B], [A, B, R], None),  # what is not a gather does not count
+    ([A, B], [A], (2, B, "")),
+    ([R], [A], (1, "", A)),
+    ([], [], None),
+]
+
+
+@pytest.mark.parametrize(("one", "two", "want"), HISTORIES)
+def test_the_first_gather_that_differs(one: list[str], two: list[str], want: Any) -> None:
+    first, second = (
+        Report(rank, counts={n: names.count(n) for n in names}, recent=names)
+        for rank, names in enumerate((one, two))
+    )
+    assert first_difference(first, second, "all_gather") == want
+
+
+def test_only_what_both_ranks_remember_is_compared() -> None:
+    long = Report(0, counts={A: 90, B: 10}, recent=[A, B, A])  # numbers 98, 99, 100
+    short = Report(1, counts={A: 90, C: 9}, recent=[C, A, C])  # numbers 97, 98, 99
+    assert first_difference(long, short, "all_gather") == (99, B, C)
+
+
+UNITS = (
+    "(0 * its output will do), put it into one unit with what every rank calls (zero_optimization.units), or "
+    "train at stage 2"
+)
+SENTENCES: list[tuple[list[Report], int, str]] = [
+    (
+        [report(0, [A, B]), report(1, [A, C])],
+        2,
+        f"rank 0 waits in {B}, for the 1st time, which rank 1 never started; rank 1 waits in {C}, for the "
+        "1st time, which rank 0 never started; the 2nd all_gather is the first that differs: unit 'b' on rank "
+        "0, unit 'c' on rank 1. At stage 3 every rank must use unit 'b' and unit 'c' equally often, in forward "
+        f"and in the loss: call it on every rank {UNITS}",
+    ),
+    (
+        [report(0, [A, A, A]), report(1, [A, R]), report(2, [A, R])],
+        3,
+        f"rank 0 waits in {A}, for the 3rd time, which ranks 1, 2 started only once; ranks 1, 2 wait in {R}, "
+        "for the 1st time, which rank 0 never started; the 2nd all_gather is the first that differs: unit 'a' "
+        "on rank 0, nothing yet on rank 1. At stage 3 every rank must use unit 'a' equally often, in forward "
+        f"and in the loss: call it on every rank {UNITS}",
+    ),
+    (
+        [report(0, [R]), report(1, [A], waits_in="", raised="KeyError: 'x' in forward")],
+        2,
+        f"rank 0 waits in {R}, for the 1st time, which rank 1 never started; rank 1 raised KeyError: 'x' in "
+        "forward. Look at the traceback of rank 1",
+    ),
+    (
+        [report(0, [R], gone=2), report(3, [R])],
+        4,
+        f"ranks 0, 3 wait in {R}, for the 1st time; rank 2 said nothing: {GONE}; rank 1 said nothing: "
+        f"{OUTSIDE}. Look at the log of ranks 1, 2: every rank must run equally many steps, and come to each "
+        "one within the timeout (XDS_TIMEOUT_SECONDS)",
+    ),
+    (
+        [report(0, [R]), report(1, [R])],
+        2,
+        f"ranks 0, 1 wait in {R}, for the 1st time. All ranks went the same way: one came later than another's "
+        "timeout, or the network failed; raise XDS_TIMEOUT_SECONDS if a step may take so long",
+    ),
+    (
+        [report(0, ["access of w"]), report(1, ["exchange of norms"])],
+        2,
+        "rank 0 waits in access of w, for the 1st time, which rank 1 never started; rank 1 waits in exchange "
+        "of norms, for the 1st time, which rank 0 never started. Access to parameters is for all ranks "
+        "together: make the same call on every rank",
+    ),
+    (
+        [report(0, [R]), report(1, [A], engine=1)],
+        2,
+        f"rank 0 waits in {R} of engine 0, for the 1st time; rank 1 waits in {A} of engine 1, for the 1st "
+        "time. Every rank must make the same calls of forward, backward and step, equally many",
+    ),
+]
+
+
+@pytest.mark.parametrize(("reports", "world_size", "want"), SENTENCES)
+def test_one_sentence_says_who_went_which_way(
+    reports: list[Report], world_size: int, want: str
+) -> None:
+    assert explain(reports, world_size) == want
+
+
+class Blackboard(dict[str, bytes]):
+    """A store in this process."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self.pop(key, None) is not None
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
+
+def test_what_a_rank_raised_is_forgotten_when_it_goes_on() -> None:
+    board = Blackboard()
+    watch = Watch(1, 2, 0, lambda: board)
+    with pytest.raises(ValueError, match="bad"), watch.telling("forward"):
+        raise ValueError("bad\nbatch")
+    assert b"ValueError: bad in forward" in board["xds/waits/1"]
+    watch.start("all_gather", 0)
+    assert not board
+
+
+def test_a_lost_store_leaves_what_this_rank_knows() -> None:
+    class Lost(Blackboard):
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("Broken pipe")
+
+    for board in (Lost(), None):
+        watch = Watch(0, 2, 0, lambda board=board: board)  # type: ignore[misc]
+        watch.name(4, "unit 'a'")
+        mark = watch.start("all_gather", 4)
+        error = watch.failed(mark, RuntimeError("[pair.cc:1] Connection closed by peer"), 1)
+        assert "rank 0 waits in all_gather of unit 'a', for the 1st time" in str(error)
+        assert f"rank 1 said nothing: {GONE}" in str(error)
+        later = watch.failed(watch.start("barrier", 0), RuntimeError("closed"), None)
+        assert str(later) == str(error)  # a lost group stays lost, for the first reason
+
+
+def test_buffers_of_one_unit_are_told_apart() -> None:
+    watch = Watch(0, 2, 0, lambda: None)
+    watch.name(0, "unit 'a'")
+    watch.name(1, "unit 'a'")
+    for buffer in (0, 1):
+        assert watch.start("all_gather", buffer).number == 1
+    error = watch.failed(watch.start("all_gather", 1), RuntimeError("x"), None)
+    assert "unit 'a' (buffer 1), for the 2nd time" in str(error)
+
+
+def small_gathers_of_two_sizes() -> str:
+    """Ranks meet in small gathers of different sizes: gloo alone would abort the process."""
+    group = dist.group.WORLD
+    collectives = open_collectives(group, torch.device("cpu"))
+    assert isinstance(collectives, PeerToPeer)
+    collectives.barrier()
+    numel = 1 + 7 * collectives.rank
+    with pytest.raises(PeerError) as caught:
+        if collectives.rank == 2:
+            collectives.gather_small(torch.zeros(2), ACCESS_BUFFER, "get_full_param(w)")
+        else:
+            collectives.gather_small(torch.zeros(numel))
+    return str(caught.value)
+
+
+def test_small_gathers_that_do_not_fit_are_named() -> None:
+    for text in run_ranks(small_gathers_of_two_sizes, 3, timeout_seconds=4):
+        assert "ranks 0, 1 wait in exchange of norms and flags" in text
+        assert "rank 2 waits in access of get_full_param(w), for the 1st time" in text
+        assert "Access to parameters is for all ranks together" in text
+
+
+def barrier_alone(native: bool) -> str:
+    """Rank 0 is in a barrier that rank 1 never joins."""
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    assert group is not None
+    collectives = Native(group, cpu) if native else open_collectives(group, cpu)
+    collectives.barrier()
+    with pytest.raises(PeerError) as caught:
+        if collectives.rank == 0:
+            collectives.barrier()
+        else:
+            flat = torch.zeros(8)
+            collectives.all_gather(flat, flat[4:], buffer=0, kind="all_gather").wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_barrier_that_nobody_joins_is_named(native: bool) -> None:
+    for text in run_ranks(barrier_alone, 2, native, timeout_seconds=4):
+        assert "rank 0 waits in barrier of all ranks, for the 2nd time" in text
+        assert "rank 1 waits in all_gather of flat buffer 0" in text

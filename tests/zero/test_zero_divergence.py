@@ -1,0 +1,284 @@
+"""Ranks whose graphs differ: they train as plain PyTorch does, or each one says who went which way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from divergent_models import KINDS, Route, build, config_of, plain_run, route_of, samples
+from helpers import run_ranks
+
+import xds
+
+TIMEOUT_SECONDS = 10.0  # of the groups that are meant to fail
+NUM_STEPS = 6
+
+# -- what trains ----------------------------------------------------------------------------------------
+
+# What makes stage 3 work where ranks would gather different units.
+TOGETHER: dict[str, dict[str, Any]] = {
+    "unused experts": {},  # a block with all its experts is one unit
+    "images and text": {"units": ["blocks.*"]},  # the tower belongs to the root unit
+    "early exit": {"unit_min_numel": 10_000},  # all blocks are one unit
+    "stochastic depth": {"unit_min_numel": 10_000},
+}
+
+
+def train(kind: str, cases: list[tuple[int, dict[str, Any]]]) -> list[Any]:
+    results = []
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for stage, zero in cases:
+        engine = xds.initialize(build(kind), config_of(stage, **zero))
+        losses, norms = [], []
+        for step in range(NUM_STEPS):
+            loss = engine(samples(rank, step), route_of(kind, rank, step))
+            engine.backward(loss)
+            engine.step()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            losses.append(mean.item() / world_size)
+            norms.append(engine.get_global_grad_norm())
+        engine.destroy()
+        results.append((losses, norms))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_go_different_ways_train_as_plain_pytorch(kind: str, world_size: int) -> None:
+    cases: list[tuple[int, dict[str, Any]]] = [(0, {}), (1, {}), (2, {}), (3, TOGETHER[kind])]
+    losses, norms = plain_run(kind, world_size, NUM_STEPS)
+    for of_rank in run_ranks(train, world_size, kind, cases):
+        for case, (got_losses, got_norms) in zip(cases, of_rank, strict=True):
+            assert got_losses == pytest.approx(losses, rel=1e-5), case
+            assert got_norms == pytest.approx(norms, rel=1e-5), case
+
+
+# -- what cannot ----------------------------------------------------------------------------------------
+
+
+def said(steps: Callable[..., None], *args: Any) -> str:
+    """What `steps` raised, for the test to read; a rank that comes through says so."""
+    try:
+        steps(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "came through"
+
+
+def one_step(engine: xds.Engine, x: torch.Tensor, route: Route) -> None:
+    engine.backward(engine(x, route))
+    engine.step()
+
+
+def go_apart(kind: str, zero: dict[str, Any]) -> str:
+    """Train at stage 3, each rank its own way."""
+    rank = dist.get_rank()
+    engine = xds.initialize(build(kind), config_of(3, **zero))
+
+    def steps() -> None:
+        for step in range(NUM_STEPS):
+            one_step(engine, samples(rank, step), route_of(kind, rank, step))
+
+    return said(steps)
+
+
+def drop_out_of_the_loss() -> str:
+    """Every rank calls block 0, but rank 1's loss does not depend on it: only the others gather it again."""
+
+    class Detaching(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build("early exit")
+
+        def forward(self, x: torch.Tensor, route: Route) -> torch.Tensor:
+            h = self.inner.blocks[0](x)
+            h = h.detach() if route else h
+            for block in self.inner.blocks[1:]:
+                h = block(h)
+            return self.inner.head(h).square().mean()
+
+    rank = dist.get_rank()
+    engine = xds.initialize(
+        Detaching(), config_of(3, stage3_max_reuse_distance=0, overlap_comm=False)
+    )
+    return said(one_step, engine, samples(rank, 0), (1,) if rank == 1 else ())
+
+
+def raise_in_forward(stage: int) -> str:
+    rank = dist.get_rank()
+    engine = xds.initialize(build("early exit"), config_of(stage))
+
+    def steps() -> None:
+        one_step(engine, samples(rank, 0), (0, 1, 2))
+        one_step(engine, samples(rank, 1), (0, 9) if rank == 1 else (0, 1))
+
+    return said(steps)
+
+
+def skip_a_step(stage: int) -> str:
+    """Rank 1 leaves out one step of five, and ends one step earlier."""
+    rank = dist.get_rank()
+    engine = xds.initialize(build("early exit"), config_of(stage))
+
+    def steps() -> None:
+        for step in range(5):
+            if rank != 1 or step != 2:
+                one_step(engine, samples(rank, step), (0, 1, 2))
+
+    return said(steps)
+
+
+def skip_a_step_and_evaluate(stage: int) -> str:
+    """Rank 1 leaves out the last step; what it evaluates meets the others' step."""
+    rank = dist.get_rank()
+    engine = xds.initialize(build("early exit"), config_of(stage))
+
+    def steps() -> None:
+        for step in range(3 if rank != 1 else 2):
+            one_step(engine, samples(rank, step), (0, 1, 2))
+        engine.eval_batch(iter([(samples(rank, 9), (0, 1, 2))]), num_micro_batches=1)
+
+    return said(steps)
+
+
+def run_out_of_data() -> str:
+    """Rank 1 has one batch less."""
+    rank = dist.get_rank()
+    engine = xds.initialize(build("early exit"), config_of(2))
+    batches = iter([(samples(rank, step), (0, 1, 2)) for step in range(4 if rank != 1 else 3)])
+
+    def steps() -> None:
+        for _ in range(4):
+            engine.train_batch(batches)
+
+    return said(steps)
+
+
+def leave(stage: int, path: str) -> None:
+    """Rank 1 ends its process after two steps; rank 0 tells what it heard in a file."""
+    rank = dist.get_rank()
+    engine = xds.initialize(build("early exit"), config_of(stage))
+
+    def steps() -> None:
+        for step in range(4):
+            if rank == 1 and step == 2:
+                os._exit(0)
+            one_step(engine, samples(rank, step), (0, 1, 2))
+
+    text = said(steps)
+    Path(path).write_text(text)
+
+
+# Every run waits for the same timeout, so they all run at once: name -> (function, ranks, arguments).
+RUNS: dict[str, tuple[Callable[..., Any], int, tuple[Any, ...]]] = {
+    "experts apart": (go_apart, 2, ("unused experts", {"units": ["Expert"]})),
+    "experts apart, 3 ranks": (go_apart, 3, ("unused experts", {"units": ["Expert"]})),
+    "images and text": (go_apart, 2, ("images and text", {})),
+    "early exit": (go_apart, 2, ("early exit", {})),
+    "stochastic depth": (go_apart, 2, ("stochastic depth", {})),
+    "not in the loss": (drop_out_of_the_loss, 2, ()),
+    "exception, stage 1": (raise_in_forward, 2, (1,)),
+    "exception, stage 3": (raise_in_forward, 3, (3,)),
+    "step skipped, stage 0": (skip_a_step, 2, (0,)),
+    "step skipped, stage 3": (skip_a_step, 3, (3,)),
+    "step skipped, evaluation": (skip_a_step_and_evaluate, 2, (2,)),
+    "out of data": (run_out_of_data, 2, ()),
+}
+
+
+Runs = dict[str, "Future[list[str]]"]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    with ThreadPoolExecutor(len(RUNS)) as threads:
+        yield {
+            name: threads.submit(
+                run_ranks, function, world_size, *args, timeout_seconds=TIMEOUT_SECONDS
+            )
+            for name, (function, world_size, args) in RUNS.items()
+        }
+
+
+# What every rank must say of each run: who waits in what, and who went which way.
+GATHERS: dict[str, tuple[str, ...]] = {
+    "experts apart": (
+        "rank 0 waits in all_gather of unit 'blocks.0.experts.0', for the 1st time, which rank 1 never started",
+        "rank 1 waits in all_gather of unit 'blocks.0.experts.2', for the 1st time, which rank 0 never started",
+        "the 2nd all_gather is the first that differs: unit 'blocks.0.experts.0' on rank 0, unit "
+        "'blocks.0.experts.2' on rank 1",
+    ),
+    "experts apart, 3 ranks": (
+        "ranks 0, 2 wait in all_gather of unit 'blocks.0.experts.0', for the 1st time, which rank 1 never",
+        "rank 1 waits in all_gather of unit 'blocks.0.experts.2'",
+    ),
+    "images and text": (
+        "rank 0 waits in all_gather of unit 'vision.layers.0', for the 1st time, which rank 1 never started",
+        "rank 1 waits in all_gather of unit 'blocks.0'",
+    ),
+    "early exit": (
+        "rank 0 waits in all_gather of unit 'blocks.1', for the 1st time, which rank 1 never started",
+        "rank 1 waits in reduce_scatter of unit 'blocks.2'",
+    ),
+    "stochastic depth": (
+        "rank 0 waits in all_gather of unit 'blocks.0', for the 1st time, which rank 1 never started",
+        "rank 1 waits in all_gather of unit 'blocks.1'",
+    ),
+    "not in the loss": (
+        "rank 0 waits in all_gather of unit 'inner.blocks.0', for the 2nd time, which rank 1 started only once",
+        "rank 1 waits in ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_every_rank_names_the_ranks_and_units_that_differ(name: str, runs: Runs) -> None:
+    for text in runs[name].result():
+        assert text.startswith("PeerError: ")
+        for part in (*GATHERS[name], "zero_optimization.units", "train at stage 2"):
+            assert part in text, (part, text)
+
+
+@pytest.mark.parametrize("name", ["exception, stage 1", "exception, stage 3"])
+def test_an_exception_on_one_rank_is_named_on_the_others(name: str, runs: Runs) -> None:
+    texts = runs[name].result()
+    assert texts.pop(1) == "IndexError: index 9 is out of range"
+    for text in texts:
+        assert "rank 1 raised IndexError: index 9 is out of range in forward" in text
+        assert "Look at the traceback of rank 1" in text
+
+
+@pytest.mark.parametrize("name", ["step skipped, stage 0", "step skipped, stage 3"])
+def test_a_rank_that_makes_fewer_steps_is_named(name: str, runs: Runs) -> None:
+    texts = runs[name].result()
+    assert texts.pop(1) == "came through"
+    for text in texts:
+        assert "for the 5th time" in text and "rank 1 said nothing: " in text
+
+
+def test_a_step_that_meets_an_evaluation_is_named_and_aborts_nobody(runs: Runs) -> None:
+    for text in runs["step skipped, evaluation"].result():
+        assert "rank 0 waits in reduce_scatter of unit 'blocks.2', for the 3rd time" in text
+        assert "rank 1 waits in exchange of norms and flags" in text
+        assert "Every rank must make the same calls" in text
+
+
+def test_a_rank_without_more_data_is_named(runs: Runs) -> None:
+    texts = runs["out of data"].result()
+    assert texts[1].startswith("StopIteration")
+    assert "rank 1 raised StopIteration in the data iterator of train_batch" in texts[0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_ends_its_process_is_named(stage: int, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 1 died with exit code 0"):
+        run_ranks(leave, 2, stage, str(tmp_path / "said"), timeout_seconds=TIMEOUT_SECONDS)
+    text = (tmp_path / "said").read_text()
+    assert "rank 1 said nothing: it closed its connection" in text and "Look at the log of" in text
