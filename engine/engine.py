@@ -428,8 +428,10 @@ class Engine:
         options = LoadOptions(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )
-        self._batches = None
-        return load_checkpoint(self._parts, self, load_dir, tag, options)
+        found = load_checkpoint(self._parts, self, load_dir, tag, options)
+        if found[0] is not None and not load_module_only:
+            self._batches = None  # the next ones come from where the loader is now
+        return found
 
     def zero_optimization_stage(self) -> int:
         return int(self.config.zero_optimization.stage)
