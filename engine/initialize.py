@@ -16,9 +16,11 @@ from ..compression.reducer import ExactReducer
 from ..ops.collectives import open_collectives
 from ..ops.errors import ConfigError, UsageError
 from ..ops.host_memory import keep_freed_blocks
+from ..zero.construction import Construction, materialise
 from ..zero.discover import found_blocks
 from ..zero.policy import Policy
-from ..zero.sharded_model import ShardedModel, check_model
+from ..zero.sharded_model import ShardedModel, check_model, move_model
+from ..zero.slices import SliceStore
 from ..zero.update import Updater
 from .buffers import buffers_that_follow
 from .checkpointing import checkpoint_blocks
@@ -89,9 +91,11 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
         keep_freed_blocks()
     zero = config.zero_optimization
     blocks = [module for _, module in found_blocks(model, zero.units)]
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        materialise(model, Construction(SliceStore(collectives)))
     groups = _groups(model, config, optimizer, model_parameters, blocks)
     check_model(model, groups.index)
-    model.to(device)
+    move_model(model, device)
     following = buffers_that_follow(model)  # before the parameters change their dtype
     sharded = ShardedModel(
         model, groups.index, policy, zero, collectives, ExactReducer(collectives)

@@ -27,7 +27,12 @@ _FULL = tuple(
     for what in ("grad", "optimizer_state", "fp32_param" if prefix else "param")
 )
 # loaded on first use: reading a config imports xds.zero.config, and must not pay for torch
-_HOMES = {**dict.fromkeys(_FULL, ".full"), "GatheredParameters": ".gathered"}
+# (Init reads the whole config, so it lives on the engine's floor; users look for it here)
+_HOMES = {
+    **dict.fromkeys(_FULL, ".full"),
+    "GatheredParameters": ".gathered",
+    "Init": "xds.engine.zero_init",
+}
 
 __all__ = sorted(_HOMES)
 

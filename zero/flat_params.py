@@ -73,17 +73,17 @@ class FlatParams:
 
     def _fill(self) -> None:
         """The parameters' values into the buffer, and the parameters onto it."""
-        needs_rank_0 = False
+        own: list[Tensor] = []
         for param, view in zip(self.params, self._views, strict=True):
             owner = find_owner(param)
             if owner is None:
-                needs_rank_0 = True
+                own.append(view)
                 view.copy_(param.data)
             else:
                 owner.hand_over(param, view)
             param.data = view
-        if needs_rank_0:
-            self._collectives.broadcast(self.raw)
+        for part in [self.raw] if len(own) == len(self.params) else own:
+            self._collectives.broadcast(part)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -24,6 +24,7 @@ from .flat_grads import FlatGrads
 from .flat_params import FlatParams
 from .gather import Gatherer
 from .layout import Entry, plan_flat
+from .owners import find_owner
 from .policy import Policy
 from .unit import Unit
 
@@ -327,6 +328,15 @@ class ShardedModel:
         }
 
 
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Parameters and buffers to `device`, in place; those that are kept in slices lie there already."""
+    for param in model.parameters():
+        if find_owner(param) is None:
+            param.data = param.data.to(device)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
 def check_model(model: nn.Module, groups: Mapping[int, int]) -> None:
     """Before anything is moved or allocated: can this model be trained?
 
@@ -351,7 +361,7 @@ def check_model(model: nn.Module, groups: Mapping[int, int]) -> None:
             "the model has no trainable parameter: set requires_grad on at least one, "
             "and pass it in model_parameters"
         )
-    devices = {str(param.device) for param in model.parameters()}
+    devices = {str(param.device) for param in model.parameters() if find_owner(param) is None}
     if len(devices) > 1:
         problems.append(f"parameters lie on {sorted(devices)}: move the model to one device")
     if problems:

@@ -26,6 +26,7 @@ CHUNK_NUMEL = 1 << 22  # elements a rank sends at a time when a slice is handed 
 class _Slice:
     shape: tuple[int, ...]
     device: torch.device  # where the whole parameter was, and comes back to
+    dtype: torch.dtype  # the same
     mine: Tensor  # [own elements] on the collectives' device
     number: int
     is_lent: bool = False
@@ -35,8 +36,10 @@ class _Slice:
 class SliceStore(Owner):
     """Owns slices of parameters. Every method is for all ranks, in the same order."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, dtype: torch.dtype | None = None) -> None:
+        """Floating values are kept in `dtype`; None keeps each parameter's own."""
         self.collectives = collectives
+        self._dtype = dtype
         self._slices = WeakTensorKeyDictionary()  # parameter -> _Slice
         self._numbers = 0
 
@@ -46,12 +49,13 @@ class SliceStore(Owner):
 
     def put_away(self, param: nn.Parameter) -> None:
         """Keep this rank's slice of rank 0's values, and empty the parameter. Rank 0 sends the slices."""
-        full = param.data.contiguous().view(-1).to(self.collectives.device)
+        full = param.data.contiguous().view(-1)
+        full = full.to(device=self.collectives.device, dtype=self._kept_dtype(param.dtype))
         bounds = self._bounds(full.numel())
         start, stop = bounds[self.collectives.rank]
         mine = full.new_empty(stop - start)
         self.collectives.scatter(full, mine, bounds)
-        self._keep(param, tuple(param.shape), param.device, mine)
+        self._keep(param, param.device, param.dtype, mine)
 
     def adopt(self, param: nn.Parameter, reader: Reader, dtype: torch.dtype) -> None:
         """Keep this rank's slice of what `reader` gives; the parameter's own values are never read."""
@@ -59,12 +63,16 @@ class SliceStore(Owner):
         mine = torch.empty(stop - start, dtype=dtype, device=self.collectives.device)
         if stop > start:
             mine.copy_(reader(start, stop))
-        self._keep(param, tuple(param.shape), self.collectives.device, mine)
+        self._keep(param, self.collectives.device, dtype, mine)
+
+    def _kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
 
     def _keep(
-        self, param: nn.Parameter, shape: tuple[int, ...], device: torch.device, mine: Tensor
+        self, param: nn.Parameter, device: torch.device, dtype: torch.dtype, mine: Tensor
     ) -> None:
-        self._slices[param] = _Slice(shape, device, mine, self._numbers)
+        shape = tuple(param.shape)
+        self._slices[param] = _Slice(shape, device, dtype, mine, self._numbers)
         self._numbers += 1
         param.data = absent_like(shape, mine.dtype, self.collectives.device)
         set_owner(param, self, keep=True)
@@ -75,7 +83,7 @@ class SliceStore(Owner):
         clear_owner(param)
         full = self._stored(piece).read(self.collectives)
         assert full is not None
-        param.data = full.to(piece.device)
+        param.data = full.to(device=piece.device, dtype=piece.dtype)
 
     def hand_over(self, param: nn.Parameter, target: Tensor) -> None:
         """As above. It travels in pieces, so that no second copy of a large one is made."""
@@ -94,12 +102,6 @@ class SliceStore(Owner):
             self.collectives.collect(packed, mine, list(zip(ends[:-1], ends[1:], strict=True)))
             for (start, stop), begin in zip(parts, ends[:-1], strict=True):
                 flat[start:stop] = packed[begin : begin + stop - start]
-
-    def cast(self, param: nn.Parameter, dtype: torch.dtype) -> None:
-        """Keep the slice in `dtype` from now on."""
-        piece = self._slices[param]
-        piece.mine = piece.mine.to(dtype)
-        param.data = absent_like(piece.shape, dtype, self.collectives.device)
 
     def _bounds(self, numel: int) -> list[tuple[int, int]]:
         return cut(numel, self.collectives.world_size)

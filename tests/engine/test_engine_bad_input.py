@@ -110,7 +110,7 @@ def destroyed() -> None:
 
 def meta_model() -> None:
     with torch.device("meta"):
-        model = build("plain")
+        model = build("mixed_shapes")  # has a parameter of its own, which no reset_parameters makes
     xds.initialize(model, config_of())
 
 
@@ -156,7 +156,7 @@ BAD = {
     "step_in_no_sync": "engine.step() inside no_sync()",
     "nan_loss": "the gradient norm over all ranks is nan",
     "destroyed": "this engine was destroyed",
-    "meta_model": "is on the meta device",
+    "meta_model": "on the meta device: no reset_parameters() to make initial values with",
     "stranger_in_groups": "that is not a parameter of the model",
     "no_batches": "train_batch() without data_iter",
     "wrong_unit": "no module of the model has this class name",
