@@ -219,9 +219,14 @@ class CheckedFile:
                 )
             self._verified.add(number)
 
+    def _entry(self, name: str) -> Any:
+        if name not in self._table:
+            raise UsageError(f"{self.path} has no tensor {name!r}: the checkpoint contradicts itself")
+        return self._table[name]
+
     def _span(self, copy: Copy) -> tuple[int, torch.dtype]:
         """Where in the file the elements of `copy` begin, and their dtype."""
-        entry = self._table[copy.tensor]
+        entry = self._entry(copy.tensor)
         dtype = TORCH_DTYPES[entry["dtype"]]
         return self._data_at + entry["data_offsets"][0] + copy.source * dtype.itemsize, dtype
 
@@ -246,7 +251,7 @@ class CheckedFile:
 
     def tensor(self, name: str) -> Tensor:
         """One whole tensor, checked, on the CPU."""
-        entry = self._table[name]
+        entry = self._entry(name)
         out = torch.empty(entry["shape"], dtype=TORCH_DTYPES[entry["dtype"]])
         whole = Copy(0, name, "", 0, 0, out.numel())
         self.verify(whole)

@@ -169,14 +169,14 @@ def _prepare(
         content.add(block)
     is_accumulating = bool(totals or snapshot.grad_locals())
     state = _engine_state(parts, counters, is_accumulating)
-    put = partial(content.put, "state")
+    put = partial(content.put, "engine")
     packed = {key: pack(value, key, put) for key, value in state.items()}
     packed["client_state"] = pack(dict(client_state or {}), "client_state", put)
     if snapshot.rank == 0:
         content.state = packed
     else:  # it was packed to be refused on every rank alike
         content.entries = [
-            entry for entry in content.entries if not entry.name.startswith("state/")
+            entry for entry in content.entries if not entry.name.startswith("engine/")
         ]
     return content
 
