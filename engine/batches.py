@@ -13,13 +13,16 @@ from ..ops.errors import UsageError
 
 
 def move(batch: Any, device: torch.device, float_dtype: torch.dtype | None = None) -> Any:
-    """Every tensor in `batch` on `device`; fp32 ones in `float_dtype`, if given."""
+    """Every tensor in `batch` on `device`; fp32 ones in `float_dtype`, if given, but not scalars.
+
+    A scalar is a count or a weight, which 16 bits would round, and it never decides the dtype of a result.
+    """
 
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        dtype = float_dtype if leaf.dtype == torch.float32 else None
-        return leaf.to(device=device, dtype=dtype, non_blocking=True)
+        casts = leaf.dtype == torch.float32 and leaf.dim() > 0
+        return leaf.to(device=device, dtype=float_dtype if casts else None, non_blocking=True)
 
     return tree_map(one, batch)
 
@@ -52,3 +55,21 @@ def loss_of(output: Any) -> Tensor:
             "loss itself, a tuple that begins with it, or an object with .loss"
         )
     return loss
+
+
+def check_loss(loss: object) -> None:
+    """Raises UsageError unless `loss` is a scalar that backward can start from."""
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"backward({type(loss).__name__}): needs the loss, a scalar tensor; if the model returns an "
+            "output object, pass its .loss"
+        )
+    if loss.numel() != 1:
+        raise UsageError(
+            f"backward() got a loss of shape {tuple(loss.shape)}: it must be a scalar; reduce it with "
+            ".mean() or .sum()"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "backward() got a loss without a graph: compute it with gradients on, from the engine's output"
+        )

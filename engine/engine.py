@@ -20,7 +20,7 @@ from ..ops.errors import UsageError, XdsError
 from ..zero.access import Access
 from ..zero.sharded_model import ShardedModel
 from ..zero.update import Updater
-from .batches import call_with, loss_of, move
+from .batches import call_with, check_loss, loss_of, move
 from .checkpoint_load import LoadOptions, load_checkpoint
 from .checkpoint_save import save_checkpoint
 from .config import Config
@@ -45,7 +45,7 @@ class Parts:
     module: nn.Module
     sharded: ShardedModel
     updater: Updater
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     scheduler: Scheduler | None
     loss_scale: LossScale
     autocast: Callable[[], AbstractContextManager[Any]]
@@ -97,6 +97,7 @@ class Engine:
         self._in_no_sync = False
         self._was_applied = False
         self._grad_norm: float | None = None
+        self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         self._batches: Iterator[Any] | None = None
         self._is_destroyed = False
 
@@ -129,8 +130,9 @@ class Engine:
             UsageError: `loss` is not a scalar, or has no graph.
         """
         self._check_alive()
-        _check_loss(loss)
+        check_loss(loss)
         divisor = self._accumulation_steps if scale_wrt_gas else 1
+        self._clipping = None  # measured before these gradients
         with self._report.region("backward"):
             self._sharded.begin_backward(reduces=self._reduces_now())
             try:
@@ -148,7 +150,7 @@ class Engine:
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
         """`loss` times the loss scale over the accumulation steps, to call `.backward()` on yourself."""
-        _check_loss(loss)
+        check_loss(loss)
         return loss * (self._scale.value / (self._accumulation_steps if scale_wrt_gas else 1))
 
     def step(self) -> None:
@@ -180,20 +182,30 @@ class Engine:
                 self._take_step()
             self._report.step(self)
 
-    def _take_step(self) -> None:
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Let the next step() clip to `max_norm`, not to gradient_clipping; inf only measures. A collective.
+
+        For after the last backward of a step. Returns the norm that `get_global_grad_norm` tells after it.
+        """
+        self._check_alive()
+        self._clipping = (self._measure(), max_norm)
+        return self._clipping[0]
+
+    def _measure(self) -> float:
         with self._report.region("reduce"):
             square_norm = self._sharded.finish_reduction()
-        unscale = self._gradient_factor()
-        norm = math.sqrt(square_norm) * unscale if square_norm >= 0 else math.nan
-        self._grad_norm = norm
+        return math.sqrt(square_norm) * self._gradient_factor() if square_norm >= 0 else math.nan
+
+    def _take_step(self) -> None:
+        norm, limit = self._clipping or (self._measure(), self.config.gradient_clipping)
+        self._grad_norm, self._clipping = norm, None
         self.global_steps += 1
         overflow = not math.isfinite(norm)
         if overflow:
             self._skip(norm)
         else:
-            limit = self.config.gradient_clipping
             clip = limit / (norm + 1e-6) if limit and norm > limit else 1.0
-            self._updater.step(unscale * clip)
+            self._updater.step(self._gradient_factor() * clip)
             self._sharded.reset()
             self._was_applied = True
         self._scale.after_step(overflow=overflow)
@@ -322,6 +334,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last update."""
+        self._clipping = None
         self._sharded.finish_reduction()
         self._sharded.reset()
 
@@ -338,12 +351,14 @@ class Engine:
 
     def get_lr(self) -> list[float]:
         """The learning rate of every parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self._param_groups()]
 
     def get_mom(self) -> list[Any]:
         """Momentum (or betas) of every parameter group."""
-        groups = self.optimizer.param_groups
-        return [group.get("momentum", group.get("betas")) for group in groups]
+        return [group.get("momentum", group.get("betas")) for group in self._param_groups()]
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     def train_batch_size(self) -> int:
         """Samples of one optimizer step, over all ranks."""
@@ -463,23 +478,6 @@ class Engine:
             raise AttributeError(
                 f"neither xds.Engine nor {type(parts.module).__name__} has an attribute {name!r}"
             ) from None
-
-
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, Tensor):
-        raise UsageError(
-            f"backward({type(loss).__name__}): needs the loss, a scalar tensor; if the model returns an "
-            "output object, pass its .loss"
-        )
-    if loss.numel() != 1:
-        raise UsageError(
-            f"backward() got a loss of shape {tuple(loss.shape)}: it must be a scalar; reduce it with "
-            ".mean() or .sum()"
-        )
-    if not loss.requires_grad:
-        raise UsageError(
-            "backward() got a loss without a graph: compute it with gradients on, from the engine's output"
-        )
 
 
 __all__: Sequence[str] = ["Engine", "Parts", "Scheduler"]
