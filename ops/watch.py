@@ -226,7 +226,7 @@ class Watch:
         self._engine = engine
         self._open_board = open_board
         self._names: dict[int, str] = {}
-        self._counts: Counter[tuple[str, int, str]] = Counter()
+        self._counts: dict[tuple[str, int, str], int] = {}
         self._recent: deque[tuple[str, int, str]] = deque(maxlen=RECENT)
         self._has_spoken = False
         self._verdict = ""
@@ -241,9 +241,9 @@ class Watch:
         if self._has_spoken:
             self._take_back()
         key = (kind, buffer, what)
-        self._counts[key] += 1
+        number = self._counts[key] = self._counts.get(key, 0) + 1
         self._recent.append(key)
-        return Mark(kind, buffer, what, self._counts[key])
+        return Mark(kind, buffer, what, number)
 
     def failed(self, mark: Mark, error: RuntimeError, peer: int | None) -> PeerError:
         """The error to raise for a wait in `mark` that failed; takes `PATIENCE_SECONDS` at most.

@@ -77,7 +77,7 @@ class Vision(nn.Module):
 
 
 class ImageAndText(nn.Module):
-    """`route`: (1,) for samples with an image, (0,) for text alone."""
+    """`route`: (1,) for samples with an image, (0,) for text alone, (2,) for text that calls it in vain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class ImageAndText(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, route: Route) -> Tensor:
-        h = x + self.vision(x) if route[0] else x
+        h = x + self.vision(x) * (route[0] == 1) if route[0] else x
         for block in self.blocks:
             h = block(h)
         return (self.head(h) - x).square().mean()
@@ -114,7 +114,19 @@ KINDS: dict[str, tuple[type[nn.Module], Sequence[Sequence[Route]]]] = {
         (((0, 1), (0, 1, 2, 3), (1,)), ((2,), (0, 3), (1,)), ((0, 2), (1,), (3,))),
     ),
     "images and text": (ImageAndText, (((1,), (0,), (1,)), ((0,), (0,), (1,)), ((0,), (1,), (0,)))),
+    "images and zeros": (
+        ImageAndText,
+        (((1,), (2,), (1,)), ((2,), (2,), (1,)), ((2,), (1,), (2,))),
+    ),
     "early exit": (Skipping, (((0, 1, 2), (0, 1), (0,)), ((0,), (0, 1, 2), (0,)), ((0, 1),) * 3)),
+    "layers of one unit": (
+        Skipping,
+        (
+            ((0, 1, 2), (0, 2), (1, 2)),
+            ((0, 2), (0, 1, 2), (0, 2)),
+            ((1, 2), (0, 2), (0, 1, 2)),
+        ),
+    ),
     "stochastic depth": (Skipping, (((0, 2), (1,), ()), ((1, 2), (0,), ()), ((0, 1, 2), (), (2,)))),
 }
 

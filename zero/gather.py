@@ -50,6 +50,7 @@ class Gatherer:
         self._on_backward = on_backward
         self._order: list[Unit] = []  # units in the order of first use, this pass
         self._previous: list[Unit] = []  # the same, the pass before
+        self._left: Unit | None = None  # one of its modules returned, others may follow
         self._handles: list[RemovableHandle] = []
         self._is_shielded = False
         self._hook_all(lambda hook: hook)
@@ -108,6 +109,7 @@ class Gatherer:
                 self._previous, self._order = self._order, []
             if unit not in self._order:
                 self._order.append(unit)
+            self._drop_left(unit)
         unit.gather()
         if not self.in_backward:
             self._start_next(self._previous, unit)
@@ -121,8 +123,18 @@ class Gatherer:
         if unit.is_root:
             if module is unit.modules[0] and not needs_backward:
                 self.drop_all()
-        elif is_last and not (unit.outlives_forward and needs_backward):
-            unit.drop()
+        elif not (unit.outlives_forward and needs_backward):
+            if is_last:
+                unit.drop()
+            else:
+                self._left = unit
+
+    def _drop_left(self, entered: Unit) -> None:
+        """A pass may skip the last modules of a unit; ranks that did not skip them have dropped it."""
+        if not entered.is_root:
+            if self._left is not None and self._left is not entered:
+                self._left.drop()
+            self._left = None
 
     def _start_next(self, order: Sequence[Unit], unit: Unit) -> None:
         """Start the first unit after `unit` in `order` that is not there yet, if the limits allow it."""

@@ -25,8 +25,14 @@ NUM_STEPS = 6
 TOGETHER: dict[str, dict[str, Any]] = {
     "unused experts": {},  # a block with all its experts is one unit
     "images and text": {"units": ["blocks.*"]},  # the tower belongs to the root unit
+    "images and zeros": {},  # every rank calls the tower, for nothing where there is no image
     "early exit": {"unit_min_numel": 10_000},  # all blocks are one unit
     "stochastic depth": {"unit_min_numel": 10_000},
+    "layers of one unit": {  # two of three, and nothing hides when it is gathered
+        "unit_min_numel": 300,
+        "overlap_comm": False,
+        "stage3_max_reuse_distance": 0,
+    },
 }
 
 
