@@ -132,19 +132,29 @@ NEBULA = Group(
     "checkpoints in a cloud service",
 )
 
-_CHECKPOINTS = "checkpoints are not there yet"
-
 CHECKPOINT = Group(
     {
-        "tag_validation": NoEffect(one_of("warn", "ignore", "fail"), _CHECKPOINTS),
-        "load_universal": _switch("loading universal checkpoints", "set it to false"),
-        "use_node_local_storage": NoEffect(FLAG, _CHECKPOINTS, same=(False,)),
-        "parallel_write": Group(
-            {"pipeline_stage": NoEffect(FLAG, _CHECKPOINTS, same=(False,))}, "who writes"
+        "tag_validation": NoEffect(
+            one_of("warn", "ignore", "fail"), "ranks that save under different tags are refused"
         ),
-        "checkpoint_serialization": NoEffect(FLAG, _CHECKPOINTS, same=(True,)),
-        "async_io": NoEffect(FLAG, _CHECKPOINTS, same=(False,)),
-        "writer": NoEffect(OBJECT, _CHECKPOINTS),
+        "load_universal": _switch(
+            "reading DeepSpeed's universal checkpoints",
+            "set it to false; what xds saves loads at any stage and number of ranks without it",
+        ),
+        "use_node_local_storage": Refused(
+            FLAG, "all ranks write into one shared folder; set it to false", harmless=(False,)
+        ),
+        "parallel_write": Group(
+            {"pipeline_stage": NoEffect(FLAG, "every rank writes its share", same=(False,))},
+            "who writes",
+        ),
+        "checkpoint_serialization": NoEffect(
+            FLAG, "checkpoints are safetensors files and JSON; nothing is pickled", same=(True,)
+        ),
+        "async_io": NoEffect(
+            FLAG, "save_checkpoint returns when everything is on the disk", same=(False,)
+        ),
+        "writer": NoEffect(OBJECT, "there is one way of writing"),
     },
     "how checkpoints are written",
 )
@@ -220,7 +230,10 @@ SCALARS: dict[str, Entry] = {
         either(ANYTHING), "set the environment variable CUDA_VISIBLE_DEVICES"
     ),
     "datastates_ckpt": Group(
-        {}, "a checkpoint engine", open=True, present=f"{_CHECKPOINTS}; remove it"
+        {},
+        "a checkpoint engine",
+        open=True,
+        present="there is one way of writing checkpoints; remove it",
     ),
 }
 

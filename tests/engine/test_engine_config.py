@@ -176,7 +176,7 @@ def test_the_callers_dict_is_never_changed():
         ("checkpoint.load_universal", True, "not there yet"),
         ("compression_training.layer_reduction.enabled", True, "not there yet"),
         ("weight_quantization", {"post_init_quant": {}}, "not part of xds"),
-        ("datastates_ckpt", {"host_cache_size": 1}, "not there yet"),
+        ("datastates_ckpt", {"host_cache_size": 1}, "one way of writing"),
     ],
 )
 def test_one_wrong_value_gives_one_sentence_with_the_full_path(path, value, need):
