@@ -7,29 +7,24 @@ https://arxiv.org/abs/1604.06174.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .forwards import Forward, replace_forwards
+
 
 def checkpoint_blocks(blocks: Sequence[nn.Module]) -> Callable[[], None]:
     """Wrap the forward of every block; the function returned takes the wrapping off again."""
-    for block in blocks:
-        _wrap(block)
-
-    def undo() -> None:
-        for block in blocks:
-            block.__dict__.pop("forward", None)
-
-    return undo
+    return replace_forwards(blocks, _checkpointed)
 
 
-def _wrap(block: nn.Module) -> None:
-    forward = block.forward
+def _checkpointed(forward: Forward) -> Forward:
+    @functools.wraps(forward)
+    def checkpointed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
 
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    block.forward = checkpointed
+    return checkpointed

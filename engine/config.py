@@ -21,6 +21,7 @@ from ..ops.errors import ConfigError
 from ..zero.config import ZeroConfig
 from .config_auto import COMPUTED, fill_auto, note_auto
 from .config_batch import solve_batch
+from .config_compile import Compile, check_compile
 from .config_optimizer import OptimizerConfig, check_optimizer
 from .config_refused import TOP_LEVEL_KEYS
 from .config_scheduler import SchedulerConfig, check_scheduler
@@ -118,6 +119,7 @@ class Config(Section):
     activation_checkpointing: Annotated[ActivationCheckpointing, AsRead()] = Field(
         default_factory=ActivationCheckpointing.model_construct
     )
+    compile: Annotated[Compile, AsRead()] = Field(default_factory=Compile.model_construct)
     tensorboard: Annotated[TensorBoard, AsRead()] = Field(
         default_factory=TensorBoard.model_construct
     )
@@ -227,6 +229,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     if config.scheduler is not None:
         changes["scheduler"] = check_scheduler(config.scheduler, report)
     _check_precision(config, report)
+    check_compile(config.compile, config.zero_optimization.stage, report)
     if "gradient_clipping" not in data:
         report.notes.append(
             "gradient_clipping is not given: gradients are not clipped "

@@ -78,30 +78,6 @@ HYBRID_ENGINE = Group(
     "inference kernels inside training",
 )
 
-COMPILE = Group(
-    {
-        "deepcompile": _switch("DeepCompile", "set it to false; torch.compile the model instead"),
-        "enabled": Refused(
-            FLAG,
-            "the config does not compile; call model.compile() in the script, remove the section",
-            harmless=(False,),
-        ),
-        **details(
-            FLAG,
-            *("autoep_non_moe", "free_activation", "offload_activation", "double_buffer"),
-            *("offload_activation_pin_memory", "offload_opt_states", "offload_parameters"),
-            *("symmetric_memory", "debug_log", "sync_before_reduce", "sync_after_reduce"),
-            *("sync_before_allgather", "sync_after_allgather", "keep_int_input_tensors"),
-            *("keep_all_input_tensors", "disable"),
-        ),
-        "free_activation_threshold": Detail(whole(0)),
-        "passes": Detail(LIST),
-        "backend": Detail(TEXT),
-        "kwargs": Detail(OBJECT),
-    },
-    "DeepSpeed's passes over a compiled graph",
-)
-
 FLOPS_PROFILER = Group(
     {
         "enabled": _switch("the flops profiler"),
@@ -243,7 +219,6 @@ TOP_LEVEL_KEYS: dict[str, Entry] = {
     "elasticity": ELASTICITY,
     "autotuning": AUTOTUNING,
     "hybrid_engine": HYBRID_ENGINE,
-    "compile": COMPILE,
     "flops_profiler": FLOPS_PROFILER,
     "comms_logger": COMMS_LOGGER,
     "nebula": NEBULA,

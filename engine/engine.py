@@ -23,6 +23,7 @@ from ..zero.update import Updater
 from .batches import call_with, check_loss, loss_of, move
 from .checkpoint_load import LoadOptions, load_checkpoint
 from .checkpoint_save import save_checkpoint
+from .compiling import Compiler
 from .config import Config
 from .monitor import Monitor
 from .precision import LossScale
@@ -56,6 +57,7 @@ class Parts:
     report: StepReport
     loader: Any
     undo: Callable[[], None]
+    compiler: Compiler
 
 
 @final
@@ -397,6 +399,16 @@ class Engine:
         """Put the module in evaluation mode."""
         return self.train(False)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile each found block from now on; takes what `Compiler.compile` takes, all optional."""
+        self._check_alive()
+        self._parts.compiler.compile(*args, **kwargs)
+
+    @property
+    def is_compiled(self) -> bool:
+        """The model was compiled by the config or by compile()."""
+        return self._parts.compiler.is_compiled
+
     @property
     def training(self) -> bool:
         return self.module.training
@@ -460,6 +472,7 @@ class Engine:
             self._is_destroyed = True
             self._access.release()
             self._sharded.detach()
+            self._parts.compiler.undo()
             self._parts.undo()
             self.monitor.close()
 

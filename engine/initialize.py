@@ -24,6 +24,7 @@ from ..zero.slices import SliceStore
 from ..zero.update import Updater
 from .buffers import buffers_that_follow
 from .checkpointing import checkpoint_blocks
+from .compiling import Compiler
 from .config import Config
 from .data import build_loader
 from .engine import Engine, Parts, Scheduler
@@ -91,6 +92,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
         keep_freed_blocks()
     zero = config.zero_optimization
     blocks = [module for _, module in found_blocks(model, zero.units)]
+    compiler = Compiler(model, blocks, config)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         materialise(model, Construction(SliceStore(collectives)))
     groups = _groups(model, config, optimizer, model_parameters, blocks)
@@ -107,6 +109,8 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     chosen = _optimizer(config, optimizer, updater, groups)
     updater.bind(chosen)
     undo = checkpoint_blocks(blocks) if config.activation_checkpointing.enabled else _nothing
+    if config.compile.enabled:
+        compiler.compile()
     monitor = build_monitor(config, dist.get_rank())
     report = StepReport(
         config, monitor, build_timers(config, device), build_throughput(config, device)
@@ -139,6 +143,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
             report=report,
             loader=loader,
             undo=undo,
+            compiler=compiler,
         )
     )
 

@@ -23,6 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from .tensors import tensors_in
 from .unit import Unit
 
+Shield = Callable[[Unit, nn.Module, Any], Any]  # (unit, module, hook) -> hook
+
 
 @final
 class Gatherer:
@@ -53,7 +55,7 @@ class Gatherer:
         self._left: Unit | None = None  # one of its modules returned, others may follow
         self._handles: list[RemovableHandle] = []
         self._is_shielded = False
-        self._hook_all(lambda hook: hook)
+        self._hook_all(lambda unit, module, hook: hook)
         self.shield()
 
     def shield(self) -> None:
@@ -70,14 +72,14 @@ class Gatherer:
             torch._dynamo.config.skip_nnmodule_hook_guards = False
             torch._dynamo.reset()
         self.remove()
-        self._hook_all(torch.compiler.disable)
+        self._hook_all(_shielded)
 
-    def _hook_all(self, shielded: Callable[[Any], Any]) -> None:
+    def _hook_all(self, shielded: Shield) -> None:
         for unit in self._units:
             for module in unit.modules:
                 self._hook(unit, module, shielded)
 
-    def _hook(self, unit: Unit, module: nn.Module, shielded: Callable[[Any], Any]) -> None:
+    def _hook(self, unit: Unit, module: nn.Module, shielded: Shield) -> None:
         is_last = module is unit.modules[-1]
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -87,8 +89,8 @@ class Gatherer:
             self._post_forward(unit, module, is_last, output)
 
         self._handles += [
-            module.register_forward_pre_hook(shielded(before), with_kwargs=True),
-            module.register_forward_hook(shielded(after)),
+            module.register_forward_pre_hook(shielded(unit, module, before), with_kwargs=True),
+            module.register_forward_hook(shielded(unit, module, after)),
         ]
 
     def remove(self) -> None:
@@ -111,12 +113,16 @@ class Gatherer:
                 self._order.append(unit)
             self._drop_left(unit)
         unit.gather()
+        if _is_entry(unit, module):
+            unit.is_running = True
         if not self.in_backward:
             self._start_next(self._previous, unit)
         if unit.has_frozen and not unit.is_root and torch.is_grad_enabled():
             self._drop_after_inputs(unit, (args, kwargs))
 
     def _post_forward(self, unit: Unit, module: nn.Module, is_last: bool, output: Any) -> None:
+        if _is_entry(unit, module):
+            unit.is_running = False
         needs_backward = torch.is_grad_enabled() and self._hook_outputs(unit, output)
         if self.in_backward:
             return
@@ -186,3 +192,25 @@ class Gatherer:
 
         if tensors:
             register_multi_grad_hook(tensors, left)
+
+
+def _is_entry(unit: Unit, module: nn.Module) -> bool:
+    """Calls of `unit` begin with this module; the root's others are called inside of the model."""
+    return not unit.is_root or module is unit.modules[0]
+
+
+def _shielded(unit: Unit, module: nn.Module, hook: Any) -> Any:
+    """`hook` as torch.compile may meet it: run outside of every graph.
+
+    A module inside of a running unit has nothing to gather. There a graph holds a guard on that one flag
+    and no call, or it would break at each such module.
+    """
+    outside = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    if _is_entry(unit, module):
+        return outside
+
+    def inside(*args: Any) -> None:
+        if not (unit.is_running and torch.compiler.is_compiling()):
+            outside(*args)
+
+    return inside

@@ -19,6 +19,7 @@ class Unit:
     params: its flat buffers, one for each (trainable, dtype); grads: those of the trainable ones.
     is_root: holds what lies outside of every block; its modules are called throughout a pass.
     outlives_forward: stays gathered from its forward to its backward, because it is used first there.
+    is_running: one of its modules is being called, so that it stays gathered until that call ends.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Unit:
     params: list[FlatParams] = field(default_factory=list)
     grads: list[FlatGrads] = field(default_factory=list)
     outlives_forward: bool = False
+    is_running: bool = False
 
     @property
     def has_frozen(self) -> bool:
@@ -53,6 +55,7 @@ class Unit:
             flat.wait()
 
     def drop(self) -> None:
+        self.is_running = False
         for flat in self.params:
             flat.wait()
             flat.drop()

@@ -1,0 +1,57 @@
+"""Replaces the forward of modules in place, and puts back what was there.
+
+An instance's `forward` lies inside of its hooks: what a unit's hooks do (gather, drop) stays outside of what
+is recomputed or compiled. It is a bound method, so that a deep copy of the module calls itself; names,
+classes and state_dict stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+Forward = Callable[..., Any]  # (module, *args, **kwargs)
+
+
+def replace_forwards(
+    modules: Iterable[nn.Module], change: Callable[[Forward], Forward]
+) -> Callable[[], None]:
+    """The forward of each module becomes `change` of it; the function returned takes that back.
+
+    `change` is called once for modules that share a forward.
+    """
+    changed: dict[Forward, Forward] = {}
+    before: list[tuple[nn.Module, Any]] = []
+    for module in modules:
+        own = module.__dict__.get("forward")
+        forward = _unbound(module, own)
+        if forward not in changed:
+            changed[forward] = change(forward)
+        before.append((module, own))
+        module.forward = MethodType(changed[forward], module)
+
+    def undo() -> None:
+        for module, own in before:
+            if own is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = own
+
+    return undo
+
+
+def _unbound(module: nn.Module, own: Any) -> Forward:
+    """The forward as a function of the module: the class's, unless the instance has one of its own."""
+    if own is None:
+        of_class: Forward = type(module).forward
+        return of_class
+    if isinstance(own, MethodType) and own.__self__ is module:
+        return own.__func__
+
+    def call(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return call
