@@ -17,6 +17,7 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from ..compression.reducer import GradientReducer
 from ..ops.collectives import Collectives, Handle
@@ -100,6 +101,15 @@ class FlatGrads:
         self.remaining = len(self.params)
         self._is_writable = False
         self._wants_wide = hold or self.is_alone or self._policy.holds_grads
+
+    def expects_more(self) -> bool:
+        """Some gradient is still to come; asked inside of a backward, of the graph that it runs."""
+        coming = sum(
+            torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+            for param in self.params
+            if param.requires_grad
+        )
+        return len(self.params) - self.remaining < coming
 
     def _put(self, position: int, grad: Tensor) -> None:
         view = self._local_views()[position]

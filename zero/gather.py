@@ -37,6 +37,7 @@ class Gatherer:
         prefetch_numel: int,
         max_live_numel: int,
         on_backward: Callable[[], None],
+        on_passed: Callable[[Unit], None],
     ) -> None:
         """Hook every module of `units` (root last).
 
@@ -44,12 +45,15 @@ class Gatherer:
             prefetch_numel: a unit of at most so many elements is gathered ahead of its use.
             max_live_numel: nothing is gathered ahead while more elements than this would be live.
             on_backward: called when an output's gradient arrives, before anything is gathered.
+            on_passed: called when a unit's inputs have their gradients: backward is through with this call.
         """
         self.in_backward = False
         self._units = list(units)
         self._prefetch_numel = prefetch_numel
         self._max_live_numel = max_live_numel
         self._on_backward = on_backward
+        self._on_passed = on_passed
+        self._hidden: set[Unit] = set()  # called without a graph: a checkpoint will run it again
         self._order: list[Unit] = []  # units in the order of first use, this pass
         self._previous: list[Unit] = []  # the same, the pass before
         self._left: Unit | None = None  # one of its modules returned, others may follow
@@ -109,6 +113,7 @@ class Gatherer:
         if not self.in_backward:
             if unit.is_root and module is unit.modules[0]:
                 self._previous, self._order = self._order, []
+                self._hidden.clear()
             if unit not in self._order:
                 self._order.append(unit)
             self._drop_left(unit)
@@ -117,8 +122,8 @@ class Gatherer:
             unit.is_running = True
         if not self.in_backward:
             self._start_next(self._previous, unit)
-        if unit.has_frozen and not unit.is_root and torch.is_grad_enabled():
-            self._drop_after_inputs(unit, (args, kwargs))
+        if not unit.is_root:
+            self._follow_inputs(unit, (args, kwargs))
 
     def _post_forward(self, unit: Unit, module: nn.Module, is_last: bool, output: Any) -> None:
         if _is_entry(unit, module):
@@ -180,18 +185,31 @@ class Gatherer:
         if not unit.has_frozen and not unit.is_root:
             unit.drop()
 
-    def _drop_after_inputs(self, unit: Unit, inputs: Any) -> None:
-        """A unit with frozen parameters is left when the gradients of its inputs are all there."""
+    def _follow_inputs(self, unit: Unit, inputs: Any) -> None:
+        """Backward has passed a call of `unit` when the gradients of its inputs are all there.
+
+        Only there can be known that parameters which this rank did not use get no gradient. Reductions of
+        other ranks wait for it, and gathers of this one for them, so it must not wait for backward's end.
+        """
+        if not torch.is_grad_enabled():
+            if not self.in_backward:
+                self._hidden.add(unit)
+            return
         tensors = [
             leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
 
-        def left(_: Any) -> None:
-            if unit.is_complete:
+        # a reentrant checkpoint runs graphs inside of graphs: neither knows what the other will bring
+        is_whole_graph = not self.in_backward and unit not in self._hidden
+
+        def passed(_: Any) -> None:
+            if is_whole_graph:
+                self._on_passed(unit)
+            if unit.has_frozen and unit.is_complete:
                 unit.drop()
 
         if tensors:
-            register_multi_grad_hook(tensors, left)
+            register_multi_grad_hook(tensors, passed)
 
 
 def _is_entry(unit: Unit, module: nn.Module) -> bool:

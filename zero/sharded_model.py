@@ -154,6 +154,7 @@ class ShardedModel:
             prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
             max_live_numel=config.max_live_parameters,
             on_backward=self._open_if_closed,
+            on_passed=self._passed,
         )
 
     def _hook_gradients(self) -> None:
@@ -208,6 +209,14 @@ class ShardedModel:
                     return
                 self._start_reduce(grads)
                 self._next += 1
+
+    def _passed(self, unit: Unit) -> None:
+        """Backward is through with a call of `unit`: what no path leads to any more counts as complete."""
+        missing = [grads for grads in unit.grads if grads.remaining > 0]
+        if missing and not any(grads.expects_more() for grads in missing):
+            for grads in missing:
+                grads.remaining = 0
+            self._completed(unit)
 
     def _start_reduce(self, grads: FlatGrads) -> None:
         grads.start_reduce()
