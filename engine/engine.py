@@ -46,7 +46,7 @@ class Parts:
     module: nn.Module
     sharded: ShardedModel
     updater: Updater
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Any  # None: a frozen model
     scheduler: Scheduler | None
     loss_scale: LossScale
     autocast: Callable[[], AbstractContextManager[Any]]
@@ -75,7 +75,7 @@ class Engine:
         self._parts = parts
         self.config = parts.config
         self.module = parts.module
-        self.optimizer = parts.optimizer
+        self.optimizer: Any = parts.optimizer  # None: a frozen model, which only infers
         self.lr_scheduler = parts.scheduler
         self.training_dataloader = parts.loader
         self.device = parts.device
@@ -131,7 +131,7 @@ class Engine:
         Raises:
             UsageError: `loss` is not a scalar, or has no graph.
         """
-        self._check_alive()
+        self._check_trains()
         check_loss(loss)
         divisor = self._accumulation_steps if scale_wrt_gas else 1
         self._clipping = None  # measured before these gradients
@@ -163,7 +163,7 @@ class Engine:
             XdsError: the gradients are not finite and the precision does not skip such steps; the
                 parameters are untouched and the engine can go on.
         """
-        self._check_alive()
+        self._check_trains()
         if not self._sharded.has_seen_backward:
             raise UsageError(
                 "engine.step() without engine.backward(loss) before it: every step needs the gradients of a "
@@ -479,6 +479,14 @@ class Engine:
     def _check_alive(self) -> None:
         if self._is_destroyed:
             raise UsageError("this engine was destroyed: make a new one with xds.initialize")
+
+    def _check_trains(self) -> None:
+        self._check_alive()
+        if self.optimizer is None:
+            raise UsageError(
+                "this engine only infers: every parameter of its model was frozen at xds.initialize; call "
+                "forward alone, or initialize again with parameters that require gradients"
+            )
 
     def __getattr__(self, name: str) -> Any:
         """Unknown names are looked up on the module, as in DeepSpeed."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compression.reducer import ExactReducer
-from ..ops.collectives import open_collectives
+from ..ops.collectives import Collectives, open_collectives
 from ..ops.errors import ConfigError, UsageError
 from ..ops.host_memory import keep_freed_blocks
 from ..zero.construction import Construction, materialise
@@ -22,6 +22,7 @@ from ..zero.policy import Policy
 from ..zero.sharded_model import ShardedModel, check_model, move_model
 from ..zero.slices import SliceStore
 from ..zero.update import Updater
+from ..zero.weights import load_weights
 from .buffers import buffers_that_follow
 from .checkpointing import checkpoint_blocks
 from .compiling import Compiler
@@ -58,6 +59,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     training_data: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     group: dist.ProcessGroup | None = None,
+    weights: Any = None,
     args: Any = None,
 ) -> Engine:
     """Wrap `model` in an engine that trains it as `config` says. A collective: every rank calls it.
@@ -66,7 +68,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     buffer values win. The model's parameters stay the same objects; their memory moves into flat buffers.
 
     Args:
-        model: on any device, with real values; it is moved to this rank's device.
+        model: on any device, or on meta, or built in `xds.zero.Init`; it is moved to this rank's device.
         config: a path, JSON text, a dict (never changed), or a `Config`; None takes args.deepspeed_config.
         optimizer: an optimizer without state, its class, or a callable that gets parameter groups; None
             takes the config's.
@@ -75,12 +77,15 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
             config's.
         training_data: a dataset; `engine.training_dataloader` then serves this rank's micro-batches.
         group: the data-parallel ranks; None is all of them.
+        weights: a state dict, a safetensors file or index, or a folder with one, to start from; each rank
+            reads its own part. A model on the meta device gets its memory only then.
     Raises:
         ConfigError: every complaint about the config at once, before anything is allocated.
         UsageError: the model or the optimizer cannot be trained as asked.
     """
     config = Config.load(_config_source(config, args))
-    _check_optimizer(config, optimizer)
+    trains = any(param.requires_grad for param in model.parameters())
+    _check_optimizer(config, optimizer, trains)
     device = pick_device()
     world = join(device)
     group = group or world
@@ -93,10 +98,9 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     zero = config.zero_optimization
     blocks = [module for _, module in found_blocks(model, zero.units)]
     compiler = Compiler(model, blocks, config)
-    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
-        materialise(model, Construction(SliceStore(collectives)))
+    _give_values(model, weights, collectives, policy)
     groups = _groups(model, config, optimizer, model_parameters, blocks)
-    check_model(model, groups.index)
+    check_model(model, groups.index, must_train=trains)
     move_model(model, device)
     following = buffers_that_follow(model)  # before the parameters change their dtype
     sharded = ShardedModel(
@@ -106,8 +110,9 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
         for buffer in following:
             buffer.data = buffer.data.to(policy.compute)
     updater = Updater(sharded)
-    chosen = _optimizer(config, optimizer, updater, groups)
-    updater.bind(chosen)
+    chosen = _optimizer(config, optimizer, updater, groups) if trains else None
+    if chosen is not None:
+        updater.bind(chosen)
     undo = checkpoint_blocks(blocks) if config.activation_checkpointing.enabled else _nothing
     if config.compile.enabled:
         compiler.compile()
@@ -133,7 +138,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
             sharded=sharded,
             updater=updater,
             optimizer=chosen,
-            scheduler=_scheduler(config, lr_scheduler, chosen),
+            scheduler=_scheduler(config, lr_scheduler, chosen) if chosen else None,
             loss_scale=build_loss_scale(config.fp16, skips_overflow=skips),
             autocast=_autocast(config, device),
             cast_inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
@@ -146,6 +151,15 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
             compiler=compiler,
         )
     )
+
+
+def _give_values(model: nn.Module, weights: Any, collectives: Collectives, policy: Policy) -> None:
+    """Values for what is on the meta device, and `weights` for everything."""
+    store = SliceStore(collectives) if policy.shards_params else None
+    if weights is not None:
+        load_weights(model, weights, store=store)
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        materialise(model, Construction(store or SliceStore(collectives)))
 
 
 def _config_source(config: Any, args: Any) -> Any:
@@ -163,13 +177,14 @@ def _config_source(config: Any, args: Any) -> Any:
     return source
 
 
-def _check_optimizer(config: Config, given: ClientOptimizer | None) -> None:
-    """Before anything is allocated or hooked."""
-    if given is None and config.optimizer is None:
+def _check_optimizer(config: Config, given: ClientOptimizer | None, trains: bool) -> None:
+    """Before anything is allocated or hooked. A frozen model (a reference, a teacher) needs none."""
+    if trains and given is None and config.optimizer is None:
         raise ConfigError(
             [
                 'optimizer is missing: write e.g. {"type": "AdamW", "params": {"lr": 3e-4}}, or pass '
-                "optimizer= to xds.initialize"
+                "optimizer= to xds.initialize; a model that only infers is frozen first, by "
+                "model.requires_grad_(False)"
             ],
             config.source,
         )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .full import set_full_optimizer_state as set_full_optimizer_state
     from .full import set_full_param as set_full_param
     from .gathered import GatheredParameters as GatheredParameters
+    from .weights import load_weights as load_weights
 
 _FULL = tuple(
     f"{prefix}{verb}_full_{what}"
@@ -31,6 +32,7 @@ _FULL = tuple(
 _HOMES = {
     **dict.fromkeys(_FULL, ".full"),
     "GatheredParameters": ".gathered",
+    "load_weights": ".weights",
     "Init": "xds.engine.zero_init",
 }
 

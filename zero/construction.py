@@ -11,6 +11,7 @@ ranks' seeds differ).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, final
 
@@ -151,7 +152,9 @@ class Construction(TorchFunctionMode):
 
 
 def materialise(model: nn.Module, construction: Construction) -> None:
-    """Give a model on the meta device its initial values, module by module, by `reset_parameters`.
+    """Give a model on the meta device its initial values, module by module.
+
+    Modules make them by `reset_parameters`; `_init_weights(module)` of the model, as in transformers, follows.
 
     Children come before their parents: the order in which constructors that end with `reset_parameters`, as
     torch's own do, have drawn. Values are then bit-equal to plain construction.
@@ -159,11 +162,15 @@ def materialise(model: nn.Module, construction: Construction) -> None:
     Raises:
         UsageError: modules with parameters or buffers on meta have no `reset_parameters`; all of them.
     """
-    on_meta = [(name, m) for name, m in _children_first(model, "") if any(_meta_tensors(m))]
+    on_meta = [
+        (name, module, _initialisers(module, owner))
+        for name, module, owner in _children_first(model, "", model)
+        if any(_meta_tensors(module))
+    ]
     helpless = [
         f"{name or type(module).__name__} ({type(module).__name__})"
-        for name, module in on_meta
-        if _initialiser(module) is None
+        for name, module, initialisers in on_meta
+        if not initialisers
     ]
     if helpless:
         raise UsageError(
@@ -172,28 +179,35 @@ def materialise(model: nn.Module, construction: Construction) -> None:
             "model inside xds.zero.Init(config)"
         )
     with construction:
-        for _, module in on_meta:
+        for _, module, initialisers in on_meta:
             for _, tensor in _meta_tensors(module):
-                _make_real(tensor)
-            initialise = _initialiser(module)
-            assert initialise is not None
-            initialise()
+                make_real(tensor, torch.empty_like(tensor, device="cpu"))
+            for initialise in initialisers:
+                initialise()
             construction.adopt(module)
 
 
-def _children_first(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _children_first(
+    module: nn.Module, prefix: str, owner: nn.Module
+) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Name, module, and the nearest module around it that knows how to initialise others."""
+    if callable(getattr(module, "_init_weights", None)):
+        owner = module
     for name, child in module.named_children():
-        yield from _children_first(child, f"{prefix}{name}.")
-    yield prefix[:-1], module
+        yield from _children_first(child, f"{prefix}{name}.", owner)
+    yield prefix[:-1], module, owner
 
 
-def _initialiser(module: nn.Module) -> Callable[[], None] | None:
-    for name in ("reset_parameters", "_reset_parameters"):
-        found = getattr(module, name, None)
-        if callable(found):
-            method: Callable[[], None] = found
-            return method
-    return None
+def _initialisers(module: nn.Module, owner: nn.Module) -> list[Callable[[], None]]:
+    found = [
+        getattr(module, name)
+        for name in ("reset_parameters", "_reset_parameters")
+        if callable(getattr(module, name, None))
+    ][:1]
+    if callable(getattr(owner, "_init_weights", None)):
+        by_owner: Callable[[nn.Module], None] = owner._init_weights  # type: ignore[assignment]
+        found.append(partial(by_owner, module))
+    return found
 
 
 def _meta_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -202,9 +216,8 @@ def _meta_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _make_real(tensor: Tensor) -> None:
-    """Memory for a tensor on meta, in place: whoever refers to it goes on doing so."""
-    real = torch.empty_like(tensor, device="cpu")
+def make_real(tensor: Tensor, real: Tensor) -> None:
+    """A tensor on meta becomes `real`, in place: whoever refers to it goes on doing so."""
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
@@ -221,4 +234,4 @@ def _parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[nn.Pa
                     yield item
 
 
-__all__ = ["Construction", "materialise"]
+__all__ = ["Construction", "make_real", "materialise"]

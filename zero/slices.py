@@ -57,13 +57,14 @@ class SliceStore(Owner):
         self.collectives.scatter(full, mine, bounds)
         self._keep(param, param.device, param.dtype, mine)
 
-    def adopt(self, param: nn.Parameter, reader: Reader, dtype: torch.dtype) -> None:
+    def adopt(self, param: nn.Parameter, reader: Reader) -> None:
         """Keep this rank's slice of what `reader` gives; the parameter's own values are never read."""
         start, stop = self._bounds(param.numel())[self.collectives.rank]
+        dtype = self._kept_dtype(param.dtype)
         mine = torch.empty(stop - start, dtype=dtype, device=self.collectives.device)
         if stop > start:
             mine.copy_(reader(start, stop))
-        self._keep(param, self.collectives.device, dtype, mine)
+        self._keep(param, self.collectives.device, param.dtype, mine)
 
     def _kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
