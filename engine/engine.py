@@ -7,61 +7,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.errors import UsageError, XdsError
 from ..zero.access import Access
-from ..zero.sharded_model import ShardedModel
-from ..zero.update import Updater
+from ..zero.guards import Guards
 from .batches import call_with, check_loss, loss_of, move
-from .checkpoint_load import LoadOptions, load_checkpoint
-from .checkpoint_save import save_checkpoint
-from .compiling import Compiler
-from .config import Config
-from .monitor import Monitor
-from .precision import LossScale
-from .report import StepReport
+from .parts import Parts
+from .states import States
 
 log = logging.getLogger("xds")
 
 
-class Scheduler(Protocol):
-    """What the engine calls on a learning-rate schedule."""
-
-    def step(self) -> None: ...
-
-
-@dataclass
-class Parts:
-    """What `initialize` chose for one engine."""
-
-    config: Config
-    module: nn.Module
-    sharded: ShardedModel
-    updater: Updater
-    optimizer: Any  # None: a frozen model
-    scheduler: Scheduler | None
-    loss_scale: LossScale
-    autocast: Callable[[], AbstractContextManager[Any]]
-    cast_inputs: torch.dtype | None
-    device: torch.device
-    local_rank: int
-    monitor: Monitor
-    report: StepReport
-    loader: Any
-    undo: Callable[[], None]
-    compiler: Compiler
-
-
 @final
-class Engine:
+class Engine(States):
     """Trains `module` as its config says. Made by `xds.initialize`; names and semantics are DeepSpeed's.
 
     One optimizer step is `gradient_accumulation_steps()` rounds of forward, backward and step():
@@ -92,6 +56,7 @@ class Engine:
         self._updater = parts.updater
         self._scale = parts.loss_scale
         self._access = Access(parts.sharded, parts.updater, self._gradient_factor)
+        self._guards = Guards(parts.module, self._access)
         self._report = parts.report
         self._micro_batch_size = parts.config.train_micro_batch_size_per_gpu
         self._accumulation_steps = parts.config.gradient_accumulation_steps
@@ -417,49 +382,6 @@ class Engine:
         """Bytes this rank has sent since the engine was made, for each kind of collective."""
         return dict(self._sharded.collectives.sent_bytes)
 
-    def memory_plan(self) -> dict[str, int]:
-        """Bytes of model states on this rank: param, grad, master, optimizer, and the named buckets."""
-        return {**self._sharded.state_bytes(), **self._updater.state_bytes()}
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-    ) -> bool:
-        """Write all that training needs to go on to save_dir/tag (default `global_step{N}`). A collective.
-
-        At every instant the last committed checkpoint is whole; a failure on one rank raises on all.
-        client_state: JSON values and tensors, nested; rank 0's is kept.
-        """
-        self._check_alive()
-        save_checkpoint(self._parts, self, save_dir, tag, client_state, save_latest=save_latest)
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint of any stage and number of ranks (default: `latest`). A collective.
-
-        Returns its folder and client_state; (None, None) with a warning where there is no `latest`.
-        Raises UsageError, and nothing has changed, where it is damaged or does not fit.
-        """
-        self._check_alive()
-        options = LoadOptions(
-            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
-        )
-        found = load_checkpoint(self._parts, self, load_dir, tag, options)
-        if found[0] is not None and not load_module_only:
-            self._batches = None  # the next ones come from where the loader is now
-        return found
-
     def zero_optimization_stage(self) -> int:
         return int(self.config.zero_optimization.stage)
 
@@ -469,7 +391,9 @@ class Engine:
     def destroy(self) -> None:
         """Take every hook off the model, close the monitors. Parameters stay, whole; a collective."""
         if not self._is_destroyed:
+            self.reload_states()
             self._is_destroyed = True
+            self._guards.remove()
             self._access.release()
             self._sharded.detach()
             self._parts.compiler.undo()
@@ -479,6 +403,14 @@ class Engine:
     def _check_alive(self) -> None:
         if self._is_destroyed:
             raise UsageError("this engine was destroyed: make a new one with xds.initialize")
+        if self._parking is not None:
+            raise UsageError("the engine's states are offloaded: call reload_states() first")
+
+    def _engine(self) -> Engine:
+        return self
+
+    def _forget_batches(self) -> None:
+        self._batches = None
 
     def _check_trains(self) -> None:
         self._check_alive()
@@ -501,4 +433,4 @@ class Engine:
             ) from None
 
 
-__all__: Sequence[str] = ["Engine", "Parts", "Scheduler"]
+__all__: Sequence[str] = ["Engine"]

@@ -28,7 +28,7 @@ from .checkpointing import checkpoint_blocks
 from .compiling import Compiler
 from .config import Config
 from .data import build_loader
-from .engine import Engine, Parts, Scheduler
+from .engine import Engine
 from .monitor import build_monitor
 from .optimizers import (
     ClientOptimizer,
@@ -38,6 +38,7 @@ from .optimizers import (
     read_groups,
     split_for_muon,
 )
+from .parts import Parts, Scheduler
 from .precision import build_loss_scale
 from .process import join, local_rank, pick_device
 from .report import StepReport

@@ -43,6 +43,11 @@ class BufferPool:
         self.allocated_bytes += need_bytes
         return torch.empty(need_bytes, dtype=torch.uint8, device=device)
 
+    def clear(self) -> None:
+        """Let go of the free blocks."""
+        self.allocated_bytes -= sum(block.numel() for block in self._free)
+        self._free = []
+
     def give(self, buffer: Tensor) -> None:
         """Return a buffer that `take` handed out; nobody may use it afterwards."""
         storage = buffer.untyped_storage()

@@ -313,6 +313,11 @@ class FlatGrads:
             self._local = None
             self._views = []
 
+    def release(self) -> None:
+        """Let go of the buffers that persist, which hold nothing between a step and the next backward."""
+        self._local, self._total, self._views = None, None, []
+        self._is_writable = False
+
     @property
     def held_bytes(self) -> int:
         """Bytes of gradients that stay between steps; pooled buffers are counted by the pool."""

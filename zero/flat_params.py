@@ -177,6 +177,15 @@ class FlatParams:
         """The parameter in slot `position` shows what `lend` gave it."""
         return position in self._lent
 
+    def hide(self) -> None:
+        """The buffer's memory is about to go away: parameters show NaN, as if it had been dropped."""
+        self._point_to(self._absent)
+
+    def show(self) -> None:
+        """It is back."""
+        if self.is_gathered:
+            self._point_to(self._views)
+
     def _check_untouched(self) -> None:
         """fill_ and zero_ pass on a dropped parameter, where torch refuses every other write."""
         if self.raw.device.type == "cpu" and not self._nothing.isnan():

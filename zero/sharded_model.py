@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..compression.reducer import GradientReducer
@@ -317,6 +317,35 @@ class ShardedModel:
             for unit in self.units:
                 unit.gather()
 
+    @property
+    def has_gradients(self) -> bool:
+        """Gradients wait for a step."""
+        self.settle_reductions()
+        return any(g.has_local or g.reduced() is not None for g in self._reduce_order)
+
+    def release_gradients(self) -> None:
+        """Let go of all buffers of gradients; the next backward makes them again."""
+        for grads in self._reduce_order:
+            grads.release()
+        self._pool.clear()
+
+    def param_tensors(self) -> list[Tensor]:
+        """The memory that parameters are kept in: shards, and buffers that are whole."""
+        flats = [flat for unit in self.units for flat in unit.params]
+        return [flat.shard for flat in flats] + [flat.raw for flat in flats]
+
+    def hide_whole_params(self, hides: bool) -> None:
+        """With `hides` parameters show NaN until `show_whole_params`."""
+        for unit in self.units if hides else []:
+            for flat in unit.params:
+                flat.hide()
+
+    def show_whole_params(self) -> None:
+        """End `hide_whole_params`."""
+        for unit in self.units:
+            for flat in unit.params:
+                flat.show()
+
     def state_bytes(self) -> dict[str, int]:
         """Bytes this rank holds: parameters, gradients, and the buckets that units pass around."""
         params = sum(
@@ -346,7 +375,7 @@ def move_model(model: nn.Module, device: torch.device) -> None:
         buffer.data = buffer.data.to(device)
 
 
-def check_model(model: nn.Module, groups: Mapping[int, int]) -> None:
+def check_model(model: nn.Module, groups: Mapping[int, int], *, must_train: bool = True) -> None:
     """Before anything is moved or allocated: can this model be trained?
 
     Raises:
@@ -365,7 +394,7 @@ def check_model(model: nn.Module, groups: Mapping[int, int]) -> None:
                 f"{name} already belongs to another engine: call destroy() on that engine first, or "
                 "give this one a model of its own"
             )
-    if not any(id(p) in groups and p.numel() for p in model.parameters()):
+    if must_train and not any(id(p) in groups and p.numel() for p in model.parameters()):
         problems.append(
             "the model has no trainable parameter: set requires_grad on at least one, "
             "and pass it in model_parameters"

@@ -198,6 +198,20 @@ class Updater:
         if self.world.is_sharded:
             master.params.start_publish()
 
+    def master_tensors(self) -> list[Tensor]:
+        """The masters that are copies."""
+        return [master.tensor for master in self.masters if master.casts]
+
+    def state_tensors(self) -> list[Tensor]:
+        """The optimizer's states, but for scalars."""
+        states = [] if self._optimizer is None else self._optimizer.state.values()
+        return [
+            value
+            for state in states
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        ]
+
     def state_bytes(self) -> dict[str, int]:
         """Bytes of the masters that are copies, and of the optimizer's state tensors."""
         masters = sum(m.tensor.numel() * m.tensor.element_size() for m in self.masters if m.casts)

@@ -1,0 +1,177 @@
+"""The states of an engine as a whole: in and out of state dicts and checkpoints, away from the device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..ops.errors import UsageError
+from ..zero.parking import Parking
+from ..zero.weights import load_weights
+from ..zero.whole import full_state_dict
+from .checkpoint_load import LoadOptions, load_checkpoint
+from .checkpoint_save import save_checkpoint
+from .parts import Parts
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+PARKED = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+
+
+class States(ABC):
+    """The part of an engine that moves its states. Everything here is for all ranks together."""
+
+    _parts: Parts
+    _parking: Parking | None = None
+
+    @abstractmethod
+    def _check_alive(self) -> None:
+        """Raise unless the engine can be used now."""
+
+    @abstractmethod
+    def _engine(self) -> Engine:
+        """The engine itself."""
+
+    # -- the model --------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole model's state dict on every rank, on the CPU, in the dtypes that forward uses."""
+        return self.full_state_dict(rank0_only=False)
+
+    def full_state_dict(
+        self, *, rank0_only: bool = True, full_precision: bool = False
+    ) -> dict[str, Any]:
+        """The whole model's state dict, on the CPU, gathered parameter by parameter.
+
+        Args:
+            rank0_only: the other ranks get {}, and need no memory for it.
+            full_precision: fp32 masters instead of 16-bit values.
+        """
+        self._check_alive()
+        target = 0 if rank0_only else None
+        return full_state_dict(self._parts.module, target=target, full_precision=full_precision)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Overwrite parameters, masters and buffers by whole values, the same on every rank.
+
+        Raises UsageError, and nothing has changed, where names or shapes do not fit.
+        """
+        self._check_alive()
+        load_weights(self._parts.module, state_dict, strict=strict)
+
+    # -- checkpoints ------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> bool:
+        """Write all that training needs to go on to save_dir/tag (default `global_step{N}`). A collective.
+
+        At every instant the last committed checkpoint is whole; a failure on one rank raises on all.
+        client_state: JSON values and tensors, nested; rank 0's is kept.
+        """
+        self._check_alive()
+        save_checkpoint(
+            self._parts, self._engine(), save_dir, tag, client_state, save_latest=save_latest
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint of any stage and number of ranks (default: `latest`). A collective.
+
+        Returns its folder and client_state; (None, None) with a warning where there is no `latest`.
+        Raises UsageError, and nothing has changed, where it is damaged or does not fit.
+        """
+        self._check_alive()
+        options = LoadOptions(
+            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        )
+        found = load_checkpoint(self._parts, self._engine(), load_dir, tag, options)
+        if found[0] is not None and not load_module_only:
+            self._forget_batches()
+        return found
+
+    @abstractmethod
+    def _forget_batches(self) -> None:
+        """The next batches come from where the loader is now."""
+
+    # -- memory -----------------------------------------------------------------------------------------
+
+    def memory_plan(self) -> dict[str, int]:
+        """Bytes of model states on this rank: param, grad, master, optimizer, and the named buckets."""
+        return {**self._parts.sharded.state_bytes(), **self._parts.updater.state_bytes()}
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to host memory until `reload_states`, to lend the device to something else.
+
+        Args:
+            include: any of optim_states, hp_params, lp_params, lp_grads, contiguous_grad_buffer (or enum
+                members of these values); None is all of them. Gradients are not moved but let go of.
+            device: only the host's memory is there.
+            pin_memory: page-locked host memory. `non_blocking` is accepted; the copies are waited for.
+        On a CPU the states are in host memory already: nothing moves, but the engine refuses to run until
+        `reload_states` all the same.
+        Raises:
+            UsageError: gradients wait for a step, states are away already, or an unknown name or device.
+        """
+        self._check_alive()
+        names = _names(include)
+        if str(getattr(device, "value", device)).split(":")[0] != "cpu":
+            raise UsageError(f'offload_states(device="{device}"): states can go to "cpu" only')
+        sharded, updater = self._parts.sharded, self._parts.updater
+        if sharded.has_gradients:
+            raise UsageError(
+                "offload_states() while gradients wait for a step: call it after step(), or after zero_grad()"
+            )
+        self._parking = Parking(pin_memory=pin_memory)
+        sharded.before_update()
+        tensors = [
+            *(updater.state_tensors() if "optim_states" in names else ()),
+            *(updater.master_tensors() if "hp_params" in names else ()),
+            *(sharded.param_tensors() if "lp_params" in names else ()),
+        ]
+        if {"lp_grads", "contiguous_grad_buffer"} & names:
+            sharded.release_gradients()
+        if self._parts.device.type != "cpu":
+            sharded.hide_whole_params("lp_params" in names)
+            self._parking.park(tensors)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` moved. Without one before it nothing happens."""
+        parking, self._parking = self._parking, None
+        if parking is not None:
+            parking.unpark()
+            self._parts.sharded.show_whole_params()
+
+
+def _names(include: Iterable[Any] | None) -> set[str]:
+    names = {str(getattr(name, "value", name)) for name in (PARKED if include is None else include)}
+    unknown = sorted(names - set(PARKED))
+    if unknown:
+        raise UsageError(
+            f"offload_states(include={unknown}): there is no such state; choose from {', '.join(PARKED)}"
+        )
+    return names
+
+
+__all__ = ["PARKED", "States"]

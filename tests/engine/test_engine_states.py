@@ -1,0 +1,257 @@
+"""State dicts, weights from files, states away from the device, and what a sharded model refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+from tiny_models import TinyModel, build, micro_batch
+from torch import Tensor, nn
+
+import xds
+from xds import zero
+from xds.zero.parking import Parking
+
+STAGES = (0, 2, 3)
+
+
+def config(stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {
+            "stage": stage,
+            "unit_min_numel": 0,
+            "stage3_param_persistence_threshold": 0,
+        },
+        **more,
+    }
+    if precision != "fp32":
+        found[precision] = {"enabled": True}
+    return found
+
+
+def batch(step: int) -> Tensor:
+    rank = dist.get_rank()
+    return micro_batch(step, 0, 6)[2 * rank : 2 * rank + 2]
+
+
+def train(engine: xds.Engine, steps: int) -> None:
+    for step in range(steps):
+        engine.backward(engine(batch(step)))
+        engine.step()
+
+
+def whole_state(stage: int, precision: str) -> None:
+    engine = xds.initialize(build("tied"), config(stage, precision))
+    plain = build("tied").state_dict()
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    state = engine.state_dict()
+    assert list(state) == list(plain)
+    assert all(state[name].equal(plain[name].to(dtype)) for name in plain)
+    assert state["head.weight"] is state["embed.weight"]
+    assert bool(engine.full_state_dict()) == (dist.get_rank() == 0)
+    train(engine, 3)
+    masters = engine.full_state_dict(rank0_only=False, full_precision=True)
+    assert masters["norm.weight"].dtype == torch.float32
+    other = xds.initialize(build("tied"), config(stage, precision))
+    other.load_state_dict(masters)
+    copied = other.full_state_dict(rank0_only=False, full_precision=True)
+    assert all(copied[name].equal(masters[name]) for name in masters)
+    assert float(other(batch(9))) == float(engine(batch(9)))
+
+
+def at_every_stage(check: str) -> None:
+    for stage in STAGES:
+        for precision in ("fp32", "bf16"):
+            globals()[check](stage, precision)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_whole_state_dict_goes_out_and_comes_in(world: int) -> None:
+    run_ranks(at_every_stage, world, "whole_state")
+
+
+def away_and_back(stage: int, precision: str) -> None:
+    engine = xds.initialize(build("plain"), config(stage, precision))
+    twin = xds.initialize(build("plain"), config(stage, precision))
+    for one in (engine, twin):
+        train(one, 2)
+    engine.offload_states(include=["optim_states"])
+    for call in (lambda: engine(batch(0)), engine.state_dict):
+        with pytest.raises(xds.UsageError, match=r"are offloaded: call reload_states\(\) first"):
+            call()
+    engine.reload_states()
+    # on a CPU nothing moves by itself: here it does
+    sharded, updater = engine._sharded, engine._updater
+    tensors = [*updater.state_tensors(), *updater.master_tensors(), *sharded.param_tensors()]
+    sharded.before_update()
+    sharded.hide_whole_params(True)
+    sharded.release_gradients()
+    parking = Parking(pin_memory=False)
+    parking.park(tensors)
+    assert parking.parked_bytes > 0
+    assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 0
+    assert all(param.isnan().all() for param in engine.module.parameters())
+    parking.unpark()
+    sharded.show_whole_params()
+    for one in (engine, twin):
+        train(one, 2)
+    assert float(engine(batch(9))) == float(twin(batch(9)))
+    engine.backward(engine(batch(3)))
+    with pytest.raises(xds.UsageError, match="while gradients wait for a step"):
+        engine.offload_states()
+    with pytest.raises(xds.UsageError, match=r"there is no such state; choose from optim_states"):
+        twin.offload_states(include=["weights"])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_states_go_to_the_host_and_come_back(world: int) -> None:
+    run_ranks(at_every_stage, world, "away_and_back")
+
+
+def refusals(stage: int, precision: str) -> None:
+    model = build("tied")
+    engine = xds.initialize(model, config(stage, precision))
+    if stage == 3:
+        with pytest.raises(xds.UsageError, match=r"call engine.state_dict\(\)"):
+            model.state_dict()
+        with pytest.raises(xds.UsageError, match=r"call engine.load_state_dict\(...\)"):
+            model.load_state_dict(build("tied").state_dict())
+    with pytest.raises(xds.UsageError, match="TinyModel.head = Linear, after xds.initialize"):
+        model.head = nn.Linear(24, 61)
+    with pytest.raises(xds.UsageError, match="TinyModel.extra = a parameter"):
+        model.extra = nn.Parameter(torch.zeros(3))
+    model.dropout = nn.Dropout(0.0)  # has nothing to train
+    model.head.weight = model.embed.weight  # is what it was
+    train(engine, 1)
+    engine.destroy()
+    model.extra = nn.Parameter(torch.zeros(3))
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
+def test_changes_that_would_be_lost_are_refused_where_they_are_made() -> None:
+    run_ranks(at_every_stage, 2, "refusals")
+
+
+def from_files(folder: str, stage: int) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    torch.manual_seed(99)
+    source = TinyModel("tied")
+    state = {name: value for name, value in source.state_dict().items() if name != "head.weight"}
+    path = Path(folder)
+    if dist.get_rank() == 0:
+        names = sorted(state)
+        parts = {
+            "a.safetensors": names[: len(names) // 2],
+            "b.safetensors": names[len(names) // 2 :],
+        }
+        for file, part in parts.items():
+            save_file({name: state[name] for name in part}, path / file)
+        table = {name: file for file, part in parts.items() for name in part}
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+        torch.save(source.state_dict(), path / "weights.bin")
+    dist.barrier()
+
+    def check(model: nn.Module) -> None:
+        for param, other in zip(model.parameters(), source.parameters(), strict=True):
+            assert zero.get_full_param(param).equal(other)
+
+    with torch.device("meta"):
+        model = build("tied")
+    model.head.weight = model.embed.weight
+    engines = [xds.initialize(model, config(stage), weights=path)]
+    check(model)
+    with zero.Init(config(stage)):
+        model = build("tied")
+    zero.load_weights(model, source.state_dict())
+    engines.append(xds.initialize(model, config(stage)))
+    check(model)
+    model = build("tied")
+    engines.append(xds.initialize(model, config(stage)))
+    zero.load_weights(model, path / "weights.bin")
+    check(model)
+    assert len({float(engine(batch(0))) for engine in engines}) == 1
+
+    wrong = {**source.state_dict(), "stranger": torch.zeros(2), "norm.bias": torch.zeros(3)}
+    del wrong["norm.weight"]
+    with pytest.raises(xds.UsageError) as caught:
+        zero.load_weights(model, wrong)
+    for part in (
+        "nothing was changed; shapes differ: norm.bias is (3,) there and (24,) here",
+        "missing there: norm.weight",
+        "not in the model: stranger",
+    ):
+        assert part in str(caught.value)
+    check(model)
+    for source_path, match in (
+        (path / "nowhere", "does not exist"),
+        (path.parent, "holds none of"),
+    ):
+        with pytest.raises(xds.UsageError, match=match):
+            zero.load_weights(model, source_path)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_weights_are_loaded_from_outside(tmp_path: Path, world: int, stage: int) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    run_ranks(from_files, world, str(folder), stage)
+
+
+def rows_read(folder: str) -> int:
+    """Elements of a file that a rank asks for while it loads a big matrix."""
+    from safetensors.torch import save_file
+
+    from xds.zero import weights as module
+
+    path = Path(folder) / "model.safetensors"
+    if dist.get_rank() == 0:
+        save_file({"0.weight": torch.randn(1024, 64), "1.weight": torch.randn(1024, 64)}, path)
+    dist.barrier()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 1024, bias=False), nn.Linear(64, 1024, bias=False))
+    opened = module.SafeTensors(str(path), {"": path})
+    count = 0
+
+    class Counting(module.Weights):
+        source = "counted"
+        names, shape, close = opened.names, opened.shape, opened.close  # type: ignore[assignment]
+
+        def read(self, name: str, start: int, stop: int) -> Tensor:
+            nonlocal count
+            count += stop - start
+            return opened.read(name, start, stop)
+
+    xds.initialize(model, config(3), weights=Counting())
+    return count
+
+
+def test_a_rank_reads_its_own_part_of_a_file_only(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    assert run_ranks(rows_read, 4, str(tmp_path)) == [2 * 1024 * 64 // 4] * 4
+
+
+def inference(stage: int, precision: str) -> None:
+    reference = build("plain").requires_grad_(False)
+    settings = config(stage, precision)
+    del settings["optimizer"]
+    engine = xds.initialize(reference, settings)
+    plain = build("plain").to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    with torch.no_grad():
+        assert float(engine(batch(0))) == float(plain(batch(0)))
+    with pytest.raises(xds.UsageError, match="this engine only infers"):
+        engine.step()
+    assert engine.get_lr() == []
+    with pytest.raises(xds.ConfigError, match="a model that only infers is frozen first"):
+        xds.initialize(build("plain"), settings)
+
+
+def test_a_frozen_model_needs_no_optimizer() -> None:
+    run_ranks(at_every_stage, 2, "inference")

@@ -1,0 +1,54 @@
+"""Moves an engine's states to host memory and back, so that something else can use the device meanwhile.
+
+    device storage [bytes] --copy--> host copy [bytes], device storage resized to 0      `park`
+    device storage [bytes] <--copy-- host copy                                           `unpark`
+
+Tensors stay the same objects, so nobody has to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@final
+class Parking:
+    """Host copies of device storages."""
+
+    def __init__(self, *, pin_memory: bool) -> None:
+        self._pin = pin_memory and torch.cuda.is_available()
+        self._parked: list[tuple[torch.UntypedStorage, Tensor]] = []
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of host memory in use."""
+        return sum(host.numel() for _, host in self._parked)
+
+    def park(self, tensors: Iterable[Tensor]) -> None:
+        """Empty the storages of `tensors` (each once, whole), keeping their bytes on the host."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        for storage in storages.values():
+            if storage.nbytes():
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._pin)
+                host.copy_(_bytes_of(storage))
+                self._parked.append((storage, host))
+                storage.resize_(0)
+
+    def unpark(self) -> None:
+        """Everything is back where it was."""
+        for storage, host in self._parked:
+            storage.resize_(host.numel())
+            _bytes_of(storage).copy_(host)
+        self._parked = []
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    view = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return view.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+__all__ = ["Parking"]

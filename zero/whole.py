@@ -1,0 +1,49 @@
+"""A whole model's state dict from shards: parameter by parameter, to one rank or to all, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .owners import find_owner
+
+
+def full_state_dict(
+    model: nn.Module, *, target: int | None, full_precision: bool = False
+) -> dict[str, Any]:
+    """What `model.state_dict()` would be if nothing were sharded. A collective.
+
+    Names and order are `model.state_dict()`'s; tied names share one tensor. Beside the result a rank holds
+    one parameter at a time.
+    Args:
+        target: the rank that gets it, the others get {}; None: every rank.
+        full_precision: fp32 masters instead of the 16-bit values that forward uses.
+    Sends: each rank its part of every parameter, to `target` or to all.
+    """
+    found: dict[str, Any] = {}
+    done: dict[int, Tensor | None] = {}
+    with torch.no_grad():
+        for name, value in model.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                found[name] = value
+                continue
+            if id(value) not in done:
+                done[id(value)] = _on_cpu(value, target, full_precision)
+            found[name] = done[id(value)]
+    wanted = all(value is not None for value in done.values())
+    return found if wanted else {}
+
+
+def _on_cpu(value: Tensor, target: int | None, full_precision: bool) -> Tensor | None:
+    owner = find_owner(value)
+    if owner is None:
+        return value.detach().to("cpu", copy=True)
+    param: nn.Parameter = value  # type: ignore[assignment]
+    stored = owner.value(param) if full_precision else owner.compute(param)
+    full = stored.read(owner.collectives, target)
+    return None if full is None else full.cpu()
+
+
+__all__ = ["full_state_dict"]
