@@ -221,7 +221,9 @@ class CheckedFile:
 
     def _entry(self, name: str) -> Any:
         if name not in self._table:
-            raise UsageError(f"{self.path} has no tensor {name!r}: the checkpoint contradicts itself")
+            raise UsageError(
+                f"{self.path} has no tensor {name!r}: the checkpoint contradicts itself"
+            )
         return self._table[name]
 
     def _span(self, copy: Copy) -> tuple[int, torch.dtype]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -29,7 +29,7 @@ from .data import resume_loader
 from .random_state import set_random_state
 
 if TYPE_CHECKING:
-    from .engine import Parts
+    from .parts import Parts
 
 log = logging.getLogger("xds")
 DOING = "load_checkpoint"
@@ -78,6 +78,8 @@ def load_checkpoint(
     """See `Engine.load_checkpoint`."""
     collectives = parts.sharded.collectives
     load_dir = Path(load_dir)
+    if parts.optimizer is None:  # this engine only infers
+        options = replace(options, load_optimizer_states=False)
     _, tags = together(
         collectives,
         DOING,
@@ -234,7 +236,9 @@ def _check_state(
             )
 
 
-def _check_optimizer(parts: Parts, saved: dict[str, Any], folder: Path) -> None:
+def _check_optimizer(parts: Parts, saved: dict[str, Any] | None, folder: Path) -> None:
+    if saved is None:  # by an engine that only inferred: the states begin anew
+        return
     here = type(parts.optimizer).__name__
     # Adam and AdamW keep the same states; ours is called Adam in both cases
     if here.removesuffix("W") != saved["type"].removesuffix("W"):
@@ -299,7 +303,7 @@ def _set_buffers(plan: _Plan) -> None:
 
 def _set_engine(parts: Parts, counters: Counters, plan: _Plan, options: LoadOptions) -> None:
     saved = plan.state
-    if options.with_optimizer:
+    if options.with_optimizer and saved["optimizer"] is not None:
         _set_groups(parts.optimizer, saved["optimizer"]["groups"])
     if options.with_scheduler and saved["lr_scheduler"] is not None:
         load = getattr(parts.scheduler, "load_state_dict", None)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
+import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
@@ -37,7 +38,7 @@ from .data import loader_position
 from .random_state import read_random_state
 
 if TYPE_CHECKING:
-    from .engine import Parts
+    from .parts import Parts
 
 log = logging.getLogger("xds")
 DOING = "save_checkpoint"
@@ -183,10 +184,6 @@ def _prepare(
 
 def _engine_state(parts: Parts, counters: Counters, is_accumulating: bool) -> dict[str, Any]:
     scheduler = parts.scheduler
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in parts.optimizer.param_groups
-    ]
     has_state = scheduler is not None and hasattr(scheduler, "state_dict")
     return {
         "counters": {
@@ -198,12 +195,22 @@ def _engine_state(parts: Parts, counters: Counters, is_accumulating: bool) -> di
             "is_accumulating": is_accumulating,
         },
         "loss_scale": parts.loss_scale.state_dict(),
-        "optimizer": {"type": type(parts.optimizer).__name__, "groups": groups},
+        "optimizer": _optimizer_state(parts.optimizer),
         "lr_scheduler": {"type": type(scheduler).__name__, "state": scheduler.state_dict()}  # type: ignore[union-attr]
         if has_state
         else None,
         "data": loader_position(parts.loader),
     }
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
+    if optimizer is None:
+        return None
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return {"type": type(optimizer).__name__, "groups": groups}
 
 
 def _buffer_blocks(snapshot: Snapshot) -> list[Block]:

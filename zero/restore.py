@@ -132,7 +132,7 @@ class Restore:
     def _tensor_for(self, held: Held, key: str, shape: tuple[int, ...], dtype: str) -> Tensor:
         """The state tensor that is there, if it fits, else a new one."""
         wanted: torch.dtype = getattr(torch, dtype)
-        old = self._snapshot.optimizer.state.get(held.tensor, {}).get(key)
+        old = self._snapshot.state.get(held.tensor, {}).get(key)
         fits = isinstance(old, Tensor) and tuple(old.shape) == shape and old.dtype == wanted
         if fits and old.is_contiguous():
             kept: Tensor = old
@@ -210,11 +210,11 @@ class Restore:
         for master in self._snapshot.masters:
             if master.casts:
                 master.compute.copy_(master.tensor)
-        optimizer = self._snapshot.optimizer
+        state = self._snapshot.state
         for new in self._states:
-            optimizer.state.pop(new.held.tensor, None)
+            state.pop(new.held.tensor, None)
             if new.values:
-                optimizer.state[new.held.tensor] = new.values
+                state[new.held.tensor] = new.values
         for grads, local, filled in self._locals:
             grads.restore(GradSums(local, filled, None))
         for grads, total in self._grads:

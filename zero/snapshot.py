@@ -83,7 +83,7 @@ class Snapshot:
         module: nn.Module,
         sharded: ShardedModel,
         updater: Updater,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
     ) -> None:
         """Raises UsageError: the optimizer keeps something that is neither a number nor a known tensor."""
         self.rank = sharded.collectives.rank
@@ -91,6 +91,7 @@ class Snapshot:
         self.masters = updater.masters
         self.sharded = sharded
         self.optimizer = optimizer
+        self.state = {} if optimizer is None else optimizer.state  # by tensor that it holds
         self.flats: list[SavedFlat] = []
         self.values: list[Block] = []
         self.states: list[Block] = []
@@ -144,7 +145,7 @@ class Snapshot:
     # -- the optimizer ----------------------------------------------------------------------------------
 
     def _find_held(self) -> Iterator[Held]:
-        for group in self.optimizer.param_groups:
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
             for tensor in group["params"]:
                 for master in self.masters:
                     at = (tensor.data_ptr() - master.tensor.data_ptr()) // tensor.element_size()
@@ -161,16 +162,16 @@ class Snapshot:
 
     def _add_states(self) -> None:
         known = {id(held.tensor) for held in self.held}
-        for tensor in self.optimizer.state:
+        for tensor in self.state:
             if id(tensor) not in known:
                 self._refuse("state", "that belongs to no parameter")
         single = {STEP}  # keys of which one number stands for a whole tensor
         for held in self.held:
-            for key, value in self.optimizer.state.get(held.tensor, {}).items():
+            for key, value in self.state.get(held.tensor, {}).items():
                 if isinstance(value, Tensor) and not value.ndim and held.tensor.ndim:
                     single.add(key)
         for held in self.held:
-            for key, value in self.optimizer.state.get(held.tensor, {}).items():
+            for key, value in self.state.get(held.tensor, {}).items():
                 self._add_state(held, key, value, is_single=key in single)
 
     def _add_state(self, held: Held, key: str, value: Any, *, is_single: bool) -> None:

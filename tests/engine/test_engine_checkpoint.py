@@ -543,6 +543,12 @@ def parts_only(folder: str) -> None:
         lion.load_checkpoint(folder)
     lion.load_checkpoint(folder, load_optimizer_states=False)
     assert counters(lion) == counters(first) and not lion.optimizer.state
+    frozen = engine_of(3, seed=9, model=Net().requires_grad_(False))
+    frozen.load_checkpoint(folder)
+    frozen.save_checkpoint(folder, "inferred", save_latest=False)
+    second.load_checkpoint(folder, "inferred")
+    values = {place: parts for place, parts in states_of(first).items() if place[1] == "value"}
+    check_same(values, states_of(second))
     grouped = Net()
     groups = [
         {"params": list(grouped.inner.parameters())},
