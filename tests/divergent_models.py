@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, DEPTH, LR = 12, 3, 1e-2
 Route = tuple[int, ...]
@@ -53,16 +54,39 @@ class MoeBlock(nn.Module):
 class Moe(nn.Module):
     """`route`: the experts that these samples take."""
 
+    depth, reentrant = 2, None
+
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([MoeBlock() for _ in range(2)])
+        self.blocks = nn.ModuleList([MoeBlock() for _ in range(self.depth)])
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, route: Route) -> Tensor:
-        h = x
+        h = x.clone().requires_grad_()  # a reentrant checkpoint asks for it
         for block in self.blocks:
-            h = block(h, route)
+            if self.reentrant is None:
+                h = block(h, route)
+            else:
+                h = checkpoint(block, h, route, use_reentrant=self.reentrant)
         return (self.head(h) - x).square().mean()
+
+
+class DeepMoe(Moe):
+    """More blocks than reductions may be under way."""
+
+    depth = 8
+
+
+class CheckpointedMoe(DeepMoe):
+    """Forward runs again in backward."""
+
+    reentrant = False
+
+
+class ReentrantMoe(DeepMoe):
+    """Forward runs again in backward, in a graph of its own."""
+
+    reentrant = True
 
 
 class Vision(nn.Module):
@@ -107,12 +131,14 @@ class Skipping(nn.Module):
         return (self.head(h) - x).square().mean()
 
 
+EXPERTS = (((0, 1), (0, 1, 2, 3), (1,)), ((2,), (0, 3), (1,)), ((0, 2), (1,), (3,)))
+
 # For each kind: its model, and the route of each rank (mod 3) in each step (mod 3).
 KINDS: dict[str, tuple[type[nn.Module], Sequence[Sequence[Route]]]] = {
-    "unused experts": (
-        Moe,
-        (((0, 1), (0, 1, 2, 3), (1,)), ((2,), (0, 3), (1,)), ((0, 2), (1,), (3,))),
-    ),
+    "unused experts": (Moe, EXPERTS),
+    "unused experts, deep": (DeepMoe, EXPERTS),
+    "unused experts, checkpointed": (CheckpointedMoe, EXPERTS),
+    "unused experts, reentrant": (ReentrantMoe, EXPERTS),
     "images and text": (ImageAndText, (((1,), (0,), (1,)), ((0,), (0,), (1,)), ((0,), (1,), (0,)))),
     "images and zeros": (
         ImageAndText,
