@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .collectives import Collectives
+from .errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -92,4 +93,15 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         """Update every item's master with gradient `scale * grad`, and write `out`."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Does nothing but count, for torch's LR schedulers: the engine updates through `update`."""
+        """Does nothing but count, for torch's LR schedulers: the engine updates through `update`.
+
+        Raises:
+            UsageError: the tensors have gradients, so this is no engine's optimizer, and nothing would train.
+        """
+        if any(
+            tensor.grad is not None for group in self.param_groups for tensor in group["params"]
+        ):
+            raise UsageError(
+                f"{type(self).__name__}.step(): this optimizer updates the shards of an engine and cannot be "
+                "stepped alone; pass it to initialize(optimizer=...) and call engine.step(), or use torch.optim"
+            )

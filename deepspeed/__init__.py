@@ -1,0 +1,64 @@
+"""`import xds.deepspeed as deepspeed`: DeepSpeed's names for what xds does, so that its scripts run unchanged.
+
+A name that xds lacks can be imported and asked about; using it raises a sentence (missing.py). Names are loaded
+on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .accelerator import get_accelerator as get_accelerator
+    from .arguments import add_config_arguments as add_config_arguments
+    from .comm import init_distributed as init_distributed
+    from .runtime.engine import DeepSpeedEngine as DeepSpeedEngine
+    from .runtime.optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
+    from .start import initialize as initialize
+    from .utils.logging import log_dist as log_dist
+    from .utils.logging import logger as logger
+
+if __name__ == "deepspeed":
+    raise ImportError(
+        "`import deepspeed` found xds's own folder, because the root of the xds checkout is on sys.path: run "
+        "from another folder or set PYTHONSAFEPATH=1; xds's version of DeepSpeed's names is xds.deepspeed"
+    )
+
+# The release whose names and defaults are followed; scripts compare it. What follows "+" is no part of the
+# comparison.
+__version__ = "0.19.8+xds"
+
+_HOMES = {
+    "add_config_arguments": ".arguments",
+    "DeepSpeedDataLoader": ".runtime.dataloader",
+    "DeepSpeedEngine": ".runtime.engine",
+    "DeepSpeedOptimizer": ".runtime.optimizer",
+    "get_accelerator": ".accelerator",
+    "init_distributed": ".comm",
+    "initialize": ".start",
+    "log_dist": ".utils.logging",
+    "logger": ".utils.logging",
+}
+_MODULES = (
+    *("accelerator", "checkpointing", "comm", "linear", "moe", "ops", "pipe", "profiling"),
+    *("runtime", "sequence", "utils", "zero"),
+)
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    if name == "dist":
+        return import_module(".comm", __name__)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
+    from .missing import stand_in
+
+    return stand_in(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES, *_MODULES])

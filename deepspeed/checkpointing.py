@@ -1,0 +1,54 @@
+"""`deepspeed.checkpointing`: recomputing activations, by torch's non-reentrant checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ..ops.errors import UsageError
+from .missing import stand_in
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, whose activations backward computes once more."""
+    return torch_checkpoint(function, *args, use_reentrant=False)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+def configure(  # noqa: PLR0913 (DeepSpeed's arguments)
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Nothing to set up. All but `checkpoint_in_cpu` is without effect: each rank keeps what it needs.
+
+    Raises:
+        UsageError: activations are to be kept in host memory.
+    """
+    if checkpoint_in_cpu:
+        raise UsageError(
+            "checkpointing.configure(checkpoint_in_cpu=True): keeping activations in host memory is not there "
+            "yet; leave it out"
+        )
+
+
+def is_configured() -> bool:
+    """True: `checkpoint` needs no configuration."""
+    return True
+
+
+def reset() -> None:
+    """Nothing is kept between steps."""
+
+
+def __getattr__(name: str) -> Any:
+    return stand_in(__name__, name)

@@ -1,0 +1,111 @@
+"""`deepspeed.comm`: torch.distributed under DeepSpeed's name, for the script's own messages.
+
+Nothing here is counted by `engine.bytes_sent()`, which is about the engine's messages.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..engine.process import join, local_rank, pick_device
+from ..ops.errors import UsageError
+from .missing import stand_in
+
+# how MPI's launchers tell a process that it is not alone
+_FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def init_distributed(  # noqa: PLR0913 (DeepSpeed's arguments)
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start torch.distributed from the launcher's environment, unless it runs already. A collective.
+
+    Args:
+        dist_backend: None is nccl on GPUs and gloo without.
+        timeout: None is XDS_TIMEOUT_SECONDS, 600 s by default.
+        init_method, rank, world_size: as in torch; they replace the environment.
+        dist_init_required: False says that it runs already.
+        auto_mpi_discovery, distributed_port, verbose, config: without effect; the launcher's
+            environment says who is where.
+    Raises:
+        UsageError: the backend cannot work here, or the launcher is MPI's.
+    """
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise UsageError(
+            "dist_init_required = False, but torch.distributed is not running: call "
+            "torch.distributed.init_process_group first, or leave dist_init_required out"
+        )
+    _refuse_foreign_launcher()
+    device = pick_device()
+    if dist_backend is None and init_method is None and timeout is None and rank < 0:
+        join(device)
+        return
+    options: dict[str, Any] = {
+        "backend": dist_backend or ("nccl" if device.type == "cuda" else "gloo"),
+        "init_method": init_method,
+        "timeout": timeout,
+        "rank": rank,
+        "world_size": world_size,
+    }
+    _check_backend(options["backend"], device)
+    dist.init_process_group(**options)
+
+
+def _refuse_foreign_launcher() -> None:
+    """Under mpirun every process would take itself for the only one."""
+    for key in _FOREIGN_SIZES:
+        if int(os.environ.get(key, "1")) > 1 and "WORLD_SIZE" not in os.environ:
+            raise UsageError(
+                f"{key} = {os.environ[key]}, but WORLD_SIZE is not set: this launcher is not covered; start "
+                "the script with `xds script.py` or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR "
+                "and MASTER_PORT for each process"
+            )
+
+
+def _check_backend(backend: str, device: torch.device) -> None:
+    if backend == "nccl" and device.type != "cuda":
+        raise UsageError(
+            'dist_backend = "nccl" needs a GPU, and this machine has none: leave dist_backend out, or use '
+            'get_accelerator().communication_backend_name(), which is "gloo" here'
+        )
+
+
+def get_local_rank() -> int:
+    """This process's number on its machine."""
+    return local_rank()
+
+
+def get_world_group() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    group = dist.group.WORLD
+    if group is None:
+        raise UsageError("comm.get_world_group() before init_distributed(): call that first")
+    return group
+
+
+def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
+    """Global ranks of the members of `group`, in their order."""
+    return dist.get_process_group_ranks(group or get_world_group())
+
+
+def __getattr__(name: str) -> Any:
+    """all_reduce, barrier, get_rank, ReduceOp, ...: torch's own."""
+    if not name.startswith("_") and hasattr(dist, name):
+        return getattr(dist, name)
+    return stand_in(__name__, name)

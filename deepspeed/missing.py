@@ -1,0 +1,176 @@
+"""DeepSpeed's names that xds lacks: each can be imported and asked about, and says a sentence when used.
+
+Scripts import more than they use (`PipelineModule` for one isinstance test, an optimizer for one branch), so an
+import alone must not fail.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, final
+
+from ..ops.errors import UsageError
+
+_PIPE = "pipeline parallelism is not there yet; use zero_optimization.stage 1 to 3"
+_MOE = (
+    "expert parallelism is not there yet; experts in a plain nn.ModuleList train at every stage, each rank "
+    "with all of them"
+)
+_ONE_BIT = "compressed optimizers are not there yet (DeepSpeed removed them too); use Adam or Lamb"
+_INFERENCE = "xds trains; serve the saved weights with an inference library"
+_KERNELS = "xds has no compiled kernels to build; torch's are used"
+_TENSOR = "tensor parallelism is not there yet; use zero_optimization.stage 3"
+_SEQUENCE = "sequence parallelism is not there yet"
+_OFFLOAD = "offload to host memory and NVMe is not there yet"
+_TUNING = "set the schedule in the config's section scheduler"
+_LOCAL = (
+    "a rank's own slice has no fixed shape in xds; use the function with `full` in place of `local`"
+)
+_LEAF = (
+    "xds gathers whole units; name the module in the config's zero_optimization.units, and compare names "
+    "there"
+)
+_PARAM = "a parameter of xds is a plain torch parameter; ask xds.zero.get_full_param or use GatheredParameters"
+_PROFILER = "the flops profiler is not there yet; torch.utils.flop_counter counts"
+_CHECKPOINT_TOOLS = (
+    "a checkpoint of xds loads at any stage and number of ranks, without a converter"
+)
+_LINEAR = "LoRA and quantized linears are not there; use peft, whose adapters train at every stage"
+_ACTIVATIONS = (
+    "activations are checkpointed whole on their rank; see the config's activation_checkpointing"
+)
+_ABSENT = "it has no counterpart in xds"
+
+# name -> why, and what to use instead
+MISSING: dict[str, str] = {
+    **dict.fromkeys(("PipelineModule", "PipelineEngine", "LayerSpec", "TiedLayerSpec"), _PIPE),
+    **dict.fromkeys(("DualPipeVModule", "DualPipeVEngine", "ProcessTopology"), _PIPE),
+    **dict.fromkeys(("PipeDataParallelTopology", "PipeModelDataParallelTopology"), _PIPE),
+    "PipelineParallelGrid": _PIPE,
+    **dict.fromkeys(("MoE", "Experts", "TopKGate", "MOELayer", "has_moe_layers"), _MOE),
+    "split_params_into_different_moe_groups_for_optimizer": _MOE,
+    **dict.fromkeys(("is_moe_param", "is_moe_param_group", "configure_moe_param_groups"), _MOE),
+    **dict.fromkeys(("OnebitAdam", "OnebitLamb", "ZeroOneAdam", "OneBitAdam"), _ONE_BIT),
+    **dict.fromkeys(("init_inference", "InferenceEngine", "inference"), _INFERENCE),
+    **dict.fromkeys(("DeepSpeedInferenceConfig", "default_inference_config"), _INFERENCE),
+    **dict.fromkeys(("module_inject", "replace_transformer_layer", "io"), _INFERENCE),
+    **dict.fromkeys(("model_implementations", "DeepSpeedHybridEngine"), _INFERENCE),
+    "unwrap_model_for_generation": (
+        "call engine.module.generate(); at stage 3 units are gathered as it uses them, also when ranks stop "
+        "at different lengths"
+    ),
+    **dict.fromkeys(("DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig"), _KERNELS),
+    **dict.fromkeys(("op_builder", "transformer", "sparse_attention", "FPQuantizer"), _KERNELS),
+    **dict.fromkeys(("aio", "AsyncIOBuilder", "GDSBuilder"), _OFFLOAD),
+    **dict.fromkeys(("tp_model_init", "set_autotp_mode", "set_optimizer_flags"), _TENSOR),
+    **dict.fromkeys(("DistributedAttention", "UlyssesSPAttentionHF"), _SEQUENCE),
+    "UlyssesSPDataLoaderAdapter": _SEQUENCE,
+    **dict.fromkeys(("add_tuning_arguments", "get_config_from_args"), _TUNING),
+    **dict.fromkeys(("safe_get_local_fp32_param", "safe_get_local_grad"), _LOCAL),
+    **dict.fromkeys(("safe_get_local_optimizer_state", "safe_set_local_fp32_param"), _LOCAL),
+    **dict.fromkeys(("safe_set_local_grad", "safe_set_local_optimizer_state"), _LOCAL),
+    "safe_update_full_grad_vectorized": "call safe_get_full_grad and safe_set_full_grad in a loop",
+    **dict.fromkeys(("unset_z3_leaf_modules", "get_z3_leaf_modules", "z3_leaf_module"), _LEAF),
+    **dict.fromkeys(("set_z3_leaf_module", "set_z3_leaf_modules_by_name"), _LEAF),
+    **dict.fromkeys(("set_z3_leaf_modules_by_suffix", "z3_leaf_parameter"), _LEAF),
+    **dict.fromkeys(("ZeroParamStatus", "ZeroParamType", "is_zero_param"), _PARAM),
+    "DeepSpeedZeRoOffload": _OFFLOAD,
+    **dict.fromkeys(
+        ("TiledLinear", "TiledLinearReturnBias"), "stage 3 shards a linear layer whole"
+    ),
+    "MiCS_Init": "sharding inside sub-groups is not there yet (DeepSpeed removed it too); use zero.Init",
+    "DeepSpeedConfig": "use xds.Config.load, which takes the same JSON",
+    "DeepSpeedConfigError": "catch xds.ConfigError",
+    "OnDevice": "build the model under `with torch.device('meta')` or `with zero.Init(config)`",
+    **dict.fromkeys(("FlopsProfiler", "get_model_profile"), _PROFILER),
+    **dict.fromkeys(("OptimizedLinear", "LoRAConfig", "QuantizationConfig"), _LINEAR),
+    **dict.fromkeys(("compression", "init_compression", "redundancy_clean"), _ABSENT),
+    **dict.fromkeys(("autotuning", "elasticity", "datastates", "nebula"), _ABSENT),
+    "compile": "torch.compile the model before initialize, or see the config's section compile",
+    **dict.fromkeys(("checkpoint", "ds_to_universal", "zero_to_fp32"), _CHECKPOINT_TOOLS),
+    **dict.fromkeys(("get_fp32_state_dict_from_zero_checkpoint",), _CHECKPOINT_TOOLS),
+    "get_cuda_rng_tracker": _TENSOR,
+    "model_parallel_cuda_manual_seed": f"{_TENSOR}; torch.manual_seed seeds a rank",
+    **dict.fromkeys(("partition_activations_in_checkpoint", "CheckpointFunction"), _ACTIVATIONS),
+    "set_num_layers": _ACTIVATIONS,
+    "CheckOverflow": "engine.was_step_applied() tells whether a step was skipped",
+    "DummyOptim": "pass no optimizer, and name one in the config",
+    "PartitionedTensor": _TENSOR,
+    "monitor": "switch monitors on in the config; engine.monitor writes to them",
+    "log_summary": "engine.bytes_sent() counts the bytes of each kind of collective",
+    "initialize_mesh_device": _TENSOR,
+    "instrument_w_nvtx": "use torch.cuda.nvtx",
+    **dict.fromkeys(
+        ("SynchronizedWallClockTimer", "ThroughputTimer", "timer"),
+        ("set wall_clock_breakdown in the config"),
+    ),
+}
+
+# of the engine, and of the optimizer that `initialize` returns
+MISSING_METHODS: dict[str, str] = {
+    "allreduce_gradients": (
+        "gradients are reduced in backward; hold them back with engine.no_sync(), step() then reduces"
+    ),
+    "buffered_allreduce_fallback": "gradients are reduced in backward",
+    **dict.fromkeys(("set_dataiterator", "set_dataloader", "set_batch_fn"), _PIPE),
+    **dict.fromkeys(("reset_activation_shape", "is_first_stage", "is_last_stage"), _PIPE),
+    **dict.fromkeys(("is_pipe_parallel", "set_has_attention_mask", "mem_status"), _PIPE),
+    "register_compile_pass": "DeepCompile is not there",
+    "is_deepcompile_enabled": "DeepCompile is not there",
+    "set_custom_curriculum_learning_schedule": "curriculum learning is not there yet",
+    "set_data_post_process_func": "curriculum learning is not there yet; change the dataset",
+    "random_ltd_initialize": "random layer-token dropping is not there",
+    "override_loss_scale": "set fp16.loss_scale in the config",
+    **dict.fromkeys(("bit16_groups", "fp16_groups", "single_partition_of_fp32_groups"), _PARAM),
+    **dict.fromkeys(("fp32_partitioned_groups_flat", "fp32_groups_flat"), _PARAM),
+    **dict.fromkeys(("averaged_gradients", "params_in_partition"), _PARAM),
+}
+
+
+@final
+class NotCovered(UsageError, AttributeError):
+    """An attribute that DeepSpeed has and xds has not; `hasattr` is False for it."""
+
+
+def _sentence(name: str, why: str) -> str:
+    return f"{name} is not covered by xds.deepspeed: {why}"
+
+
+@final
+class Missing(type):
+    """The type of a stand-in: nothing is an instance of it, and using it raises its sentence."""
+
+    def __new__(
+        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any
+    ) -> Missing:
+        for base in bases:
+            raise UsageError(f"class {name}: {base.__doc__}")
+        return super().__new__(mcs, name, bases, namespace)
+
+    def __call__(cls, *args: object, **options: object) -> NoReturn:
+        raise UsageError(str(cls.__doc__))
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotCovered(str(cls.__doc__))
+
+
+def stand_in(module: str, name: str) -> Missing:
+    """What `name` of `module` is for a script.
+
+    Raises:
+        AttributeError: DeepSpeed has no such name either, or it is not known here.
+    """
+    shown = module.replace("xds.", "", 1)
+    if name not in MISSING:
+        raise AttributeError(
+            f"module {module!r} has no attribute {name!r}; docs/design/migration.md lists DeepSpeed's names"
+        )
+    text = _sentence(f"{shown}.{name}", MISSING[name])
+    return Missing(name, (), {"__doc__": text, "__module__": module})
+
+
+def refuse_method(owner: str, name: str) -> None:
+    """Raise the sentence for a method or attribute of `owner`, if DeepSpeed has it and xds lacks it."""
+    if name in MISSING_METHODS:
+        raise NotCovered(_sentence(f"{owner}.{name}", MISSING_METHODS[name]))

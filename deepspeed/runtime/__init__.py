@@ -1,0 +1,20 @@
+"""`deepspeed.runtime`: the modules that scripts import names from."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_MODULES = ("dataloader", "engine", "lr_schedules", "optimizer", "pipe", "utils", "zero")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    from ..missing import stand_in
+
+    return stand_in(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

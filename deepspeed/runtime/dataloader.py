@@ -1,0 +1,9 @@
+"""`deepspeed.runtime.dataloader`: what `initialize(training_data=...)` and `deepspeed_io` return."""
+
+from __future__ import annotations
+
+from torch.utils.data import DataLoader as DeepSpeedDataLoader
+
+from ...engine.data import RepeatingLoader
+
+__all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]

@@ -1,0 +1,16 @@
+"""`deepspeed.runtime.pipe`: stand-ins, see missing.py."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_MODULES = ("topology",)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    from ...missing import stand_in
+
+    return stand_in(__name__, name)

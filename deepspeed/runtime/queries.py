@@ -1,0 +1,64 @@
+"""What a script asks an engine about its config, by DeepSpeed's names: a table to key paths, one to answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engine.config import Config
+
+# name of the method -> path of the key; None where the section is absent
+PATHS: dict[str, str] = {
+    "bfloat16_enabled": "bf16.enabled",
+    "communication_data_type": "communication_data_type",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "dump_state": "dump_state",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_enabled": "fp16.enabled",
+    "loss_scale": "fp16.loss_scale",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
+    "memory_breakdown": "memory_breakdown",
+    "optimizer_name": "optimizer.type",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "steps_per_print": "steps_per_print",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_max_live_parameters": "zero_optimization.max_live_parameters",
+    "zero_max_reuse_distance": "zero_optimization.max_reuse_distance",
+    "zero_overlap_comm": "zero_optimization.overlap_comm",
+    "zero_param_persistence_threshold": "zero_optimization.param_persistence_threshold",
+    "zero_prefetch_bucket_size": "zero_optimization.prefetch_bucket_size",
+}
+
+# the config has no such choice, or refuses the feature
+ANSWERS: dict[str, Any] = {
+    "amp_enabled": False,
+    "autotuning_enabled": False,
+    "curriculum_learning_enabled": False,
+    "data_efficiency_enabled": False,
+    "flops_profiler_enabled": False,
+    "is_first_weights_partition_group": True,
+    "load_universal_checkpoint": False,
+    "random_ltd_enabled": False,
+    "use_node_local_storage": False,
+    "zero_contiguous_gradients": True,
+    "zero_cpu_offload": False,
+    "zero_gather_16bit_weights_on_model_save": True,
+    "zero_ignore_unused_parameters": True,
+    "zero_load_from_fp32_weights": True,
+    "zero_offload_optimizer": None,
+    "zero_offload_param": None,
+    "zero_reduce_scatter": True,
+}
+
+
+def answer(config: Config, name: str) -> Any:
+    """What `engine.<name>()` returns, for a name of either table."""
+    if name in ANSWERS:
+        return ANSWERS[name]
+    found: Any = config
+    for part in PATHS[name].split("."):
+        found = getattr(found, part, None)
+    return found

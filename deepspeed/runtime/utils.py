@@ -1,0 +1,32 @@
+"""`deepspeed.runtime.utils`: the few of its functions that scripts call."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from ...engine.process import pick_device
+from ...engine.timers import memory_use
+from ..missing import stand_in
+from ..utils.logging import print_rank_0
+
+GIB = 2**30
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """With `force` log on rank 0 what this process uses now, and at most so far, in GiB."""
+    if force:
+        use = memory_use(pick_device())
+        print_rank_0(f"{message}: {use.now_bytes / GIB:.2f} GiB, peak {use.peak_bytes / GIB:.2f}")
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python's and torch's generators."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def __getattr__(name: str) -> Any:
+    return stand_in(__name__, name)

@@ -1,0 +1,81 @@
+"""How many bytes the model states of a rank take: xds's arithmetic under DeepSpeed's function names.
+
+Adam in bf16 or fp16, per parameter: 2 bytes of parameter, 4 of gradient (sums are fp32), 12 of master and
+moments. A stage divides what it shards by the number of ranks; what travels comes on top: at stage 3 two
+gathered units, at stages 1 and 2 the gradients of two units on their way. Activations are not in it.
+Source: Rajbhandari et al., ZeRO, 2020, section 3, https://arxiv.org/abs/1910.02054.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ....engine.config import Config
+from ....ops.errors import UsageError
+from ....zero.discover import find_units
+
+PARAM_BYTES, GRAD_BYTES, OPTIMIZER_BYTES = 2, 4, 12
+UNITS_IN_FLIGHT = 2
+BUILD_BYTES = 4  # a parameter is built in fp32
+GIB = 2**30
+
+
+def rank_bytes(stage: int, world_size: int, numel: int, largest_numel: int) -> int:
+    """Bytes of model states on one rank's device.
+
+    Args:
+        numel: of the whole model; `largest_numel` of its largest unit.
+    """
+    kinds = {3: PARAM_BYTES, 2: GRAD_BYTES, 1: OPTIMIZER_BYTES}
+    states = sum(
+        numel * size / (world_size if stage >= level else 1) for level, size in kinds.items()
+    )
+    return int(states) + UNITS_IN_FLIGHT * PARAM_BYTES * largest_numel
+
+
+def host_bytes(
+    numel: int, largest_numel: int, ranks_per_node: int, factor: float, zero_init: bool
+) -> int:
+    """Bytes of a machine's memory while the model is built: whole on each rank, or a unit at a time."""
+    each = largest_numel if zero_init else numel
+    return int(BUILD_BYTES * each * ranks_per_node * factor)
+
+
+def measure(model: nn.Module) -> tuple[int, int]:
+    """(elements of the model, elements of its largest unit), tied parameters once."""
+    config = Config.model_construct().zero_optimization
+    units, root = find_units(model, config.units, config.unit_min_numel)
+    sizes = [unit.numel for unit in (*units, root)]
+    return sum(sizes), max(sizes)
+
+
+def refuse_offload(function: str, **asked: bool) -> None:
+    """Raise unless every flag is False."""
+    for name, value in asked.items():
+        if value:
+            raise UsageError(
+                f"{function}({name}=True): offload to host memory is not there yet; pass {name}=False"
+            )
+
+
+def table(stage: int, sizes: tuple[int, int], nodes: tuple[int, int], factor: float) -> str:
+    """What the `_all_live` and `_all_cold` functions print.
+
+    Args:
+        sizes: elements of the model, of its largest unit.
+        nodes: ranks a node, nodes.
+    """
+    numel, largest = sizes
+    per_node, num_nodes = nodes
+    device = rank_bytes(stage, per_node * num_nodes, numel, largest) / GIB
+    lines = [
+        "Estimated memory for parameters, gradients and optimizer state, Adam in 16 bits:",
+        f"{num_nodes} nodes with {per_node} ranks each; {numel / 1e6:.1f}M parameters, "
+        f"{largest / 1e6:.1f}M in the largest unit; ZeRO stage {stage}.",
+        "  host of a node | device of a rank",
+    ]
+    for zero_init in (True, False) if stage == 3 else (False,):
+        host = host_bytes(numel, largest, per_node, factor, zero_init) / GIB
+        how = "built under zero.Init" if zero_init else "built whole on each rank"
+        lines.append(f"  {host:10.2f} GiB | {device:12.2f} GiB | {how}")
+    return "\n".join(lines)

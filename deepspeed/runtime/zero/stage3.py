@@ -1,0 +1,72 @@
+"""`deepspeed.runtime.zero.stage3`: estimates for stage 3, by xds's own arithmetic (estimate.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ...missing import stand_in
+from . import estimate
+
+
+def estimate_zero3_model_states_mem_needs(  # noqa: PLR0913 (DeepSpeed's arguments)
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int, int]:
+    """(bytes of a machine's memory, of a rank's device, of the largest gathered unit).
+
+    Raises:
+        UsageError: offload, which is DeepSpeed's default here: pass both flags as False.
+    """
+    estimate.refuse_offload(
+        "estimate_zero3_model_states_mem_needs",
+        cpu_offload=cpu_offload,
+        cpu_offload_params=cpu_offload_params,
+    )
+    world_size = num_gpus_per_node * num_nodes
+    return (
+        estimate.host_bytes(
+            total_params,
+            largest_layer_params,
+            num_gpus_per_node,
+            additional_buffer_factor,
+            zero_init,
+        ),
+        estimate.rank_bytes(3, world_size, total_params, largest_layer_params),
+        estimate.PARAM_BYTES * estimate.UNITS_IN_FLIGHT * largest_layer_params,
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print what a rank would hold of `model`, which may be on the meta device."""
+    sizes = estimate.measure(model)
+    nodes = (num_gpus_per_node, num_nodes)
+    print(estimate.table(3, sizes, nodes, additional_buffer_factor))
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """The same from the numbers of elements alone."""
+    sizes, nodes = (total_params, largest_layer_params), (num_gpus_per_node, num_nodes)
+    print(estimate.table(3, sizes, nodes, additional_buffer_factor))
+
+
+def __getattr__(name: str) -> Any:
+    return stand_in(__name__, name)

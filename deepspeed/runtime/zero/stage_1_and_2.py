@@ -1,0 +1,57 @@
+"""`deepspeed.runtime.zero.stage_1_and_2`: estimates for stage 2, by xds's own arithmetic (estimate.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ...missing import stand_in
+from . import estimate
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int]:
+    """(bytes of a machine's memory, of a rank's device), without the largest unit, which is not known.
+
+    Raises:
+        UsageError: offload, which is DeepSpeed's default here: pass cpu_offload=False.
+    """
+    estimate.refuse_offload("estimate_zero2_model_states_mem_needs", cpu_offload=cpu_offload)
+    world_size = num_gpus_per_node * num_nodes
+    return (
+        estimate.host_bytes(total_params, 0, num_gpus_per_node, additional_buffer_factor, False),
+        estimate.rank_bytes(2, world_size, total_params, 0),
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print what a rank would hold of `model`, which may be on the meta device."""
+    sizes = estimate.measure(model)
+    nodes = (num_gpus_per_node, num_nodes)
+    print(estimate.table(2, sizes, nodes, additional_buffer_factor))
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """The same from the number of elements alone."""
+    sizes, nodes = (total_params, 0), (num_gpus_per_node, num_nodes)
+    print(estimate.table(2, sizes, nodes, additional_buffer_factor))
+
+
+def __getattr__(name: str) -> Any:
+    return stand_in(__name__, name)

@@ -1,0 +1,124 @@
+"""`deepspeed.initialize`: DeepSpeed's arguments to `xds.initialize`, and its four results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..engine.config import Config
+from ..engine.initialize import initialize as xds_initialize
+from ..ops.errors import UsageError
+from .comm import init_distributed
+from .runtime.engine import DeepSpeedEngine
+from .utils import logging  # noqa: F401 (the engine's lines of progress show from here on)
+
+GRADIENT_CLIPPING = 1.0  # DeepSpeed's default since 0.19; `xds.initialize` does not clip unasked
+
+Results = tuple[DeepSpeedEngine, Any, Any, Any]
+
+
+def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> Results:
+    """Wrap `model` in an engine, as `xds.initialize` does. A collective.
+
+    Args:
+        config, config_params, args.deepspeed_config: exactly one of them; a path, JSON text or a dict.
+        optimizer: an object, or a callable that gets parameter groups; None is the config's.
+        model_parameters: what to train; not looked at where `optimizer` is an object, which holds its own.
+        mpu: only one without model parallelism; its data-parallel group is used.
+        mesh_param: (data ranks, 1) at most.
+        distributed_port: without effect, see `comm.init_distributed`.
+    Returns:
+        (engine, optimizer, dataloader or None, lr_scheduler or None).
+    Raises:
+        ConfigError, UsageError: as `xds.initialize`.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"deepspeed.initialize(model={type(model).__name__}): needs the torch.nn.Module to train"
+        )
+    source = _config_of(args, config, config_params)
+    init_distributed(dist_init_required=dist_init_required)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        model_parameters = None
+    engine = DeepSpeedEngine(
+        xds_initialize(
+            model,
+            _with_defaults(source),
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+            training_data=training_data,
+            collate_fn=collate_fn,
+            group=_group_of(mpu, mesh_param),
+        ),
+        collate_fn,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _config_of(args: Any, config: Any, config_params: Any) -> Any:
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
+    }
+    found = {name: value for name, value in given.items() if value is not None}
+    if len(found) != 1:
+        names = " and ".join(found) or "none of them"
+        raise UsageError(
+            f"deepspeed.initialize needs exactly one of {', '.join(given)}, and got {names}: pass config= or "
+            "--deepspeed_config"
+        )
+    return next(iter(found.values()))
+
+
+def _with_defaults(source: Any) -> Config:
+    """The checked config, with DeepSpeed's default where xds's differs; a `Config` stays as it is."""
+    config = Config.load(source)
+    if isinstance(source, Config) or "gradient_clipping" in config.model_fields_set:
+        return config
+    notes = [note for note in config.notes if not note.startswith("gradient_clipping ")]
+    notes.append(
+        f"gradient_clipping is not given: gradients are clipped at {GRADIENT_CLIPPING}, as DeepSpeed 0.19 does"
+    )
+    return config.model_copy(update={"gradient_clipping": GRADIENT_CLIPPING, "notes": tuple(notes)})
+
+
+def _group_of(mpu: Any, mesh_param: Any) -> dist.ProcessGroup | None:
+    if mesh_param is not None and (len(mesh_param) != 2 or mesh_param[1] != 1):
+        raise UsageError(
+            f"mesh_param = {tuple(mesh_param)}: sequence parallelism is not there yet; leave it out or use "
+            f"({dist.get_world_size()}, 1)"
+        )
+    if mpu is None:
+        return None
+    size = int(mpu.get_model_parallel_world_size())
+    if size != 1:
+        raise UsageError(
+            f"mpu with a model-parallel size of {size}: tensor parallelism is not there yet; leave mpu out and "
+            "use zero_optimization.stage = 3"
+        )
+    group: dist.ProcessGroup = mpu.get_data_parallel_group()
+    return group
+
+
+__all__ = ["initialize"]

@@ -1,0 +1,37 @@
+"""`deepspeed.utils`: log lines, whole values of sharded parameters, groups."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_FULL = tuple(
+    f"safe_{verb}_full_{what}"
+    for verb in ("get", "set")
+    for what in ("fp32_param", "grad", "optimizer_state")
+)
+_HOMES = {
+    **dict.fromkeys(_FULL, "xds.zero.full"),
+    "RepeatingLoader": "xds.engine.data",
+    "get_accelerator": "xds.deepspeed.accelerator",
+    "log_dist": ".logging",
+    "logger": ".logging",
+    "set_z3_leaf_modules": ".z3_leaf_module",
+}
+_MODULES = ("groups", "logging", "z3_leaf_module")
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
+    from ..missing import stand_in
+
+    return stand_in(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES, *_MODULES])
