@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..ops.errors import UsageError
 from .owners import Owner, find_owner
@@ -26,6 +27,9 @@ class Guards:
 
     def __init__(self, model: nn.Module, owner: Owner) -> None:
         self._modules = weakref.WeakSet(model.modules())
+        # these may be moved about: peft parametrizes a parameter in every forward and puts it back
+        self._params = WeakTensorKeyDictionary()
+        self._params.update((param, True) for param in model.parameters())
         self._owner = weakref.ref(owner)
         self._handles: list[RemovableHandle] = [
             register_module_parameter_registration_hook(self._parameter_registered),
@@ -45,7 +49,7 @@ class Guards:
         self._handles = []
 
     def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
-        if module not in self._modules or module._parameters.get(name) is param:
+        if module not in self._modules or param in self._params:
             return
         if self._owner() is not None:
             raise UsageError(
@@ -57,7 +61,7 @@ class Guards:
     def _module_registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if submodule is None or module not in self._modules or self._owner() is None:
             return
-        strangers = [n for n, p in submodule.named_parameters() if find_owner(p) is None]
+        strangers = [n for n, p in submodule.named_parameters() if p not in self._params]
         if strangers:
             raise UsageError(
                 f"{type(module).__name__}.{name} = {type(submodule).__name__}, after xds.initialize: the "
