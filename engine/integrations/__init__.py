@@ -1,0 +1,1 @@
+"""Other libraries' extension points filled with an engine; each file imports its library by itself."""

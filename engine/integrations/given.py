@@ -1,0 +1,180 @@
+"""What a trainer already knows about the config: fills "auto" and missing keys, refuses contradictions.
+
+A config decides what it names, and the trainer's arguments decide everything else. Where both speak they
+must agree, or nobody could tell which of the two the run obeyed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from ...ops.config_keys import AUTO, joined
+from ...ops.config_rules import shown
+from ...ops.errors import ConfigError
+from ..config import Config, canonical_path, parse_config
+from ..config_text import read_source
+
+
+@dataclass(frozen=True)
+class Given:
+    """One value that the trainer knows.
+
+    origin: the name by which the user knows it, e.g. "TrainingArguments.learning_rate".
+    is_checked: a config that says something else is refused.
+    is_default: the key is written where the config does not have it.
+    """
+
+    value: Any
+    origin: str = ""
+    is_checked: bool = True
+    is_default: bool = False
+
+
+Values = Mapping[str, Given]
+
+
+@final
+class Source:
+    """A config as it was written, before anything is filled in."""
+
+    def __init__(self, source: object) -> None:
+        self.data, self.name, self._complaints = read_source(source)
+        if not isinstance(self.data, dict):
+            Config.load(self.data)  # raises, with the usual words
+        self._flat = dict(_leaves(self.data, ""))
+
+    def get(self, path: str) -> Any:
+        """The value as it was written, by canonical path; None where there is none."""
+        return self._flat.get(path)
+
+    def has_section(self, name: str) -> bool:
+        return isinstance(self.data.get(name), dict)
+
+    def filled(self, values: Values, *, tells: bool = False) -> Config:
+        """The config with `values` (by canonical path) filled in; `tells`: keys without effect are logged.
+
+        Raises:
+            ConfigError: every complaint at once, those of the config itself and contradictions.
+        """
+        complaints = [*self._complaints, *self._contradictions(values)]
+        data = _copied(self.data)
+        for path, given in values.items():
+            if given.is_default and path not in self._flat:
+                _put(data, path, given.value)
+        read = Config.load if tells else parse_config
+        try:
+            config = read(data, auto={path: given.value for path, given in values.items()})
+        except ConfigError as error:
+            raise ConfigError([*error.complaints, *complaints], self.name) from None
+        if complaints:
+            raise ConfigError(complaints, self.name)
+        return config.model_copy(update={"source": self.name})
+
+    def _contradictions(self, values: Values) -> Iterator[str]:
+        for path, given in values.items():
+            written = self.get(path)
+            if not given.is_checked or written is None or _is_auto(written):
+                continue
+            if not _is_same(written, given.value):
+                yield (
+                    f"{path} = {shown(written)}: but {given.origin} = {shown(given.value)}; make the two "
+                    'equal, or write "auto" in the config'
+                )
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield canonical_path(path), value
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, joined(path, key))
+
+
+def _put(data: dict[str, Any], path: str, value: Any) -> None:
+    *sections, key = path.split(".")
+    for section in sections:
+        wanted = (name for name in data if canonical_path(name) == section)
+        inner = data.setdefault(next(wanted, section), {})
+        if not isinstance(inner, dict):
+            return  # the config is wrong here, and is told so
+        data = inner
+    data[key] = value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return list(value) if isinstance(value, list) else value
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value.casefold() == AUTO
+
+
+def _is_same(written: Any, known: Any) -> bool:
+    if isinstance(known, (list, tuple)):
+        is_list = isinstance(written, (list, tuple)) and len(written) == len(known)
+        return is_list and all(map(_is_same, written, known))
+    try:
+        return float(written) == float(known)  # "1e-4" is a number in many files
+    except (TypeError, ValueError):
+        return bool(written == known)
+
+
+# -- values that depend on the model ------------------------------------------------------------------------
+
+
+def hidden_size_of(model: Any) -> int | None:
+    """The width that the model's own config tells; the largest of several; None if it tells none."""
+    config = getattr(model, "config", None)
+    for place in (config, getattr(config, "text_config", None)):
+        size = getattr(place, "hidden_size", None)
+        sizes = [size] if isinstance(size, int) else getattr(place, "hidden_sizes", None)
+        if sizes:
+            return int(max(sizes))
+    return None
+
+
+def sized_by(hidden_size: int | None) -> dict[str, Given]:
+    """The ZeRO keys that Trainer and Accelerate derive from the model's width; fractions are rounded later."""
+    if hidden_size is None:
+        return {}  # "auto" then means the default of xds
+    square = hidden_size * hidden_size
+    values = {
+        "reduce_bucket_size": square,
+        "prefetch_bucket_size": 0.9 * square,
+        "param_persistence_threshold": 10 * hidden_size,
+    }
+    return {
+        f"zero_optimization.{key}": Given(value, is_checked=False) for key, value in values.items()
+    }
+
+
+def precision(
+    source: Source, *, bf16: Given | None, fp16: Given | None, is_default: bool
+) -> dict[str, Given]:
+    """The keys that switch a precision on; those of torch_autocast, where the config chose it instead.
+
+    Args:
+        bf16, fp16: whether the trainer asks for it.
+        is_default: the trainer's choice counts where the config has no such section.
+    """
+    known = {"bf16": bf16, "fp16": fp16}
+    autocast = source.get("torch_autocast.enabled")
+    if autocast is True or (autocast is not None and _is_auto(autocast)):
+        asked = [name for name, given in known.items() if given is not None and given.value]
+        values = {f"{name}.enabled": Given(False, is_checked=False) for name in known}
+        values["torch_autocast.enabled"] = Given(bool(asked), is_checked=False)
+        if asked:
+            full = {"bf16": "bfloat16", "fp16": "float16"}
+            values["torch_autocast.dtype"] = Given(full[asked[0]], is_checked=False)
+        return values
+    return {
+        f"{name}.enabled": Given(
+            given.value, given.origin, is_default=is_default and bool(given.value)
+        )
+        for name, given in known.items()
+        if given is not None
+    }
