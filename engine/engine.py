@@ -76,10 +76,17 @@ class Engine(States):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, under autocast where the config says so. At stage 3 a collective."""
         self._check_alive()
-        self._sharded.before_forward()
+        watched = self._sharded.forward_context(
+            is_training=self.module.training, is_compiled=self._parts.compiler.is_compiled
+        )
         if self._parts.cast_inputs is not None:
             args, kwargs = move((args, kwargs), self.device, self._parts.cast_inputs)
-        with self._report.region("forward"), self._parts.autocast(), self._telling("forward"):
+        with (
+            self._report.region("forward"),
+            self._parts.autocast(),
+            self._telling("forward"),
+            watched,
+        ):
             return self.module(*args, **kwargs)
 
     def backward(
@@ -304,6 +311,7 @@ class Engine(States):
         self._clipping = None
         self._sharded.finish_reduction()
         self._sharded.reset()
+        self._sharded.has_seen_backward = False
 
     # -- what a script asks -----------------------------------------------------------------------------
 
@@ -354,6 +362,20 @@ class Engine(States):
         if micro_batch_size < 1:
             raise UsageError(f"set_train_micro_batch_size({micro_batch_size}): must be at least 1")
         self._micro_batch_size = micro_batch_size
+
+    def uneven_forwards(self) -> AbstractContextManager[None]:
+        """Inside, ranks may run unequal numbers of forwards at stage 3: those that are done serve the others.
+
+        For evaluation on unequal data, and for generation that stops at different lengths; no backward. Each
+        gather costs a small message more. Entry and exit are for all ranks; other stages need nothing.
+        """
+        self._check_alive()
+        return self._sharded.uneven_forwards()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's `generate`; ranks may stop at different lengths."""
+        with self.uneven_forwards(), self._parts.autocast():
+            return self.module.generate(*args, **kwargs)  # type: ignore[operator]
 
     def train(self, mode: bool = True) -> Engine:
         """Put the module in training mode."""

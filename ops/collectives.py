@@ -164,6 +164,15 @@ class Collectives(ABC):
         """
 
     @abstractmethod
+    def serve(
+        self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], *, buffer: int
+    ) -> None:
+        """An all_gather that only `receivers` want: they fill their `flat`, the others just give.
+
+        Sends this rank's shard to each receiver. Done on return.
+        """
+
+    @abstractmethod
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
         """out = full[start:stop] of this rank's bounds, from rank `source`, which alone needs `full` [n].
 
@@ -209,6 +218,12 @@ class Alone(Collectives):
     ) -> None:
         if out is not None:
             out[slice(*bounds[0])] = mine
+
+    def serve(
+        self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], *, buffer: int
+    ) -> None:
+        if flat is not None:
+            flat.copy_(shard)
 
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
         assert full is not None
@@ -325,6 +340,20 @@ class PeerToPeer(Collectives):
             out[slice(*bounds[self.rank])] = mine
         InFlight(self._watch, mark, works).wait()
 
+    def serve(
+        self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], *, buffer: int
+    ) -> None:
+        mark = self._watch.start("all_gather", buffer)
+        receives = []
+        if flat is not None:
+            receives = [(peer, self.shard_of(flat, peer)) for peer in self._peers]
+            self.shard_of(flat).copy_(shard)
+        sends = [(peer, shard) for peer in receivers if peer != self.rank]
+        works = self._start(mark, self._tag(buffer), receives, sends)
+        for _, part in sends:
+            self._count_parts("all_gather", part)
+        InFlight(self._watch, mark, works).wait()
+
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
         mark = self._watch.start("access", ACCESS_BUFFER)
         receives, sends = [], []
@@ -402,6 +431,12 @@ class Native(Collectives):
                 if out is not None:
                     out[start:stop] = part
         self._count_parts("access", mine)
+
+    def serve(
+        self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], *, buffer: int
+    ) -> None:
+        whole = shard.new_empty(self.world_size * shard.numel()) if flat is None else flat
+        self.all_gather(whole, shard, buffer=buffer, kind="all_gather").wait()
 
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
         with self._watch.guard("access", ACCESS_BUFFER):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .full import set_full_optimizer_state as set_full_optimizer_state
     from .full import set_full_param as set_full_param
     from .gathered import GatheredParameters as GatheredParameters
+    from .outside import register_external_parameter as register_external_parameter
     from .weights import load_weights as load_weights
 
 _FULL = tuple(
@@ -33,6 +34,7 @@ _HOMES = {
     **dict.fromkeys(_FULL, ".full"),
     "GatheredParameters": ".gathered",
     "load_weights": ".weights",
+    "register_external_parameter": ".outside",
     "Init": "xds.engine.zero_init",
 }
 

@@ -138,6 +138,9 @@ class Access(Owner):
         """The flat buffer it is in."""
         return self._places[id(param)].flat
 
+    def invite(self, param: nn.Parameter, module: nn.Module) -> bool:
+        return self._model.invite(param, module)
+
     def lend(self, param: nn.Parameter, full: Tensor) -> None:
         place = self._places[id(param)]
         place.flat.lend(place.position, full)

@@ -27,29 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from ..ops.errors import UsageError
 from .owners import find_owner
 from .slices import SliceStore
-
-# what a script may ask of an empty parameter without needing its values
-_ATTRIBUTES = (
-    *("shape", "dtype", "device", "requires_grad", "grad_fn", "is_meta", "grad", "layout", "ndim"),
-    *(
-        "is_leaf",
-        "is_cuda",
-        "is_cpu",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
-        "itemsize",
-        "nbytes",
-    ),
-    *("is_mkldnn", "is_mps", "is_xla", "is_xpu", "names", "retains_grad", "_version", "output_nr"),
-)
-_METADATA = {
-    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)),
-    *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.__len__),
-    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_, Tensor.element_size),
-    *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__, Tensor.is_same_size),
-}
+from .touched import touched_params
 
 
 @final
@@ -110,8 +88,9 @@ class Construction(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _METADATA and not self._is_busy:
-            needed = {id(p): p for p in _parameters(args, kwargs) if self._store.holds(p)}
+        if not self._is_busy:
+            touched = touched_params(func, args, kwargs)
+            needed = {id(p): p for p in touched if self._store.holds(p)}
             if needed:
                 self._bring_back(list(needed.values()))
         return func(*args, **kwargs)
@@ -221,17 +200,6 @@ def make_real(tensor: Tensor, real: Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
-
-
-def _parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[nn.Parameter]:
-    """Parameters among the arguments, lists of them included."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, nn.Parameter):
-            yield value
-        elif isinstance(value, list | tuple):
-            for item in value:
-                if isinstance(item, nn.Parameter):
-                    yield item
 
 
 __all__ = ["Construction", "make_real", "materialise"]

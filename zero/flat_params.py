@@ -56,7 +56,6 @@ class FlatParams:
         self._collectives = collectives
         self._handle: Handle | None = None
         self._drops = is_sharded
-        self._pins = 0
         self._lent: dict[int, Tensor] = {}  # position -> what a script may edit
         self.raw = torch.zeros(layout.numel, dtype=dtype, device=collectives.device)
         self._views = [
@@ -112,6 +111,19 @@ class FlatParams:
             self.raw, self.shard, buffer=self.index, kind="all_gather"
         )
 
+    def serve(self, receivers: Sequence[int]) -> None:
+        """A gather that only the ranks `receivers` want; this one may be none of them."""
+        wants = self._collectives.rank in receivers
+        if wants:
+            self._check_untouched()
+            self.raw.untyped_storage().resize_(self.full_bytes)
+        self._collectives.serve(
+            self.raw if wants else None, self.shard, receivers, buffer=self.index
+        )
+        if wants:
+            self.is_gathered = True
+            self._point_to(self._views)
+
     def gather(self) -> None:
         """The buffer is whole on return."""
         if not self.is_gathered:
@@ -134,33 +146,19 @@ class FlatParams:
 
     def drop(self) -> None:
         """Give the whole buffer's memory back; the shard stays."""
-        if self.drops and self.is_gathered:
+        if self._drops and self.is_gathered:
             self._point_to(self._absent)
             self.raw.untyped_storage().resize_(0)
             self.is_gathered = False
 
     def start_publish(self) -> None:
         """The shard has changed: gather it into a buffer that stays whole between steps."""
-        if self.drops:
+        if self._drops:
             return
         self.is_gathered = False
         self.start_gather()
 
     # -- what scripts hold on to ------------------------------------------------------------------------
-
-    @property
-    def drops(self) -> bool:
-        """`drop` gives memory back: nobody keeps the buffer whole."""
-        return self._drops and not self._pins
-
-    def pin(self) -> None:
-        """Gather, and stay so until as many `unpin`s."""
-        self._pins += 1
-        self.gather()
-
-    def unpin(self) -> None:
-        self._pins -= 1
-        self.drop()
 
     def lend(self, position: int, full: Tensor) -> None:
         """The parameter in slot `position` is `full`, a tensor of its own, until `take_back`."""

@@ -4,6 +4,7 @@
     backward   pre_backward -> gather this unit, start the previous one  gradients complete -> drop
 
 Use decides what is gathered; the order of the pass before is a hint for what to start early, nothing more.
+A call begins with a module of the unit, or, when a script calls it directly, with one inside of them.
 pre_backward is a hook on the autograd nodes of a module's outputs. During backward a forward is a recompute
 (activation checkpointing), possibly left early: it gathers, and never drops.
 """
@@ -20,7 +21,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ..ops.collectives import Collectives
 from .tensors import tensors_in
+from .uneven import Rounds
 from .unit import Unit
 
 Shield = Callable[[Unit, nn.Module, Any], Any]  # (unit, module, hook) -> hook
@@ -36,6 +39,7 @@ class Gatherer:
         *,
         prefetch_numel: int,
         max_live_numel: int,
+        collectives: Collectives,
         on_backward: Callable[[], None],
         on_passed: Callable[[Unit], None],
     ) -> None:
@@ -49,6 +53,9 @@ class Gatherer:
         """
         self.in_backward = False
         self._units = list(units)
+        self._collectives = collectives
+        self._rounds: Rounds | None = None
+        self.running: list[Unit] = []  # units that are being called, the innermost last
         self._prefetch_numel = prefetch_numel
         self._max_live_numel = max_live_numel
         self._on_backward = on_backward
@@ -82,6 +89,34 @@ class Gatherer:
         for unit in self._units:
             for module in unit.modules:
                 self._hook(unit, module, shielded)
+            for module in unit.inner_modules:
+                self._hook_inner(unit, module, shielded)
+
+    def _hook_inner(self, unit: Unit, module: nn.Module, shielded: Shield) -> None:
+        """A module inside of a unit: it has nothing to do unless a script calls it directly."""
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if unit.is_running:
+                unit.depth += unit.entry is module
+            elif self.in_backward:
+                unit.gather()
+            else:
+                unit.entry = module
+                self._pre_forward(unit, module, args, kwargs)
+
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            if unit.entry is not module:
+                return
+            if unit.depth:
+                unit.depth -= 1
+            else:
+                unit.entry = None
+                self._post_forward(unit, module, True, output)
+
+        self._handles += [
+            module.register_forward_pre_hook(shielded(unit, module, before), with_kwargs=True),
+            module.register_forward_hook(shielded(unit, module, after)),
+        ]
 
     def _hook(self, unit: Unit, module: nn.Module, shielded: Shield) -> None:
         is_last = module is unit.modules[-1]
@@ -104,6 +139,7 @@ class Gatherer:
 
     def drop_all(self) -> None:
         """End what is under way and drop everything that may be dropped."""
+        self.forget_calls()
         for unit in self._units:
             unit.drop()
 
@@ -114,12 +150,13 @@ class Gatherer:
             if unit.is_root and module is unit.modules[0]:
                 self._previous, self._order = self._order, []
                 self._hidden.clear()
+                self.forget_calls()
             if unit not in self._order:
                 self._order.append(unit)
             self._drop_left(unit)
-        unit.gather()
+        self._gather(unit)
         if _is_entry(unit, module):
-            unit.is_running = True
+            self._enter(unit)
         if not self.in_backward:
             self._start_next(self._previous, unit)
         if not unit.is_root:
@@ -127,7 +164,7 @@ class Gatherer:
 
     def _post_forward(self, unit: Unit, module: nn.Module, is_last: bool, output: Any) -> None:
         if _is_entry(unit, module):
-            unit.is_running = False
+            self._leave(unit)
         needs_backward = torch.is_grad_enabled() and self._hook_outputs(unit, output)
         if self.in_backward:
             return
@@ -140,6 +177,57 @@ class Gatherer:
             else:
                 self._left = unit
 
+    def _gather(self, unit: Unit) -> None:
+        if self._rounds is not None:
+            self._rounds.want(unit)
+        else:
+            unit.gather()
+
+    def _enter(self, unit: Unit) -> None:
+        unit.is_running = True
+        self.running.append(unit)
+        for guest in unit.guests:
+            self._gather(guest)
+            guest.pins += 1
+
+    def _leave(self, unit: Unit) -> None:
+        unit.is_running = False
+        if unit in self.running:
+            self.running.remove(unit)
+        for guest in unit.guests:
+            guest.pins = max(guest.pins - 1, 0)
+            if not self.in_backward and not guest.is_running:
+                guest.drop()
+
+    def forget_calls(self) -> None:
+        self.running = []
+        for unit in self._units:
+            unit.forget_calls()
+
+    def invite(self, guest: Unit, host: Unit) -> None:
+        """Calls of `host` use parameters of `guest`: from now on, and for the one that is running."""
+        if guest is host or guest in host.guests:
+            return
+        host.guests.append(guest)
+        self._gather(guest)
+        if host in self.running:
+            guest.pins += 1
+
+    def begin_uneven(self) -> None:
+        """From now on ranks may run unequal numbers of forwards. A collective, as is the end."""
+        self.drop_all()
+        self._rounds = Rounds(self._units, self._collectives)
+
+    def end_uneven(self) -> None:
+        rounds, self._rounds = self._rounds, None
+        if rounds is not None:
+            rounds.finish()
+        self.drop_all()
+
+    @property
+    def is_uneven(self) -> bool:
+        return self._rounds is not None
+
     def _drop_left(self, entered: Unit) -> None:
         """A pass may skip the last modules of a unit; ranks that did not skip them have dropped it."""
         if not entered.is_root:
@@ -149,6 +237,8 @@ class Gatherer:
 
     def _start_next(self, order: Sequence[Unit], unit: Unit) -> None:
         """Start the first unit after `unit` in `order` that is not there yet, if the limits allow it."""
+        if self._rounds is not None:
+            return
         for at, candidate in enumerate(order[:-1]):
             if candidate is unit:
                 following = order[at + 1]
@@ -178,6 +268,8 @@ class Gatherer:
     def _pre_backward(self, unit: Unit) -> None:
         self._on_backward()
         unit.gather()
+        for guest in unit.guests:
+            guest.gather()
         self._start_next(self._order[::-1], unit)
 
     def after_grads(self, unit: Unit) -> None:
@@ -214,7 +306,9 @@ class Gatherer:
 
 def _is_entry(unit: Unit, module: nn.Module) -> bool:
     """Calls of `unit` begin with this module; the root's others are called inside of the model."""
-    return not unit.is_root or module is unit.modules[0]
+    return module is unit.entry or (
+        module is unit.modules[0] if unit.is_root else module in unit.modules
+    )
 
 
 def _shielded(unit: Unit, module: nn.Module, hook: Any) -> Any:

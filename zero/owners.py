@@ -126,6 +126,10 @@ class Owner(ABC):
     def hand_over(self, param: nn.Parameter, target: Tensor) -> None:
         """Put the whole value into `target` (any dtype) and stop owning the parameter."""
 
+    def invite(self, param: nn.Parameter, module: nn.Module) -> bool:
+        """Gather `param` for calls of `module` as well. False: the module is a stranger."""
+        return True
+
     def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
         """Every rank is about to do the same with this parameter, with the same `value`, or all raise.
 
@@ -135,7 +139,8 @@ class Owner(ABC):
         """
         asked = [zlib.crc32(doing.encode()), self.number_of(param), _fingerprint(value)]
         given = torch.tensor(asked, dtype=torch.int64, device=self.collectives.device)
-        table = self.collectives.gather_small(given, buffer=ACCESS_BUFFER).tolist()
+        what = f"{doing}({self.name_of(param)})"
+        table = self.collectives.gather_small(given, ACCESS_BUFFER, what).tolist()
         others = [rank for rank, row in enumerate(table) if row[:2] != asked[:2]]
         if others:
             raise UsageError(

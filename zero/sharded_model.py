@@ -7,7 +7,8 @@ end. So ranks whose graphs differ send the same messages, and nobody waits for e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -24,6 +25,7 @@ from .flat_grads import FlatGrads
 from .flat_params import FlatParams
 from .gather import Gatherer
 from .layout import Entry, plan_flat
+from .outside import WATCHED_FORWARDS, OutsideUse
 from .owners import find_owner
 from .policy import Policy
 from .unit import Unit
@@ -80,6 +82,10 @@ class ShardedModel:
         self._reduces = True
         self.has_seen_backward = False  # since the engine last asked
         self._hooks: list[RemovableHandle] = []
+        self._watched = {True: 0, False: 0}  # forwards, of training and of evaluation
+        self._unit_of = {
+            id(param): unit for unit in self.units for flat in unit.params for param in flat.params
+        }
         self._gatherer = self._build_gatherer(config) if policy.shards_params else None
         self._hook_gradients()
 
@@ -153,6 +159,7 @@ class ShardedModel:
             self.units,
             prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
             max_live_numel=config.max_live_parameters,
+            collectives=self.collectives,
             on_backward=self._open_if_closed,
             on_passed=self._passed,
         )
@@ -176,13 +183,52 @@ class ShardedModel:
 
     # -- forward and backward ---------------------------------------------------------------------------
 
-    def before_forward(self) -> None:
-        """The module is about to be called."""
-        if self._gatherer is not None:
-            self._gatherer.shield()
+    def forward_context(
+        self, *, is_training: bool, is_compiled: bool
+    ) -> AbstractContextManager[Any]:
+        """Around a call of the module. The first ones are watched for parameters used outside of their unit."""
+        if self._gatherer is None:
+            return nullcontext()
+        self._gatherer.shield()
+        if self._watched[is_training] >= WATCHED_FORWARDS or is_compiled or self._user_compiled:
+            return nullcontext()
+        self._watched[is_training] += 1
+        return OutsideUse(self._gatherer, self._unit_of, self.units[-1])
+
+    @property
+    def _user_compiled(self) -> bool:
+        """The script compiled the model or a part of it: a mode around it would be compiled in."""
+        return any(
+            type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+            for module in self.units[-1].modules[0].modules()
+        )
+
+    def invite(self, param: nn.Parameter, module: nn.Module) -> bool:
+        """Calls of `module` use `param` as well. False: the module is not one of this model's."""
+        hosts = [unit for unit in self.units if any(module in m.modules() for m in unit.modules)]
+        if hosts and self._gatherer is not None:
+            self._gatherer.invite(self._unit_of[id(param)], hosts[0])
+        return bool(hosts)
+
+    @contextmanager
+    def uneven_forwards(self) -> Iterator[None]:
+        """Ranks may run unequal numbers of forwards inside, without backward. For all ranks."""
+        if self._gatherer is None or self._gatherer.is_uneven:
+            yield
+            return
+        self._gatherer.begin_uneven()
+        try:
+            yield
+        finally:
+            self._gatherer.end_uneven()
 
     def begin_backward(self, *, reduces: bool) -> None:
         """A backward is about to start. With `reduces` its gradients travel before it ends."""
+        if self._gatherer is not None and self._gatherer.is_uneven:
+            raise UsageError(
+                "backward inside uneven_forwards(): ranks that run unequal numbers of forwards cannot reduce "
+                "gradients together; leave the context first"
+            )
         self.settle_reductions()  # gradients may be written again only where nothing is being sent
         self._is_open = True
         self.has_seen_backward = True

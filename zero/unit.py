@@ -20,6 +20,8 @@ class Unit:
     is_root: holds what lies outside of every block; its modules are called throughout a pass.
     outlives_forward: stays gathered from its forward to its backward, because it is used first there.
     is_running: one of its modules is being called, so that it stays gathered until that call ends.
+    entry: the module inside of it whose direct call by the script is running; depth: its calls of itself.
+    guests: units whose parameters its modules use as well; pins: how many running hosts it has.
     """
 
     name: str
@@ -29,6 +31,23 @@ class Unit:
     grads: list[FlatGrads] = field(default_factory=list)
     outlives_forward: bool = False
     is_running: bool = False
+    entry: nn.Module | None = None
+    depth: int = 0
+    guests: list[Unit] = field(default_factory=list)
+    pins: int = 0
+
+    @property
+    def inner_modules(self) -> list[nn.Module]:
+        """Modules inside of its own that hold parameters of it themselves: scripts may call them."""
+        keys = {id(param) for flat in self.params for param in flat.params}
+        return [
+            module
+            for outer in self.modules
+            for module in outer.modules()
+            if not self.is_root
+            and module not in self.modules
+            and any(id(param) in keys for param in module.parameters(recurse=False))
+        ]
 
     @property
     def has_frozen(self) -> bool:
@@ -48,6 +67,10 @@ class Unit:
         for flat in self.params:
             flat.start_gather()
 
+    @property
+    def is_gathered(self) -> bool:
+        return all(flat.is_gathered for flat in self.params)
+
     def gather(self) -> None:
         for flat in self.params:
             flat.start_gather()
@@ -55,7 +78,14 @@ class Unit:
             flat.wait()
 
     def drop(self) -> None:
+        """Give its memory back, unless a running host needs it."""
+        if self.pins:
+            return
         self.is_running = False
         for flat in self.params:
             flat.wait()
             flat.drop()
+
+    def forget_calls(self) -> None:
+        """No call is running: a forward that raised has left the marks of its calls behind."""
+        self.is_running, self.entry, self.depth, self.pins = False, None, 0, 0
