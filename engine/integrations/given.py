@@ -117,10 +117,7 @@ def _is_same(written: Any, known: Any) -> bool:
     if isinstance(known, (list, tuple)):
         is_list = isinstance(written, (list, tuple)) and len(written) == len(known)
         return is_list and all(map(_is_same, written, known))
-    try:
-        return float(written) == float(known)  # "1e-4" is a number in many files
-    except (TypeError, ValueError):
-        return bool(written == known)
+    return bool(written == known)
 
 
 # -- values that depend on the model ------------------------------------------------------------------------

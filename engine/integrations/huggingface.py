@@ -49,7 +49,7 @@ ON_CPUS = "TrainingArguments(use_cpu=True) on CPUs"
 class TrainingArguments(transformers.TrainingArguments):
     """TrainingArguments with one more: the config of xds, also as --xds_config for HfArgumentParser."""
 
-    xds_config: str | dict[str, Any] | None = field(
+    xds_config: str | dict | None = field(  # type: ignore[type-arg] # the parser knows no dict[...]
         default=None, metadata={"help": "the JSON config of xds: a path, or JSON text"}
     )
 
@@ -62,7 +62,7 @@ class TrainingArguments(transformers.TrainingArguments):
 class Seq2SeqTrainingArguments(transformers.Seq2SeqTrainingArguments):
     """As `TrainingArguments`."""
 
-    xds_config: str | dict[str, Any] | None = field(
+    xds_config: str | dict | None = field(  # type: ignore[type-arg] # the parser knows no dict[...]
         default=None, metadata={"help": "the JSON config of xds: a path, or JSON text"}
     )
 
