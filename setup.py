@@ -23,7 +23,7 @@ setup(
     extras_require={
         "test": ["pytest", "hypothesis", "numpy", "ruff", "mypy"],
         "plot": ["matplotlib"],
-        "huggingface": ["transformers"],
+        "huggingface": ["transformers", "accelerate"],
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],
         "comet": ["comet_ml"],

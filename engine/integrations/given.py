@@ -12,7 +12,7 @@ from typing import Any, final
 
 from ...ops.config_keys import AUTO, joined
 from ...ops.config_rules import shown
-from ...ops.errors import ConfigError
+from ...ops.errors import ConfigError, UsageError
 from ..config import Config, canonical_path, parse_config
 from ..config_text import read_source
 
@@ -40,6 +40,12 @@ class Source:
     """A config as it was written, before anything is filled in."""
 
     def __init__(self, source: object) -> None:
+        """Raises ConfigError where it cannot be read, UsageError where it is a Config already."""
+        if isinstance(source, Config):
+            raise UsageError(
+                "xds_config is an xds.Config, in which nothing is left to fill in: pass what it was read "
+                "from, a path, JSON text or a dict"
+            )
         self.data, self.name, self._complaints = read_source(source)
         if not isinstance(self.data, dict):
             Config.load(self.data)  # raises, with the usual words
@@ -168,9 +174,10 @@ def precision(
             full = {"bf16": "bfloat16", "fp16": "float16"}
             values["torch_autocast.dtype"] = Given(full[asked[0]], is_checked=False)
         return values
+    chosen = any(source.get(f"{name}.enabled") is True for name in known)
     return {
         f"{name}.enabled": Given(
-            given.value, given.origin, is_default=is_default and bool(given.value)
+            given.value, given.origin, is_default=is_default and not chosen and bool(given.value)
         )
         for name, given in known.items()
         if given is not None

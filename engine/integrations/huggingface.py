@@ -49,8 +49,10 @@ ON_CPUS = "TrainingArguments(use_cpu=True) on CPUs"
 class TrainingArguments(transformers.TrainingArguments):
     """TrainingArguments with one more: the config of xds, also as --xds_config for HfArgumentParser."""
 
-    xds_config: str | dict | None = field(  # type: ignore[type-arg] # the parser knows no dict[...]
-        default=None, metadata={"help": "the JSON config of xds: a path, or JSON text"}
+    xds_config: str | None = (
+        field(  # a dict works as well; the parser of arguments knows text alone
+            default=None, metadata={"help": "the JSON config of xds: a path, or JSON text"}
+        )
     )
 
     def __post_init__(self) -> None:
@@ -62,8 +64,10 @@ class TrainingArguments(transformers.TrainingArguments):
 class Seq2SeqTrainingArguments(transformers.Seq2SeqTrainingArguments):
     """As `TrainingArguments`."""
 
-    xds_config: str | dict | None = field(  # type: ignore[type-arg] # the parser knows no dict[...]
-        default=None, metadata={"help": "the JSON config of xds: a path, or JSON text"}
+    xds_config: str | None = (
+        field(  # a dict works as well; the parser of arguments knows text alone
+            default=None, metadata={"help": "the JSON config of xds: a path, or JSON text"}
+        )
     )
 
     def __post_init__(self) -> None:

@@ -135,6 +135,23 @@ def test_bf16_of_the_arguments_reaches_the_engine(plain, tmp_path):
         assert dtypes == {torch.bfloat16}
 
 
+def fp16(folder: str) -> Any:
+    scale = {"initial_scale_power": 40, "hysteresis": 1}
+    config = config_of(2, fp16={"enabled": "auto", **scale})
+    done = trainer(folder, dist.get_world_size(), fp16=True, xds_config=config, max_steps=24)
+    done.train()
+    facts = done.engine.skipped_steps, done.lr_scheduler.state_dict()["last_epoch"]
+    done.engine.destroy()
+    return [value for (value,) in logged(done, "loss")], facts
+
+
+def test_a_skipped_fp16_step_does_not_move_the_schedule(tmp_path):
+    for losses, (skipped, scheduled) in warm(2).run(fp16, str(tmp_path)):
+        assert skipped > 0
+        assert scheduled == 24 - skipped
+        assert losses[-1] < losses[0]
+
+
 # -- saving -------------------------------------------------------------------------------------------------
 
 
