@@ -53,18 +53,16 @@ def init_distributed(  # noqa: PLR0913 (DeepSpeed's arguments)
         )
     _refuse_foreign_launcher()
     device = pick_device()
-    if dist_backend is None and init_method is None and timeout is None and rank < 0:
+    usual = "nccl" if device.type == "cuda" else "gloo"
+    is_usual = dist_backend in (None, usual) and timeout is None
+    if is_usual and init_method is None and rank < 0:
         join(device)
         return
-    options: dict[str, Any] = {
-        "backend": dist_backend or ("nccl" if device.type == "cuda" else "gloo"),
-        "init_method": init_method,
-        "timeout": timeout,
-        "rank": rank,
-        "world_size": world_size,
-    }
-    _check_backend(options["backend"], device)
-    dist.init_process_group(**options)
+    backend = dist_backend or usual
+    _check_backend(backend, device)
+    dist.init_process_group(
+        backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
+    )
 
 
 def _refuse_foreign_launcher() -> None:

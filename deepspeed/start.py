@@ -15,7 +15,6 @@ from ..ops.errors import UsageError
 from .comm import init_distributed
 from .runtime.engine import DeepSpeedEngine
 from .utils import logging  # noqa: F401 (the engine's lines of progress show from here on)
-from .zero import check_external_parameters
 
 GRADIENT_CLIPPING = 1.0  # DeepSpeed's default since 0.19; `xds.initialize` does not clip unasked
 
@@ -56,7 +55,6 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
             f"deepspeed.initialize(model={type(model).__name__}): needs the torch.nn.Module to train"
         )
     checked = _with_defaults(_config_of(args, config, config_params))
-    check_external_parameters(model, checked.zero_optimization)
     init_distributed(dist_init_required=dist_init_required)
     if isinstance(optimizer, torch.optim.Optimizer):
         model_parameters = None

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from types import TracebackType
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..engine.zero_init import Init as XdsInit
 from ..ops.errors import UsageError
-from ..zero.config import ZeroConfig
-from ..zero.discover import find_units
 from ..zero.gathered import GatheredParameters as GatheredParameters
+from ..zero.outside import register_external_parameter as register_external_parameter
 from .missing import stand_in
-
-# parameter -> who else uses it; said while the model is built, when there is no engine yet
-_external = WeakTensorKeyDictionary()
 
 
 @final
@@ -86,39 +80,8 @@ class Init:
         self._init.__exit__(kind, error, trace)
 
 
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that `module` uses `parameter`, which another module holds. `initialize` then looks at both.
-
-    A parameter outside of the blocks is whole while the model's forward runs, so most need nothing.
-    """
-    _external[parameter] = weakref.ref(module)
-
-
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Take it back."""
-    _external.pop(parameter, None)  # type: ignore[no-untyped-call]
-
-
-def check_external_parameters(model: nn.Module, config: ZeroConfig) -> None:
-    """At stage 3: is every registered parameter whole where it is used?
-
-    Raises:
-        UsageError: one lies in a block, and a module outside of that block uses it.
-    """
-    if config.stage < 3 or not len(_external):
-        return
-    units, _ = find_units(model, config.units, config.unit_min_numel)
-    for unit in units:
-        inside = {id(inner) for module in unit.modules for inner in module.modules()}
-        for name, param in unit.params:
-            found = _external.get(param)  # type: ignore[no-untyped-call]
-            user = None if found is None else found()
-            if user is not None and id(user) not in inside:
-                raise UsageError(
-                    f"register_external_parameter({type(user).__name__}, {name}): at stage 3 {name} is whole "
-                    f"only while {unit.name} runs; let the other module hold it too, as in self.shared = "
-                    "parameter, and it stays whole for all of the forward"
-                )
+    """Nothing: what a module needs is found in its forwards anyway."""
 
 
 def __getattr__(name: str) -> Any:

@@ -133,7 +133,7 @@ def client_optimizer(
             return _over(given, updater, groups, given.__name__, {}, allow_untested)
         return given(_entries(updater, groups))
     name = type(given).__name__
-    if given.state:
+    if any(float(state.get("step", 1)) for state in given.state.values()):
         raise UsageError(
             f"the optimizer {name} has made steps already: its state cannot be sharded afterwards; "
             "pass it before its first step"
@@ -141,6 +141,8 @@ def client_optimizer(
     take = _layout_for(type(given), updater, name, allow_untested)
     for number, group in enumerate(given.param_groups):
         group["params"] = take(number)
+    if type(given) is torch.optim.Adagrad:  # it makes its states before the first step
+        given.state = torch.optim.Adagrad(given.param_groups).state
     return given
 
 

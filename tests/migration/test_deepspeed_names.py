@@ -1,0 +1,287 @@
+"""Names and arguments of `xds.deepspeed`: DeepSpeed's, and a sentence for each that xds lacks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xds
+import xds.deepspeed as deepspeed
+from xds.deepspeed.missing import MISSING, MISSING_METHODS, Missing, NotCovered, stand_in
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "design" / "migration.md").read_text()
+
+# what DeepSpeed 0.19.8 has, argument by argument
+SIGNATURES = {
+    "initialize": "args model optimizer model_parameters training_data lr_scheduler distributed_port mpu "
+    "dist_init_required collate_fn config mesh_param config_params",
+    "init_distributed": "dist_backend auto_mpi_discovery distributed_port verbose timeout init_method "
+    "dist_init_required config rank world_size",
+    "add_config_arguments": "parser",
+    "zero.Init": "module data_parallel_group mem_efficient_linear remote_device pin_memory "
+    "config_dict_or_path config enabled dtype mpu",
+    "zero.GatheredParameters": "params modifier_rank fwd_module enabled",
+    "zero.register_external_parameter": "module param",
+    "checkpointing.configure": "mpu_ deepspeed_config partition_activations contiguous_checkpointing "
+    "num_checkpoints checkpoint_in_cpu synchronize profile",
+    "ops.adam.FusedAdam": "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none",
+    "ops.adam.DeepSpeedCPUAdam": "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode "
+    "fp32_optimizer_states",
+    "ops.lamb.FusedLamb": "params lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm "
+    "max_coeff min_coeff amsgrad",
+    "ops.lion.FusedLion": "params lr betas weight_decay set_grad_none",
+    "ops.lion.DeepSpeedCPULion": "model_params lr betas weight_decay fp32_optimizer_states",
+    "ops.adagrad.DeepSpeedCPUAdagrad": "model_params lr eps weight_decay amsgrad fp32_optimizer_states",
+    "utils.set_z3_leaf_modules": "model leaf_module_classes raise_if_not_found",
+    "utils.log_dist": "message ranks level",
+    "runtime.utils.see_memory_usage": "message force",
+    "runtime.zero.stage3.estimate_zero3_model_states_mem_needs": "total_params largest_layer_params "
+    "num_gpus_per_node num_nodes cpu_offload cpu_offload_params zero_init additional_buffer_factor",
+    "runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live": "model num_gpus_per_node num_nodes "
+    "additional_buffer_factor",
+    "runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live": "model num_gpus_per_node "
+    "num_nodes additional_buffer_factor",
+    "DeepSpeedEngine.backward": "loss retain_graph scale_wrt_gas",
+    "DeepSpeedEngine.step": "lr_kwargs",
+    "DeepSpeedEngine.deepspeed_io": "dataset batch_size route pin_memory data_sampler collate_fn "
+    "num_local_io_workers",
+    "DeepSpeedEngine.save_checkpoint": "save_dir tag client_state save_latest exclude_frozen_parameters",
+    "DeepSpeedEngine.load_checkpoint": "load_dir tag load_module_strict load_optimizer_states "
+    "load_lr_scheduler_states load_module_only custom_load_fn",
+    "DeepSpeedEngine.save_16bit_model": "save_dir save_filename exclude_frozen_parameters",
+}
+PLACES = [
+    *(
+        "DeepSpeedEngine",
+        "DeepSpeedOptimizer",
+        "DeepSpeedDataLoader",
+        "comm.all_reduce",
+        "dist.barrier",
+    ),
+    *("comm.get_rank", "comm.ReduceOp", "comm.get_local_rank", "get_accelerator", "logger"),
+    *("utils.RepeatingLoader", "utils.groups", "utils.logger", "utils.safe_get_full_fp32_param"),
+    *(
+        "utils.safe_set_full_grad",
+        "utils.safe_get_full_optimizer_state",
+        "runtime.engine.DeepSpeedEngine",
+    ),
+    *("runtime.lr_schedules.WarmupCosineLR", "runtime.lr_schedules.VALID_LR_SCHEDULES"),
+    *("runtime.dataloader.RepeatingLoader", "runtime.zero.partition_parameters.Init"),
+    *("checkpointing.checkpoint", "checkpointing.non_reentrant_checkpoint", "runtime.zero.Init"),
+]
+STAND_INS = [
+    *(
+        "PipelineModule",
+        "pipe.PipelineModule",
+        "pipe.LayerSpec",
+        "moe.layer.MoE",
+        "moe.utils.is_moe_param",
+    ),
+    *("ops.adam.OnebitAdam", "ops.lamb.OnebitLamb", "zero.TiledLinear", "zero.MiCS_Init"),
+    *(
+        "linear.OptimizedLinear",
+        "sequence.layer.DistributedAttention",
+        "ops.op_builder",
+        "OnDevice",
+    ),
+    *("profiling.flops_profiler.FlopsProfiler", "runtime.pipe.topology.PipeDataParallelTopology"),
+    *("init_inference", "DeepSpeedConfig", "utils.unset_z3_leaf_modules", "comm.log_summary"),
+    *(
+        "utils.safe_get_local_grad",
+        "runtime.utils.CheckOverflow",
+        "checkpointing.get_cuda_rng_tracker",
+    ),
+]
+
+
+def find(path: str) -> Any:
+    found: Any = deepspeed
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_a_function_takes_deepspeeds_arguments_in_their_order(path: str) -> None:
+    found = xds.Engine.backward if path == "DeepSpeedEngine.backward" else find(path)
+    names = [name for name in inspect.signature(found).parameters if name not in ("self", "others")]
+    assert names == SIGNATURES[path].split()
+
+
+@pytest.mark.parametrize("path", PLACES)
+def test_a_covered_name_is_where_deepspeed_has_it(path: str) -> None:
+    assert not isinstance(find(path), Missing)
+
+
+def test_a_module_can_be_imported_as_it_is_in_deepspeed() -> None:
+    folder = ROOT / "deepspeed"
+    for file in sorted(folder.rglob("*.py")):
+        parts = file.relative_to(folder).with_suffix("").parts
+        importlib.import_module(".".join(("xds.deepspeed", *parts)).removesuffix(".__init__"))
+
+
+@pytest.mark.parametrize("path", STAND_INS)
+def test_a_name_that_is_not_covered_can_be_imported_and_says_so_when_used(path: str) -> None:
+    found = find(path)
+    assert not isinstance(nn.Linear(1, 1), found)
+    said = rf"^deepspeed\.{path} is not covered by xds.deepspeed: \w.*\w"
+    with pytest.raises(xds.UsageError, match=said):
+        found(1, two=2)
+    with pytest.raises(NotCovered, match=said):
+        _ = found.anything
+    with pytest.raises(xds.UsageError, match=f"class Mine: deepspeed.{path} is not covered"):
+        type(found)("Mine", (found,), {})
+
+
+def test_a_name_that_nobody_has_is_an_attribute_error() -> None:
+    for module in (deepspeed, deepspeed.zero, deepspeed.comm, deepspeed.utils):
+        with pytest.raises(AttributeError, match="has no attribute 'initialise'"):
+            _ = module.initialise
+    assert not hasattr(deepspeed, "initialise")
+
+
+def test_every_reason_is_a_sentence_without_an_end() -> None:
+    for name, why in {**MISSING, **MISSING_METHODS}.items():
+        assert len(why.split()) > 1, name
+        assert not why.endswith("."), name
+
+
+def test_stand_ins_are_named_after_what_they_stand_for() -> None:
+    found = stand_in("xds.deepspeed.pipe", "LayerSpec")
+    assert (found.__module__, found.__name__) == ("xds.deepspeed.pipe", "LayerSpec")
+    assert not hasattr(found, "build")
+
+
+def test_the_version_compares_like_the_release_that_is_followed() -> None:
+    release = deepspeed.__version__.partition("+")[0]
+    assert tuple(int(part) for part in release.split(".")) == (0, 19, 8)
+
+
+def test_the_page_names_the_names() -> None:
+    for path in (*SIGNATURES, *STAND_INS):
+        assert path.rpartition(".")[2] in PAGE, path
+    for name in MISSING_METHODS:
+        assert name in PAGE, name
+
+
+# -- the folder's own name --------------------------------------------------------------------------------
+
+
+def test_nobody_else_takes_the_folder_for_deepspeed() -> None:
+    """With the editable install `deepspeed` is no top-level name, so other libraries do not find it."""
+    code = "import importlib.util; assert importlib.util.find_spec('deepspeed') is None"
+    subprocess.run(
+        [sys.executable, "-P" if sys.version_info >= (3, 11) else "-I", "-c", code], check=True
+    )
+
+
+def test_with_the_root_on_the_path_an_import_of_deepspeed_says_what_it_found() -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import deepspeed"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError: `import deepspeed` found xds's own folder" in done.stderr
+
+
+def test_hugging_faces_libraries_do_not_take_it_for_deepspeed() -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import accelerate.utils\n"
+        "from transformers.integrations.deepspeed import is_deepspeed_available\n"
+        "assert not accelerate.utils.is_deepspeed_available() and not is_deepspeed_available()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- the command line -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("declared", ["before", "never"])
+def test_the_local_rank_is_the_launchers(declared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    parser = argparse.ArgumentParser()
+    if declared == "before":
+        parser.add_argument("--local_rank", type=int, default=-1)
+    parser = deepspeed.add_config_arguments(parser)
+    assert parser.parse_args([]).local_rank == 3
+    if declared == "before":
+        assert parser.parse_args(["--local_rank=1"]).local_rank == 1
+
+
+def test_without_a_launcher_the_local_rank_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    args = deepspeed.add_config_arguments(parser).parse_args(["--deepspeed"])
+    assert (args.local_rank, args.deepspeed, args.deepspeed_config) == (-1, True, None)
+
+
+# -- the device -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU answers")
+def test_the_accelerator_of_a_machine_without_a_gpu_is_its_cpu() -> None:
+    device = deepspeed.get_accelerator()
+    assert (device.device_name(), device.device_name(1)) == ("cpu", "cpu")
+    assert device.current_device_name() == "cpu"
+    assert (device.device_count(), device.communication_backend_name()) == (1, "gloo")
+    assert device.is_available() and device.is_bf16_supported()
+    assert device.on_accelerator(torch.ones(1))
+    assert 0 < device.memory_allocated() <= device.max_memory_allocated() < device.total_memory()
+    device.set_device(0)
+    device.synchronize()
+    device.empty_cache()
+    device.manual_seed_all(4)
+    first = torch.rand(2)
+    device.manual_seed(4)
+    assert torch.equal(torch.rand(2), first)
+    with device.device(0), device.stream(device.Stream()):
+        pass
+    with pytest.raises(AttributeError, match="get_accelerator\\(\\).warp is not covered"):
+        _ = device.warp
+
+
+# -- estimates --------------------------------------------------------------------------------------------
+
+
+def test_an_estimate_is_the_papers_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    from xds.deepspeed.runtime.zero.stage3 import (
+        estimate_zero3_model_states_mem_needs,
+        estimate_zero3_model_states_mem_needs_all_cold,
+        estimate_zero3_model_states_mem_needs_all_live,
+    )
+    from xds.deepspeed.runtime.zero.stage_1_and_2 import (
+        estimate_zero2_model_states_mem_needs,
+        estimate_zero2_model_states_mem_needs_all_cold,
+    )
+
+    flags = {"cpu_offload": False, "cpu_offload_params": False}
+    needs = estimate_zero3_model_states_mem_needs(1000, 100, 4, 2, **flags)
+    # 18 bytes a parameter over 8 ranks, and two units of 2 bytes; 4 ranks build a unit each
+    assert needs == (4 * 100 * 4 * 1.5, 18 * 1000 / 8 + 4 * 100, 4 * 100)
+    assert estimate_zero2_model_states_mem_needs(1000, 4, 2, cpu_offload=False) == (
+        4 * 1000 * 4 * 1.5,
+        2 * 1000 + 16 * 1000 / 8,
+    )
+    with pytest.raises(xds.UsageError, match=r"\(cpu_offload=True\): offload .* not there yet"):
+        estimate_zero3_model_states_mem_needs(1000, 100)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048))
+    estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=2)
+    estimate_zero3_model_states_mem_needs_all_cold(10**9, 10**7, 8)
+    estimate_zero2_model_states_mem_needs_all_cold(10**9, 8)
+    printed = capsys.readouterr().out
+    assert "1 nodes with 2 ranks each; 8.4M parameters, 4.2M in the largest unit" in printed
+    assert "2.13 GiB | built under zero.Init" in printed  # (18/8 + 0.04) * 1e9 / 2**30
+    assert "3.73 GiB | built whole" in printed  # (2 + 16/8) * 1e9 / 2**30
