@@ -42,6 +42,8 @@ else:
     _AnyTrainer = object
 
 SCHEDULER_FILE = "scheduler.pt"  # transformers' own name
+# HfArgumentParser knows text alone; in a script a dict works as well
+HELP = {"help": "the JSON config of xds: a path, or JSON text"}
 ON_CPUS = "TrainingArguments(use_cpu=True) on CPUs"
 
 
@@ -49,11 +51,7 @@ ON_CPUS = "TrainingArguments(use_cpu=True) on CPUs"
 class TrainingArguments(transformers.TrainingArguments):
     """TrainingArguments with one more: the config of xds, also as --xds_config for HfArgumentParser."""
 
-    xds_config: str | None = (
-        field(  # a dict works as well; the parser of arguments knows text alone
-            default=None, metadata={"help": "the JSON config of xds: a path, or JSON text"}
-        )
-    )
+    xds_config: str | None = field(default=None, metadata=HELP)
 
     def __post_init__(self) -> None:
         _use_cpu_without_gpu(self)
@@ -64,11 +62,7 @@ class TrainingArguments(transformers.TrainingArguments):
 class Seq2SeqTrainingArguments(transformers.Seq2SeqTrainingArguments):
     """As `TrainingArguments`."""
 
-    xds_config: str | None = (
-        field(  # a dict works as well; the parser of arguments knows text alone
-            default=None, metadata={"help": "the JSON config of xds: a path, or JSON text"}
-        )
-    )
+    xds_config: str | None = field(default=None, metadata=HELP)
 
     def __post_init__(self) -> None:
         _use_cpu_without_gpu(self)

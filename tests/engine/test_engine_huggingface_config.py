@@ -16,6 +16,7 @@ from transformers import HfArgumentParser
 import xds
 from xds.engine.integrations.given import Source, hidden_size_of, sized_by
 from xds.engine.integrations.huggingface import Trainer, TrainingArguments
+from xds.engine.integrations.optional import need
 from xds.engine.integrations.trainer_values import argument_values, schedule_values
 
 pytestmark = pytest.mark.filterwarnings("default")  # the packages warn about themselves
@@ -251,3 +252,15 @@ def test_without_a_config_it_is_the_plain_trainer(tmp_path):
     done.save_model()
     assert done.engine is None
     assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_a_package_that_is_missing_is_named_with_its_install_line():
+    with pytest.raises(
+        xds.UsageError, match=r'pip install -e "\.\[huggingface\]" in the xds checkout'
+    ):
+        need("a_package_that_nobody_has", "xds", "huggingface")
+
+
+def test_a_filled_config_cannot_be_filled_again(tmp_path):
+    with pytest.raises(xds.UsageError, match="pass what it was read"):
+        trainer(tmp_path, xds_config=xds.Config.load(config_of(0)))
