@@ -57,35 +57,48 @@ class Access(Owner):
                     self._places[id(param)] = place
                     self._params.append(param)
                     set_owner(param, self)
+        # frozen ones of stages 0 to 2 are in no flat buffer: every rank holds them as they are
+        self._loose: dict[int, tuple[int, str]] = {}
+        for name, param in model.units[-1].modules[0].named_parameters():
+            if id(param) not in self._places:
+                self._loose[id(param)] = (len(self._params), name)
+                self._params.append(param)
+                set_owner(param, self)
 
     def release(self) -> None:
         """The parameters belong to nobody again."""
         for param in self._params:
             clear_owner(param)
         self._params = []
-        self._places = {}
+        self._places, self._loose = {}, {}
 
     def params(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter in a flat buffer with its global name, unit by unit."""
+        """Every parameter with its global name, unit by unit."""
         for param in self._params:
             yield self.name_of(param), param
 
     # -- values -----------------------------------------------------------------------------------------
 
     def name_of(self, param: nn.Parameter) -> str:
+        if id(param) in self._loose:
+            return self._loose[id(param)][1]
         return self._places[id(param)].slot.name
 
     def number_of(self, param: nn.Parameter) -> int:
+        if id(param) in self._loose:
+            return self._loose[id(param)][0]
         return self._places[id(param)].number
 
     def value(self, param: nn.Parameter) -> Stored:
-        place = self._places[id(param)]
-        if place.master is None:
+        place = self._places.get(id(param))
+        if place is None or place.master is None:
             return self.compute(param)
         return self._cut(place, place.master.tensor, is_whole=not place.master.is_sharded)
 
     def compute(self, param: nn.Parameter) -> Stored:
-        place = self._places[id(param)]
+        place = self._places.get(id(param))
+        if place is None:
+            return Stored(tuple(param.shape), param.data.reshape(-1), (), is_whole=True)
         flat = place.flat
         return self._cut(
             place, flat.shard if flat.is_sharded else flat.raw, is_whole=not flat.is_sharded
@@ -103,7 +116,10 @@ class Access(Owner):
         return Stored(slot.shape, mine, bounds)
 
     def write(self, param: nn.Parameter, reader: Reader) -> None:
-        place = self._places[id(param)]
+        place = self._places.get(id(param))
+        if place is None:
+            param.data.copy_(reader(0, param.numel()).view(param.shape))
+            return
         rank = self.collectives.rank
         flat = place.flat
         with torch.no_grad():
@@ -115,8 +131,8 @@ class Access(Owner):
                 whole.copy_(reader(0, place.slot.numel))
 
     def edit(self, param: nn.Parameter, reader: Reader) -> None:
-        place = self._places[id(param)]
-        if place.master is None or not place.master.casts:
+        place = self._places.get(id(param))
+        if place is None or place.master is None or not place.master.casts:
             return self.write(param, reader)
         with torch.no_grad():
             master = self.value(param)
@@ -131,8 +147,8 @@ class Access(Owner):
         return place.master is not None and place.master.is_sharded and not place.flat.is_sharded
 
     def is_lent(self, param: nn.Parameter) -> bool:
-        place = self._places[id(param)]
-        return place.flat.is_lent(place.position)
+        place = self._places.get(id(param))
+        return place is not None and place.flat.is_lent(place.position)
 
     def flat_of(self, param: nn.Parameter) -> FlatParams:
         """The flat buffer it is in."""
@@ -224,7 +240,8 @@ class Access(Owner):
         return Stored(slot.shape, mine, bounds, is_whole=not master.is_sharded)
 
     def _trained(self, param: nn.Parameter, what: str) -> Master:
-        master = self._places[id(param)].master
+        place = self._places.get(id(param))
+        master = None if place is None else place.master
         if master is None:
             raise UsageError(
                 f"{what}: {self.name_of(param)} is frozen, so the engine keeps no gradient and no optimizer "

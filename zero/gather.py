@@ -17,7 +17,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -52,6 +51,7 @@ class Gatherer:
             on_passed: called when a unit's inputs have their gradients: backward is through with this call.
         """
         self.in_backward = False
+        self.backwards = 0  # how many have begun
         self._units = list(units)
         self._collectives = collectives
         self._rounds: Rounds | None = None
@@ -293,15 +293,21 @@ class Gatherer:
 
         # a reentrant checkpoint runs graphs inside of graphs: neither knows what the other will bring
         is_whole_graph = not self.in_backward and unit not in self._hidden
+        arrived = [0, 0]  # in which backward, how many
 
-        def passed(_: Any) -> None:
+        # each tensor's own hook: torch's hook over several holds their nodes, which then never go away
+        def one_arrived(_: Tensor) -> None:
             if is_whole_graph:
                 self._on_passed(unit)
-            if unit.has_frozen and unit.is_complete:
+            if arrived[0] != self.backwards:
+                arrived[:] = [self.backwards, 0]
+            arrived[1] += 1
+            if arrived[1] == count and unit.has_frozen and unit.is_complete:
                 unit.drop()
 
-        if tensors:
-            register_multi_grad_hook(tensors, passed)
+        count = len(tensors)
+        for tensor in tensors:
+            tensor.register_hook(one_arrived)  # type: ignore[no-untyped-call]
 
 
 def _is_entry(unit: Unit, module: nn.Module) -> bool:

@@ -238,6 +238,7 @@ class ShardedModel:
             grads.begin_backward(hold=not reduces)
         if self._gatherer is not None:
             self._gatherer.in_backward = True
+            self._gatherer.backwards += 1
 
     def _open_if_closed(self) -> None:
         """The user called loss.backward() himself: the engine's end is queued behind it."""

@@ -144,7 +144,7 @@ def shape_seeing_optimizer() -> None:
 
 
 BAD = {
-    "nothing_to_train": "the model has no trainable parameter: set requires_grad",
+    "nothing_to_train": "this engine only infers: every parameter of its model was frozen",
     "twice": "already belongs to another engine: call destroy",
     "no_optimizer": 'optimizer is missing: write e.g. {"type": "AdamW"',
     "used_optimizer": "AdamW has made steps already",
@@ -167,7 +167,7 @@ BAD = {
 
 
 def nothing_to_train() -> None:
-    xds.initialize(frozen(), config_of())
+    xds.initialize(frozen(), config_of()).step()
 
 
 def complain(names: list[str]) -> dict[str, str]:

@@ -1,0 +1,183 @@
+"""Several engines in one process: a GAN, an actor with its reference, engines that come and go."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+from tiny_models import build, micro_batch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import xds
+from xds import zero
+from xds.zero.flat_params import FlatParams
+
+STAGES = (0, 1, 2, 3)
+
+
+def config(stage: int, lr: float = 1e-2) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": lr, "adam_w_mode": False}},
+        "zero_optimization": {
+            "stage": stage,
+            "unit_min_numel": 0,
+            "stage3_param_persistence_threshold": 0,
+        },
+    }
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    blocks = [
+        nn.Sequential(nn.Linear(a, b), nn.LeakyReLU(0.2))
+        for a, b in zip(widths[:-2], widths[1:-1], strict=True)
+    ]
+    return nn.Sequential(*blocks, nn.Linear(widths[-2], widths[-1]))
+
+
+def pair() -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(7)
+    return mlp(6, 20, 20, 10), mlp(10, 20, 20, 1)
+
+
+def draw(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 10, generator=generator) + 2
+
+
+def own(batch: Tensor) -> Tensor:
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def real(scores: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
+
+
+def fake(scores: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(scores, torch.zeros_like(scores))
+
+
+def gan(stage: int, freezes: bool) -> None:
+    maker, critic = pair()
+    engines = xds.initialize(maker, config(stage)), xds.initialize(critic, config(stage))
+    plain = pair()
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in plain]
+    for step in range(5):
+        noise, data = draw(step)
+        # the critic
+        loss = real(plain[1](data)) + fake(plain[1](plain[0](noise).detach()))
+        optimizers[1].zero_grad()
+        loss.backward()
+        optimizers[1].step()
+        made = engines[0](own(noise)).detach()
+        mine = real(engines[1](own(data))) + fake(engines[1](made))
+        engines[1].backward(mine)
+        engines[1].step()
+        check(engines[1], mine, loss)
+        # the maker: its loss goes through the critic
+        loss = real(plain[1](plain[0](noise)))
+        optimizers[0].zero_grad()
+        loss.backward()
+        optimizers[0].step()
+        critic.requires_grad_(not freezes)
+        mine = real(engines[1](engines[0](own(noise))))
+        engines[0].backward(mine)
+        engines[0].step()
+        critic.requires_grad_(True)
+        if not freezes:
+            engines[1].zero_grad()
+        check(engines[0], mine, loss)
+    for model, other in zip((maker, critic), plain, strict=True):
+        for param, want in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(
+                zero.get_full_param(param), want.detach(), rtol=1e-4, atol=1e-6
+            )
+
+
+def check(engine: xds.Engine, mine: Tensor, plain: Tensor) -> None:
+    mean = engine._average(mine.detach().double())
+    torch.testing.assert_close(mean, plain.detach(), rtol=1e-5, atol=1e-6)
+
+
+def gans(freezes: bool) -> None:
+    for stage in STAGES:
+        gan(stage, freezes)
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_a_gan_with_two_engines_equals_plain_torch(freezes: bool) -> None:
+    run_ranks(gans, 2, freezes)
+
+
+def actor_and_reference() -> None:
+    for stage in STAGES:
+        actor, reference = build("plain"), build("plain").requires_grad_(False)
+        settings = config(stage)
+        engine = xds.initialize(actor, settings)
+        del settings["optimizer"]
+        frozen = xds.initialize(reference, settings)
+        plain, still = build("plain"), build("plain").requires_grad_(False)
+        optimizer = torch.optim.Adam(plain.parameters(), lr=1e-2)
+        for step in range(4):
+            batch = micro_batch(step, 0, 8)
+            with torch.no_grad():
+                anchor, mine_anchor = still(batch), frozen.eval()(own(batch))
+            loss = plain(batch) + 0.1 * (plain(batch) - anchor).square()
+            optimizer.zero_grad()
+            # each rank has its own part's anchor: the plain side takes the parts as well
+            parts = [plain(p) + 0.1 * (plain(p) - still(p)).square() for p in batch.chunk(2)]
+            loss = (parts[0] + parts[1]) / 2
+            loss.backward()
+            optimizer.step()
+            mine = engine(own(batch))
+            mine = mine + 0.1 * (engine(own(batch)) - mine_anchor).square()
+            engine.backward(mine)
+            engine.step()
+            check(engine, mine, loss)
+        for param, other in zip(reference.parameters(), still.parameters(), strict=True):
+            assert zero.get_full_param(param).equal(other)
+        engine.destroy()
+        frozen.destroy()
+
+
+def test_an_actor_and_its_frozen_reference_equal_plain_torch() -> None:
+    run_ranks(actor_and_reference, 2)
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def come_and_go(stage: int) -> list[tuple[int, int, int]]:
+    """Memory, threads and open files after each of 20 engines."""
+    seen = []
+    for _ in range(20):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(16)])
+        engine = xds.initialize(model, config(stage))
+        for _ in range(2):
+            engine.backward(engine(torch.ones(4, 256)).square().mean())
+            engine.step()
+        engine.destroy()
+        del engine, model
+        gc.collect()
+        assert not [held for held in gc.get_objects() if type(held) is FlatParams]
+        threads, files = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd")
+        seen.append((resident_bytes(), len(threads), len(files)))
+    return seen
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_engines_come_and_go_without_a_trace(stage: int) -> None:
+    for seen in run_ranks(come_and_go, 2, stage):
+        early, late = seen[5], seen[-1]
+        model_bytes = 16 * 257 * 256 * 4
+        assert late[0] - early[0] < 2 * model_bytes, seen  # 14 engines hold 56 times that
+        assert late[1:] == early[1:], seen
