@@ -22,6 +22,7 @@ from xds.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from xds.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from xds.deepspeed.ops.lamb import FusedLamb
 from xds.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from xds.deepspeed.runtime.zero import estimate
 
 DATA = TensorDataset(torch.arange(64.0).view(16, 4) / 64)
 
@@ -454,6 +455,30 @@ def test_a_process_group_is_made_as_the_script_says(tmp_path: Path) -> None:
         "deepspeed.comm.destroy_process_group()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+# -- estimates --------------------------------------------------------------------------------------------
+
+
+def held_and_estimated(stage: int) -> tuple[int, int]:
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
+    sizes = estimate.measure(model)
+    config = config_of(stage, bf16={"enabled": True}, gradient_accumulation_steps=1)
+    config["zero_optimization"] = {"stage": stage, "stage3_max_reuse_distance": 0}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.backward(engine(torch.ones(2, 1024, dtype=torch.bfloat16)).float().mean())
+    engine.step()
+    return sum(engine.memory_plan().values()), estimate.rank_bytes(stage, 2, *sizes)
+
+
+def test_at_stage_2_the_estimate_is_what_the_engine_holds() -> None:
+    for held, estimated in run_ranks(held_and_estimated, 2, 2):
+        assert held == pytest.approx(estimated, rel=0.03)
+
+
+def test_at_stage_3_the_estimate_covers_what_is_gathered_in_between() -> None:
+    for held, estimated in run_ranks(held_and_estimated, 2, 3):
+        assert 0.9 * estimated < held <= estimated
 
 
 # -- leaf modules and recomputation -----------------------------------------------------------------------

@@ -268,8 +268,8 @@ def test_an_estimate_is_the_papers_formula(capsys: pytest.CaptureFixture[str]) -
 
     flags = {"cpu_offload": False, "cpu_offload_params": False}
     needs = estimate_zero3_model_states_mem_needs(1000, 100, 4, 2, **flags)
-    # 18 bytes a parameter over 8 ranks, and two units of 2 bytes; 4 ranks build a unit each
-    assert needs == (4 * 100 * 4 * 1.5, 18 * 1000 / 8 + 4 * 100, 4 * 100)
+    # 18 bytes a parameter over 8 ranks, and six units of 2 bytes; 4 ranks build a unit each
+    assert needs == (4 * 100 * 4 * 1.5, 18 * 1000 / 8 + 12 * 100, 12 * 100)
     assert estimate_zero2_model_states_mem_needs(1000, 4, 2, cpu_offload=False) == (
         4 * 1000 * 4 * 1.5,
         2 * 1000 + 16 * 1000 / 8,
@@ -283,5 +283,5 @@ def test_an_estimate_is_the_papers_formula(capsys: pytest.CaptureFixture[str]) -
     estimate_zero2_model_states_mem_needs_all_cold(10**9, 8)
     printed = capsys.readouterr().out
     assert "1 nodes with 2 ranks each; 8.4M parameters, 4.2M in the largest unit" in printed
-    assert "2.13 GiB | built under zero.Init" in printed  # (18/8 + 0.04) * 1e9 / 2**30
+    assert "2.21 GiB | built under zero.Init" in printed  # (18/8 + 0.12) * 1e9 / 2**30
     assert "3.73 GiB | built whole" in printed  # (2 + 16/8) * 1e9 / 2**30

@@ -1,8 +1,9 @@
 """How many bytes the model states of a rank take: xds's arithmetic under DeepSpeed's function names.
 
 Adam in bf16 or fp16, per parameter: 2 bytes of parameter, 4 of gradient (sums are fp32), 12 of master and
-moments. A stage divides what it shards by the number of ranks; what travels comes on top: at stage 3 two
-gathered units, at stages 1 and 2 the gradients of two units on their way. Activations are not in it.
+moments. A stage divides what it shards by the number of ranks. What travels comes on top: gradients of two
+units on their way, twice (sent and received), and at stage 3 two gathered units. Not in it: activations, and
+what `max_reuse_distance` and `param_persistence_threshold` keep gathered for speed.
 Source: Rajbhandari et al., ZeRO, 2020, section 3, https://arxiv.org/abs/1910.02054.
 """
 
@@ -15,7 +16,7 @@ from ....ops.errors import UsageError
 from ....zero.discover import find_units
 
 PARAM_BYTES, GRAD_BYTES, OPTIMIZER_BYTES = 2, 4, 12
-UNITS_IN_FLIGHT = 2
+UNITS_IN_FLIGHT = {2: 4, 3: 6}
 BUILD_BYTES = 4  # a parameter is built in fp32
 GIB = 2**30
 
@@ -24,13 +25,14 @@ def rank_bytes(stage: int, world_size: int, numel: int, largest_numel: int) -> i
     """Bytes of model states on one rank's device.
 
     Args:
+        stage: 2 or 3.
         numel: of the whole model; `largest_numel` of its largest unit.
     """
     kinds = {3: PARAM_BYTES, 2: GRAD_BYTES, 1: OPTIMIZER_BYTES}
     states = sum(
         numel * size / (world_size if stage >= level else 1) for level, size in kinds.items()
     )
-    return int(states) + UNITS_IN_FLIGHT * PARAM_BYTES * largest_numel
+    return int(states) + UNITS_IN_FLIGHT[stage] * PARAM_BYTES * largest_numel
 
 
 def host_bytes(

@@ -20,7 +20,7 @@ def estimate_zero3_model_states_mem_needs(  # noqa: PLR0913 (DeepSpeed's argumen
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """(bytes of a machine's memory, of a rank's device, of the largest gathered unit).
+    """(bytes of a machine's memory, of a rank's device, of the units under way, which are in it).
 
     Raises:
         UsageError: offload, which is DeepSpeed's default here: pass both flags as False.
@@ -40,7 +40,7 @@ def estimate_zero3_model_states_mem_needs(  # noqa: PLR0913 (DeepSpeed's argumen
             zero_init,
         ),
         estimate.rank_bytes(3, world_size, total_params, largest_layer_params),
-        estimate.PARAM_BYTES * estimate.UNITS_IN_FLIGHT * largest_layer_params,
+        estimate.PARAM_BYTES * estimate.UNITS_IN_FLIGHT[3] * largest_layer_params,
     )
 
 
