@@ -15,7 +15,7 @@ from torch import nn
 from ..compression.reducer import ExactReducer
 from ..ops.collectives import Collectives, open_collectives
 from ..ops.errors import ConfigError, UsageError
-from ..ops.host_memory import keep_freed_blocks
+from ..ops.host_memory import keep_freed_blocks, return_freed_blocks
 from ..zero.construction import Construction, materialise
 from ..zero.discover import found_blocks
 from ..zero.policy import Policy
@@ -94,8 +94,8 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     _log_notes(config, group.rank())
     collectives = open_collectives(group, device)
     policy = _policy(config, group.size())
-    if policy.shards_params and device.type == "cpu":
-        keep_freed_blocks()
+    if policy.shards_params:
+        return_freed_blocks()
     zero = config.zero_optimization
     blocks = [module for _, module in found_blocks(model, zero.units)]
     compiler = Compiler(model, blocks, config)
@@ -131,6 +131,8 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
             collate_fn=collate_fn,
             drop_last=config.dataloader_drop_last,
         )
+    if policy.shards_params:
+        keep_freed_blocks()  # training takes and frees the same blocks in every step
     skips = bool(config.bf16.enabled and config.bf16.check_grad_overflow)
     return Engine(
         Parts(

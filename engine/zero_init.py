@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..ops.collectives import open_collectives
+from ..ops.host_memory import keep_freed_blocks, return_freed_blocks
 from ..zero.construction import Construction
 from ..zero.slices import SliceStore
 from .config import Config
@@ -68,6 +69,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._construction is not None:
+            return_freed_blocks()
             self._construction.__enter__()
         return self
 
@@ -79,6 +81,7 @@ class Init:
     ) -> None:
         if self._construction is not None:
             self._construction.__exit__(kind, error, trace)
+            keep_freed_blocks()
 
 
 __all__ = ["Init"]
