@@ -21,9 +21,12 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "pydantic>=2.5", "ninja", "py-cpuinfo", "tqdm"],
     extras_require={
-        "test": ["pytest", "hypothesis", "numpy", "ruff", "mypy"],
+        "test": [
+            *("pytest", "hypothesis", "numpy", "ruff", "mypy", "safetensors"),
+            *("transformers>=5", "accelerate", "peft"),
+        ],
         "plot": ["matplotlib"],
-        "huggingface": ["transformers", "accelerate"],
+        "huggingface": ["transformers>=5", "accelerate", "safetensors"],
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],
         "comet": ["comet_ml"],
