@@ -259,3 +259,20 @@ def test_reading_one_parameter_moves_its_bytes_only(world: int) -> None:
     sent = sum(sent for sent, _ in results)  # over all ranks: what each other rank receives
     whole = results[0][1]
     assert sent <= 1.02 * (world - 1) * whole
+
+
+def skipped_access() -> str:
+    model = build("plain")
+    engine = engine_of(model, 3)
+    train(engine, 0)
+    with pytest.raises(xds.XdsError) as caught:
+        if dist.get_rank() == 0:
+            zero.get_full_param(model.head.weight)  # "rank 0 saves", on rank 0 alone
+        engine.step()
+    return str(caught.value)
+
+
+def test_a_rank_that_stays_away_from_an_access_is_named() -> None:
+    said = run_ranks(skipped_access, 2, timeout_seconds=6)
+    assert "get_full_param(head.weight)" in said[0] and "rank 1" in said[0]
+    assert "get_full_param(head.weight)" in said[1] and "rank 0" in said[1]
