@@ -16,7 +16,7 @@ from ..ops.collectives import open_collectives
 from ..ops.host_memory import keep_freed_blocks, return_freed_blocks
 from ..zero.construction import Construction
 from ..zero.slices import SliceStore
-from .config import Config
+from .config import parse_config
 from .process import join, pick_device
 
 
@@ -55,7 +55,7 @@ class Init:
             ConfigError: every complaint about the config at once.
         """
         self._construction: Construction | None = None
-        wants = enabled and (config is None or Config.load(config).zero_optimization.stage == 3)
+        wants = enabled and (config is None or parse_config(config).zero_optimization.stage == 3)
         if not wants:
             return
         device = pick_device()
