@@ -183,3 +183,58 @@ def from_meta() -> str:
 def test_a_model_on_meta_gets_the_values_of_plain_construction(world: int) -> None:
     for said in run_ranks(from_meta, world):
         assert "Fancy (Fancy) on the meta device: no reset_parameters()" in said
+
+
+def from_transformers(folder: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    kinds = {
+        "llama": transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
+        "gpt2": transformers.GPT2Config(
+            vocab_size=64,
+            n_embd=32,
+            n_layer=3,
+            n_head=4,
+            n_positions=64,
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
+    }
+    tokens = torch.arange(12).view(2, 6)
+    for name, settings in kinds.items():
+        build = transformers.AutoModelForCausalLM
+        torch.manual_seed(0)
+        plain = build.from_config(settings)
+        if dist.get_rank() == 0:
+            plain.save_pretrained(f"{folder}/{name}")
+        dist.barrier()
+        torch.manual_seed(0)
+        with zero.Init(config(3)):
+            drawn = build.from_config(settings)
+        with zero.Init(config(3)):
+            loaded = build.from_pretrained(f"{folder}/{name}")
+        with torch.device("meta"):
+            empty = build.from_config(settings)
+        for model in (drawn, loaded):
+            assert all(param.isnan().all() for param in model.parameters())
+        for model, weights in ((drawn, None), (loaded, None), (empty, f"{folder}/{name}")):
+            engine = xds.initialize(model, config(3), weights=weights).eval()
+            for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert zero.get_full_param(param).equal(other)
+            with torch.no_grad():
+                assert engine(input_ids=tokens).logits.equal(plain.eval()(input_ids=tokens).logits)
+            engine.destroy()
+
+
+def test_transformers_models_are_built_and_loaded_in_slices(tmp_path: Any) -> None:
+    pytest.importorskip("transformers")
+    run_ranks(from_transformers, 2, str(tmp_path))
