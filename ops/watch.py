@@ -180,9 +180,10 @@ def _remedy(
     if units:
         return (
             f"At stage 3 every rank must use {' and '.join(dict.fromkeys(units))} equally often, in forward "
-            "and in the loss: call it on every rank (0 * its output will do), put it into one unit with what "
-            "every rank calls (zero_optimization.units), or train at stage 2; torch.utils.checkpoint needs "
-            "use_reentrant=False where ranks leave parameters unused"
+            "and in the loss: set zero_optimization.divergent_graphs to true, or call it on every rank (0 * "
+            "its output will do), put it into one unit with what every rank calls (zero_optimization.units), "
+            "or train at stage 2; torch.utils.checkpoint needs use_reentrant=False where ranks leave "
+            "parameters unused"
         )
     if any(name.startswith("access") for name in blocked):
         return "Access to parameters is for all ranks together: make the same call on every rank"

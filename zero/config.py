@@ -142,6 +142,11 @@ class ZeroConfig(Section):
         description="stage 3: a unit stays gathered from forward to backward if at most this many elements "
         "are used in between; 0 keeps the last unit only (DeepSpeed's default is 1e9)",
     )
+    divergent_graphs: Flag = Field(
+        False,
+        description="stage 3: ranks may call different units: they ask one another before each gather, and "
+        "gradients stay whole on each rank until the end of backward",
+    )
     units: Names = Field(
         (), description="class names or dotted-name globs of the modules that are one unit each"
     )

@@ -99,7 +99,7 @@ class Gatherer:
             if unit.is_running:
                 unit.depth += unit.entry is module
             elif self.in_backward:
-                unit.gather()
+                self._gather(unit)
             else:
                 unit.entry = module
                 self._pre_forward(unit, module, args, kwargs)
@@ -267,9 +267,8 @@ class Gatherer:
 
     def _pre_backward(self, unit: Unit) -> None:
         self._on_backward()
-        unit.gather()
-        for guest in unit.guests:
-            guest.gather()
+        for needed in (unit, *unit.guests):
+            self._gather(needed)
         self._start_next(self._order[::-1], unit)
 
     def after_grads(self, unit: Unit) -> None:

@@ -8,7 +8,7 @@ end. So ranks whose graphs differ send the same messages, and nobody waits for e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
 
 import torch
@@ -87,6 +87,7 @@ class ShardedModel:
             id(param): unit for unit in self.units for flat in unit.params for param in flat.params
         }
         self._gatherer = self._build_gatherer(config) if policy.shards_params else None
+        self._diverges = config.divergent_graphs and self._gatherer is not None
         self._hook_gradients()
 
     # -- building ---------------------------------------------------------------------------------------
@@ -187,13 +188,18 @@ class ShardedModel:
         self, *, is_training: bool, is_compiled: bool
     ) -> AbstractContextManager[Any]:
         """Around a call of the module. The first ones are watched for parameters used outside of their unit."""
+        context = ExitStack()
         if self._gatherer is None:
-            return nullcontext()
+            return context
         self._gatherer.shield()
-        if self._watched[is_training] >= WATCHED_FORWARDS or is_compiled or self._user_compiled:
-            return nullcontext()
-        self._watched[is_training] += 1
-        return OutsideUse(self._gatherer, self._unit_of, self.units[-1])
+        if self._diverges:
+            context.enter_context(self.uneven_forwards())
+        if self._watched[is_training] < WATCHED_FORWARDS and not (
+            is_compiled or self._user_compiled
+        ):
+            self._watched[is_training] += 1
+            context.enter_context(OutsideUse(self._gatherer, self._unit_of, self.units[-1]))
+        return context
 
     @property
     def _user_compiled(self) -> bool:
@@ -237,6 +243,8 @@ class ShardedModel:
         for grads in self._reduce_order:
             grads.begin_backward(hold=not reduces)
         if self._gatherer is not None:
+            if self._diverges:
+                self._gatherer.begin_uneven()
             self._gatherer.in_backward = True
             self._gatherer.backwards += 1
 
@@ -249,7 +257,7 @@ class ShardedModel:
     def _completed(self, unit: Unit) -> None:
         if self._gatherer is not None and unit.is_complete:
             self._gatherer.after_grads(unit)
-        if self._reduces:
+        if self._reduces and not self._diverges:  # nobody waits for a reduction while others gather
             while self._next < len(self._reduce_order):
                 grads = self._reduce_order[self._next]
                 if grads.remaining > 0:
@@ -281,6 +289,8 @@ class ShardedModel:
         if not self._is_open:
             return
         self._is_open = False
+        if self._diverges and self._gatherer is not None:
+            self._gatherer.end_uneven()
         if self._reduces:
             for grads in self._reduce_order[self._next :]:
                 self._start_reduce(grads)
@@ -295,6 +305,8 @@ class ShardedModel:
     def abandon_backward(self) -> None:
         """Backward raised: what it left behind is dropped, so that the next one starts clean."""
         self._is_open = False
+        if self._diverges and self._gatherer is not None:
+            self._gatherer.end_uneven()
         self.settle_reductions()
         if self._gatherer is not None:
             self._gatherer.in_backward = False

@@ -50,6 +50,7 @@ def test_only_what_both_ranks_remember_is_compared() -> None:
     assert first_difference(long, short, "all_gather") == (99, B, C)
 
 
+KEY = "set zero_optimization.divergent_graphs to true"
 UNITS = (
     "(0 * its output will do), put it into one unit with what every rank calls (zero_optimization.units), or "
     "train at stage 2; torch.utils.checkpoint needs use_reentrant=False where ranks leave parameters unused"
@@ -61,7 +62,7 @@ SENTENCES: list[tuple[list[Report], int, str]] = [
         f"rank 0 waits in {B}, for the 1st time, which rank 1 never started; rank 1 waits in {C}, for the "
         "1st time, which rank 0 never started; the 2nd all_gather is the first that differs: unit 'b' on rank "
         "0, unit 'c' on rank 1. At stage 3 every rank must use unit 'b' and unit 'c' equally often, in forward "
-        f"and in the loss: call it on every rank {UNITS}",
+        f"and in the loss: {KEY}, or call it on every rank {UNITS}",
     ),
     (
         [report(0, [A, A, A]), report(1, [A, R]), report(2, [A, R])],
@@ -69,7 +70,7 @@ SENTENCES: list[tuple[list[Report], int, str]] = [
         f"rank 0 waits in {A}, for the 3rd time, which ranks 1, 2 started only once; ranks 1, 2 wait in {R}, "
         "for the 1st time, which rank 0 never started; the 2nd all_gather is the first that differs: unit 'a' "
         "on rank 0, nothing yet on rank 1. At stage 3 every rank must use unit 'a' equally often, in forward "
-        f"and in the loss: call it on every rank {UNITS}",
+        f"and in the loss: {KEY}, or call it on every rank {UNITS}",
     ),
     (
         [report(0, [R]), report(1, [A], waits_in="", raised="KeyError: 'x' in forward")],

@@ -60,12 +60,29 @@ def train(kind: str, cases: list[tuple[int, dict[str, Any]]]) -> list[Any]:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", TOGETHER)
 def test_ranks_that_go_different_ways_train_as_plain_pytorch(kind: str, world_size: int) -> None:
-    cases: list[tuple[int, dict[str, Any]]] = [(0, {}), (1, {}), (2, {}), (3, TOGETHER[kind])]
+    apart = {"unit_min_numel": 0, "stage3_max_reuse_distance": 0, "divergent_graphs": True}
+    if kind.startswith("unused experts"):
+        apart["units"] = ["Expert"]
+    cases: list[tuple[int, dict[str, Any]]] = [
+        *((0, {}), (1, {}), (2, {})),
+        (3, TOGETHER[kind]),
+        (3, {"divergent_graphs": True}),
+        (3, apart),  # every layer, or expert, is a unit, and nothing hides when it is gathered
+    ]
     losses, norms = plain_run(kind, world_size, NUM_STEPS)
     for of_rank in run_ranks(train, world_size, kind, cases):
         for case, (got_losses, got_norms) in zip(cases, of_rank, strict=True):
             assert got_losses == pytest.approx(losses, rel=1e-5), case
             assert got_norms == pytest.approx(norms, rel=1e-5), case
+
+
+def test_reentrant_checkpoints_hide_no_divergence_from_ranks_that_ask() -> None:
+    kind, world_size = "unused experts, reentrant", 2
+    losses, norms = plain_run(kind, world_size, NUM_STEPS)
+    case = (3, {"stage3_max_reuse_distance": 0, "divergent_graphs": True})
+    for [(got_losses, got_norms)] in run_ranks(train, world_size, kind, [case]):
+        assert got_losses == pytest.approx(losses, rel=1e-5)
+        assert got_norms == pytest.approx(norms, rel=1e-5)
 
 
 # -- what cannot ----------------------------------------------------------------------------------------
