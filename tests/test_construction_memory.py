@@ -1,0 +1,26 @@
+"""The short slice of benchmarks/construction: building 0.1B parameters on 2 ranks, weighed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "construction" / "main.py"
+
+
+def test_building_holds_no_more_than_the_shards_and_the_largest_unit() -> None:
+    pytest.importorskip("safetensors")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASS") == 5
