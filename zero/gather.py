@@ -110,8 +110,8 @@ class Gatherer:
             if unit.depth:
                 unit.depth -= 1
             else:
-                unit.entry = None
                 self._post_forward(unit, module, True, output)
+                unit.entry = None
 
         self._handles += [
             module.register_forward_pre_hook(shielded(unit, module, before), with_kwargs=True),
