@@ -96,6 +96,16 @@ def engine_runs(plans: list[Plan]) -> list[dict[tuple[int, str], Any]]:
 
 
 def plain_run(plan: Plan, precision: str, *, rounds_sums: bool = False) -> dict[str, Any]:
+    """`_plain_run` on one thread, as the ranks: more would sum in another order, and bf16 shows it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _plain_run(plan, precision, rounds_sums=rounds_sums)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _plain_run(plan: Plan, precision: str, *, rounds_sums: bool) -> dict[str, Any]:
     """One process, torch.optim.AdamW, the batches of all ranks.
 
     In fp32 the whole batch at once, unless `plan.by_parts`. In bf16 parameters and gradients are bf16, each
