@@ -96,20 +96,12 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     policy = _policy(config, group.size())
     if policy.shards_params:
         return_freed_blocks()
-    zero = config.zero_optimization
-    blocks = [module for _, module in found_blocks(model, zero.units)]
+    blocks = [module for _, module in found_blocks(model, config.zero_optimization.units)]
     compiler = Compiler(model, blocks, config)
     _give_values(model, weights, collectives, policy)
     groups = _groups(model, config, optimizer, model_parameters, blocks)
     check_model(model, groups.index, must_train=trains)
-    move_model(model, device)
-    following = buffers_that_follow(model)  # before the parameters change their dtype
-    sharded = ShardedModel(
-        model, groups.index, policy, zero, collectives, ExactReducer(collectives)
-    )
-    if policy.compute is not None:
-        for buffer in following:
-            buffer.data = buffer.data.to(policy.compute)
+    sharded = _shard(model, groups, policy, config, collectives)
     updater = Updater(sharded)
     chosen = _optimizer(config, optimizer, updater, groups) if trains else None
     if chosen is not None:
@@ -123,14 +115,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     )
     loader = None
     if training_data is not None:
-        loader = build_loader(
-            training_data,
-            micro_batch_size=config.train_micro_batch_size_per_gpu,
-            rank=group.rank(),
-            world_size=group.size(),
-            collate_fn=collate_fn,
-            drop_last=config.dataloader_drop_last,
-        )
+        loader = _loader(training_data, collate_fn, config, group)
     if policy.shards_params:
         keep_freed_blocks()  # training takes and frees the same blocks in every step
     skips = bool(config.bf16.enabled and config.bf16.check_grad_overflow)
@@ -153,6 +138,37 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
             undo=undo,
             compiler=compiler,
         )
+    )
+
+
+def _shard(
+    model: nn.Module, groups: Groups, policy: Policy, config: Config, collectives: Collectives
+) -> ShardedModel:
+    """The model on this rank's device, in flat buffers; floating buffers follow the parameters' dtype."""
+    move_model(model, collectives.device)
+    following = buffers_that_follow(model)  # before the parameters change their dtype
+    reducer = ExactReducer(collectives)
+    zero = config.zero_optimization
+    sharded = ShardedModel(model, groups.index, policy, zero, collectives, reducer)
+    if policy.compute is not None:
+        for buffer in following:
+            buffer.data = buffer.data.to(policy.compute)
+    return sharded
+
+
+def _loader(
+    data: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    config: Config,
+    group: dist.ProcessGroup,
+) -> Any:
+    return build_loader(
+        data,
+        micro_batch_size=config.train_micro_batch_size_per_gpu,
+        rank=group.rank(),
+        world_size=group.size(),
+        collate_fn=collate_fn,
+        drop_last=config.dataloader_drop_last,
     )
 
 

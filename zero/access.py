@@ -6,9 +6,9 @@ moves that parameter's elements and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -72,11 +72,6 @@ class Access(Owner):
         self._params = []
         self._places, self._loose = {}, {}
 
-    def params(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter with its global name, unit by unit."""
-        for param in self._params:
-            yield self.name_of(param), param
-
     # -- values -----------------------------------------------------------------------------------------
 
     def name_of(self, param: nn.Parameter) -> str:
@@ -93,27 +88,33 @@ class Access(Owner):
         place = self._places.get(id(param))
         if place is None or place.master is None:
             return self.compute(param)
-        return self._cut(place, place.master.tensor, is_whole=not place.master.is_sharded)
+        is_whole = not place.master.is_sharded
+        first = self._first(place, is_whole=is_whole)
+        return self._cut(place, place.master.tensor, first=first, is_whole=is_whole)
 
     def compute(self, param: nn.Parameter) -> Stored:
         place = self._places.get(id(param))
         if place is None:
             return Stored(tuple(param.shape), param.data.reshape(-1), (), is_whole=True)
         flat = place.flat
+        is_whole = not flat.is_sharded
+        first = self._first(place, is_whole=is_whole)
         return self._cut(
-            place, flat.shard if flat.is_sharded else flat.raw, is_whole=not flat.is_sharded
+            place, flat.raw if is_whole else flat.shard, first=first, is_whole=is_whole
         )
 
-    def _cut(self, place: _Place, held: Tensor, *, is_whole: bool) -> Stored:
-        """The part of `held`, a flat tensor or this rank's shard of it, that is the slot's."""
+    def _cut(self, place: _Place, held: Tensor, *, first: int, is_whole: bool) -> Stored:
+        """The slot's part of `held`, whose first element is element `first` of the flat buffer."""
         slot, layout = place.slot, place.flat.layout
         bounds = [_overlap(slot, *layout.shard_range(rank)) for rank in range(layout.world_size)]
-        if is_whole:
-            return Stored(slot.shape, held[slot.offset : slot.stop], bounds, is_whole=True)
-        start, stop = bounds[self.collectives.rank]
-        first = layout.shard_range(self.collectives.rank)[0] - slot.offset
-        mine = held[start - first : stop - first] if stop > start else held[:0]
-        return Stored(slot.shape, mine, bounds)
+        start, stop = (0, slot.numel) if is_whole else bounds[self.collectives.rank]
+        at = slot.offset - first
+        mine = held[at + start : at + stop] if stop > start else held[:0]
+        return Stored(slot.shape, mine, bounds, is_whole)
+
+    def _first(self, place: _Place, *, is_whole: bool) -> int:
+        """Where what this rank holds of the flat buffer begins."""
+        return 0 if is_whole else place.flat.layout.shard_range(self.collectives.rank)[0]
 
     def write(self, param: nn.Parameter, reader: Reader) -> None:
         place = self._places.get(id(param))
@@ -149,10 +150,6 @@ class Access(Owner):
     def is_lent(self, param: nn.Parameter) -> bool:
         place = self._places.get(id(param))
         return place is not None and place.flat.is_lent(place.position)
-
-    def flat_of(self, param: nn.Parameter) -> FlatParams:
-        """The flat buffer it is in."""
-        return self._places[id(param)].flat
 
     def invite(self, param: nn.Parameter, module: nn.Module) -> bool:
         return self._model.invite(param, module)
@@ -190,7 +187,9 @@ class Access(Owner):
         held = grads.reduced()
         if held is None:
             return None
-        return self._cut(self._places[id(param)], held, is_whole=not master.is_sharded)
+        place, is_whole = self._places[id(param)], not master.is_sharded
+        first = self._first(place, is_whole=is_whole)
+        return self._cut(place, held, first=first, is_whole=is_whole)
 
     def gradient_factor(self) -> float:
         """What a sum of gradients is multiplied with before clipping: 1 / (ranks x loss scale), as a rule."""
@@ -220,24 +219,14 @@ class Access(Owner):
         if held is None:  # the parameter's own tensor, not a range of a flat one
             flat = value.view(-1)
             return Stored(place.slot.shape, flat, [(0, flat.numel())], is_whole=True)
-        return self._spread(place, value, held)
-
-    def _spread(self, place: _Place, value: Tensor, held: tuple[int, int]) -> Stored:
-        """`value` covers elements `held` of this rank's part of the flat buffer."""
-        master = place.master
-        assert master is not None
         if held != (0, 0) and value.shape != (held[1] - held[0],):
             raise UsageError(
                 f"this optimizer state of {place.slot.name} has shape {tuple(value.shape)}: it is not per "
                 "element, so it has no full value; read engine.optimizer.state"
             )
-        slot, layout = place.slot, place.flat.layout
-        bounds = [_overlap(slot, *layout.shard_range(rank)) for rank in range(layout.world_size)]
-        base = 0 if not master.is_sharded else layout.shard_range(self.collectives.rank)[0]
-        start, stop = bounds[self.collectives.rank] if master.is_sharded else (0, slot.numel)
-        first = base + held[0] - slot.offset
-        mine = value[start - first : stop - first] if stop > start else value[:0]
-        return Stored(slot.shape, mine, bounds, is_whole=not master.is_sharded)
+        is_whole = not master.is_sharded
+        first = self._first(place, is_whole=is_whole) + held[0]
+        return self._cut(place, value, first=first, is_whole=is_whole)
 
     def _trained(self, param: nn.Parameter, what: str) -> Master:
         place = self._places.get(id(param))
@@ -248,12 +237,6 @@ class Access(Owner):
                 "state for it"
             )
         return master
-
-    def states(self, param: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's states of a parameter by key, {} before the first step."""
-        master = self._trained(param, "optimizer states")
-        state, _ = self._updater.state_of(master, self._places[id(param)].slot)
-        return state or {}
 
 
 def _overlap(slot: Slot, start: int, stop: int) -> tuple[int, int]:
