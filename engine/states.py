@@ -11,8 +11,8 @@ from ..ops.errors import UsageError
 from ..zero.parking import Parking
 from ..zero.weights import load_weights
 from ..zero.whole import full_state_dict
-from .checkpoint_load import LoadOptions, load_checkpoint
-from .checkpoint_save import save_checkpoint
+from .checkpoint.load import LoadOptions, load_checkpoint
+from .checkpoint.save import save_checkpoint
 from .parts import Parts
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xds
-from xds.engine import checkpoint_files, checkpoint_save
+from xds.engine.checkpoint import folders, save
 from xds.zero.ranges import pieces
 from xds.zero.snapshot import Snapshot
 
@@ -570,7 +570,7 @@ def failing_write(folder: str) -> None:
     engine = engine_of(2)
     train(engine, 0, 1)
     engine.save_checkpoint(folder)
-    whole_write, whole_commit = checkpoint_save.write_tensors, checkpoint_save.commit
+    whole_write, whole_commit = save.write_tensors, save.commit
 
     def full_disk(path: Path, entries: Any) -> Any:
         whole_write(path, entries[:1])
@@ -584,11 +584,11 @@ def failing_write(folder: str) -> None:
         ("commit", broken_commit, whole_commit),
     ):
         if rank == (1 if name == "write_tensors" else 0):
-            setattr(checkpoint_save, name, double)
+            setattr(save, name, double)
         train(engine, 1, 2)
         with pytest.raises(xds.XdsError, match="save_checkpoint failed on rank"):
             engine.save_checkpoint(folder)
-        setattr(checkpoint_save, name, original)
+        setattr(save, name, original)
         dist.barrier()
         assert sorted(path.name for path in Path(folder).iterdir()) == ["global_step1", "latest"]
     losses = train(engine, 2, 3)
@@ -672,8 +672,8 @@ def test_every_instant_of_saving_a_tag_again_leaves_a_whole_checkpoint(
     engine = engine_of(0)
     engine.save_checkpoint(tmp_path, "tag")
     train(engine, 0, 1)
-    calls = [("rename", checkpoint_files.os), ("replace", checkpoint_files.os)]
-    calls += [("fsync", checkpoint_files.os)]
+    calls = [("rename", folders.os), ("replace", folders.os)]
+    calls += [("fsync", folders.os)]
     for dies_at in range(30):
         left = [dies_at]
 

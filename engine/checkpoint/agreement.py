@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..ops.collectives import Collectives
-from ..ops.errors import PeerError, UsageError, XdsError
+from ...ops.collectives import Collectives
+from ...ops.errors import PeerError, UsageError, XdsError
 
 Value = TypeVar("Value")
 

@@ -17,19 +17,20 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from ..ops.errors import UsageError
-from ..zero.ranges import Catalogue
-from ..zero.restore import Restore, Target
-from ..zero.snapshot import Snapshot
+from ...ops.errors import UsageError
+from ...zero.ranges import Catalogue
+from ...zero.restore import Restore, Target
+from ...zero.snapshot import Snapshot
+from ..data import resume_loader
 from .agreement import together
-from .checkpoint_files import MANIFEST, CheckedFile, check_tag, read_latest, read_manifest
-from .checkpoint_format import Manifest, constants_of, unpack
-from .checkpoint_save import Counters
-from .data import resume_loader
+from .folders import MANIFEST, check_tag, read_latest, read_manifest
+from .format import Manifest, constants_of, unpack
 from .random_state import set_random_state
+from .save import Counters
+from .tensor_file import CheckedFile
 
 if TYPE_CHECKING:
-    from .parts import Parts
+    from ..parts import Parts
 
 log = logging.getLogger("xds")
 DOING = "load_checkpoint"

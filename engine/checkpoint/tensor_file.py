@@ -1,14 +1,8 @@
-"""Files of a checkpoint: written as a stream, summed on the way, read by range, committed by one rename.
+"""One rank's tensors in a safetensors file: written as a stream, summed on the way, read by range.
 
-    write   .<tag>.tmp-1a2b3c4d/rank_00000-1a2b3c4d.safetensors, ...      every rank, fsync
-            .<tag>.tmp-1a2b3c4d/manifest.json                             rank 0, fsync
-    commit  .<tag>.tmp-1a2b3c4d -> <tag>        a new tag: the folder is renamed
-            <tag>/manifest.json                 a tag saved before: new files beside the old, then this rename
-    point   latest                              replaced by a rename, last
-
-A folder without manifest.json is not a checkpoint. The safetensors format is 8 bytes with the length of a
-JSON header, the header, then the tensors' bytes; it is written here because the package's own writer would
-hold a copy of everything, and read here so that every byte is checked before it is used.
+The format is 8 bytes with the length of a JSON header, the header, then the tensors' bytes. It is written
+here because the package's own writer would hold a copy of everything, and read here so that every byte is
+checked before it is used.
 """
 
 from __future__ import annotations
@@ -16,14 +10,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import re
-import secrets
-import shutil
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -31,11 +21,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..ops.errors import UsageError
-from ..zero.ranges import Copy
-from .checkpoint_format import FileRecord, Manifest, dump, parse
+from ...ops.errors import UsageError
+from ...zero.ranges import Copy
+from .format import FileRecord
 
-MANIFEST, LATEST = "manifest.json", "latest"
 CHUNK_BYTES = 4 << 20  # what is summed, and read, at a time
 HEADER_ALIGN = 64
 DTYPES = {
@@ -56,8 +45,6 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
-OWN_FILE = re.compile(r"rank_\d{5,}-[0-9a-f]{8}\.safetensors")
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,116 +246,3 @@ class CheckedFile:
         self.verify(whole)
         self.fill(out.view(-1), whole)
         return out
-
-
-# -- folders ------------------------------------------------------------------------------------------------
-
-
-def check_tag(tag: str) -> None:
-    """Raises UsageError: `tag` cannot be a folder's name."""
-    if not tag or tag.startswith(".") or "/" in tag or "\\" in tag or tag == LATEST:
-        raise UsageError(
-            f"tag = {tag!r}: it names a folder inside save_dir, so it must not be empty or {LATEST!r}, begin "
-            "with a dot or hold a slash"
-        )
-
-
-def make_folder(save_dir: Path, tag: str) -> Path:
-    """A fresh folder for `tag`, and what killed saves left behind is removed. Rank 0 alone."""
-    save_dir.mkdir(parents=True, exist_ok=True)
-    for path in save_dir.iterdir():
-        if TEMPORARY.fullmatch(path.name):
-            discard(path)
-    folder = save_dir / f".{tag}.tmp-{secrets.token_hex(4)}"
-    folder.mkdir()
-    return folder
-
-
-def file_name(folder: Path, rank: int) -> str:
-    """The name of a rank's file; two saves never use the same, so old and new may lie side by side."""
-    return f"rank_{rank:05d}-{folder.name[-8:]}.safetensors"
-
-
-def discard(folder: Path) -> None:
-    """Remove what an uncommitted save has written, as far as that works."""
-    if folder.is_dir():
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            folder.unlink()
-
-
-def commit(folder: Path, save_dir: Path, manifest: Manifest) -> Path:
-    """Make the files in `folder` the checkpoint `manifest.tag`. Rank 0 alone, after every rank's fsync."""
-    _write_durably(folder / MANIFEST, dump(manifest))
-    _sync_folder(folder)
-    final_folder = save_dir / manifest.tag
-    if not final_folder.exists():
-        os.rename(folder, final_folder)
-        _sync_folder(save_dir)
-        return final_folder
-    for record in manifest.files:
-        os.rename(folder / record.path, final_folder / record.path)
-    _sync_folder(final_folder)
-    os.replace(folder / MANIFEST, final_folder / MANIFEST)
-    _sync_folder(final_folder)
-    discard(folder)
-    current = {record.path for record in manifest.files}
-    for path in final_folder.iterdir():
-        if OWN_FILE.fullmatch(path.name) and path.name not in current:
-            path.unlink()
-    return final_folder
-
-
-def write_latest(save_dir: Path, tag: str) -> None:
-    """`latest` names `tag` from now on; at every instant it names the old one or the new one."""
-    fresh = save_dir / f".{LATEST}.tmp-{secrets.token_hex(4)}"
-    try:
-        _write_durably(fresh, tag.encode())
-        os.replace(fresh, save_dir / LATEST)
-    except OSError:
-        with suppress(OSError):
-            fresh.unlink()
-        raise
-    _sync_folder(save_dir)
-
-
-def read_latest(load_dir: Path) -> str | None:
-    """The tag that `latest` names; None without one."""
-    try:
-        return (load_dir / LATEST).read_text().strip()
-    except FileNotFoundError:
-        return None
-
-
-def read_manifest(load_dir: Path, tag: str) -> Manifest:
-    """The manifest of a committed checkpoint.
-
-    Raises:
-        UsageError: there is none, or it is damaged.
-    """
-    path = load_dir / tag / MANIFEST
-    try:
-        text = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        there = sorted(found.parent.name for found in load_dir.glob(f"[!.]*/{MANIFEST}"))
-        raise UsageError(
-            f"{load_dir / tag} is not a committed checkpoint: it has no {MANIFEST}; in {load_dir} there "
-            + (f"are {', '.join(there)}" if there else "is none")
-        ) from None
-    return parse(text, str(path))
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

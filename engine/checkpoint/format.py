@@ -19,8 +19,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from ..ops.errors import UsageError
-from ..zero.ranges import ConstantRange, Range, SavedFlat
+from ...ops.errors import UsageError
+from ...zero.ranges import ConstantRange, Range, SavedFlat
 
 FORMAT, VERSION = "xds-checkpoint", 1
 HEAD = '{"sha256": "'

@@ -17,28 +17,18 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from ..ops.errors import UsageError, XdsError
-from ..zero.ranges import Range
-from ..zero.snapshot import Block, Snapshot, name_of
+from ...ops.errors import UsageError, XdsError
+from ...zero.ranges import Range
+from ...zero.snapshot import Block, Snapshot, name_of
+from ..data import loader_position
 from .agreement import together
-from .checkpoint_files import (
-    CHUNK_BYTES,
-    Entry,
-    bytes_of,
-    check_tag,
-    commit,
-    discard,
-    file_name,
-    make_folder,
-    write_latest,
-    write_tensors,
-)
-from .checkpoint_format import FORMAT, VERSION, FileRecord, Manifest, constants_to_json, pack
-from .data import loader_position
+from .folders import check_tag, commit, discard, file_name, make_folder, write_latest
+from .format import FORMAT, VERSION, FileRecord, Manifest, constants_to_json, pack
 from .random_state import read_random_state
+from .tensor_file import CHUNK_BYTES, Entry, bytes_of, write_tensors
 
 if TYPE_CHECKING:
-    from .parts import Parts
+    from ..parts import Parts
 
 log = logging.getLogger("xds")
 DOING = "save_checkpoint"
@@ -255,7 +245,7 @@ def _write(content: _Content, folder: Path) -> FileRecord:
 
 
 def _manifest(parts: Parts, tag: str, content: _Content, files: list[FileRecord]) -> Manifest:
-    from .. import __version__
+    from ... import __version__
 
     return Manifest(
         format=FORMAT,
