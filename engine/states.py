@@ -70,15 +70,24 @@ class States(ABC):
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write all that training needs to go on to save_dir/tag (default `global_step{N}`). A collective.
 
         At every instant the last committed checkpoint is whole; a failure on one rank raises on all.
         client_state: JSON values and tensors, nested; rank 0's is kept.
+        exclude_frozen_parameters: leave the values of frozen parameters out of the files; a load then leaves
+            the model's own as they are.
         """
         self._check_alive()
         save_checkpoint(
-            self._parts, self._engine(), save_dir, tag, client_state, save_latest=save_latest
+            self._parts,
+            self._engine(),
+            save_dir,
+            tag,
+            client_state,
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
         )
         return True
 

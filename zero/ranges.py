@@ -29,6 +29,7 @@ class SavedFlat:
     kind: "param"; "buffer" of a module; "state", an optimizer's tensor that is not per element, with the
         slot name "parameter/key".
     dtype: what the parameters compute in, as "float32"; their values may be saved in a wider one.
+    has_values: False where they were left out of the files (frozen parameters, on request).
     """
 
     kind: str
@@ -36,6 +37,7 @@ class SavedFlat:
     dtype: str
     numel: int
     slots: tuple[Slot, ...]
+    has_values: bool = True
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,16 @@ class Catalogue:
             target = piece.target + start - low
             source = start - one.start
             found.append(Copy(one.file, one.tensor, one.dtype, source, target, stop - start))
+        return found
+
+    def uncovered(self) -> list[str]:
+        """Names of which the checkpoint should have every element, and has not."""
+        found = []
+        for (kind, name), (number, slot) in self._places.items():
+            key = f"state/{name.rpartition('/')[2]}" if kind == "state" else "value"
+            there = self.copies(Piece(kind, name, 0, slot.numel, 0), key)
+            if self._flats[number].has_values and sum(c.numel for c in there) != slot.numel:
+                found.append(name)
         return found
 
     def keys_of(self, piece: Piece) -> dict[str, str]:

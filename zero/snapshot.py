@@ -110,6 +110,13 @@ class Snapshot:
             return self._layouts[flat].shard_range(self.rank)
         return share(self.flats[flat], self.rank, self.world_size, turn=flat)
 
+    def leave_out_frozen(self) -> None:
+        """The values of frozen parameters are not saved; their names stay."""
+        for number, flat in enumerate(self.flats):
+            if flat.kind == "param" and not flat.trains:
+                self.flats[number] = replace(flat, has_values=False)
+        self.values = [block for block in self.values if self.flats[block.flat].has_values]
+
     def number_of(self, master: Master) -> int:
         """The flat of `master`."""
         return self._numbers[id(master.params)]

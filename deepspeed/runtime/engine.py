@@ -17,7 +17,6 @@ from ...engine.data import build_loader
 from ...engine.engine import Engine
 from ...ops.errors import UsageError
 from ..missing import refuse_method, stand_in
-from ..utils.logging import logger
 from . import queries
 from .optimizer import DeepSpeedOptimizer
 
@@ -200,13 +199,11 @@ class DeepSpeedEngine:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """`xds.Engine.save_checkpoint`. Frozen parameters are always in it; a warning says so if need be."""
-        if exclude_frozen_parameters and self._engine.global_rank == 0:
-            logger.warning(
-                "save_checkpoint(exclude_frozen_parameters=True): they are saved all the same"
-            )
+        """`xds.Engine.save_checkpoint`."""
         name = None if tag is None else str(tag)
-        return self._engine.save_checkpoint(save_dir, name, client_state, save_latest)
+        return self._engine.save_checkpoint(
+            save_dir, name, client_state, save_latest, exclude_frozen_parameters
+        )
 
     def load_checkpoint(  # noqa: PLR0913 (DeepSpeed's arguments)
         self,

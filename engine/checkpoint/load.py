@@ -185,9 +185,14 @@ def _catalogue(manifest: Manifest, folder: Path) -> Catalogue:
     ranges = [one for record in manifest.files for one in record.ranges]
     constants = [one for record in manifest.files for one in constants_of(record)]
     try:
-        return Catalogue(manifest.flats, ranges, constants)
+        catalogue = Catalogue(manifest.flats, ranges, constants)
     except ValueError as error:
         raise UsageError(f"{folder / MANIFEST} contradicts itself: {error}") from None
+    if uncovered := catalogue.uncovered():
+        raise UsageError(
+            f"{folder / MANIFEST} contradicts itself: elements of {_shown(uncovered)} are in no file"
+        )
+    return catalogue
 
 
 def _shown(names: Iterable[str]) -> str:

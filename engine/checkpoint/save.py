@@ -85,6 +85,7 @@ def save_checkpoint(
     client_state: Mapping[str, Any] | None,
     *,
     save_latest: bool,
+    exclude_frozen: bool = False,
 ) -> None:
     """See `Engine.save_checkpoint`."""
     collectives = parts.sharded.collectives
@@ -94,7 +95,7 @@ def save_checkpoint(
     content, told = together(
         collectives,
         DOING,
-        partial(_prepare, parts, counters, tag, client_state),
+        partial(_prepare, parts, counters, tag, client_state, exclude_frozen),
         tell=lambda content: [tag, _buffer_sums(content.snapshot)],
     )
     _check_same_tag([tags for tags, _ in told])
@@ -143,7 +144,11 @@ def _check_same_tag(tags: list[str]) -> None:
 
 
 def _prepare(
-    parts: Parts, counters: Counters, tag: str, client_state: Mapping[str, Any] | None
+    parts: Parts,
+    counters: Counters,
+    tag: str,
+    client_state: Mapping[str, Any] | None,
+    exclude_frozen: bool,
 ) -> _Content:
     """Everything that can be refused is refused here, before a file is touched."""
     check_tag(tag)
@@ -154,6 +159,8 @@ def _prepare(
         )
     parts.sharded.settle_reductions()
     snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
+    if exclude_frozen:
+        snapshot.leave_out_frozen()
     content = _Content(snapshot)
     totals = snapshot.grad_totals()
     for block in (*snapshot.values, *snapshot.states, *totals):
