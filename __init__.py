@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import zero as zero
+    from .engine.checkpoint.folders import newest_checkpoint as newest_checkpoint
     from .engine.config import Config as Config
     from .engine.engine import Engine as Engine
     from .engine.initialize import initialize as initialize
@@ -23,6 +24,7 @@ _HOMES = {
     "initialize": ".engine.initialize",
     "Engine": ".engine.engine",
     "Config": ".engine.config",
+    "newest_checkpoint": ".engine.checkpoint.folders",
     "XdsError": ".ops.errors",
     "ConfigError": ".ops.errors",
     "UsageError": ".ops.errors",

@@ -11,16 +11,19 @@ A folder without manifest.json is not a checkpoint.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ...ops.errors import UsageError
 from .format import Manifest, dump, parse
 
+log = logging.getLogger("xds")
 MANIFEST, LATEST = "manifest.json", "latest"
 TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 OWN_FILE = re.compile(r"rank_\d{5,}-[0-9a-f]{8}\.safetensors")
@@ -119,6 +122,31 @@ def read_manifest(load_dir: Path, tag: str) -> Manifest:
             + (f"are {', '.join(there)}" if there else "is none")
         ) from None
     return parse(text, str(path))
+
+
+def committed(save_dir: Path) -> list[Manifest]:
+    """The manifests of all committed checkpoints, newest first: by global step, then by time of saving.
+
+    Each has the folder's name as its tag. Hidden and uncommitted folders are left out; a manifest that
+    cannot be read too, with a warning.
+    """
+    found = []
+    for path in sorted(save_dir.glob(f"[!.]*/{MANIFEST}")):
+        tag = path.parent.name
+        try:
+            found.append(replace(read_manifest(save_dir, tag), tag=tag))
+        except (UsageError, OSError) as error:
+            log.warning("%s is left out: %s", path.parent, error)
+    return sorted(found, key=lambda one: (one.global_steps, one.saved_seconds), reverse=True)
+
+
+def newest_checkpoint(save_dir: str | Path) -> str | None:
+    """The tag of the newest committed checkpoint in `save_dir`; None without one. Not a collective.
+
+    It may be newer than what `latest` names: a save can be killed after its commit and before `latest`.
+    """
+    found = committed(Path(save_dir))
+    return found[0].tag if found else None
 
 
 def _write_durably(path: Path, content: bytes) -> None:

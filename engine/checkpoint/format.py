@@ -47,7 +47,10 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint but the tensors. `state`: the engine's values; its tensors are in files[0]."""
+    """All of a checkpoint but the tensors. `state`: the engine's values; its tensors are in files[0].
+
+    saved_seconds: when it was saved, in Unix time; 0 where the writer did not say.
+    """
 
     format: str
     version: int
@@ -58,6 +61,12 @@ class Manifest:
     flats: tuple[SavedFlat, ...]
     files: tuple[FileRecord, ...]
     state: Any
+    saved_seconds: float = 0.0
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps taken before it was saved."""
+        return int(self.state["counters"]["global_steps"])
 
 
 # pydantic reads a plain dataclass field by field, with its types; unknown keys are left alone

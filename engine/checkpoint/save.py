@@ -6,6 +6,7 @@ prepare  ->  folder  ->  write, fsync  ->  commit  ->  latest        each step: 
 from __future__ import annotations
 
 import logging
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -264,4 +265,5 @@ def _manifest(parts: Parts, tag: str, content: _Content, files: list[FileRecord]
         flats=tuple(content.snapshot.flats),
         files=tuple(files),
         state=content.state,
+        saved_seconds=time.time(),
     )
