@@ -30,6 +30,7 @@ class SavedFlat:
         slot name "parameter/key".
     dtype: what the parameters compute in, as "float32"; their values may be saved in a wider one.
     has_values: False where they were left out of the files (frozen parameters, on request).
+    tied: what else a state dict calls a parameter or buffer: pairs (other name, name of its slot).
     """
 
     kind: str
@@ -38,6 +39,7 @@ class SavedFlat:
     numel: int
     slots: tuple[Slot, ...]
     has_values: bool = True
+    tied: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,7 @@ class Snapshot:
         self._numbers: dict[int, int] = {}  # id(FlatParams) -> number
         self._add_flats()
         self._add_alone(module)
+        self._add_tied(module)
         self.held = list(self._find_held())
         self._add_states()
 
@@ -140,10 +141,24 @@ class Snapshot:
     def _add_alone(self, module: nn.Module) -> None:
         inside = {id(p) for unit in self.sharded.units for flat in unit.params for p in flat.params}
         for name, param in module.named_parameters():
-            if id(param) not in inside and param.numel():
+            if id(param) not in inside:
                 self._append("param", plain(name), param.data, "value", self.values)
         for name, buffer in _buffers(module):
             self._append("buffer", plain(name), buffer, "value", self.values)
+
+    def _add_tied(self, module: nn.Module) -> None:
+        names = {id(tensor): plain(name) for name, tensor in module.named_parameters()}
+        names.update((id(tensor), plain(name)) for name, tensor in _buffers(module))
+        others: dict[str, list[tuple[str, str]]] = {}
+        for full, tensor in module.state_dict(keep_vars=True).items():
+            other, name = plain(full), names.get(id(tensor))
+            if name is not None and name != other:
+                others.setdefault(name, []).append((other, name))
+        if not others:
+            return
+        for number, flat in enumerate(self.flats):
+            tied = tuple(pair for slot in flat.slots for pair in others.get(slot.name, ()))
+            self.flats[number] = replace(flat, tied=tied)
 
     def _append(self, kind: str, name: str, tensor: Tensor, key: str, blocks: list[Block]) -> None:
         blocks.append(Block(len(self.flats), key, 0, tensor))
