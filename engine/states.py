@@ -99,15 +99,22 @@ class States(ABC):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        *,
+        fallback: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from a checkpoint of any stage and number of ranks (default: `latest`). A collective.
 
         Returns its folder and client_state; (None, None) with a warning where there is no `latest`.
+        fallback: where a file of it is damaged or missing, warn and take the next older one.
         Raises UsageError, and nothing has changed, where it is damaged or does not fit.
         """
         self._check_alive()
         options = LoadOptions(
-            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            fallback,
         )
         found = load_checkpoint(self._parts, self._engine(), load_dir, tag, options)
         if found[0] is not None and not load_module_only:

@@ -3,6 +3,7 @@
 XdsError
  +- ConfigError   the JSON config: carries every complaint of the file at once
  +- UsageError    a call that cannot work: wrong order, wrong argument, wrong model
+ |   +- DamagedError   a file of a checkpoint is missing, cut off or changed
  +- PeerError     another rank failed, or does not answer, in the middle of a collective
 """
 
@@ -17,6 +18,10 @@ class XdsError(Exception):
 
 class UsageError(XdsError):
     """A call that cannot work as it was made; the message says what to do instead."""
+
+
+class DamagedError(UsageError):
+    """A checkpoint's file is missing, cut off or changed; the message names it."""
 
 
 class PeerError(XdsError):

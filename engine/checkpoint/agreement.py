@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import torch
 
 from ...ops.collectives import Collectives
-from ...ops.errors import PeerError, UsageError, XdsError
+from ...ops.errors import DamagedError, PeerError, UsageError, XdsError
 
 Value = TypeVar("Value")
+KINDS: tuple[type[XdsError], ...] = (DamagedError, UsageError, XdsError)  # the narrowest first
 
 
 def exchange(collectives: Collectives, value: Any) -> list[Any]:
@@ -44,7 +45,7 @@ def together(
     Returns:
         this rank's result, and what every rank told, in rank order.
     Raises:
-        UsageError: where `action` raised nothing else on any rank; XdsError otherwise.
+        DamagedError or UsageError: where `action` raised nothing else on any rank; XdsError otherwise.
     """
     answer: dict[str, Any] = {}
     failure: Exception | None = None
@@ -57,12 +58,13 @@ def together(
     except Exception as error:
         failure = error
         text = str(error) if isinstance(error, XdsError) else f"{type(error).__name__}: {error}"
-        answer = {"error": text, "is_usage": isinstance(error, UsageError)}
+        kind = next((at for at, kind in enumerate(KINDS) if isinstance(error, kind)), -1)
+        answer = {"error": text, "kind": kind % len(KINDS)}
     answers = exchange(collectives, answer)
     failed = [(rank, one) for rank, one in enumerate(answers) if "error" in one]
     if failed:
-        kind = UsageError if all(one["is_usage"] for _, one in failed) else XdsError
-        raise kind(_sentence(doing, failed, collectives.world_size)) from failure
+        widest = KINDS[max(one["kind"] for _, one in failed)]
+        raise widest(_sentence(doing, failed, collectives.world_size)) from failure
     assert failure is None
     return result, [one["told"] for one in answers]  # type: ignore[return-value]
 

@@ -16,16 +16,18 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ...ops.errors import UsageError
+from ...ops.errors import DamagedError, UsageError
 from .format import Manifest, dump, parse
 
 log = logging.getLogger("xds")
 MANIFEST, LATEST = "manifest.json", "latest"
 TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
+STEP = re.compile(r"global_step(\d+)")
 OWN_FILE = re.compile(r"rank_\d{5,}-[0-9a-f]{8}\.safetensors")
 
 
@@ -99,29 +101,45 @@ def write_latest(save_dir: Path, tag: str) -> None:
 
 
 def read_latest(load_dir: Path) -> str | None:
-    """The tag that `latest` names; None without one."""
+    """The tag that `latest` names; None without one.
+
+    Raises DamagedError: what it holds is no tag, or there is no folder of that name.
+    """
+    path = load_dir / LATEST
     try:
-        return (load_dir / LATEST).read_text().strip()
+        text = path.read_bytes()
     except FileNotFoundError:
         return None
+    tag = text.decode("utf-8", "replace").strip()
+    with suppress(UsageError, ValueError):
+        check_tag(tag)
+        if (load_dir / tag).is_dir():
+            return tag
+    raise DamagedError(
+        f"{path} is damaged, or the checkpoint is gone: it names {tag!r}, and {_there(load_dir)}"
+    )
 
 
 def read_manifest(load_dir: Path, tag: str) -> Manifest:
     """The manifest of a committed checkpoint.
 
     Raises:
-        UsageError: there is none, or it is damaged.
+        DamagedError: it is damaged, or there is a folder without one. UsageError: there is no such folder.
     """
     path = load_dir / tag / MANIFEST
     try:
         text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        there = sorted(found.parent.name for found in load_dir.glob(f"[!.]*/{MANIFEST}"))
-        raise UsageError(
-            f"{load_dir / tag} is not a committed checkpoint: it has no {MANIFEST}; in {load_dir} there "
-            + (f"are {', '.join(there)}" if there else "is none")
+        kind = DamagedError if path.parent.is_dir() else UsageError
+        raise kind(
+            f"{path.parent} is not a committed checkpoint: it has no {MANIFEST}; {_there(load_dir)}"
         ) from None
     return parse(text, str(path))
+
+
+def _there(load_dir: Path) -> str:
+    tags = sorted(found.parent.name for found in load_dir.glob(f"[!.]*/{MANIFEST}"))
+    return f"in {load_dir} there " + (f"are {', '.join(tags)}" if tags else "is none")
 
 
 def committed(save_dir: Path) -> list[Manifest]:
@@ -147,6 +165,20 @@ def newest_checkpoint(save_dir: str | Path) -> str | None:
     """
     found = committed(Path(save_dir))
     return found[0].tag if found else None
+
+
+def older_checkpoint(save_dir: Path, tag: str, left_out: Collection[str]) -> str | None:
+    """The newest committed checkpoint before `tag`, none of `left_out`; None where there is none.
+
+    Where the manifest of `tag` cannot say which those are, its name does (`global_step300`), else all are.
+    """
+    found = committed(save_dir)
+    tags = [one.tag for one in found]
+    if tag in tags:
+        found = found[tags.index(tag) + 1 :]
+    elif match := STEP.fullmatch(tag):
+        found = [one for one in found if one.global_steps < int(match[1])]
+    return next((one.tag for one in found if one.tag not in left_out), None)
 
 
 def _write_durably(path: Path, content: bytes) -> None:

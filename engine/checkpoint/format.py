@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from ...ops.errors import UsageError
+from ...ops.errors import DamagedError, UsageError
 from ...zero.ranges import ConstantRange, Range, SavedFlat
 
 FORMAT, VERSION = "xds-checkpoint", 1
@@ -88,15 +88,15 @@ def parse(text: bytes, source: str) -> Manifest:
     """The manifest that `text` is.
 
     Raises:
-        UsageError: it is damaged, of a newer version, or not a manifest; it names `source`.
+        DamagedError: its sum is wrong. UsageError: it is of a newer version. Both name `source`.
     """
     digest = text[len(HEAD) : len(HEAD) + len(NO_SUM)].decode("ascii", "replace")
     if not text.startswith(HEAD.encode()):
-        raise UsageError(
-            f"{source} is not a manifest of an xds checkpoint: it does not begin with {HEAD}"
+        raise DamagedError(
+            f"{source} is damaged, or not a manifest of an xds checkpoint: it does not begin with {HEAD}"
         )
     if sha256(_with_sum(text, NO_SUM)).hexdigest() != digest:
-        raise UsageError(
+        raise DamagedError(
             f"{source} is damaged: its checksum does not match; load another checkpoint"
         )
     try:

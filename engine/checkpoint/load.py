@@ -17,19 +17,27 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from ...ops.errors import UsageError
+from ...ops.errors import DamagedError, UsageError
 from ...zero.ranges import Catalogue
 from ...zero.restore import Restore, Target
 from ...zero.snapshot import Snapshot
 from ..data import resume_loader
 from .agreement import together
-from .folders import MANIFEST, check_tag, read_latest, read_manifest
+from .folders import (
+    MANIFEST,
+    check_tag,
+    newest_checkpoint,
+    older_checkpoint,
+    read_latest,
+    read_manifest,
+)
 from .format import Manifest, constants_of, unpack
 from .random_state import set_random_state
 from .save import Counters
 from .tensor_file import CheckedFile
 
 if TYPE_CHECKING:
+    from ...ops.collectives import Collectives
     from ..parts import Parts
 
 log = logging.getLogger("xds")
@@ -45,6 +53,7 @@ class LoadOptions:
     load_optimizer_states: bool = True
     load_lr_scheduler_states: bool = True
     load_module_only: bool = False
+    fallback: bool = False
 
     @property
     def with_optimizer(self) -> bool:
@@ -77,35 +86,83 @@ def load_checkpoint(
     options: LoadOptions,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `Engine.load_checkpoint`."""
-    collectives = parts.sharded.collectives
     load_dir = Path(load_dir)
     if parts.optimizer is None:  # this engine only infers
         options = replace(options, load_optimizer_states=False)
-    _, tags = together(
-        collectives,
-        DOING,
-        lambda: (
-            (read_latest(load_dir) if tag is None else str(tag)) if not collectives.rank else None
-        ),
-        tell=lambda found: found,
-    )
-    if tags[0] is None:
+    chosen = _choose(parts.sharded.collectives, load_dir, tag, options)
+    if chosen is None:
         log.warning(
             "no checkpoint loaded: there is no file `latest` in %s, and no tag was given", load_dir
         )
         return None, None
+    refused: list[str] = []
+    while True:
+        try:
+            return _load(parts, counters, load_dir, chosen, options)
+        except DamagedError as error:
+            if not options.fallback:
+                raise
+            refused.append(chosen)
+            chosen = _fall_back(parts.sharded.collectives, load_dir, refused, error)
+
+
+def _choose(
+    collectives: Collectives, load_dir: Path, tag: str | None, options: LoadOptions
+) -> str | None:
+    """The tag to load: rank 0 looks. None where nobody names one."""
+
+    def look() -> str | None:
+        if collectives.rank or tag is not None:
+            return tag if tag is None else str(tag)
+        try:
+            found = read_latest(load_dir)
+        except DamagedError as error:
+            found = newest_checkpoint(load_dir)
+            if not options.fallback or found is None:
+                raise
+            log.warning("%s; falling back to %s", error, load_dir / found)
+        return found
+
+    return together(collectives, DOING, look, tell=lambda found: found)[1][0]  # type: ignore[no-any-return]
+
+
+def _fall_back(
+    collectives: Collectives, load_dir: Path, refused: list[str], error: DamagedError
+) -> str:
+    """The newest checkpoint older than the ones refused, the same on every rank.
+
+    Raises DamagedError: there is none.
+    """
+
+    def look() -> str | None:
+        return None if collectives.rank else older_checkpoint(load_dir, refused[-1], refused)
+
+    older: str | None = together(collectives, DOING, look, tell=lambda found: found)[1][0]
+    if older is None:
+        raise DamagedError(
+            f"{error}; there is no older checkpoint in {load_dir} to fall back to"
+        ) from error
+    if collectives.rank == 0:
+        log.warning("%s; falling back to %s", error, load_dir / older)
+    return older
+
+
+def _load(
+    parts: Parts, counters: Counters, load_dir: Path, tag: str, options: LoadOptions
+) -> tuple[str, dict[str, Any]]:
+    collectives = parts.sharded.collectives
     manifest, digests = together(
         collectives,
         DOING,
-        partial(_read, load_dir, tags[0]),
+        partial(_read, load_dir, tag),
         tell=lambda m: [m.tag, m.files[0].path],
     )
     if any(digest != digests[0] for digest in digests):
         raise UsageError(
-            f"{DOING}: the ranks find different checkpoints under {load_dir / tags[0]}: load_dir must be one "
+            f"{DOING}: the ranks find different checkpoints under {load_dir / tag}: load_dir must be one "
             "folder that all of them share"
         )
-    folder = load_dir / tags[0]
+    folder = load_dir / tag
     with ExitStack() as stack:
         plan, _ = together(
             collectives, DOING, partial(_prepare, parts, counters, folder, manifest, options, stack)

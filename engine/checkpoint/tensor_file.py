@@ -21,7 +21,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ...ops.errors import UsageError
+from ...ops.errors import DamagedError, UsageError
 from ...zero.ranges import Copy
 from .format import FileRecord
 
@@ -149,7 +149,8 @@ class CheckedFile:
     """One file of a checkpoint, opened for reading. `verify` what will be read, then read it.
 
     Raises:
-        UsageError: the file is missing, has another length than the manifest says, or a sum is wrong.
+        DamagedError: the file is missing, has another length than the manifest says, a sum is wrong, or the
+            disk cannot read it.
     """
 
     def __init__(self, folder: Path, record: FileRecord) -> None:
@@ -159,16 +160,21 @@ class CheckedFile:
         try:
             self._fd = os.open(self.path, os.O_RDONLY)
         except FileNotFoundError:
-            raise UsageError(f"{self.path} is missing: the checkpoint is damaged") from None
-        size = os.fstat(self._fd).st_size
-        if size != record.size_bytes:
+            raise DamagedError(f"{self.path} is missing: the checkpoint is damaged") from None
+        try:
+            self._read_header()
+        except BaseException:
             self.close()
-            raise UsageError(
-                f"{self.path} has {size} bytes and should have {record.size_bytes}: the checkpoint is damaged"
+            raise
+
+    def _read_header(self) -> None:
+        size, expected = os.fstat(self._fd).st_size, self._record.size_bytes
+        if size != expected:
+            raise DamagedError(
+                f"{self.path} has {size} bytes and should have {expected}: the checkpoint is damaged"
             )
-        self._buffer = torch.empty(record.chunk_bytes, dtype=torch.uint8)
-        head = self._checked(0, 8)
-        length = struct.unpack("<Q", head)[0]
+        self._buffer = torch.empty(self._record.chunk_bytes, dtype=torch.uint8)
+        length = struct.unpack("<Q", self._checked(0, 8))[0]
         self._data_at = 8 + length
         self._table: dict[str, Any] = json.loads(self._checked(8, length))
 
@@ -179,14 +185,17 @@ class CheckedFile:
         """Fill `view` with the file's bytes from `start`."""
         done = 0
         while done < len(view):
-            count = os.preadv(self._fd, [view[done:]], start + done)
+            try:
+                count = os.preadv(self._fd, [view[done:]], start + done)
+            except OSError as error:  # a bad sector
+                raise DamagedError(f"{self.path} cannot be read: {error}") from error
             if count == 0:
-                raise UsageError(f"{self.path} ends too early: the checkpoint is damaged")
+                raise DamagedError(f"{self.path} ends too early: the checkpoint is damaged")
             done += count
 
     def _checked(self, start: int, size: int) -> bytes:
         if not 0 <= size <= self._record.size_bytes - start:
-            raise UsageError(f"{self.path} is damaged: its header is too long")
+            raise DamagedError(f"{self.path} is damaged: its header is too long")
         self._verify_bytes(start, start + size)
         out = bytearray(size)
         self._read(start, memoryview(out))
@@ -200,7 +209,7 @@ class CheckedFile:
             here = bytes_of(self._buffer)[: min(size, self._record.size_bytes - number * size)]
             self._read(number * size, here)
             if zlib.crc32(here) != self._record.crc32[number]:
-                raise UsageError(
+                raise DamagedError(
                     f"{self.path} is damaged: bytes {number * size} to {number * size + len(here)} do not "
                     "match their checksum; load another checkpoint"
                 )
