@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import run_ranks
+from threaded_ranks import run_threads
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import xds
+from xds.engine.checkpoint.format import HEAD, NO_SUM, dump, parse
+from xds.zero.ranges import pieces
+from xds.zero.snapshot import Snapshot
+
+RANKS, STAGES = (1, 2, 3, 4, 8), (0, 1, 2, 3)
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+}
 
 
 def engine_of(model: nn.Module, stage: int, **more: Any) -> Any:
@@ -33,6 +48,185 @@ def train(engine: Any, numbers: range, width: int) -> None:
         x = torch.randn(4, width, generator=torch.Generator().manual_seed(number))
         engine.backward(engine(x).float().square().mean())
         engine.step()
+
+
+def held_by(engine: Any) -> Iterator[tuple[str, str, int, Tensor]]:
+    """What this rank holds: a name, which of its tensors ("value", "state/..."), where it begins, the elements.
+
+    Of what all elements of a range share, one element.
+    """
+    parts = engine._parts
+    snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
+    for block in (*snapshot.values, *snapshot.states):
+        flat = block.tensor.detach().reshape(-1)
+        for piece in pieces(snapshot.flats[block.flat], block.start, block.stop):
+            here = flat[piece.target : piece.target + piece.stop - piece.start]
+            yield piece.name, block.key, piece.start, here
+    for one in snapshot.constants:
+        for piece in pieces(snapshot.flats[one.flat], one.start, one.stop):
+            yield piece.name, one.key, piece.start, torch.tensor([float(one.value)])
+
+
+# -- every layout to every layout ---------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Odd shapes, a tied weight, frozen and scalar parameters, buffers that differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 23)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(23, 31), nn.BatchNorm1d(31), nn.GELU(), nn.Linear(31, 23))
+            for _ in range(2)
+        )
+        self.frozen = nn.Linear(23, 23).requires_grad_(False)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(23, 37)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen += len(tokens)
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x) * self.gain
+        return F.cross_entropy(self.head(self.frozen(x)).float(), tokens.roll(1))
+
+
+def mixed_engine(stage: int, precision: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = Mixed()
+    decayed = [param for param in model.parameters() if param.requires_grad and param.ndim > 1]
+    others = [param for param in model.parameters() if param.requires_grad and param.ndim < 2]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, "unit_min_numel": 0},
+        **PRECISIONS[precision],
+    }
+    return xds.initialize(model, config, model_parameters=groups)
+
+
+Place = tuple[str, str]  # a name, and which of its tensors
+Saved = dict[Place, Tensor]
+Held = list[tuple[str, str, int, Tensor]]
+
+
+def mixed_train(engine: Any, steps: int) -> None:
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        loss = engine(torch.randint(0, 37, (4,), generator=draw))
+        engine.backward(loss)
+        engine.step()
+
+
+def tag_of(world_size: int, stage: int, precision: str) -> str:
+    return f"{world_size}-{stage}-{precision}"
+
+
+def write_mixed(folder: str, stage: int) -> dict[str, Held]:
+    found = {}
+    for precision in PRECISIONS:
+        engine = mixed_engine(stage, precision, seed=0)
+        mixed_train(engine, 2)
+        tag = tag_of(dist.get_world_size(), stage, precision)
+        engine.save_checkpoint(folder, tag)
+        found[tag] = [
+            (name, key, start, held.clone()) for name, key, start, held in held_by(engine)
+        ]
+    return found
+
+
+def whole_by_rank(ranks: list[Held]) -> list[Saved]:
+    """For each rank what a load at this number of ranks should give it: its own where it holds all of it."""
+    parts: dict[Place, dict[int, Tensor]] = {}
+    for held in ranks[::-1]:  # rank 0's buffers are everybody's
+        for name, key, start, values in held:
+            parts.setdefault((name, key), {})[start] = values
+    everybody = {
+        place: torch.cat([found[start] for start in sorted(found)])
+        for place, found in parts.items()
+    }
+    return [
+        everybody | {(n, k): v for n, k, _, v in held if v.shape == everybody[n, k].shape}
+        for held in ranks
+    ]
+
+
+def read_mixed(
+    folder: str, stage: int, saved: dict[str, list[Saved]]
+) -> dict[tuple[str, str], int]:
+    """Load checkpoints of every layout, one over the other, and compare all that this rank then holds.
+
+    The precisions take turns: for a pair of layouts each one is loaded into another one.
+    Returns the number of elements of optimizer states, by precision here and tag.
+    """
+    world_size = dist.get_world_size()
+    found = {}
+    for number, precision in enumerate(PRECISIONS):
+        engine = mixed_engine(stage, precision, seed=9)
+        for old_size in RANKS:
+            for old_stage in STAGES:
+                turn = number + old_size + old_stage + world_size + stage
+                tag = tag_of(old_size, old_stage, tuple(PRECISIONS)[turn % len(PRECISIONS)])
+                engine.load_checkpoint(folder, tag)
+                assert (engine.global_steps, engine.global_samples) == (2, 8 * old_size)
+                by_rank = saved[tag]
+                mine = by_rank[dist.get_rank() if len(by_rank) == world_size else 0]
+                found[precision, tag] = compare_held(engine, mine, f"{tag} to {world_size}-{stage}")
+                compare_computed(engine, mine)
+    return found
+
+
+def compare_held(engine: Any, saved: Saved, case: str) -> int:
+    """Masters and states bit for bit; what is not trained as it was, in the dtype it has here."""
+    count = 0
+    for name, key, start, values in held_by(engine):
+        wanted = saved[name, key]
+        if key == "state/step":
+            wanted = wanted[:1]
+        else:
+            wanted = wanted[start : start + values.numel()]
+            count += values.numel() if key != "value" else 0
+        if (name, "state/step") in saved:
+            assert values.dtype == wanted.dtype, (case, name, key)
+        assert torch.equal(values, wanted.to(values.dtype)), (case, name, key)
+    return count
+
+
+def compare_computed(engine: Any, saved: Saved) -> None:
+    for name, param in engine.module.named_parameters():
+        if not engine._parts.sharded.policy.shards_params:
+            wanted = saved[name, "value"].view(param.shape).to(param.dtype)
+            assert torch.equal(param, wanted), name
+
+
+def every_pair(folder: str) -> int:
+    """Every pair of ranks, and of a stage with half of the stages (the other process has the rest). Counts."""
+    folder, stages = f"{folder}/{dist.get_rank()}", STAGES[dist.get_rank() :: 2]
+    saved = {}
+    for world_size in RANKS:
+        for stage in STAGES:
+            results = run_threads(write_mixed, world_size, folder, stage)
+            for tag in results[0]:
+                saved[tag] = whole_by_rank([one[tag] for one in results])
+    numel = sum(v.numel() for (_, k), v in saved["1-0-fp32"][0].items() if k[:10] == "state/exp_")
+    loads = 0
+    for world_size in RANKS:
+        for stage in stages:
+            results = run_threads(read_mixed, world_size, folder, stage, saved)
+            for case in results[0]:
+                copies = world_size if stage == 0 else 1
+                assert sum(one[case] for one in results) == copies * numel, case
+                loads += 1
+    return loads
+
+
+def test_every_layout_loads_at_every_other(tmp_path: Path) -> None:
+    loads = run_ranks(every_pair, 2, str(tmp_path))
+    assert sum(loads) == len(PRECISIONS) * len(RANKS) ** 2 * len(STAGES) ** 2
 
 
 # -- frozen parameters --------------------------------------------------------------------------------------
@@ -78,8 +272,6 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_lacks_elements_is_refused(tmp_path: Path) -> None:
-    from xds.engine.checkpoint.format import HEAD, NO_SUM, dump, parse
-
     engine = engine_of(Adapted(0), 0)
     engine.save_checkpoint(tmp_path)
     path = tmp_path / "global_step0" / "manifest.json"
@@ -87,8 +279,6 @@ def test_a_manifest_that_lacks_elements_is_refused(tmp_path: Path) -> None:
     cut = raw["files"][0]["ranges"][0]
     cut["stop"] -= 64
     fresh = f'{HEAD}{NO_SUM}", {json.dumps({k: v for k, v in raw.items() if k != "sha256"})[1:]}'
-    from hashlib import sha256
-
     path.write_bytes(fresh.replace(NO_SUM, sha256(fresh.encode()).hexdigest(), 1).encode())
     assert dump(parse(path.read_bytes(), "it"))
     with pytest.raises(xds.UsageError, match=r"contradicts itself: elements of .* in no file"):
