@@ -1,4 +1,4 @@
-"""The runs behind the checkpoints in this folder: models, data, parameter groups. DeepSpeed and xds both use it."""
+"""The runs behind the checkpoints in this folder, for DeepSpeed and for xds: models, data, groups, configs."""
 
 from __future__ import annotations
 
