@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -61,3 +64,80 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "short.txt has 9 bytes of text" in done.stderr
+
+
+# -- killed while it saves, and started again ---------------------------------------------------------------
+
+LARGER = "--layers 2 --width 192 --heads 2 --context 16 --steps 14 --validate-every 3 --sample 0"
+SAVING = "--checkpoints saved --save-every 2 --resume auto"
+
+
+def command(start: list[str], folder: Path, *options: str) -> list[str]:
+    text = folder / "text.py"
+    text.write_text((EXAMPLE / "train.py").read_text() * 3)
+    fixed = ["--config", str(EXAMPLE / "zero3.json"), "--data", str(text), *LARGER.split()]
+    return [*start, str(EXAMPLE / "train.py"), *fixed, *options]
+
+
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted(int(one) for task in tasks for one in task.read_text().split())
+
+
+def kill_in_a_save(call: list[str], folder: Path, save: int, victims: str) -> None:
+    """Start the run, and SIGKILL one rank, or everything, while save number `save` is half done."""
+    saved, seen, ranks = folder / "saved", set[str](), list[int]()
+    with (folder / "output.txt").open("w") as output:
+        run = subprocess.Popen(call, cwd=folder, env=ENV, stdout=output, stderr=output)
+    while run.poll() is None:
+        if saved.is_dir():
+            seen |= {path.name for path in saved.glob(".global_step*.tmp-*")}
+        if len(seen) >= save:
+            ranks = children_of(run.pid)
+            assert len(ranks) == 2
+            for pid in ranks[-1:] if victims == "one" else [run.pid, *ranks]:
+                os.kill(pid, signal.SIGKILL)
+            break
+        time.sleep(0.0005)
+    assert run.wait(60) != 0, (folder / "output.txt").read_text()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}/stat").exists() for pid in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def curve_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "runs" / "gpt" / "loss.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        del row["tokens_per_second"]
+    return rows
+
+
+def finish(call: list[str], folder: Path) -> str:
+    done = subprocess.run(
+        call, cwd=folder, env=ENV, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_killed_in_saves_and_resumed_it_equals_the_run_that_never_stopped(tmp_path: Path) -> None:
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    for folder in (whole, torn):
+        folder.mkdir()
+    finish(command(TWO_RANKS, whole), whole)
+    call = command(TWO_RANKS, torn, *SAVING.split())
+    kill_in_a_save(call, torn, 2, "one")
+    kill_in_a_save(call, torn, 3, "all")
+    output = finish(call, torn)
+    assert "going on from saved/global_step" in output
+    assert curve_of(torn) == curve_of(whole)
+    assert (torn / "saved" / "latest").read_text() == "global_step14"
+    assert not list((torn / "saved").glob(".*"))
+    # any number of ranks: another part of the text now, so other losses from there on
+    shutil.rmtree(torn / "saved" / "global_step14")
+    finish(command(ONE_PROCESS, torn, *SAVING.split(), "--resume", "global_step8"), torn)
+    rows = curve_of(torn)
+    assert rows[:8] == curve_of(whole)[:8] and rows[8:] != curve_of(whole)[8:]
+    assert [row["step"] for row in rows] == [str(step) for step in range(1, 15)]

@@ -1,6 +1,7 @@
 """Train a byte-level GPT on the standard library's sources; the config file decides how.
 
 xds examples/gpt/train.py --config examples/gpt/zero3.json     # one process for each device
+xds examples/gpt/train.py --checkpoints runs/gpt/checkpoints   # the same again after a crash goes on
 python examples/gpt/train.py                                   # one process
 """
 
@@ -35,6 +36,19 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--validate-every", type=int, default=50, metavar="STEPS")
     parser.add_argument("--validation-batches", type=int, default=8, help="micro-batches per rank")
+    parser.add_argument(
+        "--checkpoints", type=Path, metavar="FOLDER", help="save there; default: no"
+    )
+    parser.add_argument("--save-every", type=int, default=50, metavar="STEPS")
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|none|TAG",
+        help="the checkpoint to go on from; auto, the default: the newest that is complete",
+    )
+    parser.add_argument(
+        "--fallback", action="store_true", help="where it is damaged, go on from the one before"
+    )
     parser.add_argument("--sample", type=int, default=300, help="bytes to generate at the end")
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--seed", type=int, default=1)
@@ -56,6 +70,7 @@ def main() -> None:
 
     if args.steps is None:
         args.steps = engine.config.scheduler.params["total_num_steps"]
+    resume(engine, args)
     curve = train(engine, validation, args)
     if engine.global_rank == 0:
         draw(curve, args.out)
@@ -63,14 +78,34 @@ def main() -> None:
     engine.destroy()
 
 
+def resume(engine: xds.Engine, args: argparse.Namespace) -> None:
+    """Go on from a checkpoint: weights, optimizer, schedule, data position and random numbers."""
+    if args.checkpoints is None or args.resume == "none":
+        return
+    tag = xds.newest_checkpoint(args.checkpoints) if args.resume == "auto" else args.resume
+    if tag is None:
+        return
+    path, _ = engine.load_checkpoint(args.checkpoints, tag, fallback=args.fallback)
+    if engine.global_rank == 0:
+        print(f"going on from {path}, after step {engine.global_steps}", flush=True)
+
+
 def train(engine: xds.Engine, validation: ByteWindows, args: argparse.Namespace) -> list[dict]:
-    """Take `args.steps` optimizer steps; return one row for each, with the names of COLUMNS."""
+    """Train up to step `args.steps`; return one row for each step, with the names of COLUMNS."""
     is_first = engine.global_rank == 0
+    steps_done = engine.global_steps  # by the run that this one goes on from
     tokens_per_step = engine.train_batch_size() * args.context
     batches = forever(engine.training_dataloader)
-    curve = CurveFile(args.out) if is_first else None
-    steps = range(1, args.steps + 1)
-    bar = tqdm(steps, disable=not is_first, unit="step", mininterval=0.5, dynamic_ncols=True)
+    curve = CurveFile(args.out, steps_done) if is_first else None
+    bar = tqdm(
+        range(steps_done + 1, args.steps + 1),
+        initial=steps_done,
+        total=args.steps,
+        disable=not is_first,
+        unit="step",
+        mininterval=0.5,
+        dynamic_ncols=True,
+    )
     engine.train()
     for step in bar:
         start_seconds = time.perf_counter()
@@ -94,6 +129,8 @@ def train(engine: xds.Engine, validation: ByteWindows, args: argparse.Namespace)
         if curve is not None:
             curve.add(row)
             show(bar, row, engine.device)
+        if args.checkpoints and (step % args.save_every == 0 or step == args.steps):
+            engine.save_checkpoint(args.checkpoints)
     return curve.rows if curve is not None else []
 
 
@@ -151,14 +188,21 @@ def memory_gib(device: torch.device) -> float:
 
 
 class CurveFile:
-    """The rows of a run, also in loss.csv as they come."""
+    """The rows of a run, also in loss.csv as they come. Those of the first `steps_done` stay."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, steps_done: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.rows: list[dict] = []
-        self.file = (folder / "loss.csv").open("w", newline="", buffering=1)
+        self.file = (folder / "loss.csv").open("a+", newline="", buffering=1)
+        self.file.seek(0)
+        kept = self.file.readlines()[: steps_done + 1] if steps_done else []
+        self.file.truncate(len("".join(kept)))
+        self.rows: list[dict] = [
+            {name: float(value) if value else "" for name, value in row.items()}
+            for row in csv.DictReader(kept)
+        ]
         self.writer = csv.DictWriter(self.file, COLUMNS)
-        self.writer.writeheader()
+        if not kept:
+            self.writer.writeheader()
 
     def add(self, row: dict) -> None:
         self.rows.append(row)
