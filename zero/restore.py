@@ -19,11 +19,15 @@ from .snapshot import Block, Held, Snapshot
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """`copies` go to elements of `receiver` [n]; then, where there is one, to `home` of any layout."""
+    """`copies` go to elements of `receiver` [n]; then, where there is one, to `home` of any layout.
+
+    is_fresh: nobody uses `receiver` yet, so it may be filled before the load is sure to succeed.
+    """
 
     receiver: Tensor
     copies: tuple[Copy, ...]
     home: Tensor | None = None
+    is_fresh: bool = False
 
     def finish(self) -> None:
         if self.home is not None:
@@ -36,14 +40,15 @@ class _NewState:
     values: dict[str, Any]
 
 
-def target_for(tensor: Tensor, copies: list[Copy]) -> Target:
+def target_for(tensor: Tensor, copies: list[Copy], *, is_fresh: bool = False) -> Target:
     """A target for what is to be in `tensor`, row by row."""
     if tensor.is_contiguous():
-        return Target(tensor.detach().view(-1), tuple(merged(copies)))
+        return Target(tensor.detach().view(-1), tuple(merged(copies)), is_fresh=is_fresh)
     return Target(
         torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device),
         tuple(merged(copies)),
         home=tensor.detach(),
+        is_fresh=True,
     )
 
 
@@ -95,10 +100,10 @@ class Restore:
             here = self._pieces(held.flat, held.start, stop)
             values = self._constants(here, held)
             for key, dtype in self._keys(here):
-                tensor = self._tensor_for(held, key, tuple(held.tensor.shape), dtype)
+                tensor, is_fresh = self._tensor_for(held, key, tuple(held.tensor.shape), dtype)
                 values[key] = tensor
                 found = [c for p in here for c in self._catalogue.copies(p, f"state/{key}")]
-                targets.append(target_for(tensor, found))
+                targets.append(target_for(tensor, found, is_fresh=is_fresh))
             targets += self._plan_whole(held, here, values)
             self._states.append(_NewState(held, values))
         return targets
@@ -129,15 +134,16 @@ class Restore:
             for key, one in found.items()
         }
 
-    def _tensor_for(self, held: Held, key: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """The state tensor that is there, if it fits, else a new one."""
+    def _tensor_for(
+        self, held: Held, key: str, shape: tuple[int, ...], dtype: str
+    ) -> tuple[Tensor, bool]:
+        """The state tensor that is there, if it fits, else a new one; and which of the two."""
         wanted: torch.dtype = getattr(torch, dtype)
         old = self._snapshot.state.get(held.tensor, {}).get(key)
         fits = isinstance(old, Tensor) and tuple(old.shape) == shape and old.dtype == wanted
         if fits and old.is_contiguous():
-            kept: Tensor = old
-            return kept
-        return torch.zeros(shape, dtype=wanted, device=held.tensor.device)
+            return old, False
+        return torch.zeros(shape, dtype=wanted, device=held.tensor.device), True
 
     def _plan_whole(self, held: Held, here: list[Piece], values: dict[str, Any]) -> list[Target]:
         """Targets for states that belong to whole parameters, such as a factored second moment."""
@@ -152,10 +158,12 @@ class Restore:
                     )
                     continue
                 saved = self._catalogue.flat_of("state", full)
-                tensor = self._tensor_for(held, key, saved.slots[0].shape, saved.dtype)
+                shape = saved.slots[0].shape
+                tensor, is_fresh = self._tensor_for(held, key, shape, saved.dtype)
                 piece = Piece("state", full, 0, saved.numel, 0)
                 values[key] = tensor
-                targets.append(target_for(tensor, self._catalogue.copies(piece, f"state/{key}")))
+                found = self._catalogue.copies(piece, f"state/{key}")
+                targets.append(target_for(tensor, found, is_fresh=is_fresh))
         return targets
 
     def plan_grads(self) -> list[Target]:
@@ -174,7 +182,7 @@ class Restore:
                     device=master.tensor.device,
                 )
                 self._grads.append((master.grads, total))
-                targets.append(target_for(total, found))
+                targets.append(target_for(total, found, is_fresh=True))
         return targets
 
     def plan_locals(self, saved: Mapping[str, Any]) -> None:

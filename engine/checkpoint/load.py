@@ -7,7 +7,8 @@ tag  ->  manifest  ->  plan by name and range  ->  verify every chunk  ->  fill 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor
 
 from ...ops.errors import DamagedError, UsageError
-from ...zero.ranges import Catalogue
+from ...zero.ranges import Catalogue, Copy
 from ...zero.restore import Restore, Target
 from ...zero.snapshot import Snapshot
 from ..data import resume_loader
 from .agreement import together
+from .checked_file import CheckedFile
 from .folders import (
     MANIFEST,
     check_tag,
@@ -34,7 +36,6 @@ from .folders import (
 from .format import Manifest, constants_of, unpack
 from .random_state import set_random_state
 from .save import Counters
-from .tensor_file import CheckedFile
 
 if TYPE_CHECKING:
     from ...ops.collectives import Collectives
@@ -205,9 +206,11 @@ def _prepare(  # noqa: PLR0913
     plan = _Plan(manifest, restore, {}, is_same_world=manifest.world_size == snapshot.world_size)
     rank = snapshot.rank
 
+    pool = stack.enter_context(ThreadPoolExecutor(1))
+
     def opened(number: int) -> CheckedFile:
         if number not in plan.files:
-            plan.files[number] = CheckedFile(folder, manifest.files[number])
+            plan.files[number] = CheckedFile(folder, manifest.files[number], pool)
             stack.callback(plan.files[number].close)
         return plan.files[number]
 
@@ -222,10 +225,24 @@ def _prepare(  # noqa: PLR0913
             plan.targets += restore.plan_grads()
             restore.plan_locals(plan.own["grads"])
     _check_restore(restore, folder, options)
-    for target in plan.targets:
-        for copy in target.copies:
-            opened(copy.file).verify(copy)
+    _check_files(plan, rank, opened)
     return plan
+
+
+def _check_files(plan: _Plan, rank: int, opened: Callable[[int], CheckedFile]) -> None:
+    """Every byte that this rank needs is checked, and what is fresh is filled, file by file."""
+    by_file: dict[int, list[tuple[Copy, Tensor | None]]] = {}
+    for target in plan.targets:
+        receiver = target.receiver if target.is_fresh else None
+        for copy in target.copies:
+            by_file.setdefault(copy.file, []).append((copy, receiver))
+    # each rank begins with another file
+    for number in sorted(by_file, key=lambda number: (number < rank, number)):
+        file = opened(number)
+        file.check(by_file[number])
+        file.close()
+    for file in plan.files.values():
+        file.close()
 
 
 def _own(packed: Any, get: Any, options: LoadOptions) -> dict[str, Any]:
@@ -350,9 +367,15 @@ def _check_restore(restore: Restore, folder: Path, options: LoadOptions) -> None
 
 
 def _fill(plan: _Plan) -> None:
+    """Only what is alive is left; its bytes are in the page cache now."""
+    by_file: dict[int, list[tuple[Copy, Tensor]]] = {}
     for target in plan.targets:
-        for copy in target.copies:
-            plan.files[copy.file].fill(target.receiver, copy)
+        for copy in target.copies if not target.is_fresh else ():
+            by_file.setdefault(copy.file, []).append((copy, target.receiver))
+    for number, copies in by_file.items():
+        with plan.files[number].opened():
+            for copy, receiver in copies:
+                plan.files[number].fill(receiver, copy)
 
 
 @torch.no_grad()

@@ -118,7 +118,7 @@ def fall_back(folder: str) -> None:
     loads(None, 2, f"{folder}/latest is damaged", f"falling back to {folder}/global_step4")
     change(root / "global_step2" / "manifest.json", None)
     loads("global_step2", 1, "global_step2 is not a committed checkpoint")
-    change(next((root / "global_step1").glob("rank_00000*")), None)
+    change(next((root / "global_step1").glob("rank_00000*"), root), None)  # rank 1 may come late
     dist.barrier()
     before = states_of(other)
     for tag in ("global_step4", "global_step1"):
