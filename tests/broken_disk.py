@@ -1,0 +1,123 @@
+"""For tests: a disk on which one call fails. Counts the calls of this process that change a folder."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+PATH_CALLS = ("rename", "replace", "mkdir", "unlink", "rmdir", "link")
+FD_CALLS = ("write", "pwrite", "writev", "pwritev", "fsync", "fdatasync", "ftruncate")
+
+
+class BrokenDisk:
+    """The call with number `fails_at` fails, in one of these ways.
+
+    eio: nothing of it is done. full: half of a write is done, and no later call can write or make anything.
+    short: half of a write is done, and it says so, as systems may; other calls succeed.
+    """
+
+    def __init__(self, folder: Path, fails_at: int, kind: str) -> None:
+        self.folder = str(folder)
+        self.fails_at = fails_at
+        self.kind = kind
+        self.count = 0
+        self.hit = ""  # the call that failed
+
+    def call(self, name: str, where: str, action: Any, half: Any = None) -> Any:
+        """Do `action`, or fail. `half` does the first half of it."""
+        number, self.count = self.count, self.count + 1
+        is_hit = number == self.fails_at
+        if is_hit and (self.kind != "short" or half):
+            self.hit = f"{name} {where}"
+        if is_hit and half and self.kind != "eio":
+            done = half()
+            if self.kind == "short":
+                return done
+        if is_hit and self.kind == "eio":
+            raise OSError(errno.EIO, "Input/output error", where)
+        stays_full = number >= self.fails_at and name not in ("unlink", "rmdir")
+        if self.kind == "full" and stays_full:
+            self.hit = self.hit or f"{name} {where}"
+            raise OSError(errno.ENOSPC, "No space left on device", where)
+        return action()
+
+    def _on_path(self, name: str) -> Any:
+        original = getattr(os, name)
+
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            inside = str(path).startswith(self.folder) or kwargs.get("dir_fd") is not None
+            if not inside:
+                return original(path, *args, **kwargs)
+            return self.call(name, str(path), lambda: original(path, *args, **kwargs))
+
+        return call
+
+    def _on_fd(self, name: str) -> Any:
+        original = getattr(os, name)
+
+        def call(fd: int, *args: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            if not path.startswith(self.folder):
+                return original(fd, *args)
+            half = None
+            if name == "write" and len(args[0]) > 1:
+                half = lambda: original(fd, memoryview(args[0])[: len(args[0]) // 2])  # noqa: E731
+            return self.call(name, path, lambda: original(fd, *args), half)
+
+        return call
+
+    def _open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if mode[0] not in "xwa" or not str(path).startswith(self.folder):
+            return builtins.open(path, mode, *args, **kwargs)
+        file = self.call("open", str(path), lambda: builtins.open(path, mode, *args, **kwargs))
+        return _File(file, self)
+
+    @contextmanager
+    def in_place(self, *modules: ModuleType) -> Iterator[BrokenDisk]:
+        """Meanwhile the calls of `os`, and `open` in `modules`, go through here."""
+        doubles: list[Any] = [
+            mock.patch.object(os, name, self._on_path(name)) for name in PATH_CALLS
+        ]
+        doubles += [mock.patch.object(os, name, self._on_fd(name)) for name in FD_CALLS]
+        doubles += [mock.patch.object(one, "open", self._open, create=True) for one in modules]
+        for double in doubles:
+            double.start()
+        try:
+            yield self
+        finally:
+            for double in doubles:
+                double.stop()
+
+
+class _File:
+    """A file whose `write` goes through the disk."""
+
+    def __init__(self, file: Any, disk: BrokenDisk) -> None:
+        self._file = file
+        self._disk = disk
+
+    def write(self, content: Any) -> Any:
+        half = lambda: self._file.write(memoryview(content)[: len(content) // 2])  # noqa: E731
+        is_short = self._disk.kind == "short"  # Python's own files write all, or raise
+        return self._disk.call(
+            "write",
+            self._file.name,
+            lambda: self._file.write(content),
+            None if is_short else half,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._file.close()
