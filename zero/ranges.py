@@ -26,8 +26,8 @@ SPLIT_NUMEL = 1 << 16  # elements a rank; what is smaller is written whole by on
 class SavedFlat:
     """One flat buffer, or one tensor that lies alone: then it has one slot.
 
-    kind: "param"; "buffer" of a module; "state", an optimizer's tensor that is not per element, with the
-        slot name "parameter/key".
+    kind: "param"; "buffer" of a module; "either", an imported tensor of which nobody said which of the two;
+        "state", an optimizer's tensor that is not per element, with the slot name "parameter/key".
     dtype: what the parameters compute in, as "float32"; their values may be saved in a wider one.
     has_values: False where they were left out of the files (frozen parameters, on request).
     tied: what else a state dict calls a parameter or buffer: pairs (other name, name of its slot).
@@ -214,25 +214,39 @@ class Catalogue:
 
     def _span(self, piece: Piece) -> tuple[int, int, int]:
         """The flat, and [start, stop) in it; an empty range where the checkpoint does not have the name."""
-        place = self._places.get((piece.kind, piece.name))
+        place = self._place(piece.kind, piece.name)
         if place is None:
             return -1, 0, 0
         number, slot = place
         return number, slot.offset + piece.start, slot.offset + piece.stop
 
+    def _place(self, kind: str, name: str) -> tuple[int, Slot] | None:
+        there = self._places.get((kind, name))
+        if there is None and kind != "state":
+            there = self._places.get(("either", name))
+        return there
+
     def compare(self, flats: Sequence[SavedFlat]) -> Differences:
-        """Parameters and buffers that only `flats`, or only the checkpoint has, or with another shape."""
+        """Parameters and buffers that only `flats`, or only the checkpoint has, or with another shape.
+
+        Elements that the checkpoint has under several names (tied parameters) are had under each of them.
+        """
         own = {(f.kind, s.name): s.shape for f in flats for s in f.slots if f.kind != "state"}
-        saved = {
-            place: slot.shape for place, (_, slot) in self._places.items() if place[0] != "state"
-        }
+        saved = {place: self._place(*place) for place in own}
+        met = {(there[0], there[1].offset) for there in saved.values() if there is not None}
         return Differences(
-            missing=tuple(sorted(name for _, name in own.keys() - saved.keys())),
-            extra=tuple(sorted(name for _, name in saved.keys() - own.keys())),
+            missing=tuple(sorted(name for (_, name), there in saved.items() if there is None)),
+            extra=tuple(
+                sorted(
+                    name
+                    for (kind, name), (number, slot) in self._places.items()
+                    if kind != "state" and slot.numel and (number, slot.offset) not in met
+                )
+            ),
             shapes=tuple(
-                f"{name} is {list(saved[kind, name])} there and {list(shape)} here"
-                for (kind, name), shape in own.items()
-                if saved.get((kind, name), shape) != shape
+                f"{name} is {list(there[1].shape)} there and {list(own[kind, name])} here"
+                for (kind, name), there in saved.items()
+                if there is not None and there[1].shape != own[kind, name]
             ),
         )
 

@@ -246,13 +246,13 @@ def _check_files(plan: _Plan, rank: int, opened: Callable[[int], CheckedFile]) -
 
 
 def _own(packed: Any, get: Any, options: LoadOptions) -> dict[str, Any]:
-    """This rank's own values; tensors that the options leave out are not read."""
+    """This rank's own values; tensors that the options leave out are not read. Imports have none."""
     wanted = ["buffers"]
     if not options.load_module_only:
         wanted.append("random")
     if options.with_optimizer:
         wanted.append("grads")
-    return {key: unpack(packed[key], get) for key in wanted}
+    return {key: unpack(packed[key], get) for key in wanted if key in packed}
 
 
 def _catalogue(manifest: Manifest, folder: Path) -> Catalogue:

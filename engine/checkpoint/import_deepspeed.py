@@ -1,0 +1,282 @@
+"""Reads a checkpoint of DeepSpeed: ZeRO stage 0 to 3, any number of data-parallel ranks.
+
+    mp_rank_00_model_states.pt                            stages 0 to 2: values, names, counters
+    zero_pp_rank_{r}_mp_rank_00_model_states.pt           stage 3: the same; frozen parameters in parts
+    [bf16_]zero_pp_rank_{r}_mp_rank_00_optim_states.pt    stages 1 to 3: masters, states, loss scale
+
+Masters and optimizer states are taken as they are, bit for bit. What DeepSpeed does not save (random
+generators, the data position) begins anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.errors import UsageError
+from ...ops.flat import numel_of
+from ...zero.ranges import ConstantRange
+from ...zero.snapshot import name_of
+from .deepspeed_shards import STEP, Held, Training, read_shards
+from .deepspeed_values import (
+    client_values,
+    group_values,
+    loss_scale,
+    optimizer_type,
+    scheduler_state,
+)
+from .deepspeed_whole import read_whole
+from .imported import Imported, counters
+from .safe_pickle import read_pickle
+
+Named = dict[str, Any]
+MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+OPTIM_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+REFUSED_FILES = (
+    (r"layer_\d+-.*", "it was written by a pipeline"),
+    (r".*expert_\d+.*|expp_rank_.*", "it has experts (mixture of experts)"),
+    (
+        r"zero|latest_universal",
+        "ds_to_universal wrote it; import the checkpoint that it was made from",
+    ),
+    (r"offloaded_tensors", "its optimizer states were on NVMe"),
+)
+
+
+def is_deepspeed(folder: Path) -> bool:
+    """Whether `folder` is one tag of a DeepSpeed checkpoint."""
+    return folder.is_dir() and any(folder.glob("*_model_states.pt"))
+
+
+def read_deepspeed(folder: Path) -> Imported:
+    """The checkpoint in `folder`, which is one tag's; its tensors stay in the files.
+
+    Raises:
+        UsageError: files are missing or damaged, name something to execute, or have a layout that is not
+            read (tensor, pipeline or expert parallel, NVMe); the sentence says which.
+    """
+    model_files, optim_files = _files(folder)
+    models = [read_pickle(path) for path in model_files]
+    first = models[0]
+    _check_layout(first, folder)
+    if not isinstance(first.get("ds_config"), dict):
+        first["ds_config"] = {}
+    version = first.get("ds_version")
+    training = _training(folder, first, optim_files)
+    found = Imported(
+        f"DeepSpeed {version if isinstance(version, str) else ''}".strip(),
+        folder.name,
+        training.stage if training is not None else 0,
+    )
+    keys = _add_trained(found, first, training)
+    _add_frozen(found, folder, models, training)
+    for name in _buffers(first):
+        found.add_whole("buffer", [name], first["module"][name])
+    _set_values(found, folder, first, training, keys)
+    return found
+
+
+def _files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Model and optimizer files, by rank."""
+    model: dict[int, Path] = {}
+    optim: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):
+        for refused, reason in REFUSED_FILES:
+            if re.fullmatch(refused, path.name):
+                raise UsageError(f"{folder} cannot be imported: {reason} ({path.name})")
+        for pattern, by_rank in ((MODEL_FILE, model), (OPTIM_FILE, optim)):
+            match = pattern.fullmatch(path.name)
+            if match and int(match[2]):
+                raise UsageError(
+                    f"{folder} cannot be imported: it was written by several tensor-parallel ranks "
+                    f"({path.name}), whose cut of each parameter the files do not tell; save it there with one"
+                )
+            if match:
+                by_rank[int(match[1] or 0)] = path
+    for kind, there, needed in (("model", model, 1), ("optimizer", optim, 0)):
+        missing = [rank for rank in range(max(there, default=needed - 1) + 1) if rank not in there]
+        if missing:
+            raise UsageError(
+                f"{folder} is not whole: the {kind} states of rank {missing[0]} are missing"
+            )
+    return [model[rank] for rank in sorted(model)], [optim[rank] for rank in sorted(optim)]
+
+
+def _check_layout(state: Any, folder: Path) -> None:
+    if not isinstance(state, dict) or not isinstance(state.get("module"), dict):
+        raise UsageError(f"{folder} cannot be imported: its model states have no 'module'")
+    parallel = state.get("checkpoint_parallel_dimensions") or {}
+    for what, size in (
+        ("tensor-parallel", state.get("mp_world_size")),
+        ("tensor-parallel", parallel.get("tp_degree")),
+        ("pipeline", parallel.get("pp_degree")),
+    ):
+        if size is not None and size != 1:
+            raise UsageError(f"{folder} cannot be imported: it was written by {size} {what} ranks")
+
+
+def _buffers(state: Named) -> list[str]:
+    return [name for name in state.get("buffer_names") or [] if name in state["module"]]
+
+
+def _aliases(state: Named) -> set[str]:
+    """Second names of tied parameters: those that DeepSpeed noted, and tensors that share their memory."""
+    aliases = set(state.get("shared_params") or {})
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name, value in state["module"].items():
+        if isinstance(value, Tensor) and value.numel() and name not in aliases:
+            place = (value.data_ptr(), tuple(value.shape))
+            if place in seen:
+                aliases.add(name)
+            seen.add(place)
+    return aliases
+
+
+# -- what is trained ----------------------------------------------------------------------------------------
+
+
+def _training(folder: Path, state: Named, optim_files: Sequence[Path]) -> Training | None:
+    if optim_files:
+        return read_shards(folder, state, optim_files)
+    if state.get("param_shapes") is not None:
+        raise UsageError(
+            f"{folder} is not whole: there are no optimizer states (*_optim_states.pt)"
+        )
+    optimizer = state.get("optimizer")
+    if not isinstance(optimizer, dict):
+        return None
+    left_out = {*_buffers(state), *_aliases(state)}
+    values = {
+        name: value
+        for name, value in state["module"].items()
+        if isinstance(value, Tensor) and name not in left_out
+    }
+    return read_whole(folder, optimizer, values)
+
+
+def _add_trained(found: Imported, state: Named, training: Training | None) -> set[str]:
+    """Flats, masters and states of every trained parameter; the keys of the states."""
+    keys: set[str] = set()
+    # ours has its step where the masters are, torch's on the CPU
+    on_device = isinstance(state["ds_config"].get("optimizer"), dict)
+    for one in () if training is None else training.trained:
+        value = state["module"].get(one.name)
+        dtype = value.dtype if isinstance(value, Tensor) else torch.float32
+        flat = found.add_flat(
+            "param", [one.name], one.shape, name_of(dtype), trains=True, group=one.group
+        )
+        for held in one.held:
+            found.add_range(flat, "value", held.start, held.master)
+            for key, state_value in held.states.items():
+                if _add_state(found, flat, key, held, state_value, on_device=on_device):
+                    keys.add(key)
+    return keys
+
+
+def _add_state(
+    found: Imported, flat: int, key: str, held: Held, value: Any, *, on_device: bool
+) -> bool:
+    """One state of a range: a tensor of its elements, or one number for all. Whether it could be added."""
+    numel = held.master.numel()
+    if isinstance(value, Tensor) and value.ndim == 1 and value.numel() == numel and key != STEP:
+        found.add_range(flat, f"state/{key}", held.start, value)
+        return True
+    dtype: str | None = None
+    if isinstance(value, Tensor) and value.numel() == 1:
+        dtype, value = name_of(value.dtype), value.item()
+    if not isinstance(value, bool | int | float | str):
+        found.note(f"the optimizer state {key!r} is not per element: left out, it begins anew")
+        return False
+    if key == STEP:  # a number in some of DeepSpeed's optimizers; torch's and ours keep a tensor
+        dtype, value = "float32", float(value)
+    start, stop = held.start, held.start + numel
+    one = ConstantRange(flat, f"state/{key}", start, stop, value, dtype, on_device)
+    found.add_constant(one)
+    return True
+
+
+# -- what is not --------------------------------------------------------------------------------------------
+
+
+def _add_frozen(
+    found: Imported, folder: Path, models: Sequence[Named], training: Training | None
+) -> None:
+    """Parameters that nothing trains: whole at stages 0 to 2, in parts at stage 3."""
+    first = models[0]
+    if training is not None and training.stage == 3:
+        for name, shape in (first.get("frozen_param_shapes") or {}).items():
+            parts = [model["frozen_param_fragments"][name].view(-1) for model in models]
+            _add_parts(found, folder, name, tuple(shape), parts)
+        return
+    named = () if training is None else (one.name for one in training.trained)
+    left_out = {*named, *_buffers(first), *_aliases(first)}
+    for name, value in first["module"].items():
+        if name in left_out:
+            continue
+        if isinstance(value, Tensor):
+            found.add_whole("param", [name], value)
+        else:
+            found.note(f"{name} in the model's state is no tensor: left out")
+
+
+def _add_parts(
+    found: Imported, folder: Path, name: str, shape: tuple[int, ...], parts: Sequence[Tensor]
+) -> None:
+    flat = found.add_flat("param", [name], shape, name_of(parts[0].dtype))
+    at, numel = 0, numel_of(shape)
+    for part in parts:
+        here = part[: numel - at]  # the last one is padded
+        found.add_range(flat, "value", at, here)
+        at += here.numel()
+    if at != numel:
+        raise UsageError(f"{folder} is not whole: there are {at} elements of {name}, of {numel}")
+
+
+def _set_values(
+    found: Imported,
+    folder: Path,
+    state: Named,
+    training: Training | None,
+    keys: set[str],
+) -> None:
+    config: Mapping[str, Any] = state["ds_config"]
+    steps, skipped, samples = (
+        int(state.get(what) or 0) for what in ("global_steps", "skipped_steps", "global_samples")
+    )
+    accumulation = _accumulation_steps(state, config)
+    found.set_state("counters", counters(steps, skipped, samples, accumulation))
+    found.set_state("loss_scale", loss_scale(None if training is None else training.raw, config))
+    kind = optimizer_type(config, keys)
+    if training is None:
+        found.note("there is no optimizer in it: its states begin anew")
+    elif kind is None:
+        raise UsageError(
+            f"{folder} cannot be imported: its config names no optimizer, and none is known by the states "
+            f"{', '.join(sorted(keys)) or '(there are none)'}; import the weights alone: zero_to_fp32 there, "
+            "then --from torch here"
+        )
+    else:
+        groups = [
+            found.storable(group_values(group), "hyperparameter") for group in training.groups
+        ]
+        found.set_state("optimizer", {"type": kind, "groups": groups})
+    scheduler = scheduler_state(found, state.get("lr_scheduler"), config)
+    found.set_state("lr_scheduler", scheduler)
+    found.set_state("client_state", client_values(found, state))
+    found.note("DeepSpeed saves no random generators and no data position: they begin anew")
+
+
+def _accumulation_steps(state: Named, config: Mapping[str, Any]) -> int:
+    steps = config.get("gradient_accumulation_steps")
+    if isinstance(steps, int):
+        return max(steps, 1)
+    total, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    ranks = state.get("dp_world_size")
+    if isinstance(total, int) and isinstance(micro, int) and isinstance(ranks, int):
+        return max(total // max(micro * ranks, 1), 1)
+    return 1

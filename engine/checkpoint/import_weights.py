@@ -1,0 +1,190 @@
+"""Reads weights alone: a Hugging Face folder, a safetensors file, a state dict of torch.save.
+
+Such files have names and values. They do not say which are parameters and which are buffers, nor which of a
+tied parameter's names the model goes by: both are found out when the checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.errors import UsageError
+from ...ops.flat import numel_of
+from .imported import EITHER, Imported
+from .safe_pickle import StandIn, read_pickle
+from .tensor_file import TORCH_DTYPES
+
+SAFETENSORS, INDEX = ".safetensors", ".index.json"
+FOLDER_FILES = (
+    f"model{SAFETENSORS}{INDEX}",
+    f"model{SAFETENSORS}",
+    f"pytorch_model.bin{INDEX}",
+    "pytorch_model.bin",
+)
+WRAPPERS = (
+    "state_dict",
+    "model_state_dict",
+    "model",
+    "module",
+)  # keys that others put the weights under
+DISTRIBUTED = "module."  # what DistributedDataParallel puts before every name
+MAX_HEADER_BYTES = 100 << 20
+
+
+def find_weights(source: Path) -> Path | None:
+    """The file that `source` is, or the one to begin with in a Hugging Face folder; None: neither."""
+    if source.is_file():
+        return source
+    found = [source / name for name in FOLDER_FILES if (source / name).is_file()]
+    return found[0] if found else None
+
+
+def read_weights(path: Path, tag: str) -> Imported:
+    """The tensors of a file, or of all files that an index names; they stay in the files.
+
+    Raises:
+        UsageError: a file is missing or damaged, holds no tensors by name, or names something to execute.
+    """
+    found = Imported(path.name, tag)
+    if path.name.endswith(INDEX):
+        tensors = _read_index(path, found)
+    else:
+        tensors = _plain_names(_read_file(path, found), found)
+    if not tensors:
+        raise UsageError(f"{path} holds no tensors by name: there is nothing to import")
+    for names in _by_memory(tensors):
+        found.add_whole(EITHER, names, tensors[names[0]])
+    found.note(
+        "there are weights alone: optimizer states, counters and random generators begin anew"
+    )
+    return found
+
+
+def _read_index(path: Path, found: Imported) -> dict[str, Tensor]:
+    try:
+        table = json.loads(path.read_bytes())["weight_map"]
+        wanted = {str(name): str(file) for name, file in table.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(f"{path} is not an index: it has no 'weight_map' of names") from None
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(set(wanted.values())):
+        if "/" in file or "\\" in file:
+            raise UsageError(f"{path} names a file outside of its folder: {file!r}")
+        content = _read_file(path.parent / file, found)
+        names = [name for name, there in wanted.items() if there == file]
+        missing = [name for name in names if name not in content]
+        if missing:
+            raise UsageError(
+                f"{path.parent / file} has no {missing[0]}, which {path.name} says it has"
+            )
+        tensors |= {name: content[name] for name in names}
+    return tensors
+
+
+def _read_file(path: Path, found: Imported) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise UsageError(f"{path} is missing")
+    if path.name.endswith(SAFETENSORS):
+        return _read_safetensors(path)
+    return _state_dict(path, read_pickle(path), found)
+
+
+# -- torch.save ---------------------------------------------------------------------------------------------
+
+
+def _state_dict(path: Path, content: Any, found: Imported) -> dict[str, Tensor]:
+    """The tensors by name in a state dict, or in the one dict of them that a trainer's file holds."""
+    if not isinstance(content, Mapping):
+        raise UsageError(f"{path} holds a {type(content).__name__}, and no tensors by name")
+    inner = [key for key in WRAPPERS if _has_tensors(content.get(key))]
+    if inner and not _has_tensors(content):
+        others = [str(key) for key in content if key != inner[0]]
+        if others:
+            found.note(f"the weights are under {inner[0]!r}; left out: {', '.join(others)}")
+        content = content[inner[0]]
+    tensors = {}
+    for name, value in content.items():
+        if isinstance(value, Tensor):
+            tensors[str(name)] = value
+        else:
+            kind = value.name if isinstance(value, StandIn) else type(value).__name__
+            found.note(f"{name} is no tensor but a {kind}: left out")
+    return tensors
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(one, Tensor) for one in value.values())
+
+
+def _plain_names(tensors: dict[str, Tensor], found: Imported) -> dict[str, Tensor]:
+    if tensors and all(name.startswith(DISTRIBUTED) for name in tensors):
+        found.note(
+            f"every name began with {DISTRIBUTED!r}, as DistributedDataParallel does it: taken off"
+        )
+        return {name.removeprefix(DISTRIBUTED): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _by_memory(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names in order; those of one and the same memory together."""
+    found: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        found.setdefault(view if tensor.numel() else name, []).append(name)
+    return list(found.values())
+
+
+# -- safetensors --------------------------------------------------------------------------------------------
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, mapped from it."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+            raise UsageError(f"{path} is not a safetensors file, or is cut off")
+        try:
+            table = json.loads(file.read(length))
+            entries = {
+                str(name): (entry["dtype"], tuple(entry["shape"]), tuple(entry["data_offsets"]))
+                for name, entry in table.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UsageError(f"{path} is damaged: its header is not that of safetensors") from None
+    memory = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
+    return {
+        name: _tensor(path, memory, name, dtype, shape, offsets)
+        for name, (dtype, shape, offsets) in entries.items()
+    }
+
+
+def _tensor(  # noqa: PLR0913
+    path: Path,
+    memory: Tensor,
+    name: str,
+    dtype_name: str,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+) -> Tensor:
+    dtype = TORCH_DTYPES.get(dtype_name)
+    if dtype is None:
+        raise UsageError(f"{path}: {name} is {dtype_name}, which torch has no dtype for")
+    is_whole = len(offsets) == 2 and all(isinstance(n, int) and n >= 0 for n in (*offsets, *shape))
+    if not is_whole or offsets[1] - offsets[0] != numel_of(shape) * dtype.itemsize:
+        raise UsageError(f"{path} is damaged: {name} has offsets that do not fit its shape")
+    if offsets[1] > len(memory):
+        raise UsageError(f"{path} is cut off: {name} ends behind it")
+    part = memory[offsets[0] : offsets[1]]
+    if part.numel() and part.data_ptr() % dtype.itemsize:
+        part = part.clone()  # rare: its writer did not align it
+    return part.view(dtype).view(shape)

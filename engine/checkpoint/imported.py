@@ -1,0 +1,201 @@
+"""What an importer found in another program's files, as flats and values of ours; and how it is committed.
+
+Every parameter lies alone, in a flat of its own. Its elements stay where they were found (tensors mapped from
+the files) until they are written, in one stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ...ops.errors import UsageError
+from ...ops.flat import numel_of
+from ...zero.layout import Slot
+from ...zero.ranges import ConstantRange, Range, SavedFlat
+from ...zero.snapshot import name_of, plain
+from .folders import MANIFEST, check_tag, commit, discard, file_name, make_folder, write_latest
+from .format import FORMAT, VERSION, FileRecord, Manifest, constants_to_json, pack
+from .safe_pickle import StandIn
+from .tensor_file import DTYPES, Entry, write_tensors
+from .writer import CHUNK_BYTES
+
+EITHER = "either"  # the kind of a tensor of which the source does not say whether it is a parameter
+
+
+@final
+class Imported:
+    """A checkpoint of somebody else's, named in our terms.
+
+    stage: of ZeRO, where it was written. tag: its name there. notes: sentences about what was left out.
+    """
+
+    def __init__(self, origin: str, tag: str, stage: int = 0) -> None:
+        self.origin = origin
+        self.tag = tag
+        self.stage = stage
+        self.notes: list[str] = []
+        self.flats: list[SavedFlat] = []
+        self._entries: list[Entry] = []
+        self._ranges: list[Range] = []
+        self._constants: list[ConstantRange] = []
+        self._state: dict[str, Any] = {"data": None}
+        self.set_state("counters", counters())
+        self.set_state("loss_scale", {})
+        self.set_state("optimizer", None)
+        self.set_state("lr_scheduler", None)
+        self.set_state("client_state", {})
+
+    # -- tensors ----------------------------------------------------------------------------------------
+
+    def add_flat(
+        self,
+        kind: str,
+        names: list[str],
+        shape: tuple[int, ...],
+        dtype: str,
+        *,
+        trains: bool = False,
+        group: int = 0,
+    ) -> int:
+        """A flat for one tensor, which may have several names; its number."""
+        slots = tuple(Slot(plain(name), shape, group, 0) for name in names)
+        self.flats.append(SavedFlat(kind, trains, dtype, numel_of(shape), slots))
+        return len(self.flats) - 1
+
+    def add_whole(self, kind: str, names: list[str], tensor: Tensor) -> None:
+        """A tensor that nothing trains, or of which only the values are known.
+
+        Raises UsageError: safetensors files have no such dtype.
+        """
+        if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
+            raise UsageError(
+                f"{names[0]} is a {tensor.layout} tensor of {tensor.dtype}: a checkpoint holds dense tensors "
+                "of the dtypes that safetensors has; convert it where it was made"
+            )
+        flat = self.add_flat(kind, names, tuple(tensor.shape), name_of(tensor.dtype))
+        self.add_range(flat, "value", 0, tensor)
+
+    def add_range(self, flat: int, key: str, start: int, tensor: Tensor) -> None:
+        """Elements [start, start + numel) of `flat`, of what `key` names, are those of `tensor`."""
+        name = f"{key}/{flat}/{start}"
+        stop = start + tensor.numel()
+        if tensor.numel():
+            self._entries.append(Entry(name, tensor, 0, tensor.numel()))
+            self._ranges.append(Range(flat, key, start, stop, 0, name, name_of(tensor.dtype)))
+
+    def add_constant(self, one: ConstantRange) -> None:
+        """A number that stands for a range of elements."""
+        self._constants.append(one)
+
+    # -- values -----------------------------------------------------------------------------------------
+
+    def note(self, sentence: str) -> None:
+        """Tell the user, once."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def set_state(self, key: str, value: Any) -> None:
+        """One of the engine's values. Raises UsageError: it is neither JSON nor tensors."""
+        put: list[Entry] = []
+        self._state[key] = pack(value, key, partial(self._put, put))
+        self._entries += put
+
+    def _put(self, put: list[Entry], tensor: Tensor) -> str:
+        name = f"engine/{len(self._entries) + len(put)}"
+        put.append(Entry(name, tensor, 0, tensor.numel()))
+        return name
+
+    def storable(self, values: Mapping[Any, Any], where: str) -> dict[str, Any]:
+        """Those of `values` that a checkpoint can hold; the others are noted by name."""
+        found = {}
+        for key, value in values.items():
+            try:
+                pack(value, str(key), lambda _: "")
+            except UsageError as error:
+                what = (
+                    f"is a {value.name}"
+                    if isinstance(value, StandIn)
+                    else f"cannot be kept: {error}"
+                )
+                self.note(f"{where} {key!r} {what}: left out")
+                continue
+            found[str(key)] = value
+        return found
+
+    # -- writing ----------------------------------------------------------------------------------------
+
+    def write(self, save_dir: Path, tag: str) -> Path:
+        """Commit it as the checkpoint save_dir/tag, and point `latest` there; its folder.
+
+        Memory:  no tensor is copied, but those whose elements are not in order.
+        Raises:
+            UsageError: there is such a checkpoint already. OSError: as the file system does; nothing is left.
+        """
+        check_tag(tag)
+        if (save_dir / tag).exists():
+            what = "checkpoint" if (save_dir / tag / MANIFEST).exists() else "folder"
+            raise UsageError(
+                f"{save_dir / tag} is there already, a {what}: import into another folder, or remove it"
+            )
+        claim = make_folder(save_dir, tag)
+        try:
+            folder = claim.folder
+            name = file_name(folder, 0)
+            sums = write_tensors(folder / name, self._entries)
+            record = FileRecord(
+                path=name,
+                size_bytes=sums.size_bytes,
+                chunk_bytes=CHUNK_BYTES,
+                crc32=sums.crc32,
+                ranges=tuple(self._ranges),
+                constants=tuple(constants_to_json(self._constants)),
+                own={},
+            )
+            final_folder = commit(folder, save_dir, self._manifest(tag, record))
+            write_latest(save_dir, tag)
+        except BaseException:
+            discard(claim.folder)
+            raise
+        finally:
+            claim.release()
+        return final_folder
+
+    def _manifest(self, tag: str, record: FileRecord) -> Manifest:
+        from ... import __version__
+
+        return Manifest(
+            format=FORMAT,
+            version=VERSION,
+            xds=__version__,
+            tag=tag,
+            world_size=1,
+            stage=self.stage,
+            flats=tuple(self.flats),
+            files=(record,),
+            state=self._state,
+            saved_seconds=time.time(),
+        )
+
+
+def counters(
+    global_steps: int = 0,
+    skipped_steps: int = 0,
+    global_samples: int = 0,
+    accumulation_steps: int = 1,
+) -> dict[str, Any]:
+    """The engine's counters after a whole step."""
+    return {
+        "global_steps": global_steps,
+        "micro_steps": global_steps * accumulation_steps,
+        "skipped_steps": skipped_steps,
+        "global_samples": global_samples,
+        "accumulation_steps": accumulation_steps,
+        "is_accumulating": False,
+    }

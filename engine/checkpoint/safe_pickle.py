@@ -1,0 +1,116 @@
+"""Reads torch.save's files of other programs and executes nothing: classes become stand-ins without code.
+
+torch's weights-only reader builds tensors, numbers, text, lists and dicts, and what it is told to allow. It is
+told one empty class for each name that it does not know, so an object's fields come out as data. A name that
+is a means to run something (os.system, builtins.eval) makes the file an attack: it is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from ...ops.errors import UsageError
+
+# of Python's own library these are data; any other name of it has no place in a checkpoint
+DATA_MODULES = ("collections", "datetime", "decimal", "enum", "fractions", "pathlib", "uuid")
+DATA_NAMES = {
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "copyreg._reconstructor",
+    *(f"builtins.{kind}" for kind in ("bytearray", "complex", "frozenset", "object", "range")),
+    *(f"builtins.{kind}" for kind in ("set", "slice")),
+}
+
+
+class StandIn:
+    """An object of a class that was not imported: the arguments it was made with and its fields."""
+
+    name = ""
+    arguments: tuple[Any, ...] = ()
+    fields: Any = None
+
+    def __new__(cls, *arguments: Any) -> StandIn:
+        made = object.__new__(cls)
+        made.arguments = arguments
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        return
+
+    def __setstate__(self, state: Any) -> None:
+        self.fields = state
+
+    def field(self, name: str, otherwise: Any = None) -> Any:
+        """The field `name`, or `otherwise`."""
+        return self.fields.get(name, otherwise) if isinstance(self.fields, dict) else otherwise
+
+
+def read_pickle(path: Path) -> Any:
+    """What torch.save wrote to `path`, on the CPU, its tensors mapped from the file.
+
+    Memory:  nothing but the structure; elements are read when they are used.
+    Raises:
+        UsageError: it is no such file or is damaged, or names something that can be executed.
+    """
+    try:
+        if not zipfile.is_zipfile(path):
+            raise UsageError(
+                f"{path} is not a file that torch.save wrote (or is cut off, or has the form of torch 1.5 and "
+                "before): load it where it was made, and save it again"
+            )
+        with zipfile.ZipFile(path) as archive:
+            rotten = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+        raise UsageError(f"{path} is damaged: {error}") from None
+    if rotten is not None:
+        raise UsageError(
+            f"{path} is damaged: {rotten} in it does not match its checksum; use another copy, or, where it "
+            "was saved without checksums (set_crc32_options), load it and save it again with them"
+        )
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        _refuse_code(path, names)
+        stand_ins = [(type(name, (StandIn,), {"name": name}), name) for name in names]
+        with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"{path} cannot be read without executing it: {reason}") from None
+
+
+def _refuse_code(path: Path, names: list[str]) -> None:
+    bad = [name for name in names if _is_code(name)]
+    if bad:
+        raise UsageError(
+            f"{path} names {', '.join(sorted(bad))}, which is no data but something to execute: a checkpoint "
+            "has no reason to; it is not read"
+        )
+
+
+def _is_code(name: str) -> bool:
+    module = name.partition(".")[0]
+    is_own = module in sys.stdlib_module_names or module == "__builtin__"
+    return is_own and module not in DATA_MODULES and name not in DATA_NAMES
+
+
+def stand_ins_in(value: Any, where: str = "") -> list[str]:
+    """The places in `value` that are stand-ins: "args: argparse.Namespace"."""
+    if isinstance(value, StandIn):
+        return [f"{where}: {value.name}"]
+    if isinstance(value, dict):
+        return [
+            found
+            for key, item in value.items()
+            for found in stand_ins_in(item, f"{where}[{key!r}]" if where else str(key))
+        ]
+    if isinstance(value, list | tuple):
+        return [
+            found for at, item in enumerate(value) for found in stand_ins_in(item, f"{where}[{at}]")
+        ]
+    return []
