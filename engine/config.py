@@ -21,6 +21,7 @@ from ..ops.errors import ConfigError
 from ..zero.config import ZeroConfig
 from .config_auto import COMPUTED, fill_auto, note_auto
 from .config_batch import solve_batch
+from .config_checkpoint import Checkpoint
 from .config_compile import Compile, check_compile
 from .config_optimizer import OptimizerConfig, check_optimizer
 from .config_refused import TOP_LEVEL_KEYS
@@ -119,6 +120,7 @@ class Config(Section):
     activation_checkpointing: Annotated[ActivationCheckpointing, AsRead()] = Field(
         default_factory=ActivationCheckpointing.model_construct
     )
+    checkpoint: Annotated[Checkpoint, AsRead()] = Field(default_factory=Checkpoint.model_construct)
     compile: Annotated[Compile, AsRead()] = Field(default_factory=Compile.model_construct)
     tensorboard: Annotated[TensorBoard, AsRead()] = Field(
         default_factory=TensorBoard.model_construct

@@ -14,7 +14,6 @@ from ..ops.config_rules import (
     TEXT,
     either,
     number,
-    one_of,
     whole,
 )
 from ..pipe import config as pipe
@@ -108,33 +107,6 @@ NEBULA = Group(
     "checkpoints in a cloud service",
 )
 
-CHECKPOINT = Group(
-    {
-        "tag_validation": NoEffect(
-            one_of("warn", "ignore", "fail"), "ranks that save under different tags are refused"
-        ),
-        "load_universal": _switch(
-            "reading DeepSpeed's universal checkpoints",
-            "set it to false; what xds saves loads at any stage and number of ranks without it",
-        ),
-        "use_node_local_storage": Refused(
-            FLAG, "all ranks write into one shared folder; set it to false", harmless=(False,)
-        ),
-        "parallel_write": Group(
-            {"pipeline_stage": NoEffect(FLAG, "every rank writes its share", same=(False,))},
-            "who writes",
-        ),
-        "checkpoint_serialization": NoEffect(
-            FLAG, "checkpoints are safetensors files and JSON; nothing is pickled", same=(True,)
-        ),
-        "async_io": NoEffect(
-            FLAG, "save_checkpoint returns when everything is on the disk", same=(False,)
-        ),
-        "writer": NoEffect(OBJECT, "there is one way of writing"),
-    },
-    "how checkpoints are written",
-)
-
 PROGRESSIVE_LAYER_DROP = Group(
     {"enabled": _switch("progressive layer drop"), **details(NUMBER, "theta", "gamma")},
     "skips layers at random",
@@ -222,7 +194,6 @@ TOP_LEVEL_KEYS: dict[str, Entry] = {
     "flops_profiler": FLOPS_PROFILER,
     "comms_logger": COMMS_LOGGER,
     "nebula": NEBULA,
-    "checkpoint": CHECKPOINT,
     "progressive_layer_drop": PROGRESSIVE_LAYER_DROP,
     "curriculum_learning": CURRICULUM_LEARNING,
     "data_efficiency": DATA_EFFICIENCY,

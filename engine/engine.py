@@ -133,7 +133,8 @@ class Engine(States):
         Raises:
             UsageError: no backward has run since the last step().
             XdsError: the gradients are not finite and the precision does not skip such steps; the
-                parameters are untouched and the engine can go on.
+                parameters are untouched and the engine can go on. Or, after the step is taken: a checkpoint
+                that was written in the background is not there.
         """
         self._check_trains()
         if not self._sharded.has_seen_backward:
@@ -155,6 +156,7 @@ class Engine(States):
             with self._report.region("step"):
                 self._take_step()
             self._report.step(self)
+        self._parts.saver.check()
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Let the next step() clip to `max_norm`, not to gradient_clipping; inf only measures. A collective.
@@ -411,7 +413,10 @@ class Engine(States):
         return float(self.config.gradient_clipping)
 
     def destroy(self) -> None:
-        """Take every hook off the model, close the monitors. Parameters stay, whole; a collective."""
+        """Take every hook off the model, close the monitors. Parameters stay, whole; a collective.
+
+        Raises XdsError, when all is done: the last checkpoint could not be written in the background.
+        """
         if not self._is_destroyed:
             self.reload_states()
             self._is_destroyed = True
@@ -421,6 +426,7 @@ class Engine(States):
             self._parts.compiler.undo()
             self._parts.undo()
             self.monitor.close()
+            self._parts.saver.close()
 
     def _check_alive(self) -> None:
         if self._is_destroyed:

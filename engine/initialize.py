@@ -24,6 +24,8 @@ from ..zero.slices import SliceStore
 from ..zero.update import Updater
 from ..zero.weights import load_weights
 from .buffers import buffers_that_follow
+from .checkpoint.background import Background
+from .checkpoint.saver import Direct, Saver
 from .checkpointing import checkpoint_blocks
 from .compiling import Compiler
 from .config import Config
@@ -40,7 +42,7 @@ from .optimizers import (
 )
 from .parts import Parts, Scheduler
 from .precision import build_loss_scale
-from .process import join, local_rank, pick_device
+from .process import join, local_rank, pick_device, timeout_seconds
 from .report import StepReport
 from .schedules import build_scheduler
 from .timers import build_throughput, build_timers
@@ -137,6 +139,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
             loader=loader,
             undo=undo,
             compiler=compiler,
+            saver=_saver(config),
         )
     )
 
@@ -289,3 +292,10 @@ def _nothing() -> None:
 
 
 __all__ = ["initialize"]
+
+
+def _saver(config: Config) -> Saver:
+    section = config.checkpoint
+    if section.async_save:
+        return Background(section.keep_last, timeout_seconds())
+    return Direct(section.keep_last)

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..zero.sharded_model import ShardedModel
 from ..zero.update import Updater
+from .checkpoint.saver import Saver
 from .compiling import Compiler
 from .config import Config
 from .monitor import Monitor
@@ -45,3 +46,4 @@ class Parts:
     loader: Any
     undo: Callable[[], None]
     compiler: Compiler
+    saver: Saver

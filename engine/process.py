@@ -42,7 +42,7 @@ def join(device: torch.device) -> dist.ProcessGroup:
     """
     if not dist.is_initialized():
         backend = _backend(device)
-        timeout = timedelta(seconds=_timeout_seconds())
+        timeout = timedelta(seconds=timeout_seconds())
         present = [key for key in LAUNCHER_KEYS if key in os.environ]
         if backend == "mpi":
             dist.init_process_group("mpi")
@@ -63,7 +63,8 @@ def join(device: torch.device) -> dist.ProcessGroup:
     return group
 
 
-def _timeout_seconds() -> float:
+def timeout_seconds() -> float:
+    """How long a rank waits for another one: XDS_TIMEOUT_SECONDS, or ten minutes."""
     asked = os.environ.get("XDS_TIMEOUT_SECONDS", "")
     try:
         seconds = float(asked) if asked else TIMEOUT_SECONDS

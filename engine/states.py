@@ -12,7 +12,8 @@ from ..zero.parking import Parking
 from ..zero.weights import load_weights
 from ..zero.whole import full_state_dict
 from .checkpoint.load import LoadOptions, load_checkpoint
-from .checkpoint.save import save_checkpoint
+from .checkpoint.save import SaveOptions, save_checkpoint
+from .checkpoint.saver import Progress
 from .parts import Parts
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class States(ABC):
         """Write all that training needs to go on to save_dir/tag (default `global_step{N}`). A collective.
 
         At every instant the last committed checkpoint is whole; a failure on one rank raises on all.
+        With checkpoint.async_save it returns once the states are copied to host memory; the commit comes
+        later, and what goes wrong is raised by the next step(), wait_for_checkpoint() or destroy().
         client_state: JSON values and tensors, nested; rank 0's is kept.
         exclude_frozen_parameters: leave the values of frozen parameters out of the files; a load then leaves
             the model's own as they are.
@@ -86,10 +89,20 @@ class States(ABC):
             save_dir,
             tag,
             client_state,
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
+            SaveOptions(save_latest, exclude_frozen_parameters),
         )
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no checkpoint is being written in the background (checkpoint.async_save).
+
+        Raises XdsError: it could not be written; the one before it is the last.
+        """
+        self._parts.saver.wait()
+
+    def checkpoint_progress(self) -> Progress | None:
+        """What this rank is writing in the background; None: nothing."""
+        return self._parts.saver.progress()
 
     def load_checkpoint(
         self,
@@ -109,6 +122,7 @@ class States(ABC):
         Raises UsageError, and nothing has changed, where it is damaged or does not fit.
         """
         self._check_alive()
+        self.wait_for_checkpoint()
         options = LoadOptions(
             load_module_strict,
             load_optimizer_states,

@@ -194,6 +194,10 @@ class Collectives(ABC):
     def barrier(self) -> None:
         """Wait until every rank came here."""
 
+    def board(self) -> Board | None:
+        """The store in which the ranks of the group met; None where there is none."""
+        return _board_of(self.group)
+
 
 @final
 class Alone(Collectives):

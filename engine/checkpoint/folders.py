@@ -11,6 +11,7 @@ A folder without manifest.json is not a checkpoint.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import final
 
 from ...ops.errors import DamagedError, UsageError
 from .format import Manifest, dump, parse
@@ -40,15 +42,57 @@ def check_tag(tag: str) -> None:
         )
 
 
-def make_folder(save_dir: Path, tag: str) -> Path:
+def make_folder(save_dir: Path, tag: str) -> Claim:
     """A fresh folder for `tag`, and what killed saves left behind is removed. Rank 0 alone."""
     save_dir.mkdir(parents=True, exist_ok=True)
     for path in save_dir.iterdir():
-        if TEMPORARY.fullmatch(path.name):
+        if TEMPORARY.fullmatch(path.name) and not _is_claimed(path):
             discard(path)
-    folder = save_dir / f".{tag}.tmp-{secrets.token_hex(4)}"
+    folder = save_dir / _hidden(tag)
     folder.mkdir()
-    return folder
+    return Claim(folder)
+
+
+def _hidden(tag: str) -> str:
+    """A name that nothing else has, and that no loader looks at."""
+    return f".{tag}.tmp-{secrets.token_hex(4)}"
+
+
+@final
+class Claim:
+    """A folder that a save writes to, locked so that no other save takes it for a dead one's.
+
+    The lock goes with the process. On a file system without locks nothing is held.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._fd: int | None = os.open(folder, os.O_RDONLY)
+        with suppress(OSError):
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _is_claimed(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
 
 
 def file_name(folder: Path, rank: int) -> str:
@@ -179,6 +223,28 @@ def older_checkpoint(save_dir: Path, tag: str, left_out: Collection[str]) -> str
     elif match := STEP.fullmatch(tag):
         found = [one for one in found if one.global_steps < int(match[1])]
     return next((one.tag for one in found if one.tag not in left_out), None)
+
+
+def prune(save_dir: Path, tag: str, keep_last: int) -> None:
+    """Remove all but the newest `keep_last` checkpoints whose tags are `tag` but for the numbers in it.
+
+    What `latest` names, and `tag` itself, always stay. A folder is hidden before its files go: it is whole,
+    or not there.
+    """
+    kind = _kind(tag)
+    same = [found.tag for found in committed(save_dir) if _kind(found.tag) == kind]
+    for old in set(same[keep_last:]) - {tag, read_latest(save_dir)}:
+        try:
+            hidden = save_dir / _hidden(old)
+            os.rename(save_dir / old, hidden)
+            _sync_folder(save_dir)
+            discard(hidden)
+        except OSError as error:
+            log.warning("keep_last: cannot remove %s: %s", save_dir / old, error)
+
+
+def _kind(tag: str) -> str:
+    return re.sub(r"\d+", "0", tag)
 
 
 def _write_durably(path: Path, content: bytes) -> None:

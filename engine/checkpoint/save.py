@@ -5,35 +5,31 @@ prepare  ->  folder  ->  write, fsync  ->  commit  ->  latest        each step: 
 
 from __future__ import annotations
 
-import logging
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
-from ...ops.errors import UsageError, XdsError
-from ...zero.ranges import Range
+from ...ops.errors import UsageError
+from ...zero.ranges import ConstantRange, Range, SavedFlat
 from ...zero.snapshot import Block, Snapshot, name_of
 from ..data import loader_position
 from .agreement import together
-from .folders import check_tag, commit, discard, file_name, make_folder, write_latest
+from .folders import check_tag, make_folder
 from .format import FORMAT, VERSION, FileRecord, Manifest, constants_to_json, pack
 from .random_state import read_random_state
-from .tensor_file import CHUNK_BYTES, Entry, bytes_of, write_tensors
+from .saver import DOING, Job
+from .tensor_file import Entry, Sums, bytes_of
+from .writer import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from ..parts import Parts
-
-log = logging.getLogger("xds")
-DOING = "save_checkpoint"
-_RECORD = TypeAdapter(FileRecord)
 
 
 class Counters(Protocol):
@@ -45,6 +41,14 @@ class Counters(Protocol):
     global_samples: int
 
     def gradient_accumulation_steps(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How a checkpoint is saved; the names are `Engine.save_checkpoint`'s."""
+
+    save_latest: bool = True
+    exclude_frozen_parameters: bool = False
 
 
 @final
@@ -78,25 +82,45 @@ class _Content:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class _Words:
+    """What the manifest will say of this rank's tensors. It holds none of them, nor the engine."""
+
+    flats: tuple[SavedFlat, ...]
+    ranges: tuple[Range, ...]
+    constants: tuple[ConstantRange, ...]
+    state: Any
+    own: Any
+
+    @classmethod
+    def of(cls, content: _Content) -> _Words:
+        return cls(
+            tuple(content.snapshot.flats),
+            tuple(content.ranges),
+            tuple(constants_to_json(content.snapshot.constants)),
+            content.state,
+            content.own,
+        )
+
+
 def save_checkpoint(
     parts: Parts,
     counters: Counters,
     save_dir: str | Path,
     tag: str | None,
     client_state: Mapping[str, Any] | None,
-    *,
-    save_latest: bool,
-    exclude_frozen: bool = False,
+    options: SaveOptions,
 ) -> None:
     """See `Engine.save_checkpoint`."""
     collectives = parts.sharded.collectives
     is_first = collectives.rank == 0
     save_dir = Path(save_dir)
     tag = f"global_step{counters.global_steps}" if tag is None else str(tag)
+    together(collectives, DOING, parts.saver.wait)
     content, told = together(
         collectives,
         DOING,
-        partial(_prepare, parts, counters, tag, client_state, exclude_frozen),
+        partial(_prepare, parts, counters, tag, client_state, options),
         tell=lambda content: [tag, _buffer_sums(content.snapshot)],
     )
     _check_same_tag([tags for tags, _ in told])
@@ -104,32 +128,27 @@ def save_checkpoint(
         mine != first for mine, first in zip(told[collectives.rank][1], told[0][1], strict=True)
     ]
     _add_own(content, parts, differing)
-    _, names = together(
-        collectives, DOING, lambda: make_folder(save_dir, tag).name if is_first else "", tell=str
+    claim, names = together(
+        collectives,
+        DOING,
+        lambda: make_folder(save_dir, tag) if is_first else None,
+        tell=lambda claim: claim.folder.name if claim else "",
     )
-    folder = save_dir / names[0]
-    try:
-        _, records = together(
-            collectives, DOING, partial(_write, content, folder), tell=lambda record: asdict(record)
+    parts.saver.save(
+        Job(
+            collectives=collectives,
+            save_dir=save_dir,
+            folder=save_dir / names[0],
+            claim=claim,
+            tag=tag,
+            save_latest=options.save_latest,
+            entries=content.entries,
+            record=partial(_record, _Words.of(content)),
+            manifest=partial(
+                _manifest, tag, parts.config.zero_optimization.stage, _Words.of(content)
+            ),
         )
-
-        def finish() -> None:
-            files = [_RECORD.validate_python(record) for record in records]
-            commit(folder, save_dir, _manifest(parts, tag, content, files))
-            if save_latest:
-                write_latest(save_dir, tag)
-
-        together(collectives, DOING, finish if is_first else _nothing)
-    except XdsError:
-        if is_first:
-            discard(folder)
-        raise
-    if is_first:
-        log.info("saved checkpoint %s", save_dir / tag)
-
-
-def _nothing() -> None:
-    return
+    )
 
 
 def _check_same_tag(tags: list[str]) -> None:
@@ -149,7 +168,7 @@ def _prepare(
     counters: Counters,
     tag: str,
     client_state: Mapping[str, Any] | None,
-    exclude_frozen: bool,
+    options: SaveOptions,
 ) -> _Content:
     """Everything that can be refused is refused here, before a file is touched."""
     check_tag(tag)
@@ -160,7 +179,7 @@ def _prepare(
         )
     parts.sharded.settle_reductions()
     snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
-    if exclude_frozen:
+    if options.exclude_frozen_parameters:
         snapshot.leave_out_frozen()
     content = _Content(snapshot)
     totals = snapshot.grad_totals()
@@ -238,21 +257,19 @@ def _add_own(content: _Content, parts: Parts, differing: list[bool]) -> None:
     content.own = pack(own, "own", partial(content.put, "own"))
 
 
-def _write(content: _Content, folder: Path) -> FileRecord:
-    name = file_name(folder, content.snapshot.rank)
-    sums = write_tensors(folder / name, content.entries)
+def _record(words: _Words, name: str, sums: Sums) -> FileRecord:
     return FileRecord(
         path=name,
         size_bytes=sums.size_bytes,
         chunk_bytes=CHUNK_BYTES,
         crc32=sums.crc32,
-        ranges=tuple(content.ranges),
-        constants=tuple(constants_to_json(content.snapshot.constants)),
-        own=content.own,
+        ranges=words.ranges,
+        constants=words.constants,
+        own=words.own,
     )
 
 
-def _manifest(parts: Parts, tag: str, content: _Content, files: list[FileRecord]) -> Manifest:
+def _manifest(tag: str, stage: int, words: _Words, files: list[FileRecord]) -> Manifest:
     from ... import __version__
 
     return Manifest(
@@ -260,10 +277,10 @@ def _manifest(parts: Parts, tag: str, content: _Content, files: list[FileRecord]
         version=VERSION,
         xds=__version__,
         tag=tag,
-        world_size=content.snapshot.world_size,
-        stage=parts.config.zero_optimization.stage,
-        flats=tuple(content.snapshot.flats),
+        world_size=len(files),
+        stage=stage,
+        flats=words.flats,
         files=tuple(files),
-        state=content.state,
+        state=words.state,
         saved_seconds=time.time(),
     )

@@ -13,7 +13,6 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -24,8 +23,8 @@ from torch import Tensor
 from ...ops.errors import DamagedError, UsageError
 from ...zero.ranges import Copy
 from .format import FileRecord
+from .writer import CHUNK_BYTES, write_summed
 
-CHUNK_BYTES = 4 << 20  # what is summed, and read, at a time
 HEADER_ALIGN = 64
 DTYPES = {
     torch.float64: "F64",
@@ -57,6 +56,10 @@ class Entry:
     stop: int
 
     @property
+    def size_bytes(self) -> int:
+        return (self.stop - self.start) * self.tensor.element_size()
+
+    @property
     def shape(self) -> list[int]:
         is_whole = self.stop - self.start == self.tensor.numel()
         return list(self.tensor.shape) if is_whole else [self.stop - self.start]
@@ -79,27 +82,31 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> Sums:
     Memory:  one chunk where tensors lie on a device; one tensor where its elements are not in order.
     Raises OSError: as the file system does; the file may be there in part.
     """
-    # widest elements first: every tensor then begins at a multiple of its element's size
-    ordered = sorted(entries, key=lambda entry: -entry.tensor.element_size())
-    crcs: list[int] = []
-    crc, filled, size = 0, 0, 0
-    with ThreadPoolExecutor(1) as pool, open(path, "xb") as file:
-        for piece in _pieces_of(ordered):
-            at = 0
-            while at < len(piece):
-                part = piece[at : at + CHUNK_BYTES - filled]
-                pending = pool.submit(zlib.crc32, part, crc)  # both let go of the interpreter lock
-                file.write(part)
-                crc = pending.result()
-                at, filled, size = at + len(part), filled + len(part), size + len(part)
-                if filled == CHUNK_BYTES:
-                    crcs.append(crc)
-                    crc, filled = 0, 0
-        if filled:
-            crcs.append(crc)
-        file.flush()
-        os.fsync(file.fileno())
+    size, crcs = write_summed(path, _pieces_of(_in_order(entries)))
     return Sums(size, tuple(crcs))
+
+
+def image_bytes(entries: Sequence[Entry]) -> int:
+    """The length that the file of `entries` will have."""
+    ordered = _in_order(entries)
+    return len(_header(ordered)) + sum(entry.size_bytes for entry in ordered)
+
+
+def copy_image(entries: Sequence[Entry], memory: Tensor) -> None:
+    """Put the bytes of the file of `entries` into `memory` [image_bytes], uint8, on the CPU."""
+    ordered = _in_order(entries)
+    header = _header(ordered)
+    memory[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    at = len(header)
+    for entry in ordered:
+        target = memory[at : at + entry.size_bytes].view(entry.tensor.dtype)
+        target.copy_(entry.tensor.detach().reshape(-1)[entry.start : entry.stop])
+        at += entry.size_bytes
+
+
+def _in_order(entries: Sequence[Entry]) -> list[Entry]:
+    """Widest elements first: every tensor then begins at a multiple of its element's size."""
+    return sorted(entries, key=lambda entry: -entry.tensor.element_size())
 
 
 def _pieces_of(entries: Sequence[Entry]) -> Iterator[memoryview]:
@@ -125,7 +132,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
             raise UsageError(
                 f"{entry.name} is {entry.tensor.dtype}: safetensors files have no such dtype; convert it"
             )
-        stop = at + (entry.stop - entry.start) * entry.tensor.element_size()
+        stop = at + entry.size_bytes
         table[entry.name] = {"dtype": dtype, "shape": entry.shape, "data_offsets": [at, stop]}
         at = stop
     text = json.dumps(table).encode()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xds
-from xds.engine.checkpoint import folders, save
+from xds.engine.checkpoint import folders, saver
 from xds.zero.ranges import pieces
 from xds.zero.snapshot import Snapshot
 
@@ -570,7 +570,7 @@ def failing_write(folder: str) -> None:
     engine = engine_of(2)
     train(engine, 0, 1)
     engine.save_checkpoint(folder)
-    whole_write, whole_commit = save.write_tensors, save.commit
+    whole_write, whole_commit = saver.write_tensors, saver.commit
 
     def full_disk(path: Path, entries: Any) -> Any:
         whole_write(path, entries[:1])
@@ -584,11 +584,11 @@ def failing_write(folder: str) -> None:
         ("commit", broken_commit, whole_commit),
     ):
         if rank == (1 if name == "write_tensors" else 0):
-            setattr(save, name, double)
+            setattr(saver, name, double)
         train(engine, 1, 2)
         with pytest.raises(xds.XdsError, match="save_checkpoint failed on rank"):
             engine.save_checkpoint(folder)
-        setattr(save, name, original)
+        setattr(saver, name, original)
         dist.barrier()
         assert sorted(path.name for path in Path(folder).iterdir()) == ["global_step1", "latest"]
     losses = train(engine, 2, 3)

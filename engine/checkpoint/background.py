@@ -1,0 +1,261 @@
+"""Saving while training goes on: the states are copied, another process writes, a thread sees to the commit.
+
+    step loop   prepare | copy |  step  step  step  step (or: raises what went wrong)  ...
+    process                    |  write, sum, fsync |
+    thread                     |       waits        | tell the others | rank 0 commits | all know
+
+The ranks meet in the store of their group: no collective runs beside those of the training. A rank that ends
+before the commit leaves a folder that is never loaded. At most one save is under way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from ...ops.errors import UsageError, XdsError
+from ...ops.watch import Board
+from .agreement import together
+from .folders import MANIFEST
+from .saver import DOING, Job, Progress, Saver
+from .tensor_file import copy_image, image_bytes
+from .writer_process import WriterProcess
+
+log = logging.getLogger("xds")
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.01, 0.2
+BEAT_SECONDS = 1.0
+
+
+@final
+class Background(Saver):
+    """`save` returns when the states are copied to host memory, which stays taken until `close`."""
+
+    def __init__(self, keep_last: int, timeout_seconds: float) -> None:
+        super().__init__(keep_last)
+        self._timeout_seconds = timeout_seconds
+        self._writer = WriterProcess()
+        self._thread: threading.Thread | None = None
+        self._progress: Progress | None = None
+        self._failure = ""
+        self._done_key: str | None = None  # of the last save, which every rank has read by the next
+        self._exit: Callable[[], None] | None = None
+
+    def save(self, job: Job) -> None:
+        try:
+            size_bytes, _ = together(job.collectives, DOING, lambda: self._copy(job))
+        except BaseException:
+            job.end(discards=True)
+            raise
+        self._progress = Progress(job.tag, 0, size_bytes)
+        if self._exit is None:
+            self._exit = partial(_at_exit, weakref.ref(self), os.getpid())
+            atexit.register(self._exit)
+        # not a daemon: the interpreter waits for it before it ends
+        self._thread = threading.Thread(
+            target=self._run, args=(replace(job, entries=()), size_bytes), name="xds-checkpoint"
+        )
+        self._thread.start()
+
+    @torch.no_grad()
+    def _copy(self, job: Job) -> int:
+        if job.collectives.world_size > 1 and job.collectives.board() is None:
+            raise UsageError(
+                "checkpoint.async_save = true: the ranks meet in the store of their process group, and this "
+                "one has none; set it to false"
+            )
+        size_bytes = image_bytes(job.entries)
+        copy_image(job.entries, self._writer.memory(size_bytes))
+        return size_bytes
+
+    # -- in the thread ----------------------------------------------------------------------------------
+
+    def _run(self, job: Job, size_bytes: int) -> None:
+        meeting = _Meeting(job, self._timeout_seconds)
+
+        def on_written(written_bytes: int) -> None:
+            self._progress = Progress(job.tag, written_bytes, size_bytes)
+            meeting.beat(written_bytes)
+
+        try:
+            try:
+                mine: dict[str, Any] = {
+                    "told": job.told(self._writer.write(job.path, size_bytes, on_written))
+                }
+            except Exception as error:
+                mine = {"error": _said(error)}
+            if job.is_first:
+                failure = self._commit(job, meeting, mine)
+            else:
+                failure = meeting.report(mine)
+        except Exception as error:
+            failure = _said(error)
+        self._progress = None
+        self._failure = (
+            failure and f"{DOING}, in the background: {job.tag} was not saved: {failure}"
+        )
+
+    def _commit(self, job: Job, meeting: _Meeting, mine: dict[str, Any]) -> str:
+        """Rank 0, once every rank has written. What went wrong, or ""."""
+        meeting.forget(self._done_key)
+        answers = meeting.collect(mine)
+        failed = [(rank, one["error"]) for rank, one in enumerate(answers) if "error" in one]
+        failure = f"rank {failed[0][0]} failed: {failed[0][1]}" if failed else ""
+        if not failure:
+            try:
+                self.finish(job, [one["told"] for one in answers])
+            except Exception as error:
+                failure = f"rank 0 failed: {_said(error)}"
+        job.end(discards=bool(failure))
+        self._done_key = meeting.close(failure)
+        return failure
+
+    # -- in the step loop -------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        if self._failure:
+            failure, self._failure = self._failure, ""
+            raise XdsError(failure)
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def progress(self) -> Progress | None:
+        return self._progress
+
+    def close(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self._writer.close()
+            if self._exit is not None:
+                atexit.unregister(self._exit)
+
+    def last_words(self) -> str:
+        """A failure that nobody was told of."""
+        return self._failure
+
+
+def _at_exit(saver: weakref.ref[Background], pid: int) -> None:
+    """A script that ends well although its last checkpoint is not there must not look so."""
+    found = saver()
+    if found is None or os.getpid() != pid or not found.last_words():
+        return
+    print(f"xds: {found.last_words()}", file=sys.stderr)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # nothing else changes the exit code this late
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, XdsError) else f"{type(error).__name__}: {error}"
+
+
+@final
+class _Meeting:
+    """What the ranks tell each other about one save, through a store.
+
+    <save>/<rank>         how it ended there
+    <save>/<rank>/alive   bytes written so far: whoever waits sees that something happens
+    <save>/done           rank 0's last word
+    """
+
+    def __init__(self, job: Job, timeout_seconds: float) -> None:
+        self._job = job
+        self._rank = job.collectives.rank
+        self._world_size = job.collectives.world_size
+        self._timeout_seconds = timeout_seconds
+        self._name = f"checkpoint/{job.folder.name}"
+        self._board: Board | None = job.collectives.board()
+        self._last_beat_seconds = 0.0
+
+    def _key(self, what: object) -> str:
+        return f"{self._name}/{what}"
+
+    def beat(self, written_bytes: int) -> None:
+        now = time.monotonic()
+        if self._board is not None and now - self._last_beat_seconds > BEAT_SECONDS:
+            self._last_beat_seconds = now
+            try:
+                self._board.set(self._key(f"{self._rank}/alive"), str(written_bytes))
+            except RuntimeError:
+                pass  # whoever misses it will say so
+
+    def collect(self, mine: dict[str, Any]) -> list[Any]:
+        """Every rank's answer, in rank order; rank 0's is `mine`."""
+        answers = [mine]
+        for rank in range(1, self._world_size):
+            answers.append(self._await(self._key(rank), rank))
+            self.forget(self._key(rank))
+            self.forget(self._key(f"{rank}/alive"))
+        return answers
+
+    def close(self, failure: str) -> str | None:
+        """Tell the others; the key of it."""
+        self.forget(self._key("0/alive"))
+        if self._board is None:
+            return None
+        try:
+            self._board.set(self._key("done"), json.dumps({"error": failure}))
+        except RuntimeError:
+            return None  # they look for themselves
+        return self._key("done")
+
+    def report(self, mine: dict[str, Any]) -> str:
+        """Tell rank 0, wait for its last word: what went wrong, or ""."""
+        try:
+            if self._board is not None:
+                self._board.set(self._key(self._rank), json.dumps(mine))
+            failure: str = self._await(self._key("done"), 0)["error"]
+        except RuntimeError:  # the store went with rank 0, which may have been done
+            failure = "" if self._is_committed() else "rank 0 ended before it was committed"
+        return failure
+
+    def _is_committed(self) -> bool:
+        folder = self._job.save_dir / self._job.tag
+        return (folder / self._job.path.name).exists() and (folder / MANIFEST).exists()
+
+    def _await(self, key: str, rank: int) -> Any:
+        """What `key` says, as soon as it is there."""
+        assert self._board is not None
+        pause_seconds = MIN_POLL_SECONDS
+        seen, since = b"", time.monotonic()
+        while not self._board.check([key]):
+            time.sleep(pause_seconds)
+            pause_seconds = min(pause_seconds * 1.5, MAX_POLL_SECONDS)
+            alive = self._alive(rank)
+            if alive != seen:
+                seen, since = alive, time.monotonic()
+            if time.monotonic() - since > self._timeout_seconds:
+                return {
+                    "error": f"rank {rank} wrote nothing for {self._timeout_seconds:.0f} s"
+                    " (XDS_TIMEOUT_SECONDS)"
+                }
+        return json.loads(self._board.get(key))
+
+    def _alive(self, rank: int) -> bytes:
+        assert self._board is not None
+        key = self._key(f"{rank}/alive")
+        return self._board.get(key) if self._board.check([key]) else b""
+
+    def forget(self, key: str | None) -> None:
+        if self._board is not None and key is not None:
+            try:
+                self._board.delete_key(key)
+            except RuntimeError:
+                pass  # some stores cannot

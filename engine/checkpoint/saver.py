@@ -1,0 +1,142 @@
+"""How a prepared checkpoint reaches the disk: at once, with every rank waiting for every other."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+from pydantic import TypeAdapter
+
+from ...ops.collectives import Collectives
+from .agreement import together
+from .folders import Claim, commit, discard, file_name, prune, write_latest
+from .format import FileRecord, Manifest
+from .tensor_file import Entry, Sums, write_tensors
+
+log = logging.getLogger("xds")
+DOING = "save_checkpoint"
+_RECORD = TypeAdapter(FileRecord)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One checkpoint of which all is known but the sums.
+
+    folder: where the ranks write; it becomes save_dir / tag. claim: rank 0's, on it.
+    record: makes this rank's record of the sums of its file; manifest: makes the whole of all records.
+    """
+
+    collectives: Collectives
+    save_dir: Path
+    folder: Path
+    claim: Claim | None
+    tag: str
+    save_latest: bool
+    entries: Sequence[Entry]
+    record: Callable[[str, Sums], FileRecord]
+    manifest: Callable[[list[FileRecord]], Manifest]
+
+    @property
+    def is_first(self) -> bool:
+        return self.collectives.rank == 0
+
+    def end(self, *, discards: bool) -> None:
+        """Let go of the folder, after removing it where the save failed."""
+        if self.claim is not None:
+            if discards:
+                discard(self.folder)
+            self.claim.release()
+
+    @property
+    def path(self) -> Path:
+        """This rank's file."""
+        return self.folder / file_name(self.folder, self.collectives.rank)
+
+    def told(self, sums: Sums) -> dict[str, Any]:
+        """This rank's record, in JSON."""
+        return asdict(self.record(self.path.name, sums))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far this rank is with the file it writes in the background."""
+
+    tag: str
+    written_bytes: int
+    total_bytes: int
+
+
+class Saver(ABC):
+    """Writes jobs, and keeps the last `keep_last` checkpoints of a kind; 0 keeps all."""
+
+    def __init__(self, keep_last: int) -> None:
+        self._keep_last = keep_last
+
+    @abstractmethod
+    def save(self, job: Job) -> None:
+        """Take over a job. A collective; raises on all ranks or on none."""
+
+    def finish(self, job: Job, records: Sequence[Any]) -> None:
+        """Every rank's file is durable: commit, point, clean up. Rank 0 alone."""
+        files = [_RECORD.validate_python(record) for record in records]
+        commit(job.folder, job.save_dir, job.manifest(files))
+        if job.save_latest:
+            write_latest(job.save_dir, job.tag)
+        if self._keep_last:
+            prune(job.save_dir, job.tag, self._keep_last)
+        log.info("saved checkpoint %s", job.save_dir / job.tag)
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises XdsError, once: a save in the background has failed."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when nothing is being written. Raises what `check` raises."""
+
+    @abstractmethod
+    def progress(self) -> Progress | None:
+        """None: nothing is being written."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait, and let go of everything. Raises what `check` raises."""
+
+
+@final
+class Direct(Saver):
+    """`save` returns when the checkpoint is committed."""
+
+    def save(self, job: Job) -> None:
+        is_saved = False
+        try:
+            _, records = together(
+                job.collectives,
+                DOING,
+                lambda: write_tensors(job.path, job.entries),
+                tell=job.told,
+            )
+            together(
+                job.collectives,
+                DOING,
+                lambda: self.finish(job, records) if job.is_first else None,
+            )
+            is_saved = True
+        finally:
+            job.end(discards=not is_saved)
+
+    def check(self) -> None:
+        return
+
+    def wait(self) -> None:
+        return
+
+    def progress(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return
