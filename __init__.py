@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import zero as zero
     from .engine.checkpoint.folders import newest_checkpoint as newest_checkpoint
+    from .engine.checkpoint.reader import get_fp32_state_dict as get_fp32_state_dict
     from .engine.config import Config as Config
     from .engine.engine import Engine as Engine
     from .engine.initialize import initialize as initialize
@@ -25,6 +26,7 @@ _HOMES = {
     "Engine": ".engine.engine",
     "Config": ".engine.config",
     "newest_checkpoint": ".engine.checkpoint.folders",
+    "get_fp32_state_dict": ".engine.checkpoint.reader",
     "XdsError": ".ops.errors",
     "ConfigError": ".ops.errors",
     "UsageError": ".ops.errors",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _USAGE = """\
 xds [options] script.py [arguments of the script]
        xds check config.json [--world-size N]   print the resolved config and what each choice does
+       xds checkpoint info|verify|export|diff   look into checkpoints, take models out of them
        xds env                                  print versions, devices, limits"""
 
 _EPILOG = """\
@@ -75,6 +76,10 @@ def _dispatch(words: list[str]) -> int:
         from .check import main as check
 
         return check(words[1:])
+    if words[:1] == ["checkpoint"]:
+        from .checkpoint import main as checkpoint
+
+        return checkpoint(words[1:])
     if words[:1] == ["env"]:
         from .environment import main as environment
 
