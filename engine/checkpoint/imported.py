@@ -24,7 +24,6 @@ from .folders import MANIFEST, check_tag, commit, discard, file_name, make_folde
 from .format import FORMAT, VERSION, FileRecord, Manifest, constants_to_json, pack
 from .safe_pickle import StandIn
 from .tensor_file import DTYPES, Entry, write_tensors
-from .writer import CHUNK_BYTES
 
 EITHER = "either"  # the kind of a tensor of which the source does not say whether it is a parameter
 
@@ -152,7 +151,7 @@ class Imported:
             record = FileRecord(
                 path=name,
                 size_bytes=sums.size_bytes,
-                chunk_bytes=CHUNK_BYTES,
+                chunk_bytes=sums.chunk_bytes,
                 crc32=sums.crc32,
                 ranges=tuple(self._ranges),
                 constants=tuple(constants_to_json(self._constants)),

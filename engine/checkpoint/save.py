@@ -26,7 +26,6 @@ from .format import FORMAT, VERSION, FileRecord, Manifest, constants_to_json, pa
 from .random_state import read_random_state
 from .saver import DOING, Job
 from .tensor_file import Entry, Sums, bytes_of
-from .writer import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from ..parts import Parts
@@ -261,7 +260,7 @@ def _record(words: _Words, name: str, sums: Sums) -> FileRecord:
     return FileRecord(
         path=name,
         size_bytes=sums.size_bytes,
-        chunk_bytes=CHUNK_BYTES,
+        chunk_bytes=sums.chunk_bytes,
         crc32=sums.crc32,
         ranges=words.ranges,
         constants=words.constants,

@@ -1,29 +1,24 @@
-"""One rank's tensors in a safetensors file: written as a stream, summed on the way, read by range.
+"""One rank's tensors in a safetensors file: written as a stream, summed on the way.
 
 The format is 8 bytes with the length of a JSON header, the header, then the tensors' bytes. It is written
-here because the package's own writer would hold a copy of everything, and read here so that every byte is
-checked before it is used.
+here because the package's own writer would hold a copy of everything; `CheckedFile` reads it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import os
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...ops.errors import DamagedError, UsageError
-from ...zero.ranges import Copy
-from .format import FileRecord
-from .writer import CHUNK_BYTES, write_summed
+from ...ops.errors import UsageError
+from .writer import WRITE_BYTES, chunk_bytes_of, write_summed
 
 HEADER_ALIGN = 64
 DTYPES = {
@@ -67,10 +62,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Sums:
-    """The length of a written file and the CRC-32 of every CHUNK_BYTES of it."""
+    """The length of a written file and the CRC-32 of every `chunk_bytes` of it."""
 
     size_bytes: int
     crc32: tuple[int, ...]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return chunk_bytes_of(self.size_bytes)
 
 
 # -- writing ------------------------------------------------------------------------------------------------
@@ -82,8 +81,8 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> Sums:
     Memory:  one chunk where tensors lie on a device; one tensor where its elements are not in order.
     Raises OSError: as the file system does; the file may be there in part.
     """
-    size, crcs = write_summed(path, _pieces_of(_in_order(entries)))
-    return Sums(size, tuple(crcs))
+    size_bytes = image_bytes(entries)
+    return Sums(size_bytes, tuple(write_summed(path, size_bytes, _pieces_of(_in_order(entries)))))
 
 
 def image_bytes(entries: Sequence[Entry]) -> int:
@@ -117,7 +116,7 @@ def _pieces_of(entries: Sequence[Entry]) -> Iterator[memoryview]:
         if flat.device.type == "cpu":
             yield bytes_of(flat)
             continue
-        step = CHUNK_BYTES // flat.element_size()
+        step = WRITE_BYTES // flat.element_size()
         for start in range(0, flat.numel(), step):
             here = flat[start : start + step].cpu()
             yield bytes_of(here)
@@ -146,119 +145,3 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if size == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
-
-
-# -- reading ------------------------------------------------------------------------------------------------
-
-
-@final
-class CheckedFile:
-    """One file of a checkpoint, opened for reading. `verify` what will be read, then read it.
-
-    Raises:
-        DamagedError: the file is missing, has another length than the manifest says, a sum is wrong, or the
-            disk cannot read it.
-    """
-
-    def __init__(self, folder: Path, record: FileRecord) -> None:
-        self.path = folder / record.path
-        self._record = record
-        self._verified: set[int] = set()
-        try:
-            self._fd = os.open(self.path, os.O_RDONLY)
-        except FileNotFoundError:
-            raise DamagedError(f"{self.path} is missing: the checkpoint is damaged") from None
-        try:
-            self._read_header()
-        except BaseException:
-            self.close()
-            raise
-
-    def _read_header(self) -> None:
-        size, expected = os.fstat(self._fd).st_size, self._record.size_bytes
-        if size != expected:
-            raise DamagedError(
-                f"{self.path} has {size} bytes and should have {expected}: the checkpoint is damaged"
-            )
-        self._buffer = torch.empty(self._record.chunk_bytes, dtype=torch.uint8)
-        length = struct.unpack("<Q", self._checked(0, 8))[0]
-        self._data_at = 8 + length
-        self._table: dict[str, Any] = json.loads(self._checked(8, length))
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def _read(self, start: int, view: memoryview) -> None:
-        """Fill `view` with the file's bytes from `start`."""
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(self._fd, [view[done:]], start + done)
-            except OSError as error:  # a bad sector
-                raise DamagedError(f"{self.path} cannot be read: {error}") from error
-            if count == 0:
-                raise DamagedError(f"{self.path} ends too early: the checkpoint is damaged")
-            done += count
-
-    def _checked(self, start: int, size: int) -> bytes:
-        if not 0 <= size <= self._record.size_bytes - start:
-            raise DamagedError(f"{self.path} is damaged: its header is too long")
-        self._verify_bytes(start, start + size)
-        out = bytearray(size)
-        self._read(start, memoryview(out))
-        return bytes(out)
-
-    def _verify_bytes(self, start: int, stop: int) -> None:
-        size = self._record.chunk_bytes
-        for number in range(start // size, -(-stop // size)):
-            if number in self._verified:
-                continue
-            here = bytes_of(self._buffer)[: min(size, self._record.size_bytes - number * size)]
-            self._read(number * size, here)
-            if zlib.crc32(here) != self._record.crc32[number]:
-                raise DamagedError(
-                    f"{self.path} is damaged: bytes {number * size} to {number * size + len(here)} do not "
-                    "match their checksum; load another checkpoint"
-                )
-            self._verified.add(number)
-
-    def _entry(self, name: str) -> Any:
-        if name not in self._table:
-            raise UsageError(
-                f"{self.path} has no tensor {name!r}: the checkpoint contradicts itself"
-            )
-        return self._table[name]
-
-    def _span(self, copy: Copy) -> tuple[int, torch.dtype]:
-        """Where in the file the elements of `copy` begin, and their dtype."""
-        entry = self._entry(copy.tensor)
-        dtype = TORCH_DTYPES[entry["dtype"]]
-        return self._data_at + entry["data_offsets"][0] + copy.source * dtype.itemsize, dtype
-
-    def verify(self, copy: Copy) -> None:
-        """Check the sums of everything that `copy` will read. Each chunk is read once."""
-        start, dtype = self._span(copy)
-        self._verify_bytes(start, start + copy.numel * dtype.itemsize)
-
-    def fill(self, receiver: Tensor, copy: Copy) -> None:
-        """Do what `copy` says; elements are converted where the receiver has another dtype."""
-        start, dtype = self._span(copy)
-        target = receiver[copy.target : copy.target + copy.numel]
-        if target.device.type == "cpu" and target.dtype == dtype:
-            self._read(start, bytes_of(target))
-            return
-        step = len(self._buffer) // dtype.itemsize
-        for at in range(0, copy.numel, step):
-            part = target[at : at + step]
-            here = self._buffer[: part.numel() * dtype.itemsize]
-            self._read(start + at * dtype.itemsize, bytes_of(here))
-            part.copy_(here.view(dtype))
-
-    def tensor(self, name: str) -> Tensor:
-        """One whole tensor, checked, on the CPU."""
-        entry = self._entry(name)
-        out = torch.empty(entry["shape"], dtype=TORCH_DTYPES[entry["dtype"]])
-        whole = Copy(0, name, "", 0, 0, out.numel())
-        self.verify(whole)
-        self.fill(out.view(-1), whole)
-        return out

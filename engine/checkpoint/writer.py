@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
-CHUNK_BYTES = 4 << 20  # what has a sum of its own
-REPORT_BYTES = 16 * CHUNK_BYTES  # between two lines about progress
+WRITE_BYTES = 4 << 20  # written at a time, and summed meanwhile
+REPORT_BYTES = 16 * WRITE_BYTES  # between two lines about progress
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 16 << 10, 4 << 20
+MAX_SUMS = 4096  # of one file, until its chunks are as large as they get
 SMALL_BYTES = 1 << 16  # are summed sooner than a thread takes them
 POLL_SECONDS = 1.0
 
@@ -32,39 +34,70 @@ class Abandoned(Exception):
     """Nobody waits for the file any more."""
 
 
+def chunk_bytes_of(size_bytes: int) -> int:
+    """What has a sum of its own in a file of `size_bytes`; a rank that needs some of it reads little else."""
+    chunk_bytes = MIN_CHUNK_BYTES
+    while chunk_bytes < MAX_CHUNK_BYTES and chunk_bytes * MAX_SUMS < size_bytes:
+        chunk_bytes *= 2
+    return chunk_bytes
+
+
+@final
+class _Sums:
+    """The CRC-32 of every `chunk_bytes` of what was added."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._crcs: list[int] = []
+        self._crc = 0
+        self._filled = 0
+
+    def add(self, part: memoryview) -> None:
+        at = 0
+        while at < len(part):
+            here = part[at : at + self._chunk_bytes - self._filled]
+            self._crc = zlib.crc32(here, self._crc)
+            at, self._filled = at + len(here), self._filled + len(here)
+            if self._filled == self._chunk_bytes:
+                self._crcs.append(self._crc)
+                self._crc, self._filled = 0, 0
+
+    def all(self) -> list[int]:
+        return [*self._crcs, self._crc] if self._filled else self._crcs
+
+
 def write_summed(
-    path: Path, pieces: Iterable[memoryview], on_written: Callable[[int], None] | None = None
-) -> tuple[int, list[int]]:
-    """Write `pieces` to a new file and fsync it.
+    path: Path,
+    size_bytes: int,
+    pieces: Iterable[memoryview],
+    on_written: Callable[[int], None] | None = None,
+) -> list[int]:
+    """Write `pieces`, `size_bytes` in all, to a new file and fsync it.
 
     Args:
         pieces: each is valid until the next is asked for.
         on_written: told, after each part, how many bytes the file has.
     Returns:
-        its length, and the CRC-32 of every CHUNK_BYTES of it.
+        the CRC-32 of every `chunk_bytes_of(size_bytes)` of it.
     Raises OSError: as the file system does; the file may be there in part.
     """
-    crcs: list[int] = []
-    crc, filled, size = 0, 0, 0
+    sums, written = _Sums(chunk_bytes_of(size_bytes)), 0
     with ThreadPoolExecutor(1) as pool, open(path, "xb", buffering=0) as file:
         for piece in pieces:
-            at = 0
-            while at < len(piece):
-                part = piece[at : at + CHUNK_BYTES - filled]
+            for at in range(0, len(piece), WRITE_BYTES):
+                part = piece[at : at + WRITE_BYTES]
                 # large parts: sum and write at the same time; both let go of the interpreter lock
-                pending = pool.submit(zlib.crc32, part, crc) if len(part) > SMALL_BYTES else None
+                pending = pool.submit(sums.add, part) if len(part) > SMALL_BYTES else None
                 write_all(file.fileno(), part)
-                crc = zlib.crc32(part, crc) if pending is None else pending.result()
-                at, filled, size = at + len(part), filled + len(part), size + len(part)
-                if filled == CHUNK_BYTES:
-                    crcs.append(crc)
-                    crc, filled = 0, 0
+                if pending is None:
+                    sums.add(part)
+                else:
+                    pending.result()
+                written += len(part)
                 if on_written is not None:
-                    on_written(size)
-        if filled:
-            crcs.append(crc)
+                    on_written(written)
         os.fsync(file.fileno())
-    return size, crcs
+    return sums.all()
 
 
 def write_all(fd: int, part: memoryview) -> None:
@@ -107,8 +140,8 @@ def _serve(memory_fd: int, path: Path, size_bytes: int, parent: int) -> dict[str
             _say({"written_bytes": written_bytes})
 
     everything = memoryview(mmap.mmap(memory_fd, size_bytes, prot=mmap.PROT_READ))
-    pieces = (everything[at : at + CHUNK_BYTES] for at in range(0, size_bytes, CHUNK_BYTES))
-    _, crcs = write_summed(path, pieces, watch)
+    pieces = (everything[at : at + WRITE_BYTES] for at in range(0, size_bytes, WRITE_BYTES))
+    crcs = write_summed(path, size_bytes, pieces, watch)
     return {"crc32": crcs}
 
 
