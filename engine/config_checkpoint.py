@@ -22,8 +22,8 @@ class Checkpoint(Section):
         ),
         "load_universal": Refused(
             FLAG,
-            "reading DeepSpeed's universal checkpoints is not there yet; set it to false: what xds saves loads at any "
-            "stage and number of ranks without it, and `xds checkpoint import` reads DeepSpeed's own",
+            "reading DeepSpeed's universal checkpoints is not there yet; set it to false: what xds saves loads "
+            "at any stage and number of ranks without it, and `xds checkpoint import` reads DeepSpeed's own",
             harmless=(False,),
         ),
         "use_node_local_storage": Refused(
