@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ops.errors import DamagedError, UsageError
+from .checkpoint_import import add_import
 
 # what needs torch is imported when a command runs: `--help` and a typing mistake answer at once
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Look at checkpoints of xds, prove them, take models out of them. One process, no devices.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (_add_info, _add_verify, _add_export, _add_diff):
+    for add in (_add_info, _add_verify, _add_export, add_import, _add_diff):
         add(commands)
     return parser
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _USAGE = """\
 xds [options] script.py [arguments of the script]
        xds check config.json [--world-size N]   print the resolved config and what each choice does
-       xds checkpoint info|verify|export|diff   look into checkpoints, take models out of them
+       xds checkpoint info|verify|export|import|diff   look into checkpoints, take models out and in
        xds env                                  print versions, devices, limits"""
 
 _EPILOG = """\

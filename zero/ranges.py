@@ -158,6 +158,12 @@ class Catalogue:
             for number, flat in enumerate(flats)
             for slot in flat.slots
         }
+        self._tied = {
+            (flat.kind, other): self._places[flat.kind, name]
+            for flat in flats
+            for other, name in flat.tied
+            if (flat.kind, name) in self._places
+        }
         self._whole_states: dict[str, list[str]] = {}
         for kind, name in self._places:
             if kind == "state":
@@ -221,16 +227,15 @@ class Catalogue:
         return number, slot.offset + piece.start, slot.offset + piece.stop
 
     def _place(self, kind: str, name: str) -> tuple[int, Slot] | None:
-        there = self._places.get((kind, name))
-        if there is None and kind != "state":
-            there = self._places.get(("either", name))
-        return there
+        """The flat and slot of a name, be it one of several names of a tied parameter."""
+        for kinds in (kind,) if kind == "state" else (kind, "either"):
+            for places in (self._places, self._tied):
+                if (kinds, name) in places:
+                    return places[kinds, name]
+        return None
 
     def compare(self, flats: Sequence[SavedFlat]) -> Differences:
-        """Parameters and buffers that only `flats`, or only the checkpoint has, or with another shape.
-
-        Elements that the checkpoint has under several names (tied parameters) are had under each of them.
-        """
+        """Parameters and buffers that only `flats`, or only the checkpoint has, or with another shape."""
         own = {(f.kind, s.name): s.shape for f in flats for s in f.slots if f.kind != "state"}
         saved = {place: self._place(*place) for place in own}
         met = {(there[0], there[1].offset) for there in saved.values() if there is not None}

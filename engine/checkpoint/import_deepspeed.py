@@ -73,8 +73,9 @@ def read_deepspeed(folder: Path) -> Imported:
         folder.name,
         training.stage if training is not None else 0,
     )
-    keys = _add_trained(found, first, training)
-    _add_frozen(found, folder, models, training)
+    names = _all_names(first)
+    keys = _add_trained(found, first, training, names)
+    _add_frozen(found, folder, models, training, names)
     for name in _buffers(first):
         found.add_whole("buffer", [name], first["module"][name])
     _set_values(found, folder, first, training, keys)
@@ -124,17 +125,25 @@ def _buffers(state: Named) -> list[str]:
     return [name for name in state.get("buffer_names") or [] if name in state["module"]]
 
 
-def _aliases(state: Named) -> set[str]:
-    """Second names of tied parameters: those that DeepSpeed noted, and tensors that share their memory."""
-    aliases = set(state.get("shared_params") or {})
-    seen: set[tuple[int, tuple[int, ...]]] = set()
+def _aliases(state: Named) -> dict[str, str]:
+    """Other name -> name of tied parameters: those that DeepSpeed noted, and tensors that share memory."""
+    aliases: dict[str, str] = dict(state.get("shared_params") or {})
+    seen: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, value in state["module"].items():
         if isinstance(value, Tensor) and value.numel() and name not in aliases:
-            place = (value.data_ptr(), tuple(value.shape))
-            if place in seen:
-                aliases.add(name)
-            seen.add(place)
+            first = seen.setdefault((value.data_ptr(), tuple(value.shape)), name)
+            if first != name:
+                aliases[name] = first
     return aliases
+
+
+def _all_names(state: Named) -> dict[str, list[str]]:
+    """Of every tensor of the model by its first name: all its names, that one first."""
+    aliases = _aliases(state)
+    names = {name: [name] for name in state["module"] if name not in aliases}
+    for other, first in aliases.items():
+        names.setdefault(first, [first]).append(other)
+    return names
 
 
 # -- what is trained ----------------------------------------------------------------------------------------
@@ -159,7 +168,9 @@ def _training(folder: Path, state: Named, optim_files: Sequence[Path]) -> Traini
     return read_whole(folder, optimizer, values)
 
 
-def _add_trained(found: Imported, state: Named, training: Training | None) -> set[str]:
+def _add_trained(
+    found: Imported, state: Named, training: Training | None, names: Mapping[str, list[str]]
+) -> set[str]:
     """Flats, masters and states of every trained parameter; the keys of the states."""
     keys: set[str] = set()
     # ours has its step where the masters are, torch's on the CPU
@@ -168,7 +179,12 @@ def _add_trained(found: Imported, state: Named, training: Training | None) -> se
         value = state["module"].get(one.name)
         dtype = value.dtype if isinstance(value, Tensor) else torch.float32
         flat = found.add_flat(
-            "param", [one.name], one.shape, name_of(dtype), trains=True, group=one.group
+            "param",
+            names.get(one.name, [one.name]),
+            one.shape,
+            name_of(dtype),
+            trains=True,
+            group=one.group,
         )
         for held in one.held:
             found.add_range(flat, "value", held.start, held.master)
@@ -204,37 +220,44 @@ def _add_state(
 
 
 def _add_frozen(
-    found: Imported, folder: Path, models: Sequence[Named], training: Training | None
+    found: Imported,
+    folder: Path,
+    models: Sequence[Named],
+    training: Training | None,
+    names: Mapping[str, list[str]],
 ) -> None:
     """Parameters that nothing trains: whole at stages 0 to 2, in parts at stage 3."""
     first = models[0]
     if training is not None and training.stage == 3:
         for name, shape in (first.get("frozen_param_shapes") or {}).items():
             parts = [model["frozen_param_fragments"][name].view(-1) for model in models]
-            _add_parts(found, folder, name, tuple(shape), parts)
+            _add_parts(found, folder, names.get(name, [name]), tuple(shape), parts)
         return
-    named = () if training is None else (one.name for one in training.trained)
-    left_out = {*named, *_buffers(first), *_aliases(first)}
-    for name, value in first["module"].items():
+    trained = () if training is None else (one.name for one in training.trained)
+    left_out = {*trained, *_buffers(first)}
+    for name, all_names in names.items():
+        value = first["module"].get(name)
         if name in left_out:
             continue
         if isinstance(value, Tensor):
-            found.add_whole("param", [name], value)
+            found.add_whole("param", all_names, value)
         else:
             found.note(f"{name} in the model's state is no tensor: left out")
 
 
 def _add_parts(
-    found: Imported, folder: Path, name: str, shape: tuple[int, ...], parts: Sequence[Tensor]
+    found: Imported, folder: Path, names: list[str], shape: tuple[int, ...], parts: Sequence[Tensor]
 ) -> None:
-    flat = found.add_flat("param", [name], shape, name_of(parts[0].dtype))
+    flat = found.add_flat("param", names, shape, name_of(parts[0].dtype))
     at, numel = 0, numel_of(shape)
     for part in parts:
         here = part[: numel - at]  # the last one is padded
         found.add_range(flat, "value", at, here)
         at += here.numel()
     if at != numel:
-        raise UsageError(f"{folder} is not whole: there are {at} elements of {name}, of {numel}")
+        raise UsageError(
+            f"{folder} is not whole: there are {at} elements of {names[0]}, of {numel}"
+        )
 
 
 def _set_values(

@@ -72,6 +72,9 @@ def _tag_folder(source: Path, tag: str | None) -> Path:
     if is_deepspeed(source):
         return source
     if tag is not None:
+        tags = sorted(folder.name for folder in source.iterdir() if is_deepspeed(folder))
+        if tags and tag not in tags:
+            raise UsageError(f"{source} has no checkpoint {tag!r}; there is {', '.join(tags)}")
         return source / tag
     latest = source / LATEST
     return source / latest.read_text().strip() if latest.is_file() else source

@@ -317,7 +317,9 @@ def _check_state(
 
 
 def _check_optimizer(parts: Parts, saved: dict[str, Any] | None, folder: Path) -> None:
-    if saved is None:  # by an engine that only inferred: the states begin anew
+    if saved is None:  # weights that were imported, or an engine that only inferred
+        if parts.sharded.collectives.rank == 0:
+            log.warning("%s has no optimizer states: they begin anew", folder)
         return
     here = type(parts.optimizer).__name__
     # Adam and AdamW keep the same states; ours is called Adam in both cases

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 import zipfile
+import zlib
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -66,7 +68,7 @@ def read_pickle(path: Path) -> Any:
             )
         with zipfile.ZipFile(path) as archive:
             rotten = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as error:
         raise UsageError(f"{path} is damaged: {error}") from None
     if rotten is not None:
         raise UsageError(
@@ -79,13 +81,16 @@ def read_pickle(path: Path) -> Any:
         stand_ins = [(type(name, (StandIn,), {"name": name}), name) for name in names]
         with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError) as error:
+    except UnpicklingError as error:
         reason = str(error).partition("\n")[0]
         raise UsageError(f"{path} cannot be read without executing it: {reason}") from None
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, EOFError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"{path} is damaged: {type(error).__name__}: {reason}") from None
 
 
 def _refuse_code(path: Path, names: list[str]) -> None:
-    bad = [name for name in names if _is_code(name)]
+    bad = [name for name in map(_current, names) if _is_code(name)]
     if bad:
         raise UsageError(
             f"{path} names {', '.join(sorted(bad))}, which is no data but something to execute: a checkpoint "
@@ -93,24 +98,13 @@ def _refuse_code(path: Path, names: list[str]) -> None:
         )
 
 
+def _current(name: str) -> str:
+    """A name as Python 3 has it; torch.save writes Python 2's: "commands.call" for subprocess.call."""
+    module, _, rest = name.rpartition(".")
+    return ".".join(NAME_MAPPING.get((module, rest), (IMPORT_MAPPING.get(module, module), rest)))
+
+
 def _is_code(name: str) -> bool:
-    module = name.partition(".")[0]
-    is_own = module in sys.stdlib_module_names or module == "__builtin__"
-    return is_own and module not in DATA_MODULES and name not in DATA_NAMES
-
-
-def stand_ins_in(value: Any, where: str = "") -> list[str]:
-    """The places in `value` that are stand-ins: "args: argparse.Namespace"."""
-    if isinstance(value, StandIn):
-        return [f"{where}: {value.name}"]
-    if isinstance(value, dict):
-        return [
-            found
-            for key, item in value.items()
-            for found in stand_ins_in(item, f"{where}[{key!r}]" if where else str(key))
-        ]
-    if isinstance(value, list | tuple):
-        return [
-            found for at, item in enumerate(value) for found in stand_ins_in(item, f"{where}[{at}]")
-        ]
-    return []
+    top = name.partition(".")[0]
+    is_own = top in sys.stdlib_module_names
+    return is_own and top not in DATA_MODULES and name not in DATA_NAMES

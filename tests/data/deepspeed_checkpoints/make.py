@@ -51,8 +51,8 @@ def main() -> None:
                 script.unlink()
             shutil.rmtree(asked.out / key, ignore_errors=True)
             shutil.copytree(folder, asked.out / key, ignore=shutil.ignore_patterns("rendezvous"))
+        path.write_text(json.dumps(runs, indent=1) + "\n")
         print(key, runs[key]["losses"])
-    path.write_text(json.dumps(runs, indent=1) + "\n")
 
 
 def _train(rank: int, name: str, stage: int, precision: str, folder: str) -> None:

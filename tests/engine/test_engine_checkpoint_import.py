@@ -1,0 +1,543 @@
+"""Importing: DeepSpeed's checkpoints go on as they would have there, weights load, and nothing is executed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from warm_ranks import warm
+
+import xds
+from xds.engine.checkpoint.deepspeed_layout import order_names, places_in_parts, places_in_rows
+from xds.engine.checkpoint.folders import read_manifest
+from xds.engine.checkpoint.importing import import_checkpoint
+from xds.engine.checkpoint.safe_pickle import StandIn, read_pickle
+from xds.zero.snapshot import Snapshot
+
+DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
+sys.path.insert(0, str(DATA))
+
+import recipes  # noqa: E402
+
+RUNS = json.loads((DATA / "runs.json").read_text())
+TAG = "global_step3"
+
+
+def engine_of(key: str, stage: int, world_size: int) -> Any:
+    """An engine as the run `key` had it, at another stage and number of ranks."""
+    name, _, precision = key.split("_")
+    config = recipes.config_of(name, stage, precision, world_size)
+    config["zero_optimization"] |= {"unit_min_numel": 0, "stage3_param_persistence_threshold": 0}
+    model = recipes.build(name)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)  # what is loaded is what counts
+    return xds.initialize(model, config, model_parameters=recipes.groups_of(name, model))
+
+
+def go_on(key: str, stage: int, folder: Path) -> dict[str, Any]:
+    """Load on every rank, look, and take the recorded steps."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    engine = engine_of(key, stage, world_size)
+    path, client_state = engine.load_checkpoint(folder)
+    found: dict[str, Any] = {
+        "path": path,
+        "client": client_state,
+        "counters": [engine.global_steps, engine.skipped_steps, engine.global_samples],
+        "micro_steps": engine.micro_steps,
+        "states": states_of(engine),
+        "steps": {float(state["step"]) for state in engine.optimizer.state.values()},
+        "scale": engine.loss_scale,
+        "losses": [],
+        "norms": [],
+    }
+    for number in range(recipes.STEPS_AFTER):
+        batch = recipes.batch_of(recipes.STEPS_BEFORE + number, rank, world_size)
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        found["losses"].append(mean.item() / world_size)
+        found["norms"].append(float(engine.get_global_grad_norm()))
+    return found
+
+
+def states_of(engine: Any) -> dict[tuple[str, str], list[tuple[int, Tensor]]]:
+    """Masters and optimizer states that this rank has, by name and key: where they begin, and elements."""
+    parts = engine._parts
+    snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
+    found: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
+    for block in (*snapshot.values, *snapshot.states):
+        for slot in snapshot.flats[block.flat].slots:
+            low, high = max(slot.offset, block.start), min(slot.stop, block.stop)
+            if low < high:
+                here = block.tensor.detach().reshape(-1)[low - block.start : high - block.start]
+                found.setdefault((slot.name, block.key), []).append(
+                    (low - slot.offset, here.clone())
+                )
+    return found
+
+
+def whole(answers: list[dict[str, Any]]) -> dict[tuple[str, str], Tensor]:
+    """The ranks' states put together, flat."""
+    parts: dict[tuple[str, str], dict[int, Tensor]] = {}
+    for answer in answers:
+        for name, pieces in answer["states"].items():
+            parts.setdefault(name, {}).update(pieces)
+    return {
+        name: torch.cat([pieces[start] for start in sorted(pieces)])
+        for name, pieces in parts.items()
+    }
+
+
+def in_the_files(key: str) -> dict[tuple[str, str], Tensor]:
+    """Masters and moments of a run at stages 1 to 3, read another way: as DeepSpeed's zero_to_fp32 does."""
+    folder = DATA / key / TAG
+    optim = [read_pickle(path)["optimizer_state_dict"] for path in sorted(folder.glob("*optim*"))]
+    model = read_pickle(sorted(folder.glob("*model*"))[0])
+    found: dict[tuple[str, str], Tensor] = {}
+    if not optim:  # stage 0, one group: numbers in the model's order
+        saved = model["optimizer"].get("optimizer_state_dict", model["optimizer"])["state"]
+        masters = model["optimizer"].get("fp32_groups", [list(model["module"].values())])[0]
+        for number, name in enumerate(model["module"]):
+            found[name, "value"] = masters[number].reshape(-1)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                found[name, f"state/{moment}"] = saved[number][moment].reshape(-1)
+        return found
+    is_3 = "fp32_flat_groups" in optim[0]
+    for number, group in enumerate(model["param_shapes"]):
+        base = "optimizer_state_dict" if is_3 else "base_optimizer_state"
+        master = "fp32_flat_groups" if is_3 else "single_partition_of_fp32_groups"
+        rows = {"value": [one[master][number] for one in optim]}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            rows[f"state/{moment}"] = [one[base]["state"][number][moment] for one in optim]
+        for what, row in rows.items():
+            at = 0
+            for name, shape in group.items():
+                numel = shape.numel()
+                if is_3:
+                    part = -(-numel // len(row))
+                    pieces = torch.cat([one[at : at + part] for one in row])
+                    found[name, what] = pieces[:numel].clone()
+                    at += part
+                else:
+                    found[name, what] = torch.cat(row)[at : at + numel].clone()
+                    at += numel
+    return found
+
+
+def imported(key: str, folder: Path) -> Path:
+    import_checkpoint(DATA / key, folder / key)
+    return folder / key
+
+
+def copied(key: str, folder: Path) -> Path:
+    shutil.copytree(DATA / key, folder / "source")
+    return folder / "source"
+
+
+# -- DeepSpeed ----------------------------------------------------------------------------------------------
+
+# every stage and number of ranks is there as the origin and as the goal
+EXACT = [
+    *(("plain_zero0_fp32", stage, ranks) for stage, ranks in ((0, 1), (2, 3))),
+    *(("plain_zero1_fp32", stage, ranks) for stage, ranks in ((1, 2), (3, 3))),
+    *(("plain_zero2_fp32", stage, ranks) for stage, ranks in ((2, 2), (0, 3))),
+    *(("plain_zero3_fp32", stage, ranks) for stage, ranks in ((3, 2), (1, 1))),
+    *(("rich_zero1_fp32", stage, ranks) for stage, ranks in ((1, 2), (3, 3))),
+    *(("rich_zero2_fp32", stage, ranks) for stage, ranks in ((2, 3), (3, 1))),
+    *(("rich_zero3_fp32", stage, ranks) for stage, ranks in ((3, 2), (0, 1), (2, 3))),
+]
+ROUNDED = [
+    *((f"plain_zero{stage}_bf16", stage, 2) for stage in (0, 1, 2, 3)),
+    *((f"plain_zero{stage}_fp16", stage, 2) for stage in (0, 1, 3)),
+    ("plain_zero1_bf16", 3, 1),
+    ("plain_zero3_fp16", 1, 1),
+    ("rich_zero3_bf16", 2, 1),
+]
+
+
+@pytest.mark.parametrize(("key", "stage", "world_size"), EXACT)
+def test_goes_on_as_deepspeed_did(key: str, stage: int, world_size: int, tmp_path: Path) -> None:
+    answers = warm(world_size).run(go_on, key, stage, imported(key, tmp_path))
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(RUNS[key]["losses"], rel=1e-6)
+        if RUNS[key]["norms"][0] is not None:
+            assert answer["norms"] == pytest.approx(RUNS[key]["norms"], rel=1e-5)
+    check_states(answers, key)
+
+
+@pytest.mark.parametrize(("key", "stage", "world_size"), ROUNDED)
+def test_goes_on_in_16_bits(key: str, stage: int, world_size: int, tmp_path: Path) -> None:
+    """Losses differ by the rounding of the order of sums; what was loaded does not differ at all."""
+    answers = warm(world_size).run(go_on, key, stage, imported(key, tmp_path))
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(RUNS[key]["losses"], rel=2e-2)
+        assert answer["scale"] == (64.0 if key.endswith("fp16") else 1.0)
+    check_states(answers, key)
+
+
+def check_states(answers: list[dict[str, Any]], key: str, steps: int | None = None) -> None:
+    """Counters, client state, and every bit of masters, moments, frozen parameters and buffers."""
+    if steps is None:  # at stage 0 in 16 bits DeepSpeed makes the states by a step of its own
+        steps = 4 if key in ("plain_zero0_bf16", "plain_zero0_fp16") else 3
+    for answer in answers:
+        assert answer["counters"] == [3, 0, 36]
+        assert answer["micro_steps"] == 3
+        assert answer["client"] == recipes.CLIENT_STATE
+        assert answer["steps"] == {steps}
+    found, wanted = whole(answers), in_the_files(key)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == torch.float32, name
+        assert torch.equal(found[name], tensor), name
+    model = recipes.build(key.split("_")[0])
+    untouched = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+    for name, tensor in [*untouched, *model.named_buffers()]:
+        if name != "unsaved":
+            there = found[name, "value"]
+            assert torch.equal(there, tensor.detach().to(there.dtype).reshape(-1)), name
+    assert {name for name, what in found if what == "value"} == {
+        *(name for name, _ in model.named_parameters()),
+        *(name for name, _ in model.named_buffers() if name != "unsaved"),
+    }
+
+
+def test_a_tag_is_chosen_by_latest_by_name_or_as_the_folder(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(DATA / "plain_zero1_fp32", source)
+    shutil.copytree(source / TAG, source / "other")
+    assert import_checkpoint(source, tmp_path / "a").folder.name == TAG
+    assert import_checkpoint(source, tmp_path / "b", tag="other").folder.name == "other"
+    assert import_checkpoint(source / TAG, tmp_path / "c").folder.name == TAG
+    with pytest.raises(xds.UsageError, match="no checkpoint 'none'; there is global_step3, other"):
+        import_checkpoint(source, tmp_path / "d", tag="none")
+
+
+def test_an_existing_tag_is_not_replaced(tmp_path: Path) -> None:
+    imported("plain_zero1_fp32", tmp_path)
+    with pytest.raises(xds.UsageError, match="is there already, a checkpoint"):
+        imported("plain_zero1_fp32", tmp_path)
+    source = tmp_path / "source"
+    shutil.copytree(DATA / "plain_zero1_fp32", source)
+    with pytest.raises(xds.UsageError, match="is there already, a folder"):
+        import_checkpoint(source, source)
+    assert (source / "latest").read_text() == TAG
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mp_rank_01_model_states.pt", "tensor-parallel"),
+        ("layer_00-model_00-model_states.pt", "pipeline"),
+        ("layer_1_expert_0_mp_rank_00_model_states.pt", "experts"),
+        ("zero", "ds_to_universal"),
+        ("offloaded_tensors", "NVMe"),
+    ],
+)
+def test_a_layout_that_is_not_read_is_refused_by_name(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    source = copied("plain_zero1_fp32", tmp_path)
+    (source / TAG / name).touch()
+    with pytest.raises(xds.UsageError, match=reason) as caught:
+        import_checkpoint(source, tmp_path / "out")
+    assert name in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "plain_zero1_fp32/*rank_1*optim*",
+        "plain_zero1_fp32/*rank_0*optim*",
+        "plain_zero1_fp32/*optim*",
+        "plain_zero3_fp32/zero_pp_rank_0_*model*",
+        "rich_zero3_fp32/zero_pp_rank_1_*model*",
+    ],
+)
+def test_a_missing_file_is_refused(missing: str, tmp_path: Path) -> None:
+    key, pattern = missing.split("/")
+    source = copied(key, tmp_path)
+    for path in (source / TAG).glob(pattern):
+        path.unlink()
+    with pytest.raises(xds.UsageError, match="not whole|are missing"):
+        import_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    source = copied("plain_zero1_fp32", tmp_path)
+    path = next((source / TAG).glob("*rank_1*optim*"))
+    import_checkpoint(source, tmp_path / "good")
+    good = read_manifest(tmp_path / "good", TAG).files[0].crc32
+    content = path.read_bytes()
+    refused = 0
+    for at in range(0, len(content), 97):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+        try:
+            import_checkpoint(source, tmp_path / f"{at}")
+        except xds.UsageError as error:
+            assert path.name in str(error)
+            refused += 1
+        else:  # a bit of what pads the records
+            assert read_manifest(tmp_path / f"{at}", TAG).files[0].crc32 == good
+    assert refused > len(content) // 97 // 2
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(xds.UsageError, match=r"rank_1.* is not a file that torch\.save wrote"):
+        import_checkpoint(source, tmp_path / "half")
+
+
+def test_the_fused_form_of_stage_0_is_named_by_its_values(tmp_path: Path) -> None:
+    """DeepSpeed's own optimizers for GPUs keep one flat tensor a group, and the step in the group."""
+    source = copied("plain_zero0_bf16", tmp_path)
+    path = source / TAG / "mp_rank_00_model_states.pt"
+    state = read_pickle(path)
+    optimizer = state["optimizer"]
+    masters = optimizer.pop("fp32_groups")
+    optimizer["fp32_groups_flat"] = [torch.cat([m.reshape(-1) for m in group]) for group in masters]
+    base = optimizer["optimizer_state_dict"]
+    moments = {
+        key: torch.cat([base["state"][number][key].reshape(-1) for number in range(4)])
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    base["state"] = {0: moments}
+    base["param_groups"][0] |= {"params": [0], "step": 3}
+    fresh = path.with_suffix(".new")
+    torch.save(state, fresh)
+    fresh.rename(path)
+    import_checkpoint(source, tmp_path / "out")
+    answers = warm(1).run(go_on, "plain_zero0_bf16", 1, tmp_path / "out")
+    check_states(answers, "plain_zero0_bf16", steps=3)
+
+
+def test_names_that_cannot_be_told_are_refused_and_the_weights_load(tmp_path: Path) -> None:
+    key = "rich_zero0_fp32"  # a frozen and a trained matrix of one shape, and numbers for names
+    with pytest.raises(xds.UsageError, match="--from torch"):
+        imported(key, tmp_path)
+    path = DATA / key / TAG / "mp_rank_00_model_states.pt"
+    report = import_checkpoint(path, tmp_path / "out")
+    assert any("under 'module'" in note for note in report.notes)
+    answer = warm(1).run(go_on, key, 2, tmp_path / "out")[0]
+    assert answer["counters"] == [0, 0, 0]
+    assert answer["losses"][0] == pytest.approx(RUNS[key]["losses"][0], rel=1e-6)
+
+
+@given(st.data())
+def test_shards_cover_every_parameter_once(data: st.DataObject) -> None:
+    shape = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+    groups = data.draw(st.lists(st.lists(shape, min_size=1, max_size=4), min_size=1, max_size=3))
+    world_size = data.draw(st.integers(1, 5))
+    named = [
+        {f"{at}.{number}": one for number, one in enumerate(group)}
+        for at, group in enumerate(groups)
+    ]
+    paddings = [[data.draw(st.integers(0, 3)) for _ in group] for group in groups]
+    numels = {name: torch.Size(one).numel() for group in named for name, one in group.items()}
+    rows = [
+        sum(numels[name] for name in group) + sum(pads)
+        for group, pads in zip(named, paddings, strict=True)
+    ]
+    in_rows = places_in_rows(named, paddings, [-(-row // world_size) for row in rows], world_size)
+    parts = [sum(-(-numels[name] // world_size) for name in group) for group in named]
+    merged = {name: one for group in named for name, one in group.items()}
+    in_parts = places_in_parts(merged, parts, world_size)
+    for places in (in_rows, in_parts):
+        used = set()
+        for name, numel in numels.items():
+            covered = [at for p in places[name] for at in range(p.start, p.stop)]
+            assert covered == list(range(numel))
+            for p in places[name]:
+                here = {(p.rank, p.part, p.at + at) for at in range(p.stop - p.start)}
+                assert not here & used
+                used |= here
+
+
+def test_names_are_found_only_where_one_order_fits() -> None:
+    shapes = {"a": 1, "b": 2, "c": 1, "d": 3}
+
+    def order(*groups: list[int]) -> Any:
+        return order_names(
+            list(shapes), [len(g) for g in groups], lambda n, g, m: shapes[n] == groups[g][m]
+        )
+
+    assert order([1, 2, 1, 3]) == [["a", "b", "c", "d"]]
+    assert order([2, 3], [1, 1]) == [["b", "d"], ["a", "c"]]
+    assert order([2, 1, 3]) == [["b", "c", "d"]]
+    assert order([1, 3]) is None  # a or c
+    assert order([1], [1]) is None
+    assert order([3, 1]) is None
+
+
+# -- nothing is executed ------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Unpickled by Python, it makes a file."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize("place", ["model", "optimizer"])
+@pytest.mark.parametrize("means", [os.system, eval, exec, subprocess.call, os.mkdir, getattr])
+def test_a_file_that_names_something_to_execute_is_refused(
+    means: Any, place: str, tmp_path: Path
+) -> None:
+    source = copied("plain_zero1_fp32", tmp_path)
+    path = next((source / TAG).glob("*model*" if place == "model" else "*rank_1*optim*"))
+    witness = tmp_path / "witness"
+    torch.save({"module": {"w": torch.ones(3)}, "x": Bomb(means, f"mkdir {witness}")}, path)
+    name = f"{means.__module__}.{means.__name__}"
+    for origin in (source, path):
+        with pytest.raises(xds.UsageError, match=f"{name}.*something to execute") as caught:
+            import_checkpoint(origin, tmp_path / "out")
+        assert path.name in str(caught.value)
+    assert not witness.exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_objects_of_unknown_classes_are_left_out_by_name(tmp_path: Path) -> None:
+    source = copied("plain_zero1_fp32", tmp_path)
+    path = source / TAG / "mp_rank_00_model_states.pt"
+    state = read_pickle(path)
+    state["args"] = argparse.Namespace(lr=1.0)
+    state["thing"] = {"deep": [Thing(3)]}
+    state["call"] = Bomb(explode, 1)
+    fresh = path.with_suffix(".new")
+    torch.save(state, fresh)
+    fresh.rename(path)
+    report = import_checkpoint(source, tmp_path / "out")
+    text = "\n".join(report.notes)
+    assert "'args' is a argparse.Namespace" in text
+    assert "'thing'" in text and ".Thing" in text
+    assert "'call'" in text and ".explode" in text
+    kept = read_manifest(tmp_path / "out", TAG).state["client_state"]
+    assert kept == recipes.CLIENT_STATE
+
+
+class Thing:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def explode(_: int) -> None:
+    raise AssertionError("it was called")
+
+
+def test_a_class_becomes_its_fields(tmp_path: Path) -> None:
+    torch.save({"a": Thing(3), "b": Bomb(explode, 7)}, tmp_path / "file.pt")
+    found = read_pickle(tmp_path / "file.pt")
+    assert isinstance(found["a"], StandIn)
+    assert found["a"].fields == {"size": 3}
+    assert found["b"].arguments == (7,)
+
+
+# -- weights ------------------------------------------------------------------------------------------------
+
+
+def save_single(state: dict[str, Tensor], folder: Path) -> Path:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    state.pop("tied.weight")  # the package does not write shared memory
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+def save_sharded(state: dict[str, Tensor], folder: Path) -> Path:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    state.pop("tied.weight")
+    files = {name: f"model-0000{at % 2 + 1}-of-00002.safetensors" for at, name in enumerate(state)}
+    for file in set(files.values()):
+        save_file({name: state[name] for name in state if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+def save_bin(state: dict[str, Tensor], folder: Path) -> Path:
+    torch.save(state, folder / "pytorch_model.bin")
+    return folder
+
+
+def save_torch(state: dict[str, Tensor], folder: Path) -> Path:
+    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+    torch.save({"state_dict": wrapped, "epoch": 3}, folder / "weights.pt")
+    return folder / "weights.pt"
+
+
+@pytest.mark.parametrize("save", [save_single, save_sharded, save_bin, save_torch])
+def test_weights_load_and_everything_else_begins_anew(save: Any, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = recipes.build("rich")
+    with torch.no_grad():
+        for tensor in [*model.parameters(), model.factor]:
+            tensor.normal_()
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    folder = tmp_path / "source"
+    folder.mkdir()
+    report = import_checkpoint(save(dict(model.state_dict()), folder), tmp_path / "out")
+    assert report.folder == tmp_path / "out" / "imported"
+    answers = warm(2).run(go_on, "rich_zero3_fp32", 3, tmp_path / "out")
+    for answer in answers:
+        assert answer["counters"] == [0, 0, 0]
+        assert answer["steps"] == set()
+        assert answer["client"] == {}
+        assert answer["scale"] == 1.0
+        assert len(answer["losses"]) == 3
+    found = whole(answers)
+    for name, tensor in wanted.items():
+        if name != "tied.weight":
+            assert torch.equal(found[name, "value"], tensor.reshape(-1)), name
+
+
+def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+    torch.save(recipes.build("plain").state_dict(), tmp_path / "weights.pt")
+    import_checkpoint(tmp_path / "weights.pt", tmp_path / "out", tag="first")
+    with pytest.raises(AssertionError, match=r"first does not fit this model: .*frozen\.weight"):
+        warm(1).run(go_on, "rich_zero3_fp32", 3, tmp_path / "out")
+
+
+def test_a_damaged_safetensors_file_is_refused(tmp_path: Path) -> None:
+    path = save_single(dict(recipes.build("rich").state_dict()), tmp_path) / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    name = next(iter(header))
+    header[name]["data_offsets"] = [0, 4 * 10**6]
+    text = json.dumps(header).encode()
+    for broken in (
+        content[:-20],
+        content[:5],
+        content[:8] + b"[" * length + content[8 + length :],
+        (10**12).to_bytes(8, "little") + content[8:],
+        len(text).to_bytes(8, "little") + text + content[8 + length :],
+    ):
+        path.write_bytes(broken)
+        with pytest.raises(xds.UsageError, match=r"model\.safetensors"):
+            import_checkpoint(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["auto", "deepspeed", "huggingface"])
+def test_what_is_no_source_is_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(xds.UsageError, match="does not exist"):
+        import_checkpoint(tmp_path / "nowhere", tmp_path / "out", kind=kind)
+    with pytest.raises(xds.UsageError, match="nothing that can be imported|is no DeepSpeed"):
+        import_checkpoint(tmp_path, tmp_path / "out", kind=kind)
+    done = imported("plain_zero1_fp32", tmp_path)
+    with pytest.raises(xds.UsageError, match="checkpoint of xds already|is no DeepSpeed"):
+        import_checkpoint(done, tmp_path / "out", kind=kind)
