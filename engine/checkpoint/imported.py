@@ -64,8 +64,10 @@ class Imported:
         group: int = 0,
     ) -> int:
         """A flat for one tensor, which may have several names; its number."""
-        slots = tuple(Slot(plain(name), shape, group, 0) for name in names)
-        self.flats.append(SavedFlat(kind, trains, dtype, numel_of(shape), slots))
+        name, *others = map(plain, names)
+        slot = Slot(name, shape, group, 0)
+        tied = tuple((other, name) for other in others)
+        self.flats.append(SavedFlat(kind, trains, dtype, numel_of(shape), (slot,), tied=tied))
         return len(self.flats) - 1
 
     def add_whole(self, kind: str, names: list[str], tensor: Tensor) -> None:
