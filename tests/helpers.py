@@ -14,7 +14,10 @@ from typing import Any
 TIMEOUT_SECONDS = 120
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "xds.engine.initialize"])
+# the last one is what the first optimizer imports: most of a second for each rank
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "xds.engine.initialize", "torch._dynamo"]
+)
 
 
 def run_ranks(
