@@ -105,7 +105,7 @@ def _info(asked: argparse.Namespace) -> int:
         print(f"{name.replace('_', ' '):{width}}  {_text(name, value)}")
     for one in tensors or ():
         states = f"  states {', '.join(one['states'])}" if one["states"] else ""
-        kind = one["kind"] if one["kind"] == "buffer" or one["trains"] else "frozen"
+        kind = one["kind"] if one["kind"] != "param" or one["trains"] else "frozen"
         print(f"{kind:7} {one['name']} {one['shape']} {one['dtype']}{states}")
     return SOUND
 
@@ -115,7 +115,7 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
 
     manifest = reader.manifest
     values = list(reader.values.values())
-    params = [one for one in values if one.kind == "param"]
+    params = [one for one in values if one.kind != "buffer"]  # imported weights do not say
     counters = manifest.state["counters"]
     optimizer = manifest.state["optimizer"]
     return {
