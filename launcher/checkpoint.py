@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ops.errors import DamagedError, UsageError
+from ..ops.sizes import parse_bytes, size_text
 from .checkpoint_import import add_import
 
 # what needs torch is imported when a command runs: `--help` and a typing mistake answer at once
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
 EQUAL, DIFFERENT, SOUND, DAMAGED, USAGE = 0, 1, 0, 1, 2
 BAR_BYTES = 256 << 20  # from here on a progress bar is shown
-UNITS = {"": 1, "B": 1}
-UNITS |= {f"{p}B": 10 ** (3 * n) for n, p in enumerate("KMGT", start=1)}
-UNITS |= {f"{p}iB": 1 << (10 * n) for n, p in enumerate("KMGT", start=1)}
 Run = Callable[[argparse.Namespace], int]
 
 
@@ -156,14 +154,6 @@ def _tensor_facts(reader: CheckpointReader, name: str) -> dict[str, Any]:
     }
 
 
-def size_text(size_bytes: int) -> str:
-    """ "1.50 GB" of 1500000000."""
-    for unit, one in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size_bytes >= one:
-            return f"{size_bytes / one:.2f} {unit}"
-    return f"{size_bytes} bytes"
-
-
 def _text(name: str, value: Any) -> str:
     if name == "saved_seconds":
         return datetime.fromtimestamp(value).isoformat(" ", "seconds") if value else "not said"
@@ -267,18 +257,6 @@ def _export(asked: argparse.Namespace) -> int:
             "for from_pretrained put the model's config.json, and the tokenizer's files, beside them"
         )
     return SOUND
-
-
-def parse_bytes(name: str, text: str) -> int:
-    """ "5GB" (10^9), "5GiB" (2^30) or a number of bytes."""
-    number = text.rstrip("BKMGTi ")
-    unit = UNITS.get(text[len(number) :].strip())
-    if unit is None or not number.replace(".", "", 1).isdigit() or not number.isascii():
-        raise UsageError(f"{name} = {text}: must be a size such as 5GB, 500MB or 2GiB")
-    size = int(float(number) * unit)
-    if size < 1:
-        raise UsageError(f"{name} = {text}: must be at least one byte")
-    return size
 
 
 # -- diff ---------------------------------------------------------------------------------------------------

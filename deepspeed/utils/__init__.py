@@ -18,7 +18,7 @@ _HOMES = {
     "logger": ".logging",
     "set_z3_leaf_modules": ".z3_leaf_module",
 }
-_MODULES = ("groups", "logging", "z3_leaf_module")
+_MODULES = ("groups", "logging", "z3_leaf_module", "zero_to_fp32")
 
 __all__ = sorted(_HOMES)
 

@@ -1,7 +1,11 @@
 """A file or folder that is there whole or not at all: written under another name, fsynced, renamed.
 
-write    .<name>.part-1a2b3c4d        removed when writing fails; left by a kill, the next one removes it
-publish  .<name>.part-1a2b3c4d -> <name>
+    write     .<name>.part-1a2b3c4d        removed when writing fails; after a kill the next export removes it
+    publish   .<name>.part-1a2b3c4d -> <name>
+    or, where there is such a folder:  its old entry file goes, new files are moved in, the entry file last
+
+The entry file is what readers look for first: an index, the only file, or dcp's .metadata. In a folder without
+it they find no model, never parts of two.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ from pathlib import Path
 
 from ...ops.errors import UsageError
 
-# what an older export in the same folder is made of; anything else there is kept
-WEIGHTS = re.compile(
-    r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)"
-    r"|(model\.safetensors|pytorch_model\.bin)\.index\.json|.*\.distcp|\.metadata"
+# files of one kind of export, and those of them that are entry files
+FAMILIES = (
+    (r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", "model.safetensors"),
+    (r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?", "pytorch_model.bin"),
+    (r"__\d+_\d+\.distcp|\.metadata", ".metadata"),
 )
 
 
@@ -27,7 +32,7 @@ WEIGHTS = re.compile(
 def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
     """A fresh path beside `out` to write to. In the end it is made durable and becomes `out`.
 
-    With `overwrite` a file is replaced, and the weights in a folder; its other files (config.json) stay.
+    With `overwrite` a file is replaced; in a folder an older export is, its other files stay.
     Raises:
         UsageError: `out` is there and may not be replaced; nothing was changed.
     """
@@ -36,15 +41,17 @@ def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     for old in out.parent.glob(f".{out.name}.part-????????"):
         _remove(old)
-    part = _hidden(out)
+    part = out.parent / f".{out.name}.part-{secrets.token_hex(4)}"
     try:
         if is_folder:
             part.mkdir()
         yield part
-        if is_folder and out.exists():
-            _carry_over(out, part)
         _sync(part)
-        _replace(part, out)
+        if is_folder and out.exists():
+            _move_into(part, out)
+        else:
+            os.replace(part, out)
+        _sync_one(out.parent)
     finally:
         _remove(part)
 
@@ -52,48 +59,40 @@ def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
 def _check(out: Path, *, is_folder: bool, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
-    if not overwrite:
-        raise UsageError(f"{out} exists; choose another name, or replace it with --overwrite")
     if out.is_dir() != is_folder:
         kinds = ("a folder", "a file") if out.is_dir() else ("a file", "a folder")
         raise UsageError(
             f"{out} is {kinds[0]}, and {kinds[1]} is to be written; choose another name"
         )
-    inner = [path.name for path in out.iterdir() if path.is_dir()] if is_folder else []
-    if inner:
-        raise UsageError(
-            f"{out} holds the folder {inner[0]}, so it is more than an export; choose another name"
-        )
+    is_empty = is_folder and not any(out.iterdir())
+    if not (overwrite or is_empty):
+        raise UsageError(f"{out} exists; choose another name, or replace it with --overwrite")
 
 
-def _hidden(out: Path) -> Path:
-    return out.parent / f".{out.name}.part-{secrets.token_hex(4)}"
-
-
-def _carry_over(old: Path, new: Path) -> None:
-    """Everything in `old` that is not weights is in `new`, too."""
-    for path in old.iterdir():
-        if WEIGHTS.fullmatch(path.name) or (new / path.name).exists():
-            continue
-        shutil.copy2(path, new / path.name, follow_symlinks=False)
-
-
-def _replace(part: Path, out: Path) -> None:
-    if part.is_dir() and out.exists():
-        old = _hidden(out)  # a folder cannot be renamed over another
-        os.rename(out, old)
-        os.rename(part, out)
-        _remove(old)
-    else:
-        os.replace(part, out)
-    _sync_one(out.parent)
+def _move_into(part: Path, out: Path) -> None:
+    new = {path.name for path in part.iterdir()}
+    pattern, entry = next(
+        family for family in FAMILIES if any(re.fullmatch(family[0], name) for name in new)
+    )
+    entries = {entry, f"{entry}.index.json"}
+    for name in entries:
+        (out / name).unlink(missing_ok=True)
+    _sync_one(out)
+    for name in new - entries:
+        os.replace(part / name, out / name)
+    _sync_one(out)
+    for name in new & entries:
+        os.replace(part / name, out / name)
+    _sync_one(out)
+    for path in out.iterdir():
+        if re.fullmatch(pattern, path.name) and path.name not in new:
+            path.unlink()
 
 
 def _sync(path: Path) -> None:
     if path.is_dir():
         for inner in path.iterdir():
-            if not inner.is_symlink():
-                _sync_one(inner)
+            _sync_one(inner)
     _sync_one(path)
 
 

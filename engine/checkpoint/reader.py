@@ -35,8 +35,8 @@ MAX_OPEN = 64  # files; the one that was used longest ago is closed
 class Saved:
     """One tensor of a checkpoint, that `CheckpointReader.read` finds.
 
-    kind: "param", "buffer" or "state" (an optimizer's tensor that is not per element; its name is
-        "param/key").
+    kind: "param", "buffer", "either" (imported weights do not say which) or "state" (an optimizer's tensor
+        that is not per element; its name is "param/key").
     key: "value", or "state/" and the optimizer's key.
     dtype: as it lies in the files; `compute_dtype`: as the model has it in forward.
     """
@@ -122,7 +122,11 @@ class CheckpointReader:
         if flat.kind == "state":
             return
         self.tied.update(flat.tied)
+        first: dict[int, str] = {}  # by offset: imported names that share their elements
         for slot in flat.slots:
+            if slot.numel and first.setdefault(slot.offset, slot.name) != slot.name:
+                self.tied[slot.name] = first[slot.offset]
+                continue
             if not flat.has_values:
                 self.left_out.append(slot.name)
                 continue
@@ -166,7 +170,8 @@ class CheckpointReader:
     def groups(self) -> dict[str, int]:
         """The number of the hyperparameter group of every parameter that trains."""
         flats = [flat for flat in self.manifest.flats if flat.kind == "param" and flat.trains]
-        return {slot.name: slot.group for flat in flats for slot in flat.slots}
+        slots = [slot for flat in flats for slot in flat.slots]
+        return {slot.name: slot.group for slot in slots if slot.name not in self.tied}
 
     def uncovered(self) -> list[str]:
         """Names of which elements are in no file, though they should be."""
@@ -254,7 +259,7 @@ def chosen(reader: CheckpointReader, *, exclude_frozen: bool) -> Mapping[str, Sa
     return {
         name: one
         for name, one in reader.values.items()
-        if one.kind == "buffer" or one.trains or not exclude_frozen
+        if one.kind != "param" or one.trains or not exclude_frozen
     }
 
 

@@ -45,6 +45,11 @@ SIGNATURES = {
     "ops.adagrad.DeepSpeedCPUAdagrad": "model_params lr eps weight_decay amsgrad fp32_optimizer_states",
     "utils.set_z3_leaf_modules": "model leaf_module_classes raise_if_not_found",
     "utils.log_dist": "message ranks level",
+    "utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint": "checkpoint_dir tag "
+    "exclude_frozen_parameters lazy_mode",
+    "utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict": "checkpoint_dir output_dir "
+    "max_shard_size safe_serialization tag exclude_frozen_parameters",
+    "utils.zero_to_fp32.load_state_dict_from_zero_checkpoint": "model checkpoint_dir tag",
     "runtime.utils.see_memory_usage": "message force",
     "runtime.zero.stage3.estimate_zero3_model_states_mem_needs": "total_params largest_layer_params "
     "num_gpus_per_node num_nodes cpu_offload cpu_offload_params zero_init additional_buffer_factor",
