@@ -58,13 +58,24 @@ def _read(source: Path, tag: str | None, kind: str) -> Imported:
     if folder is not None and (kind == DEEPSPEED or is_deepspeed(folder)):
         if not is_deepspeed(folder):
             raise UsageError(f"{folder} is no DeepSpeed checkpoint: it has no *_model_states.pt")
-        return read_deepspeed(folder)
+        return _deepspeed(folder)
     if kind == DEEPSPEED:
         raise UsageError(f"{source} is a file: a DeepSpeed checkpoint is a folder")
     weights = find_weights(source)
     if weights is None or (kind == HUGGINGFACE and source.is_file()):
         raise UsageError(_what_is(source))
     return read_weights(weights, tag or WEIGHTS_TAG)
+
+
+def _deepspeed(folder: Path) -> Imported:
+    """Raises UsageError: also where a value has another form than DeepSpeed gives it."""
+    try:
+        return read_deepspeed(folder)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise UsageError(
+            f"{folder} has another form than the checkpoints of DeepSpeed that are read here (written for 0.19): "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _tag_folder(source: Path, tag: str | None) -> Path:

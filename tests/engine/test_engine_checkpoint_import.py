@@ -300,6 +300,25 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         import_checkpoint(source, tmp_path / "half")
 
 
+def test_values_of_another_form_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    source = copied("rich_zero3_fp32", tmp_path)
+    path = source / TAG / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    state = read_pickle(path)
+    for key in (
+        "param_shapes",
+        "frozen_param_shapes",
+        "buffer_names",
+        "global_steps",
+        "shared_params",
+    ):
+        fresh = path.with_suffix(".new")
+        torch.save({**state, key: 7.5 if key != "global_steps" else "x"}, fresh)
+        fresh.rename(path)
+        with pytest.raises(xds.UsageError, match=r"contradicts itself|another form"):
+            import_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_fused_form_of_stage_0_is_named_by_its_values(tmp_path: Path) -> None:
     """DeepSpeed's own optimizers for GPUs keep one flat tensor a group, and the step in the group."""
     source = copied("plain_zero0_bf16", tmp_path)
