@@ -73,7 +73,7 @@ def _deepspeed(folder: Path) -> Imported:
         return read_deepspeed(folder)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise UsageError(
-            f"{folder} has another form than the checkpoints of DeepSpeed that are read here (written for 0.19): "
+            f"{folder} has another form than DeepSpeed 0.19's checkpoints, for which this was written: "
             f"{type(error).__name__}: {error}"
         ) from error
 
