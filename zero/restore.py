@@ -43,13 +43,25 @@ class _NewState:
 def target_for(tensor: Tensor, copies: list[Copy], *, is_fresh: bool = False) -> Target:
     """A target for what is to be in `tensor`, row by row."""
     if tensor.is_contiguous():
-        return Target(tensor.detach().view(-1), tuple(merged(copies)), is_fresh=is_fresh)
+        flat = tensor.detach().view(-1)
+        if is_fresh:
+            _zero_rest(flat, copies)
+        return Target(flat, tuple(merged(copies)), is_fresh=is_fresh)
     return Target(
         torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device),
         tuple(merged(copies)),
         home=tensor.detach(),
         is_fresh=True,
     )
+
+
+def _zero_rest(flat: Tensor, copies: list[Copy]) -> None:
+    """Zeros where nothing is copied to; to zero all of it first would touch the memory twice."""
+    at = 0
+    for copy in sorted(copies, key=lambda copy: copy.target):
+        flat[at : copy.target].zero_()
+        at = max(at, copy.target + copy.numel)
+    flat[at:].zero_()
 
 
 @final
@@ -143,7 +155,7 @@ class Restore:
         fits = isinstance(old, Tensor) and tuple(old.shape) == shape and old.dtype == wanted
         if fits and old.is_contiguous():
             return old, False
-        return torch.zeros(shape, dtype=wanted, device=held.tensor.device), True
+        return torch.empty(shape, dtype=wanted, device=held.tensor.device), True
 
     def _plan_whole(self, held: Held, here: list[Piece], values: dict[str, Any]) -> list[Target]:
         """Targets for states that belong to whole parameters, such as a factored second moment."""
@@ -176,7 +188,7 @@ class Restore:
             found = [copy for piece in here for copy in self._catalogue.copies(piece, "grad")]
             dtypes = {copy.dtype for copy in found}
             if found:
-                total = torch.zeros(
+                total = torch.empty(
                     layout.shard_numel,
                     dtype=getattr(torch, dtypes.pop()),
                     device=master.tensor.device,

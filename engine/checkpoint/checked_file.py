@@ -32,7 +32,10 @@ from .tensor_file import TORCH_DTYPES, bytes_of
 
 SEGMENT_BYTES = 1 << 20  # read at a time; the next is read while it is summed
 MAX_PENDING = 2
-AHEAD_BYTES = 16 << 20  # what the disk is asked for before it is needed
+AHEAD_BYTES, ASK_BYTES = (
+    16 << 20,
+    4 << 20,
+)  # how far before it is needed the disk is asked; in what pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +74,7 @@ class CheckedFile:
         self._fd = -1
         self._edge: tuple[int, Tensor | None] = (-1, None)  # the last chunk that was read whole
         self._ring: deque[Tensor] = deque()
+        self._asked = self._wanted = 0  # up to where the disk was asked, and will be read on
         self._pending: deque[Future[int | None]] = deque()
         self._open()
         try:
@@ -122,9 +126,10 @@ class CheckedFile:
         spans = sorted(
             (self._span(copy, receiver) for copy, receiver in copies), key=lambda span: span.start
         )
-        asked = 0
-        for span in spans:
-            asked = self._ask_ahead(span, asked)
+        for number, span in enumerate(spans):
+            if span.start >= self._wanted:
+                self._asked = span.start
+                self._wanted = self._end_of_run(spans, number)
             self._take(span)
         self._settle()
 
@@ -184,14 +189,21 @@ class CheckedFile:
             done += count
         self.read_bytes += done
 
-    def _ask_ahead(self, span: _Span, asked: int) -> int:
-        """Tell the system what will be read soon; returns up to where."""
-        if asked >= span.stop:
-            return asked
-        start = max(asked, span.start)
-        size = max(span.stop - start, AHEAD_BYTES)
-        os.posix_fadvise(self._fd, start, size, os.POSIX_FADV_WILLNEED)
-        return start + size
+    def _end_of_run(self, spans: list[_Span], number: int) -> int:
+        """Where the first gap of a chunk or more comes after span `number`."""
+        stop = spans[number].stop
+        for span in spans[number + 1 :]:
+            if span.start > stop + self._chunk_bytes:
+                break
+            stop = max(stop, span.stop)
+        return stop
+
+    def _ask_ahead(self, at: int) -> None:
+        """Tell the system what will be read soon: the disk works while what is here is summed."""
+        stop = min(at + AHEAD_BYTES, self._wanted)
+        if stop - self._asked >= ASK_BYTES or (stop == self._wanted > self._asked):
+            os.posix_fadvise(self._fd, self._asked, stop - self._asked, os.POSIX_FADV_WILLNEED)
+            self._asked = stop
 
     def _checked(self, start: int, size: int) -> bytes:
         """`size` bytes from `start`: the header, before any tensor is known."""
@@ -251,6 +263,7 @@ class CheckedFile:
         return self._ring[-1]
 
     def _fetch(self, at: int, memory: Tensor) -> None:
+        self._ask_ahead(at)
         self._read(at, bytes_of(memory))
         while len(self._pending) >= MAX_PENDING:
             self._refuse(self._pending.popleft().result())
