@@ -34,7 +34,7 @@ class BrokenDisk:
         """Do `action`, or fail. `half` does the first half of it."""
         number, self.count = self.count, self.count + 1
         is_hit = number == self.fails_at
-        if is_hit and (self.kind != "short" or half):
+        if is_hit and (half or self.kind == "eio"):
             self.hit = f"{name} {where}"
         if is_hit and half and self.kind != "eio":
             done = half()

@@ -44,7 +44,10 @@ def check_tag(tag: str) -> None:
 
 def make_folder(save_dir: Path, tag: str) -> Claim:
     """A fresh folder for `tag`, and what killed saves left behind is removed. Rank 0 alone."""
+    made = [path for path in (save_dir, *save_dir.parents) if not path.exists()]
     save_dir.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        _sync_folder(path.parent)
     for path in save_dir.iterdir():
         if TEMPORARY.fullmatch(path.name) and not _is_claimed(path):
             discard(path)
@@ -118,17 +121,33 @@ def commit(folder: Path, save_dir: Path, manifest: Manifest) -> Path:
         os.rename(folder, final_folder)
         _sync_folder(save_dir)
         return final_folder
-    for record in manifest.files:
-        os.rename(folder / record.path, final_folder / record.path)
-    _sync_folder(final_folder)
+    _move_files(folder, final_folder, manifest)
     os.replace(folder / MANIFEST, final_folder / MANIFEST)
     _sync_folder(final_folder)
     discard(folder)
-    current = {record.path for record in manifest.files}
-    for path in final_folder.iterdir():
-        if OWN_FILE.fullmatch(path.name) and path.name not in current:
-            path.unlink()
+    _discard_others(final_folder, manifest)
     return final_folder
+
+
+def _move_files(folder: Path, final_folder: Path, manifest: Manifest) -> None:
+    """New files beside the old ones, durably, or none of them."""
+    try:
+        for record in manifest.files:
+            os.rename(folder / record.path, final_folder / record.path)
+        _sync_folder(final_folder)
+    except OSError:
+        for record in manifest.files:
+            discard(final_folder / record.path)
+        raise
+
+
+def _discard_others(final_folder: Path, manifest: Manifest) -> None:
+    """Remove files of other saves under this tag. What cannot be removed is by the next one."""
+    current = {record.path for record in manifest.files}
+    with suppress(OSError):
+        for path in final_folder.iterdir():
+            if OWN_FILE.fullmatch(path.name) and path.name not in current:
+                discard(path)
 
 
 def write_latest(save_dir: Path, tag: str) -> None:
@@ -233,7 +252,10 @@ def prune(save_dir: Path, tag: str, keep_last: int) -> None:
     """
     kind = _kind(tag)
     same = [found.tag for found in committed(save_dir) if _kind(found.tag) == kind]
-    for old in set(same[keep_last:]) - {tag, read_latest(save_dir)}:
+    stay: set[str | None] = {tag}
+    with suppress(DamagedError):
+        stay.add(read_latest(save_dir))
+    for old in set(same[keep_last:]) - stay:
         try:
             hidden = save_dir / _hidden(old)
             os.rename(save_dir / old, hidden)

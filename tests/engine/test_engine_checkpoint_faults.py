@@ -23,6 +23,7 @@ from xds.engine.checkpoint.folders import MANIFEST, committed
 
 WIDTH = 5
 MAX_CALLS = 200
+IN_BACKGROUND = {"checkpoint": {"async_save": True, "keep_last": 2}}
 # the modules that open files for writing
 WRITERS = [
     importlib.import_module(f"xds.engine.checkpoint.{name}")
@@ -70,7 +71,10 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def every_call(folder: str, victim: int, kind: str, tag: str | None, more: dict[str, Any]) -> int:
-    """Let each call of a save fail on the rank `victim`; the number of calls."""
+    """Let each call of a save fail on the rank `victim`; the number of calls.
+
+    A save of which only the cleaning up fails is a save.
+    """
     root = Path(folder)
     engine, other = tiny(**more), tiny(seed=9)
     saved: dict[int, Any] = {}
@@ -94,6 +98,7 @@ def every_call(folder: str, victim: int, kind: str, tag: str | None, more: dict[
         where = f"{kind}, call {fails_at} on rank {victim}: {hit}: {sentences}"
         assert len(set(sentences)) == 1, where
         if said:
+            assert not hit.startswith(("unlink", "rmdir")), where
             reason = "Input/output error" if kind == "eio" else "No space left on device"
             assert hit and reason in said and f"rank {victim}" in said, where
         other.load_checkpoint(folder)
@@ -112,9 +117,9 @@ def every_call(folder: str, victim: int, kind: str, tag: str | None, more: dict[
     raise AssertionError("a save never came to its end")
 
 
-def every_kind(folder: str, more: dict[str, Any]) -> list[int]:
+def every_kind(folder: str, kinds: tuple[str, ...], more: dict[str, Any]) -> list[int]:
     counts = []
-    for kind in ("eio", "full", "short"):
+    for kind in kinds:
         for tag in (None, "again"):
             for victim in (0, 1):
                 here = f"{folder}/{kind}-{tag}-{victim}"
@@ -125,8 +130,16 @@ def every_kind(folder: str, more: dict[str, Any]) -> list[int]:
 def test_whichever_call_fails_all_ranks_raise_and_both_checkpoints_are_whole(
     tmp_path: Path,
 ) -> None:
-    counts = run_ranks(every_kind, 2, str(tmp_path), {})[0]
+    keep = {"checkpoint": {"keep_last": 2}}
+    counts = run_ranks(every_kind, 2, str(tmp_path), ("eio", "full", "short"), keep)[0]
     assert min(counts) > 5 and counts[0] > 12
+
+
+def test_whichever_call_of_a_commit_in_the_background_fails_all_ranks_hear_of_it(
+    tmp_path: Path,
+) -> None:
+    counts = run_ranks(every_kind, 2, str(tmp_path), ("eio",), IN_BACKGROUND)[0]
+    assert counts[0] > 7  # the files are written by another process
 
 
 # -- a file system that is full -----------------------------------------------------------------------------
@@ -134,6 +147,7 @@ def test_whichever_call_fails_all_ranks_raise_and_both_checkpoints_are_whole(
 
 def fill_up(folder: str, more: dict[str, Any]) -> None:
     """Save until there is no room; free some; go on."""
+    more = {"checkpoint": {**more.get("checkpoint", {}), "keep_last": 0}}
     root, engine, other = Path(folder), tiny(**more), tiny(seed=9)
     saved = {}
     filler = root / "filler"
@@ -162,13 +176,16 @@ def fill_up(folder: str, more: dict[str, Any]) -> None:
     assert other.global_steps == engine.global_steps
 
 
-def test_on_a_full_disk_every_rank_raises_and_the_last_checkpoint_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, IN_BACKGROUND], ids=["direct", "background"])
+def test_on_a_full_disk_every_rank_raises_and_the_last_checkpoint_loads(
+    tmp_path: Path, more: Any
+) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
     try:
-        run_ranks(fill_up, 2, str(tmp_path), {})
+        run_ranks(fill_up, 2, str(tmp_path), more)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
@@ -179,10 +196,14 @@ def too_large(folder: str, more: dict[str, Any]) -> None:
     assert save(engine, Path(folder), None) == ""
     take_step(engine)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (700, limits[1]))
+    writers = [os.getpid()]  # and the process that writes in the background
+    for task in Path("/proc/self/task").glob("*/children"):
+        writers += map(int, task.read_text().split())
+    for pid in writers if dist.get_rank() == 1 else ():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (700, limits[1]))
     said = save(engine, Path(folder), None)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for pid in writers:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
     assert os.strerror(errno.EFBIG) in said and "rank 1" in said
     assert len(set(everybodys(said))) == 1
     other.load_checkpoint(folder)
@@ -193,8 +214,9 @@ def too_large(folder: str, more: dict[str, Any]) -> None:
     assert other.global_steps == 1
 
 
-def test_a_file_that_may_not_grow_raises_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(too_large, 2, str(tmp_path), {})
+@pytest.mark.parametrize("more", [{}, IN_BACKGROUND], ids=["direct", "background"])
+def test_a_file_that_may_not_grow_raises_on_every_rank(tmp_path: Path, more: Any) -> None:
+    run_ranks(too_large, 2, str(tmp_path), more)
 
 
 # -- a file system on which only rank 0 makes folders -------------------------------------------------------
