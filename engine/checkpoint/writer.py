@@ -9,6 +9,8 @@ rank goes on. It needs nothing but Python, has the lowest priority, and gives up
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import mmap
 import os
@@ -16,17 +18,21 @@ import select
 import signal
 import sys
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any, final
 
-WRITE_BYTES = 4 << 20  # written at a time, and summed meanwhile
-REPORT_BYTES = 16 * WRITE_BYTES  # between two lines about progress
-MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 16 << 10, 4 << 20
+BLOCK_BYTES = 8 << 20  # written at a time
+DEPTH = 3  # blocks under way
+ALIGN_BYTES = 4096  # of memory, place and length, where the page cache is gone around
+MIN_DIRECT_BYTES = 4 << 20  # a smaller file is quicker through the page cache
+REPORT_BYTES = 8 * BLOCK_BYTES  # between two lines about progress
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 4 << 10, 4 << 20
 MAX_SUMS = 4096  # of one file, until its chunks are as large as they get
-SMALL_BYTES = 1 << 16  # are summed sooner than a thread takes them
 POLL_SECONDS = 1.0
 
 
@@ -43,7 +49,7 @@ def chunk_bytes_of(size_bytes: int) -> int:
 
 
 @final
-class _Sums:
+class Sums:
     """The CRC-32 of every `chunk_bytes` of what was added."""
 
     def __init__(self, chunk_bytes: int) -> None:
@@ -74,36 +80,104 @@ def write_summed(
 ) -> list[int]:
     """Write `pieces`, `size_bytes` in all, to a new file and fsync it.
 
+    What is large goes around the page cache, some blocks at a time, and is summed while the disk works.
     Args:
         pieces: each is valid until the next is asked for.
-        on_written: told, after each part, how many bytes the file has.
+        on_written: told, after each block, how many bytes the file has.
     Returns:
         the CRC-32 of every `chunk_bytes_of(size_bytes)` of it.
     Raises OSError: as the file system does; the file may be there in part.
     """
-    sums, written = _Sums(chunk_bytes_of(size_bytes)), 0
-    with ThreadPoolExecutor(1) as pool, open(path, "xb", buffering=0) as file:
-        for piece in pieces:
-            for at in range(0, len(piece), WRITE_BYTES):
-                part = piece[at : at + WRITE_BYTES]
-                # large parts: sum and write at the same time; both let go of the interpreter lock
-                pending = pool.submit(sums.add, part) if len(part) > SMALL_BYTES else None
-                write_all(file.fileno(), part)
-                if pending is None:
-                    sums.add(part)
-                else:
-                    pending.result()
-                written += len(part)
-                if on_written is not None:
-                    on_written(written)
-        os.fsync(file.fileno())
+    return write_blocks(path, size_bytes, _packed(pieces, size_bytes), on_written)
+
+
+def write_blocks(
+    path: Path,
+    size_bytes: int,
+    blocks: Iterable[memoryview],
+    on_written: Callable[[int], None] | None = None,
+) -> list[int]:
+    """Like `write_summed`, of blocks that begin at pages and have BLOCK_BYTES, all but the last.
+
+    blocks: each is valid until DEPTH more are asked for.
+    """
+    sums, at = Sums(chunk_bytes_of(size_bytes)), 0
+    fd = _open_new(path, is_direct=size_bytes >= MIN_DIRECT_BYTES)
+    try:
+        with ThreadPoolExecutor(DEPTH) as pool:
+            under_way: deque[Future[int]] = deque()
+            for block in blocks:
+                under_way.append(pool.submit(_write_at, fd, block, at))
+                sums.add(block)  # both let go of the interpreter lock
+                at += len(block)
+                if len(under_way) == DEPTH:
+                    written_bytes = under_way.popleft().result()
+                    if on_written is not None:
+                        on_written(written_bytes)
+            for last in under_way:
+                last.result()
+        os.fsync(fd)
+    finally:
+        os.close(fd)
     return sums.all()
 
 
-def write_all(fd: int, part: memoryview) -> None:
-    """Write the whole of `part`: the system may take less at a time."""
-    while part:
-        part = part[os.write(fd, part) :]
+def _packed(pieces: Iterable[memoryview], size_bytes: int) -> Iterator[memoryview]:
+    """The same bytes in blocks, in DEPTH buffers that take turns."""
+    block_bytes = min(BLOCK_BYTES, -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES) or ALIGN_BYTES
+    buffers = cycle([memoryview(mmap.mmap(-1, block_bytes)) for _ in range(DEPTH)])
+    buffer, filled = next(buffers), 0
+    for piece in pieces:
+        at = 0
+        while at < len(piece):
+            part = piece[at : at + block_bytes - filled]
+            buffer[filled : filled + len(part)] = part
+            at, filled = at + len(part), filled + len(part)
+            if filled == block_bytes:
+                yield buffer
+                buffer, filled = next(buffers), 0
+    if filled:
+        yield buffer[:filled]
+
+
+def _open_new(path: Path, *, is_direct: bool) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+    if is_direct:
+        try:
+            return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # that is: this file system has no such way
+                raise
+            with suppress(FileNotFoundError):  # some make the file first and refuse then
+                path.unlink()
+    return os.open(path, flags, 0o666)
+
+
+def _write_at(fd: int, block: memoryview, at: int) -> int:
+    """Write all of `block` at byte `at`; where it ends. The system may take less at a time."""
+    while block:
+        whole = len(block) - len(block) % ALIGN_BYTES
+        if not whole or at % ALIGN_BYTES:
+            _use_page_cache(fd)  # the file's last bytes, or after a write that was cut short
+            whole = len(block)
+        try:
+            count = os.pwrite(fd, block[:whole], at)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _use_page_cache(fd):
+                raise
+            continue
+        block, at = block[count:], at + count
+    return at
+
+
+def _use_page_cache(fd: int) -> bool:
+    """From now on any length and place can be written. False: that was so before."""
+    direct = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if not flags & direct:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
+    return True
 
 
 # -- the process --------------------------------------------------------------------------------------------
@@ -140,8 +214,8 @@ def _serve(memory_fd: int, path: Path, size_bytes: int, parent: int) -> dict[str
             _say({"written_bytes": written_bytes})
 
     everything = memoryview(mmap.mmap(memory_fd, size_bytes, prot=mmap.PROT_READ))
-    pieces = (everything[at : at + WRITE_BYTES] for at in range(0, size_bytes, WRITE_BYTES))
-    crcs = write_summed(path, size_bytes, pieces, watch)
+    blocks = (everything[at : at + BLOCK_BYTES] for at in range(0, size_bytes, BLOCK_BYTES))
+    crcs = write_blocks(path, size_bytes, blocks, watch)
     return {"crc32": crcs}
 
 
