@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import final
 
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -67,10 +68,9 @@ def export_dcp(reader: CheckpointReader, out: Path, options: ExportOptions) -> l
         )
         with warnings.catch_warnings():  # that there is no process group: it is meant
             warnings.simplefilter("ignore")
-            save(
-                tree,
-                storage_writer=writer,
-                planner=_OneByOne(reader, homes, options.on_written),
-                no_dist=True,
-            )
+            planner = _OneByOne(reader, homes, options.on_written)
+            try:
+                save(tree, storage_writer=writer, planner=planner, no_dist=True)
+            except CheckpointException as error:  # not even an Exception; what is in it says more
+                raise next(iter(error.failures.values()))[0] from None
         return sorted(path.name for path in part.iterdir())

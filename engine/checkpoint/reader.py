@@ -127,7 +127,7 @@ class CheckpointReader:
             if slot.numel and first.setdefault(slot.offset, slot.name) != slot.name:
                 self.tied[slot.name] = first[slot.offset]
                 continue
-            if not flat.has_values:
+            if slot.numel and not flat.has_values:
                 self.left_out.append(slot.name)
                 continue
             keys = self._catalogue.keys_of(Piece(flat.kind, slot.name, 0, slot.numel, 0))
@@ -259,7 +259,7 @@ def chosen(reader: CheckpointReader, *, exclude_frozen: bool) -> Mapping[str, Sa
     return {
         name: one
         for name, one in reader.values.items()
-        if one.kind != "param" or one.trains or not exclude_frozen
+        if one.kind != "param" or one.trains or not exclude_frozen or not one.numel
     }
 
 
