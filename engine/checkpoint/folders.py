@@ -208,9 +208,25 @@ def _there(load_dir: Path) -> str:
 def committed(save_dir: Path) -> list[Manifest]:
     """The manifests of all committed checkpoints, newest first: by global step, then by time of saving.
 
-    Each has the folder's name as its tag. Hidden and uncommitted folders are left out; a manifest that
-    cannot be read too, with a warning.
+    Each has the folder's name as its tag. Hidden and uncommitted folders are left out; with a warning also
+    those whose manifest cannot be read, or of which a file is missing or has another length.
     """
+    found = []
+    for manifest in _manifests(save_dir):
+        folder = save_dir / manifest.tag
+        damaged = [
+            one.path for one in manifest.files if _length(folder / one.path) != one.size_bytes
+        ]
+        if damaged:
+            log.warning(
+                "%s is left out: %s is missing or has another length", folder, folder / damaged[0]
+            )
+        else:
+            found.append(manifest)
+    return sorted(found, key=_age, reverse=True)
+
+
+def _manifests(save_dir: Path) -> list[Manifest]:
     found = []
     for path in sorted(save_dir.glob(f"[!.]*/{MANIFEST}")):
         tag = path.parent.name
@@ -218,7 +234,19 @@ def committed(save_dir: Path) -> list[Manifest]:
             found.append(replace(read_manifest(save_dir, tag), tag=tag))
         except (UsageError, OSError) as error:
             log.warning("%s is left out: %s", path.parent, error)
-    return sorted(found, key=lambda one: (one.global_steps, one.saved_seconds), reverse=True)
+    return found
+
+
+def _age(manifest: Manifest) -> tuple[int, float]:
+    """The larger the newer."""
+    return manifest.global_steps, manifest.saved_seconds
+
+
+def _length(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def newest_checkpoint(save_dir: str | Path) -> str | None:
@@ -235,13 +263,13 @@ def older_checkpoint(save_dir: Path, tag: str, left_out: Collection[str]) -> str
 
     Where the manifest of `tag` cannot say which those are, its name does (`global_step300`), else all are.
     """
-    found = committed(save_dir)
-    tags = [one.tag for one in found]
-    if tag in tags:
-        found = found[tags.index(tag) + 1 :]
+    found = [one for one in committed(save_dir) if one.tag not in left_out]
+    own = [one for one in _manifests(save_dir) if one.tag == tag]
+    if own:
+        found = [one for one in found if _age(one) <= _age(own[0])]
     elif match := STEP.fullmatch(tag):
         found = [one for one in found if one.global_steps < int(match[1])]
-    return next((one.tag for one in found if one.tag not in left_out), None)
+    return found[0].tag if found else None
 
 
 def prune(save_dir: Path, tag: str, keep_last: int) -> None:

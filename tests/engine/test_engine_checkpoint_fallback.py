@@ -19,6 +19,11 @@ import xds
 from xds.engine.checkpoint.folders import committed
 
 
+def file_of(folder: Path) -> str:
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    return str(files[0]["path"])
+
+
 def test_the_newest_committed_checkpoint_is_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -39,6 +44,11 @@ def test_the_newest_committed_checkpoint_is_found(
     assert caplog.text == ""
     damage(tmp_path / "again" / "manifest.json", 200)
     (tmp_path / "tag7" / "manifest.json").unlink()
+    assert xds.newest_checkpoint(tmp_path) == "tag8"
+    next((tmp_path / "tag8").glob("rank_*")).rename(tmp_path / "elsewhere")
+    assert xds.newest_checkpoint(tmp_path) == "tag9"
+    assert "tag8 is left out" in caplog.text and "is missing or has another length" in caplog.text
+    (tmp_path / "elsewhere").rename(tmp_path / "tag8" / file_of(tmp_path / "tag8"))
     assert xds.newest_checkpoint(tmp_path) == "tag8"
     assert "again is left out" in caplog.text and "manifest.json is damaged" in caplog.text
     (tmp_path / "tag8").rename(tmp_path / "renamed")

@@ -135,7 +135,10 @@ def test_a_tied_weight_is_found_by_any_of_its_names(tmp_path: Path) -> None:
 
 
 def load_other(folder: Path) -> dict[str, Tensor]:
-    adagrad = {"type": "Adagrad", "params": {"lr": 1e-2}}  # it makes its states before the first step
+    adagrad = {
+        "type": "Adagrad",
+        "params": {"lr": 1e-2},
+    }  # it makes its states before the first step
     engine = xds.initialize(Other(), {"train_batch_size": 1, "optimizer": adagrad})
     engine.load_checkpoint(folder)
     found = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
