@@ -16,6 +16,9 @@ PATH_CALLS = ("rename", "replace", "mkdir", "unlink", "rmdir", "link")
 FD_CALLS = ("write", "pwrite", "writev", "pwritev", "fsync", "fdatasync", "ftruncate")
 
 
+_OS_OPEN = os.open
+
+
 class BrokenDisk:
     """The call with number `fails_at` fails, in one of these ways.
 
@@ -67,11 +70,17 @@ class BrokenDisk:
             if not path.startswith(self.folder):
                 return original(fd, *args)
             half = None
-            if name == "write" and len(args[0]) > 1:
-                half = lambda: original(fd, memoryview(args[0])[: len(args[0]) // 2])  # noqa: E731
+            if name in ("write", "pwrite") and len(args[0]) > 1:
+                first = memoryview(args[0])[: len(args[0]) // 2]
+                half = lambda: original(fd, first, *args[1:])  # noqa: E731
             return self.call(name, path, lambda: original(fd, *args), half)
 
         return call
+
+    def _os_open(self, path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
+        if not flags & os.O_CREAT or not str(path).startswith(self.folder):
+            return _OS_OPEN(path, flags, *args, **kwargs)
+        return self.call("open", str(path), lambda: _OS_OPEN(path, flags, *args, **kwargs))
 
     def _open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if mode[0] not in "xwa" or not str(path).startswith(self.folder):
@@ -86,6 +95,7 @@ class BrokenDisk:
             mock.patch.object(os, name, self._on_path(name)) for name in PATH_CALLS
         ]
         doubles += [mock.patch.object(os, name, self._on_fd(name)) for name in FD_CALLS]
+        doubles += [mock.patch.object(os, "open", self._os_open)]
         doubles += [mock.patch.object(one, "open", self._open, create=True) for one in modules]
         for double in doubles:
             double.start()

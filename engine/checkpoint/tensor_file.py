@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...ops.errors import UsageError
-from .writer import WRITE_BYTES, chunk_bytes_of, write_summed
+from .writer import BLOCK_BYTES, chunk_bytes_of, write_summed
 
 HEADER_ALIGN = 64
 DTYPES = {
@@ -116,7 +116,7 @@ def _pieces_of(entries: Sequence[Entry]) -> Iterator[memoryview]:
         if flat.device.type == "cpu":
             yield bytes_of(flat)
             continue
-        step = WRITE_BYTES // flat.element_size()
+        step = BLOCK_BYTES // flat.element_size()
         for start in range(0, flat.numel(), step):
             here = flat[start : start + step].cpu()
             yield bytes_of(here)

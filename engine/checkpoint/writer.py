@@ -49,7 +49,7 @@ def chunk_bytes_of(size_bytes: int) -> int:
 
 
 @final
-class Sums:
+class Crcs:
     """The CRC-32 of every `chunk_bytes` of what was added."""
 
     def __init__(self, chunk_bytes: int) -> None:
@@ -101,7 +101,7 @@ def write_blocks(
 
     blocks: each is valid until DEPTH more are asked for.
     """
-    sums, at = Sums(chunk_bytes_of(size_bytes)), 0
+    sums, at = Crcs(chunk_bytes_of(size_bytes)), 0
     fd = _open_new(path, is_direct=size_bytes >= MIN_DIRECT_BYTES)
     try:
         with ThreadPoolExecutor(DEPTH) as pool:
@@ -155,6 +155,7 @@ def _open_new(path: Path, *, is_direct: bool) -> int:
 
 def _write_at(fd: int, block: memoryview, at: int) -> int:
     """Write all of `block` at byte `at`; where it ends. The system may take less at a time."""
+    was_refused = False
     while block:
         whole = len(block) - len(block) % ALIGN_BYTES
         if not whole or at % ALIGN_BYTES:
@@ -163,21 +164,19 @@ def _write_at(fd: int, block: memoryview, at: int) -> int:
         try:
             count = os.pwrite(fd, block[:whole], at)
         except OSError as error:
-            if error.errno != errno.EINVAL or not _use_page_cache(fd):
+            if error.errno != errno.EINVAL or was_refused:
                 raise
+            _use_page_cache(fd)
+            was_refused = True
             continue
         block, at = block[count:], at + count
     return at
 
 
-def _use_page_cache(fd: int) -> bool:
-    """From now on any length and place can be written. False: that was so before."""
-    direct = getattr(os, "O_DIRECT", 0)
+def _use_page_cache(fd: int) -> None:
+    """From now on any length and place can be written."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if not flags & direct:
-        return False
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
-    return True
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
 
 
 # -- the process --------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def test_whichever_call_fails_all_ranks_raise_and_both_checkpoints_are_whole(
 ) -> None:
     keep = {"checkpoint": {"keep_last": 2}}
     counts = run_ranks(every_kind, 2, str(tmp_path), ("eio", "full", "short"), keep)[0]
-    assert min(counts) > 5 and counts[0] > 12
+    assert min(counts) >= 3 and counts[0] > 12  # rank 1: open, write, fsync
 
 
 def test_whichever_call_of_a_commit_in_the_background_fails_all_ranks_hear_of_it(

@@ -1,0 +1,290 @@
+"""Contestants that write the same states: xds, a raw fsynced write, torch.distributed.checkpoint, torch.save."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "step_time")]
+
+MIB = 2**20
+WRITE_BYTES = 4 * MIB
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+    "zero_optimization": {"stage": 2},
+}
+
+
+def large_model() -> Any:
+    """101M parameters: 1.2 GB of values and moments."""
+    from torch import nn
+
+    return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(24)))
+
+
+def many_tensors() -> Any:
+    """1,000 tensors, so 3,000 with their moments; 47 MB."""
+    from torch import nn
+
+    return nn.Sequential(*(nn.Linear(62, 62) for _ in range(500)))
+
+
+MODELS: dict[str, Callable[[], Any]] = {"1.2 GB": large_model, "3,000 tensors": many_tensors}
+
+
+def engine_of(model: Any, **more: Any) -> Any:
+    """An engine that has taken one step, so that its optimizer has states."""
+    import xds
+
+    engine = xds.initialize(model, {**CONFIG, **more})
+    step(engine)
+    return engine
+
+
+def step(engine: Any) -> None:
+    """One step on this rank's next random sample."""
+    import torch
+
+    engine.backward(engine(torch.randn(1, engine.module[0].in_features)).square().mean())
+    engine.step()
+
+
+def states_bytes(engine: Any) -> int:
+    """Bytes of values and moments of the whole model."""
+    return 12 * sum(param.numel() for param in engine.module.parameters())
+
+
+class Turns:
+    """Contestants that write in turn, each into a fresh folder that is removed again."""
+
+    def __init__(self, folder: str, rounds: int) -> None:
+        self.folder = Path(folder)
+        self.rounds = rounds
+        self.seconds: dict[str, list[float]] = {}
+
+    def run(self, writers: dict[str, Callable[[Path], Any]]) -> None:
+        """One warm-up of each, then `rounds` turns; the order is turned round from round to round."""
+        names = list(writers)
+        for number in range(-1, self.rounds):
+            for name in names if number % 2 else reversed(names):
+                seconds = self.one(writers[name])
+                if number >= 0:
+                    self.seconds.setdefault(name, []).append(seconds)
+
+    def one(self, write: Callable[[Path], Any]) -> float:
+        import torch.distributed as dist
+
+        target = self.folder / "turn"
+        if dist.get_rank() == 0:
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir()
+            os.sync()  # the last turn's blocks are not this one's work
+        gc.collect()
+        dist.barrier()
+        start = time.perf_counter()
+        write(target)
+        dist.barrier()
+        return time.perf_counter() - start
+
+
+def raw_write(size_bytes: int) -> Callable[[Path], None]:
+    """Each rank writes `size_bytes` to a file of its own, WRITE_BYTES at a time, and fsyncs it."""
+    import torch
+    import torch.distributed as dist
+
+    content = torch.randint(0, 255, (size_bytes,), dtype=torch.uint8)
+    view = memoryview(content.numpy())
+
+    def write(target: Path) -> None:
+        fd = os.open(target / f"{dist.get_rank()}.bin", os.O_CREAT | os.O_WRONLY)
+        for at in range(0, size_bytes, WRITE_BYTES):
+            os.write(fd, view[at : at + WRITE_BYTES])
+        os.fsync(fd)
+        os.close(fd)
+
+    return write
+
+
+def torch_save(engine: Any) -> Callable[[Path], None]:
+    """Each rank saves the states it holds a share of by torch.save, and fsyncs the file."""
+    import torch
+    import torch.distributed as dist
+
+    held = [
+        *engine._parts.updater.master_tensors(),
+        *engine._parts.updater.state_tensors(),
+    ]
+    tensors = {str(at): getattr(one, "tensor", one) for at, one in enumerate(held)}
+
+    def write(target: Path) -> None:
+        with open(target / f"{dist.get_rank()}.pt", "wb") as file:
+            torch.save(tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    return write
+
+
+def dcp_save(model: Any) -> Callable[[Path], None]:
+    """FSDP2 with AdamW on the same model, saved as its users do."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.randn(1, model[0].in_features)).square().mean().backward()
+    optimizer.step()
+
+    def write(target: Path) -> None:
+        states, moments = get_state_dict(model, optimizer)
+        dcp.save({"model": states, "optimizer": moments}, checkpoint_id=target)
+
+    return write
+
+
+# -- what a rank does ---------------------------------------------------------------------------------------
+
+
+def synchronous(rank: int, world_size: int, folder: str, kind: str, rounds: int) -> dict[str, Any]:
+    """Seconds of every turn, and by how much memory grew in a save."""
+    import torch
+
+    torch.manual_seed(0)
+    engine = engine_of(MODELS[kind]())
+    share = states_bytes(engine) // world_size
+    turns = Turns(folder, rounds)
+    turns.run(
+        {
+            "xds": engine.save_checkpoint,
+            "raw": raw_write(share),
+            "torch.save": torch_save(engine),
+            "dcp": dcp_save(MODELS[kind]()),
+        }
+    )
+    _, grown_bytes = growth_of(lambda: turns.one(engine.save_checkpoint))
+    return {"seconds": turns.seconds, "grown": grown_bytes, "bytes": share * world_size}
+
+
+def without_sums(rank: int, world_size: int, folder: str, rounds: int) -> dict[str, Any]:
+    """The same save with and without the CRC-32 of what is written."""
+    import zlib
+
+    import torch
+
+    from xds.engine.checkpoint import writer
+
+    torch.manual_seed(0)
+    engine = engine_of(large_model())
+
+    class NoSums:
+        """Stands for zlib where the writer looks it up."""
+
+        crc32 = staticmethod(lambda part, crc=0: 0)
+
+    def bare(target: Path) -> None:
+        writer.zlib = NoSums  # type: ignore[assignment]
+        try:
+            engine.save_checkpoint(target)
+        finally:
+            writer.zlib = zlib
+
+    turns = Turns(folder, rounds)
+    turns.run({"with": engine.save_checkpoint, "without": bare})
+    return {"seconds": turns.seconds}
+
+
+def background(rank: int, world_size: int, folder: str, rounds: int) -> dict[str, Any]:
+    """The stall of a save in the background, and steps with and without one under way."""
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    engine = engine_of(large_model(), checkpoint={"async_save": True})
+    direct = engine_of(large_model())
+    share = states_bytes(engine) // world_size
+    source, target = torch.ones(share, dtype=torch.uint8), torch.ones(share, dtype=torch.uint8)
+    turns = Turns(folder, rounds)
+    found: dict[str, list[float]] = {
+        name: [] for name in ("stall", "copy", "direct", "step", "meanwhile", "first")
+    }
+
+    def steps_until_saved() -> list[float]:
+        """Seconds of each step until every rank's part is written."""
+        seconds = []
+        busy = torch.ones(1)
+        while busy:
+            seconds.append(timed(lambda: step(engine)))
+            busy = torch.tensor([float(engine.checkpoint_progress() is not None)])
+            dist.all_reduce(busy)
+        return seconds
+
+    for number in range(-1, rounds):
+        quiet = [timed(lambda: step(engine)) for _ in range(8)]
+        copy = statistics.median(timed(lambda: target.copy_(source)) for _ in range(3))
+        stall = turns.one(engine.save_checkpoint)
+        during = steps_until_saved()
+        engine.wait_for_checkpoint()
+        whole = turns.one(direct.save_checkpoint)
+        if number < 0:
+            found["first"].append(stall)
+            continue
+        found["stall"].append(stall)
+        found["copy"].append(copy)
+        found["direct"].append(whole)
+        found["step"].append(statistics.median(quiet))
+        found["meanwhile"].append(statistics.median(during))
+    engine.destroy()
+    return {"seconds": found, "bytes": share * world_size}
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds of `work`, on all ranks together."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no RssAnon line")
+
+
+def growth_of(work: Callable[[], Any]) -> tuple[Any, int]:
+    """What `work` returns, and the most memory that came on top meanwhile."""
+    before = peak = anonymous_bytes()
+    is_over = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not is_over.is_set():
+            peak = max(peak, anonymous_bytes())
+            time.sleep(0.002)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    result = work()
+    is_over.set()
+    watcher.join()
+    return result, peak - before
