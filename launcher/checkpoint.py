@@ -28,12 +28,26 @@ def main(argv: Sequence[str]) -> int:
     """Run one command. 0; 1: damaged, or different (diff); 2: it cannot be done, and stderr says why."""
     asked = _parser().parse_args(list(argv))
     try:
-        code: int = asked.run(asked)
+        with _one_thread():
+            code: int = asked.run(asked)
         return code
     except (UsageError, OSError) as error:
         print(f"xds checkpoint {asked.command}: {error}", file=sys.stderr)
         is_damaged = isinstance(error, DamagedError) and asked.command != "diff"
         return DAMAGED if is_damaged else USAGE
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Pieces are small, and sums have a thread of their own: more of torch would wait for one another."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _parser() -> argparse.ArgumentParser:
