@@ -1,4 +1,4 @@
-"""Contestants that write the same states: xds, a raw fsynced write, torch.distributed.checkpoint, torch.save."""
+"""Contestants that write the same states: xds, a raw fsynced write, DCP, torch.save."""
 
 from __future__ import annotations
 
@@ -115,28 +115,8 @@ def raw_write(size_bytes: int) -> Callable[[Path], None]:
     return write
 
 
-def torch_save(engine: Any) -> Callable[[Path], None]:
-    """Each rank saves the states it holds a share of by torch.save, and fsyncs the file."""
-    import torch
-    import torch.distributed as dist
-
-    held = [
-        *engine._parts.updater.master_tensors(),
-        *engine._parts.updater.state_tensors(),
-    ]
-    tensors = {str(at): getattr(one, "tensor", one) for at, one in enumerate(held)}
-
-    def write(target: Path) -> None:
-        with open(target / f"{dist.get_rank()}.pt", "wb") as file:
-            torch.save(tensors, file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    return write
-
-
-def dcp_save(model: Any) -> Callable[[Path], None]:
-    """FSDP2 with AdamW on the same model, saved as its users do."""
+def torch_writers(model: Any) -> dict[str, Callable[[Path], None]]:
+    """FSDP2 with AdamW on the same model, saved by DCP as its users do, and shard by shard by torch.save."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -150,11 +130,25 @@ def dcp_save(model: Any) -> Callable[[Path], None]:
     model(torch.randn(1, model[0].in_features)).square().mean().backward()
     optimizer.step()
 
-    def write(target: Path) -> None:
+    def save_dcp(target: Path) -> None:
         states, moments = get_state_dict(model, optimizer)
         dcp.save({"model": states, "optimizer": moments}, checkpoint_id=target)
 
-    return write
+    def local(value: Any) -> Any:
+        return value.to_local() if hasattr(value, "to_local") else value
+
+    def save_shards(target: Path) -> None:
+        """Each rank's shards of values and moments into one file, fsynced."""
+        held = [
+            {"value": local(param), **{k: local(v) for k, v in optimizer.state[param].items()}}
+            for param in model.parameters()
+        ]
+        with open(target / f"{dist.get_rank()}.pt", "wb") as file:
+            torch.save(held, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    return {"dcp": save_dcp, "torch.save": save_shards}
 
 
 # -- what a rank does ---------------------------------------------------------------------------------------
@@ -172,8 +166,7 @@ def synchronous(rank: int, world_size: int, folder: str, kind: str, rounds: int)
         {
             "xds": engine.save_checkpoint,
             "raw": raw_write(share),
-            "torch.save": torch_save(engine),
-            "dcp": dcp_save(MODELS[kind]()),
+            **torch_writers(MODELS[kind]()),
         }
     )
     _, grown_bytes = growth_of(lambda: turns.one(engine.save_checkpoint))
