@@ -15,11 +15,22 @@ from ..ops.errors import UsageError
 
 
 class Resumable(ABC):
-    """What hands out samples and can say, over all ranks, how many it has handed out."""
+    """What hands out samples, one iteration after the other, and can say where the next one begins.
+
+    A position is numbers that mean the same at any number of ranks.
+    """
 
     @abstractmethod
-    def position(self) -> dict[str, int]:
-        """Where the next sample is: numbers that mean the same at any number of ranks."""
+    def start(self) -> dict[str, int]:
+        """Where the next iteration begins."""
+
+    @abstractmethod
+    def begin(self) -> dict[str, int]:
+        """An iteration begins now, and `start` is that of the one after it; where."""
+
+    @abstractmethod
+    def after(self, start: Mapping[str, int], num_items: int) -> dict[str, int]:
+        """The position when this rank has got `num_items` of an iteration that began at `start`."""
 
     @abstractmethod
     def resume(self, position: Mapping[str, int], min_items: int) -> None:
@@ -38,25 +49,21 @@ class EpochSampler(Sampler[int], Resumable):
     def __init__(self, inner: DistributedSampler[int]) -> None:
         self._inner = inner
         self.epoch = 0
-        self._handed_out = {"epoch": 0, "samples": 0}
         self._skip = 0  # samples of the next iteration's epoch that were handed out before
+        self._indices: list[int] | None = None  # of the iteration that has begun
 
     def __iter__(self) -> Iterator[int]:
-        epoch, skip, self._skip = self.epoch, self._skip, 0
-        self.epoch += 1
-        return self._counted(self._indices(epoch, skip), epoch, skip)
+        if self._indices is None:
+            self.begin()
+        assert self._indices is not None
+        indices, self._indices = self._indices, None
+        return iter(indices)
 
-    def _counted(self, indices: Iterable[int], epoch: int, skip: int) -> Iterator[int]:
-        for count, index in enumerate(indices, start=1):
-            samples = skip + count * self._inner.num_replicas
-            self._handed_out = {"epoch": epoch, "samples": samples}
-            yield index
-
-    def _indices(self, epoch: int, skip: int) -> Iterable[int]:
+    def _rest(self, epoch: int, skip: int) -> list[int]:
         """This rank's part of what an epoch has left after its first `skip` samples."""
         self._inner.set_epoch(epoch)
         if not skip:
-            return iter(self._inner)
+            return list(self._inner)
         everybody = self._order(epoch)
         rest = everybody[skip:]
         world_size = self._inner.num_replicas
@@ -84,18 +91,26 @@ class EpochSampler(Sampler[int], Resumable):
     def set_epoch(self, epoch: int) -> None:
         """Give the next iteration the order of `epoch`, from its beginning."""
         self.epoch, self._skip = epoch, 0
-        self._handed_out = {"epoch": epoch, "samples": 0}
 
-    def position(self) -> dict[str, int]:
-        return dict(self._handed_out)
+    def start(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "samples": self._skip}
+
+    def begin(self) -> dict[str, int]:
+        here = self.start()
+        self._indices = self._rest(self.epoch, self._skip)
+        self.set_epoch(self.epoch + 1)
+        return here
+
+    def after(self, start: Mapping[str, int], num_items: int) -> dict[str, int]:
+        """Samples that fill up a last round count as well: whoever goes on begins the next epoch."""
+        samples = start["samples"] + num_items * self._inner.num_replicas
+        return {"epoch": start["epoch"], "samples": samples}
 
     def resume(self, position: Mapping[str, int], min_items: int) -> None:
         epoch, skip = position["epoch"], position["samples"]
-        if len(list(self._indices(epoch, skip))) < min_items:
+        if len(self._rest(epoch, skip)) < min_items:
             epoch, skip = epoch + 1, 0
-        self.set_epoch(epoch)
-        self._skip = skip
-        self._handed_out = {"epoch": epoch, "samples": skip}
+        self.epoch, self._skip = epoch, skip
 
 
 @final
@@ -106,35 +121,83 @@ class RankSlice(IterableDataset[Any], Resumable):
         rank 1        1         5
 
     Every rank reads the whole stream and keeps its part; a last round that is not whole is dropped,
-    so all ranks see the same number of items. Loader workers take rounds in turn. The order is the
-    stream's own: there is no shuffling.
+    so all ranks see the same number of items. Loader workers take micro-batches in turn, so the order
+    does not depend on their number. It is the stream's own: there is no shuffling.
     """
 
-    def __init__(self, stream: Iterable[Any], rank: int, world_size: int) -> None:
+    def __init__(
+        self, stream: Iterable[Any], rank: int, world_size: int, micro_batch_size: int
+    ) -> None:
         self._stream = stream
         self._rank = rank
         self._world_size = world_size
-        self._items = 0  # handed out in this pass, over all ranks
-        self._skip = 0
+        self._micro_batch_size = micro_batch_size
+        self._skip = self._current = 0  # items before the next pass, and before this one
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         worker_id, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        skip, self._skip = self._skip, 0
-        items = islice(self._stream, skip, None)
-        round_index = 0
-        while len(whole_round := list(islice(items, self._world_size))) == self._world_size:
-            self._items = skip + (round_index + 1) * self._world_size
-            if round_index % num_workers == worker_id:
-                yield whole_round[self._rank]
-            round_index += 1
+        return self._part(self._current, worker_id, num_workers)
 
-    def position(self) -> dict[str, int]:
-        return {"items": self._items}
+    def _part(self, skip: int, worker_id: int, num_workers: int) -> Iterator[Any]:
+        items = islice(self._stream, skip, None)
+        number = 0
+        while len(whole_round := list(islice(items, self._world_size))) == self._world_size:
+            if number // self._micro_batch_size % num_workers == worker_id:
+                yield whole_round[self._rank]
+            number += 1
+
+    def start(self) -> dict[str, int]:
+        return {"items": self._skip}
+
+    def begin(self) -> dict[str, int]:
+        here = self.start()
+        self._current, self._skip = self._skip, 0
+        return here
+
+    def after(self, start: Mapping[str, int], num_items: int) -> dict[str, int]:
+        return {"items": start["items"] + num_items * self._world_size}
 
     def resume(self, position: Mapping[str, int], min_items: int) -> None:
         """The stream is read again, and what was handed out is thrown away."""
-        self._items = self._skip = position["items"]
+        self._skip = position["items"]
+
+
+@final
+class RankLoader(DataLoader[Any]):
+    """A DataLoader that knows what it has handed out, whatever its workers have read ahead."""
+
+    def __init__(self, source: Resumable, seed: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._source = source
+        self._seed = seed
+        self._position = source.start()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        start = self._position = self._source.begin()
+        if "epoch" in start and self.generator is not None:
+            # workers get their seeds of it: those of an epoch are the same in a run that went on
+            self.generator.manual_seed(self._seed + (start["epoch"] << 32))
+        return self._counted(super().__iter__(), start)
+
+    def _counted(self, batches: Iterator[Any], start: Mapping[str, int]) -> Iterator[Any]:
+        assert self.batch_size is not None
+        for number, batch in enumerate(batches, start=1):
+            self._position = self._source.after(start, number * self.batch_size)
+            yield batch
+        self._position = self._source.start()
+
+    def position(self) -> dict[str, int]:
+        """Where the next sample is."""
+        return self._position
+
+    def resume(self, position: Mapping[str, int]) -> bool:
+        """The next iteration begins at `position`, at any number of ranks. False: it is another kind's."""
+        if position.keys() != self._source.start().keys():
+            return False
+        self._source.resume(position, self.batch_size if self.drop_last and self.batch_size else 1)
+        self._position = self._source.start()
+        return True
 
 
 @final
@@ -203,7 +266,8 @@ def build_loader(  # noqa: PLR0913 (a rank and what a DataLoader takes)
         )
     # A generator of its own: DataLoader otherwise draws a seed from the global one in each epoch,
     # and so changes every later random number of the training.
-    generator = torch.Generator().manual_seed(seed * world_size + rank)
+    own_seed = seed * world_size + rank
+    generator = torch.Generator().manual_seed(own_seed)
     options: dict[str, Any] = {
         "batch_size": micro_batch_size,
         "collate_fn": collate_fn,
@@ -213,7 +277,8 @@ def build_loader(  # noqa: PLR0913 (a rank and what a DataLoader takes)
         "generator": generator,
     }
     if isinstance(dataset, IterableDataset):
-        return DataLoader(RankSlice(dataset, rank, world_size), **options)
+        part = RankSlice(dataset, rank, world_size, micro_batch_size)
+        return RankLoader(part, own_seed, dataset=part, **options)
     _check_map_style(dataset, micro_batch_size, world_size, drop_last)
     inner = DistributedSampler[int](
         dataset,  # type: ignore[arg-type]
@@ -223,31 +288,26 @@ def build_loader(  # noqa: PLR0913 (a rank and what a DataLoader takes)
         seed=seed,
         drop_last=drop_last,
     )
-    return DataLoader(dataset, sampler=EpochSampler(inner), **options)  # type: ignore[arg-type]
+    sampler = EpochSampler(inner)
+    return RankLoader(sampler, own_seed, dataset=dataset, sampler=sampler, **options)
+
+
+def keeps_position(loader: Any) -> bool:
+    """A loader of the user's that says by itself where it is, such as torchdata's StatefulDataLoader."""
+    return all(
+        callable(getattr(loader, name, None))
+        for name in ("__iter__", "state_dict", "load_state_dict")
+    )
 
 
 def loader_position(loader: Any) -> dict[str, int] | None:
-    """Where the next sample of a loader made here is; None where nobody knows."""
-    source = _resumable(loader)
-    return None if source is None else source.position()
+    """Where the next sample of a loader made here is, over all ranks; None where nobody knows."""
+    return loader.position() if isinstance(loader, RankLoader) else None
 
 
 def resume_loader(loader: Any, position: Mapping[str, int]) -> bool:
     """The loader's next iteration begins at `position`, at any number of ranks. False: it cannot."""
-    source = _resumable(loader)
-    if source is None or position.keys() != source.position().keys():
-        return False
-    source.resume(position, loader.batch_size if loader.drop_last else 1)
-    return True
-
-
-def _resumable(loader: Any) -> Resumable | None:
-    """Worker processes read ahead, so what they have handed out says nothing about what was used."""
-    if isinstance(loader, DataLoader) and loader.num_workers == 0:
-        for part in (loader.sampler, loader.dataset):
-            if isinstance(part, Resumable):
-                return part
-    return None
+    return isinstance(loader, RankLoader) and loader.resume(position)
 
 
 def _check_map_style(
@@ -255,8 +315,9 @@ def _check_map_style(
 ) -> None:
     if isinstance(dataset, DataLoader):
         raise UsageError(
-            "training_data is a DataLoader, and needs to be a dataset; pass its dataset, or keep "
-            "the loader and give its batches to engine(batch) or engine.train_batch(iterator)."
+            "training_data is a DataLoader without state_dict() and load_state_dict(), so a checkpoint could "
+            "not keep its position; pass its dataset, pass a loader that has them (torchdata's "
+            "StatefulDataLoader), or give its batches to engine(batch) or engine.train_batch(iterator)."
         )
     try:
         num_items = len(dataset)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from .checkpoint.saver import Direct, Saver
 from .checkpointing import checkpoint_blocks
 from .compiling import Compiler
 from .config import Config
-from .data import build_loader
+from .data import build_loader, keeps_position
 from .engine import Engine
 from .monitor import build_monitor
 from .optimizers import (
@@ -78,7 +78,8 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
         model_parameters: the parameters to train, or groups of them; None is every trainable one.
         lr_scheduler: a scheduler of `optimizer`, or a callable that gets the optimizer; None takes the
             config's.
-        training_data: a dataset; `engine.training_dataloader` then serves this rank's micro-batches.
+        training_data: a dataset; `engine.training_dataloader` then serves this rank's micro-batches. Or this
+            rank's loader itself, if it has state_dict and load_state_dict.
         group: the data-parallel ranks; None is all of them.
         weights: a state dict, a safetensors file or index, or a folder with one, to start from; each rank
             reads its own part. A model on the meta device gets its memory only then.
@@ -165,6 +166,8 @@ def _loader(
     config: Config,
     group: dist.ProcessGroup,
 ) -> Any:
+    if keeps_position(data):
+        return data
     return build_loader(
         data,
         micro_batch_size=config.train_micro_batch_size_per_gpu,

@@ -2,6 +2,8 @@
 
 torch's threaded process group gives real values for 2 to 16 ranks in milliseconds. It has no send and recv, so
 xds takes its native collectives there. What is one for a process (random generators) is one for all ranks.
+Its reduce_scatter is wrong where the output lies in the input, as it does at stages 0 and 1: what is trained
+there is good to be saved and loaded, not to be compared with anything.
 """
 
 from __future__ import annotations

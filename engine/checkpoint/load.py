@@ -22,7 +22,7 @@ from ...ops.errors import DamagedError, UsageError
 from ...zero.ranges import Catalogue, Copy
 from ...zero.restore import Restore, Target
 from ...zero.snapshot import Snapshot
-from ..data import resume_loader
+from ..data import keeps_position, resume_loader
 from .agreement import together
 from .checked_file import CheckedFile
 from .folders import (
@@ -249,7 +249,7 @@ def _own(packed: Any, get: Any, options: LoadOptions) -> dict[str, Any]:
     """This rank's own values; tensors that the options leave out are not read. Imports have none."""
     wanted = ["buffers"]
     if not options.load_module_only:
-        wanted.append("random")
+        wanted += ["random", "data"]
     if options.with_optimizer:
         wanted.append("grads")
     return {key: unpack(packed[key], get) for key in wanted if key in packed}
@@ -399,11 +399,25 @@ def _set_engine(parts: Parts, counters: Counters, plan: _Plan, options: LoadOpti
             load(saved["lr_scheduler"]["state"])
     parts.loss_scale.load_state_dict(saved["loss_scale"])
     _set_counters(counters, saved["counters"], options)
-    if saved["data"] is not None and parts.loader is not None:
-        if not resume_loader(parts.loader, saved["data"]):
-            log.warning("the checkpoint's data position does not fit training_data: it starts anew")
+    _set_data(parts.loader, plan)
     if "random" in plan.own:
         set_random_state(plan.own["random"], parts.device)
+
+
+def _set_data(loader: Any, plan: _Plan) -> None:
+    """The loader goes on: ours at any number of ranks, the user's where there was such a rank."""
+    if loader is None:
+        return
+    if keeps_position(loader) and "data" in plan.own:
+        loader.load_state_dict(plan.own["data"])
+        return
+    saved = plan.state["data"]
+    was_kept = saved is not None or "data" in plan.manifest.files[0].own
+    if was_kept and (saved is None or not resume_loader(loader, saved)):
+        log.warning(
+            "the checkpoint's data position does not fit training_data: it starts anew%s",
+            "" if plan.is_same_world else " (a loader of one's own goes on at the same ranks only)",
+        )
 
 
 def _set_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:

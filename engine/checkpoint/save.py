@@ -19,7 +19,7 @@ from torch import Tensor
 from ...ops.errors import UsageError
 from ...zero.ranges import ConstantRange, Range, SavedFlat
 from ...zero.snapshot import Block, Snapshot, name_of
-from ..data import loader_position
+from ..data import keeps_position, loader_position
 from .agreement import together
 from .folders import check_tag, make_folder
 from .format import FORMAT, VERSION, FileRecord, Manifest, constants_to_json, pack
@@ -253,6 +253,8 @@ def _add_own(content: _Content, parts: Parts, differing: list[bool]) -> None:
         for flat, (local, filled) in snapshot.grad_locals().items()
     }
     own = {"random": read_random_state(parts.device), "buffers": buffers, "grads": grads}
+    if keeps_position(parts.loader):
+        own["data"] = parts.loader.state_dict()
     content.own = pack(own, "own", partial(content.put, "own"))
 
 
