@@ -236,7 +236,7 @@ def _add_export(commands: Any) -> None:
 def _export(asked: argparse.Namespace) -> int:
     import torch
 
-    from ..engine.checkpoint.export import (
+    from ..engine.checkpoint.exports.export import (
         ExportOptions,
         export_bytes,
         export_safetensors,
@@ -258,7 +258,7 @@ def _export(asked: argparse.Namespace) -> int:
         overwrite=asked.overwrite,
     )
     if asked.to == "dcp":
-        from ..engine.checkpoint.export_dcp import export_dcp as write
+        from ..engine.checkpoint.exports.dcp import export_dcp as write
     else:
         write = export_torch if asked.to == "torch" else export_safetensors
     with _open(asked) as reader:

@@ -32,7 +32,7 @@ def add_import(commands: Any) -> None:
 
 
 def _import(asked: argparse.Namespace) -> int:
-    from ..engine.checkpoint.importing import import_checkpoint
+    from ..engine.checkpoint.imports.importing import import_checkpoint
 
     report = import_checkpoint(asked.source, asked.save_dir, asked.tag, asked.kind)
     print(

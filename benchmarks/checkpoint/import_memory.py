@@ -66,7 +66,7 @@ def resident_mib() -> dict[str, float]:
 
 
 def measure(source: Path, out: Path) -> None:
-    from xds.engine.checkpoint.importing import import_checkpoint
+    from xds.engine.checkpoint.imports.importing import import_checkpoint
 
     before = resident_mib()
     peak = dict(before)

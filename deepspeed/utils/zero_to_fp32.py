@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...engine.checkpoint.export import SAFETENSORS, TORCH_BIN, ExportOptions, export_folder
+from ...engine.checkpoint.exports.export import SAFETENSORS, TORCH_BIN, ExportOptions, export_folder
 from ...engine.checkpoint.reader import CheckpointReader, get_fp32_state_dict
 from ...ops.sizes import parse_bytes
 from ..missing import stand_in

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 import xds
 from xds.deepspeed.utils import zero_to_fp32
-from xds.engine.checkpoint.export import (
+from xds.engine.checkpoint.exports.dcp import export_dcp
+from xds.engine.checkpoint.exports.export import (
     ExportOptions,
     export_bytes,
     export_safetensors,
     export_torch,
 )
-from xds.engine.checkpoint.export_dcp import export_dcp
 from xds.engine.checkpoint.reader import CheckpointReader
 
 WAYS = {"safetensors": export_safetensors, "torch": export_torch, "dcp": export_dcp}

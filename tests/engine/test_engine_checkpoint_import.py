@@ -20,10 +20,14 @@ from torch import Tensor
 from warm_ranks import warm
 
 import xds
-from xds.engine.checkpoint.deepspeed_layout import order_names, places_in_parts, places_in_rows
 from xds.engine.checkpoint.folders import read_manifest
-from xds.engine.checkpoint.importing import import_checkpoint
-from xds.engine.checkpoint.safe_pickle import StandIn, read_pickle
+from xds.engine.checkpoint.imports.deepspeed_layout import (
+    order_names,
+    places_in_parts,
+    places_in_rows,
+)
+from xds.engine.checkpoint.imports.importing import import_checkpoint
+from xds.engine.checkpoint.imports.safe_pickle import StandIn, read_pickle
 from xds.zero.snapshot import Snapshot
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"

@@ -14,9 +14,9 @@ from warm_ranks import warm
 
 import xds
 from xds.engine.checkpoint.folders import read_manifest
-from xds.engine.checkpoint.import_deepspeed import read_deepspeed
-from xds.engine.checkpoint.importing import import_checkpoint
-from xds.engine.checkpoint.safe_pickle import read_pickle
+from xds.engine.checkpoint.imports.deepspeed import read_deepspeed
+from xds.engine.checkpoint.imports.importing import import_checkpoint
+from xds.engine.checkpoint.imports.safe_pickle import read_pickle
 from xds.launcher.cli import main
 
 

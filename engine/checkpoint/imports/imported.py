@@ -15,15 +15,15 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ...ops.errors import UsageError
-from ...ops.flat import numel_of
-from ...zero.layout import Slot
-from ...zero.ranges import ConstantRange, Range, SavedFlat
-from ...zero.snapshot import name_of, plain
-from .folders import MANIFEST, check_tag, commit, discard, file_name, make_folder, write_latest
-from .format import FORMAT, VERSION, FileRecord, Manifest, constants_to_json, pack
+from ....ops.errors import UsageError
+from ....ops.flat import numel_of
+from ....zero.layout import Slot
+from ....zero.ranges import ConstantRange, Range, SavedFlat
+from ....zero.snapshot import name_of, plain
+from ..folders import MANIFEST, check_tag, commit, discard, file_name, make_folder, write_latest
+from ..format import FORMAT, VERSION, FileRecord, Manifest, constants_to_json, pack
+from ..tensor_file import DTYPES, Entry, write_tensors
 from .safe_pickle import StandIn
-from .tensor_file import DTYPES, Entry, write_tensors
 
 EITHER = "either"  # the kind of a tensor of which the source does not say whether it is a parameter
 
@@ -169,7 +169,7 @@ class Imported:
         return final_folder
 
     def _manifest(self, tag: str, record: FileRecord) -> Manifest:
-        from ... import __version__
+        from .... import __version__
 
         return Manifest(
             format=FORMAT,

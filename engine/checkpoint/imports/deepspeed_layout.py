@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ...ops.flat import numel_of
+from ....ops.flat import numel_of
 
 Shape = tuple[int, ...]
 MAX_WAYS = 4096  # places of a search for names that are kept at a time

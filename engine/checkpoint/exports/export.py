@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.errors import UsageError
+from ....ops.errors import UsageError
+from ..reader import CheckpointReader, Saved, chosen
+from ..tensor_file import DTYPES, bytes_of
 from .publish import published
-from .reader import CheckpointReader, Saved, chosen
-from .tensor_file import DTYPES, bytes_of
 from .torch_file import write_torch_file
 
 PIECE_BYTES = 4 << 20

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...ops.errors import UsageError
-from .folders import LATEST, MANIFEST
-from .import_deepspeed import is_deepspeed, read_deepspeed
-from .import_weights import find_weights, read_weights
+from ....ops.errors import UsageError
+from ..folders import LATEST, MANIFEST
+from .deepspeed import is_deepspeed, read_deepspeed
 from .imported import Imported
+from .weights import find_weights, read_weights
 
 AUTO, DEEPSPEED, HUGGINGFACE, TORCH = "auto", "deepspeed", "huggingface", "torch"
 SOURCES = (AUTO, DEEPSPEED, HUGGINGFACE, TORCH)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.errors import UsageError
-from ...ops.flat import numel_of
-from ...zero.ranges import ConstantRange
-from ...zero.snapshot import name_of
+from ....ops.errors import UsageError
+from ....ops.flat import numel_of
+from ....zero.ranges import ConstantRange
+from ....zero.snapshot import name_of
 from .deepspeed_shards import STEP, Held, Training, read_shards
 from .deepspeed_values import (
     client_values,

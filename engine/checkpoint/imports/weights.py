@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.errors import UsageError
-from ...ops.flat import numel_of
+from ....ops.errors import UsageError
+from ....ops.flat import numel_of
+from ..tensor_file import TORCH_DTYPES
 from .imported import EITHER, Imported
 from .safe_pickle import StandIn, read_pickle
-from .tensor_file import TORCH_DTYPES
 
 SAFETENSORS, INDEX = ".safetensors", ".index.json"
 FOLDER_FILES = (

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...ops.errors import UsageError
+from ....ops.errors import UsageError
 
 # of Python's own library these are data; any other name of it has no place in a checkpoint
 DATA_MODULES = ("collections", "datetime", "decimal", "enum", "fractions", "pathlib", "uuid")
