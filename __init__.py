@@ -34,7 +34,16 @@ _HOMES = {
 
 _MODULES = ("zero",)
 
-__all__ = ["Config", "ConfigError", "Engine", "UsageError", "XdsError", "initialize"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Engine",
+    "UsageError",
+    "XdsError",
+    "get_fp32_state_dict",
+    "initialize",
+    "newest_checkpoint",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,10 @@ import pytest
 import xds
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ["Config", "ConfigError", "Engine", "UsageError", "XdsError", "initialize"]
+NAMES = [
+    *("Config", "ConfigError", "Engine", "UsageError", "XdsError"),
+    *("get_fp32_state_dict", "initialize", "newest_checkpoint"),
+]
 CONFIGS = sorted(path.relative_to(ROOT) for path in ROOT.glob("[a-z]*/config*.py"))
 QUICK = [
     "xds",
