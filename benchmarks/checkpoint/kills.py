@@ -1,0 +1,112 @@
+"""Kill ranks with SIGKILL at random instants of save loops, and look through what is left.
+
+    python benchmarks/checkpoint/kills.py [--kills 560] [--side-by-side 6] [--quick]
+
+Claim: no kill leaves a checkpoint that does not load, none loses one that was reported as saved. Each scenario
+has its own folder; after a kill the next two ranks go on from the newest checkpoint there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "tests")]
+from harness import machine  # noqa: E402
+from kill_runs import Killer, Scenario, Tally  # noqa: E402
+
+COLUMNS = ("scenario", "kills", "in a save", "committed, not yet told", "checked", "problems")
+
+
+def scenarios() -> list[Scenario]:
+    """Every way to save and to be killed; stages and sizes take turns."""
+    found = []
+    ways = itertools.product((False, True), (0, 2), (False, True), ("one", "all"))
+    for number, (same_tag, keep_last, async_save, victims) in enumerate(ways):
+        if same_tag and keep_last:
+            continue  # one folder is all there is
+        width, layers = ((16, 2), (256, 3))[number // 2 % 2]
+        stage = (number * 3 + number // 4) % 4
+        found.append(Scenario(stage, width, layers, same_tag, keep_last, async_save, victims))
+    return found
+
+
+def kill_often(scenario: Scenario, kills: int, seed: int) -> Tally:
+    # the process that writes in the background starts with the first save
+    killer = Killer(scenario, seed, window_seconds=1.0 if scenario.async_save else 0.3)
+    for number in range(kills):
+        killer.trial()
+        if number % 5 == 4:
+            killer.thin_out()
+    return killer.finish()
+
+
+def main() -> int:
+    """Run all scenarios; 1 if anything was torn or lost."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=560, help="in all")
+    parser.add_argument("--side-by-side", type=int, default=6, help="scenarios at a time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="four kills each; keeps nothing")
+    options = parser.parse_args()
+    every = scenarios()
+    each = 4 if options.quick else -(-options.kills // len(every))
+    start = time.monotonic()
+    with ThreadPoolExecutor(options.side_by_side) as pool:
+        seeds = range(options.seed, options.seed + len(every))
+        tallies = list(pool.map(kill_often, every, [each] * len(every), seeds))
+    rows = []
+    for scenario, tally in zip(every, tallies, strict=True):
+        counts = (tally.kills, tally.inside, tally.committed_unreported, tally.checked)
+        rows.append((f"stage {scenario.stage}, {scenario.label}", *counts, len(tally.problems)))
+    rows.append(("all", *(sum(row[at] for row in rows) for at in range(1, len(COLUMNS)))))
+    show(rows)
+    for tally in tallies:
+        for problem in tally.problems:
+            print(problem)
+    if not options.quick:
+        keep(every, tallies, time.monotonic() - start)
+    return 1 if any(tally.problems for tally in tallies) else 0
+
+
+def show(rows: list[tuple[object, ...]]) -> None:
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    for row in rows:
+        print(f"| {' | '.join(str(cell) for cell in row)} |")
+
+
+def keep(every: list[Scenario], tallies: list[Tally], seconds: float) -> None:
+    """The results as results/<date>-kills-<processor>.json."""
+    about = machine()
+    words = about["cpu"].lower().replace("(r)", "").split()[:2]
+    today = datetime.date.today().isoformat()
+    path = HERE / "results" / f"{today}-kills-{os.cpu_count()}-core-{'-'.join(words)}.json"
+    path.parent.mkdir(exist_ok=True)
+    runs = [
+        {**dataclasses.asdict(scenario), **dataclasses.asdict(tally)}
+        for scenario, tally in zip(every, tallies, strict=True)
+    ]
+    totals = {
+        "kills": sum(tally.kills for tally in tallies),
+        "inside_a_save": sum(tally.inside for tally in tallies),
+        "unloadable": sum(len(tally.unloadable) for tally in tallies),
+        "lost": sum(len(tally.lost) for tally in tallies),
+        "left_behind": sum(len(tally.left) for tally in tallies),
+        "seconds": round(seconds),
+    }
+    content = {"date": today, "machine": about, "totals": totals, "runs": runs}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"results: {path.relative_to(HERE.parents[1])}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
