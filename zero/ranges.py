@@ -179,6 +179,11 @@ class Catalogue:
         """The flat that holds `name`, which the checkpoint has."""
         return self._flats[self._places[kind, name][0]]
 
+    def group_of(self, param: str) -> int | None:
+        """The hyperparameter group of a parameter that was trained."""
+        place = self._place("param", param)
+        return place[1].group if place is not None and self._flats[place[0]].trains else None
+
     def copies(self, piece: Piece, key: str) -> list[Copy]:
         """Where the elements of `piece` lie. What the checkpoint does not have is left out."""
         number, low, high = self._span(piece)
@@ -239,6 +244,7 @@ class Catalogue:
         own = {(f.kind, s.name): s.shape for f in flats for s in f.slots if f.kind != "state"}
         saved = {place: self._place(*place) for place in own}
         met = {(there[0], there[1].offset) for there in saved.values() if there is not None}
+        whole = {f.slots[0].name: f.dtype for f in flats if f.kind == "buffer"}
         return Differences(
             missing=tuple(sorted(name for (_, name), there in saved.items() if there is None)),
             extra=tuple(
@@ -252,6 +258,13 @@ class Catalogue:
                 f"{name} is {list(there[1].shape)} there and {list(own[kind, name])} here"
                 for (kind, name), there in saved.items()
                 if there is not None and there[1].shape != own[kind, name]
+            )
+            + tuple(
+                f"{name} is {self._flats[there[0]].dtype} there and {whole[name]} here"
+                for (kind, name), there in saved.items()
+                if there is not None
+                and kind == "buffer"
+                and ("float" in self._flats[there[0]].dtype) != ("float" in whole[name])
             ),
         )
 

@@ -216,6 +216,8 @@ def _prepare(  # noqa: PLR0913
 
     plan.state = unpack(manifest.state, lambda name: opened(0).tensor(name))
     _check_state(parts, counters, plan, options, folder)
+    if options.with_optimizer and plan.state["optimizer"] is not None:
+        _check_groups(catalogue, snapshot, folder)
     if plan.is_same_world:
         plan.own = _own(manifest.files[rank].own, lambda name: opened(rank).tensor(name), options)
     plan.targets = restore.plan_values()
@@ -334,6 +336,19 @@ def _check_optimizer(parts: Parts, saved: dict[str, Any] | None, folder: Path) -
             f"{folder} holds {num_saved} parameter groups, and this engine has {num_here}: make the same "
             "groups, or load with load_optimizer_states=False"
         )
+
+
+def _check_groups(catalogue: Catalogue, snapshot: Snapshot, folder: Path) -> None:
+    """Rates and decays are a group's, and a scheduler knows groups by their numbers."""
+    for flat in snapshot.flats:
+        for slot in flat.slots if flat.kind == "param" and flat.trains else ():
+            there = catalogue.group_of(slot.name)
+            if there is not None and there != slot.group:
+                raise UsageError(
+                    f"{folder} has {slot.name} in parameter group {there}, and this engine has it in group "
+                    f"{slot.group}: make the same groups in the same order, or load with "
+                    "load_optimizer_states=False"
+                )
 
 
 def _check_accumulation(counters: Counters, plan: _Plan, folder: Path) -> None:

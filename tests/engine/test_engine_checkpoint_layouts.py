@@ -371,3 +371,101 @@ def test_a_manifest_that_lacks_elements_is_refused(tmp_path: Path) -> None:
     assert dump(parse(path.read_bytes(), "it"))
     with pytest.raises(xds.UsageError, match=r"contradicts itself: elements of .* in no file"):
         engine.load_checkpoint(tmp_path)
+
+
+# -- another model ------------------------------------------------------------------------------------------
+
+
+class Varied(nn.Module):
+    """Two layers, one of them tied to a third or not; a buffer of some dtype."""
+
+    def __init__(self, tied: bool = True, buffer: Tensor | None = None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.between = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+        if tied:
+            self.last.weight = self.first.weight
+        self.register_buffer("scale", torch.ones(3) if buffer is None else buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.between:
+            x = layer(x)
+        return self.last(x) * self.scale.sum().to(x.dtype)
+
+
+def states(engine: Any) -> Saved:
+    parts = {(n, k, s): v.clone() for n, k, s, v in held_by(engine)}
+    places = {place[:2] for place in parts}
+    return {
+        (name, key): torch.cat([parts[p] for p in sorted(parts) if p[:2] == (name, key)])
+        for name, key in places
+    }
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"units": ["Linear"], "unit_min_numel": 0},
+        {"unit_min_numel": 10**9},
+        {"stage3_param_persistence_threshold": 10**9},
+    ],
+)
+def test_units_of_another_size_load(tmp_path: Path, section: dict[str, Any]) -> None:
+    first = engine_of(Varied(), 3)
+    train(first, range(2), 40)
+    first.save_checkpoint(tmp_path)
+    second = engine_of(Varied(), 3, zero_optimization={"stage": 3, **section})
+    second.load_checkpoint(tmp_path)
+    wanted, found = states(first), states(second)
+    assert wanted.keys() == found.keys()
+    for place, value in wanted.items():
+        if place[1] != "state/step":  # one for each range
+            assert torch.equal(value, found[place]), place
+
+
+def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
+    def grouped(*ndims: int) -> Any:
+        model = Varied()
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim == ndim], "weight_decay": ndim / 10}
+            for ndim in ndims
+        ]
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        }
+        return xds.initialize(model, config, model_parameters=groups)
+
+    first, same, swapped = grouped(1, 2), grouped(1, 2), grouped(2, 1)
+    train(first, range(1), 40)
+    first.save_checkpoint(tmp_path)
+    same.load_checkpoint(tmp_path)
+    with pytest.raises(xds.UsageError, match=r"has .* in parameter group [01], and this engine"):
+        swapped.load_checkpoint(tmp_path)
+    swapped.load_checkpoint(tmp_path, load_optimizer_states=False)
+
+
+def test_buffers_may_have_another_width_but_not_another_kind(tmp_path: Path) -> None:
+    first = engine_of(Varied(buffer=torch.tensor([0.5, 1.5])), 0)
+    first.save_checkpoint(tmp_path)
+    wide = engine_of(Varied(buffer=torch.zeros(2, dtype=torch.float64)), 0)
+    wide.load_checkpoint(tmp_path)
+    assert wide.module.scale.tolist() == [0.5, 1.5] and wide.module.scale.dtype == torch.float64
+    whole = engine_of(Varied(buffer=torch.zeros(2, dtype=torch.int64)), 0)
+    with pytest.raises(xds.UsageError, match="scale is float32 there and int64 here"):
+        whole.load_checkpoint(tmp_path)
+
+
+def test_a_weight_may_be_tied_or_no_longer(tmp_path: Path) -> None:
+    first = engine_of(Varied(), 0)
+    train(first, range(2), 40)
+    first.save_checkpoint(tmp_path)
+    untied = engine_of(Varied(tied=False), 0)
+    untied.load_checkpoint(tmp_path)
+    model = untied.module
+    assert torch.equal(model.first.weight, model.last.weight)
+    assert torch.equal(model.first.weight, first.module.first.weight)
+    untied.save_checkpoint(tmp_path)
+    with pytest.raises(xds.UsageError, match="the model does not have last.weight"):
+        first.load_checkpoint(tmp_path)
