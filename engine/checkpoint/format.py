@@ -12,7 +12,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -75,9 +75,25 @@ _READER = TypeAdapter(Manifest)
 
 def dump(manifest: Manifest) -> bytes:
     """The manifest's text."""
-    body = json.dumps(asdict(manifest), allow_nan=False)
+    # dataclasses.asdict copies every value: a third of the time of a save of many small tensors
+    body = json.dumps(vars(manifest), allow_nan=False, default=_fields)
     text = f'{HEAD}{NO_SUM}", {body[1:]}'.encode()
     return _with_sum(text, sha256(text).hexdigest())
+
+
+def _fields(one: Any) -> Any:
+    if not is_dataclass(one):
+        raise TypeError(f"a {type(one).__name__} is not JSON")
+    return vars(one)
+
+
+def record_to_json(record: FileRecord) -> dict[str, Any]:
+    """The record in JSON values."""
+    return {
+        **vars(record),
+        "ranges": [vars(one) for one in record.ranges],
+        "constants": [vars(one) for one in record.constants],
+    }
 
 
 def _with_sum(text: bytes, digest: str) -> bytes:

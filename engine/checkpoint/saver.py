@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from ...ops.collectives import Collectives
 from .agreement import together
 from .folders import Claim, commit, discard, file_name, prune, write_latest
-from .format import FileRecord, Manifest
+from .format import FileRecord, Manifest, record_to_json
 from .tensor_file import Entry, Sums, write_tensors
 
 log = logging.getLogger("xds")
@@ -58,7 +58,7 @@ class Job:
 
     def told(self, sums: Sums) -> dict[str, Any]:
         """This rank's record, in JSON."""
-        return asdict(self.record(self.path.name, sums))
+        return record_to_json(self.record(self.path.name, sums))
 
 
 @dataclass(frozen=True)
