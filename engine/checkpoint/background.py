@@ -36,6 +36,7 @@ from .writer_process import WriterProcess
 log = logging.getLogger("xds")
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.01, 0.2
 BEAT_SECONDS = 1.0
+LOST_SECONDS = 60.0  # a process that writes is heard once a second, however slow the disk is
 
 
 @final
@@ -44,7 +45,7 @@ class Background(Saver):
 
     def __init__(self, keep_last: int, timeout_seconds: float) -> None:
         super().__init__(keep_last)
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = min(timeout_seconds, LOST_SECONDS)
         self._writer = WriterProcess()
         self._thread: threading.Thread | None = None
         self._progress: Progress | None = None
@@ -86,7 +87,7 @@ class Background(Saver):
 
         def on_written(written_bytes: int) -> None:
             self._progress = Progress(job.tag, written_bytes, size_bytes)
-            meeting.beat(written_bytes)
+            meeting.beat(round(1000 * time.monotonic()))
 
         try:
             try:
@@ -171,7 +172,7 @@ class _Meeting:
     """What the ranks tell each other about one save, through a store.
 
     <save>/<rank>         how it ended there
-    <save>/<rank>/alive   bytes written so far: whoever waits sees that something happens
+    <save>/<rank>/alive   a number that changes as long as the rank is there
     <save>/done           rank 0's last word
     """
 
@@ -187,12 +188,13 @@ class _Meeting:
     def _key(self, what: object) -> str:
         return f"{self._name}/{what}"
 
-    def beat(self, written_bytes: int) -> None:
+    def beat(self, number: int) -> None:
+        """Any other number than before says: this rank is there."""
         now = time.monotonic()
         if self._board is not None and now - self._last_beat_seconds > BEAT_SECONDS:
             self._last_beat_seconds = now
             try:
-                self._board.set(self._key(f"{self._rank}/alive"), str(written_bytes))
+                self._board.set(self._key(f"{self._rank}/alive"), str(number))
             except RuntimeError:
                 pass  # whoever misses it will say so
 
@@ -238,14 +240,12 @@ class _Meeting:
         while not self._board.check([key]):
             time.sleep(pause_seconds)
             pause_seconds = min(pause_seconds * 1.5, MAX_POLL_SECONDS)
+            self.beat(round(1000 * time.monotonic()))  # who waits is heard as well
             alive = self._alive(rank)
             if alive != seen:
                 seen, since = alive, time.monotonic()
             if time.monotonic() - since > self._timeout_seconds:
-                return {
-                    "error": f"rank {rank} wrote nothing for {self._timeout_seconds:.0f} s"
-                    " (XDS_TIMEOUT_SECONDS)"
-                }
+                return {"error": f"rank {rank} was not heard for {self._timeout_seconds:.0f} s"}
         return json.loads(self._board.get(key))
 
     def _alive(self, rank: int) -> bytes:

@@ -31,7 +31,7 @@ from .format import FileRecord
 from .tensor_file import TORCH_DTYPES, bytes_of
 
 SEGMENT_BYTES = 1 << 20  # read at a time; the next is read while it is summed
-MAX_PENDING = 2
+MAX_PENDING = 16
 AHEAD_BYTES, ASK_BYTES = (
     16 << 20,
     4 << 20,

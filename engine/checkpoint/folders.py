@@ -152,14 +152,19 @@ def _discard_others(final_folder: Path, manifest: Manifest) -> None:
 
 def write_latest(save_dir: Path, tag: str) -> None:
     """`latest` names `tag` from now on; at every instant it names the old one or the new one."""
-    fresh = save_dir / f".{LATEST}.tmp-{secrets.token_hex(4)}"
-    try:
-        _write_durably(fresh, tag.encode())
-        os.replace(fresh, save_dir / LATEST)
-    except OSError:
-        with suppress(OSError):
-            fresh.unlink()
-        raise
+    for is_last in (False, False, True):
+        fresh = save_dir / _hidden(LATEST)
+        try:
+            _write_durably(fresh, tag.encode())
+            os.replace(fresh, save_dir / LATEST)
+            break
+        except FileNotFoundError:  # another engine's save took it for a dead one's
+            if is_last:
+                raise
+        except OSError:
+            with suppress(OSError):
+                fresh.unlink()
+            raise
     _sync_folder(save_dir)
 
 
@@ -206,7 +211,7 @@ def _there(load_dir: Path) -> str:
 
 
 def committed(save_dir: Path) -> list[Manifest]:
-    """The manifests of all committed checkpoints, newest first: by global step, then by time of saving.
+    """The manifests of all committed checkpoints, newest first: by time of saving, then by global step.
 
     Each has the folder's name as its tag. Hidden and uncommitted folders are left out; with a warning also
     those whose manifest cannot be read, or of which a file is missing or has another length.
@@ -237,9 +242,9 @@ def _manifests(save_dir: Path) -> list[Manifest]:
     return found
 
 
-def _age(manifest: Manifest) -> tuple[int, float]:
-    """The larger the newer."""
-    return manifest.global_steps, manifest.saved_seconds
+def _age(manifest: Manifest) -> tuple[float, int]:
+    """The larger the newer. Time first: a run that went back to step 100 saves a newer step 110."""
+    return manifest.saved_seconds, manifest.global_steps
 
 
 def _length(path: Path) -> int | None:
@@ -275,11 +280,14 @@ def older_checkpoint(save_dir: Path, tag: str, left_out: Collection[str]) -> str
 def prune(save_dir: Path, tag: str, keep_last: int) -> None:
     """Remove all but the newest `keep_last` checkpoints whose tags are `tag` but for the numbers in it.
 
-    What `latest` names, and `tag` itself, always stay. A folder is hidden before its files go: it is whole,
-    or not there.
+    What `latest` names, `tag` itself, and what is further in its training than `tag` always stay: a run that
+    begins anew in an old one's folder takes nothing away. A folder is hidden before its files go: it is
+    whole, or not there.
     """
     kind = _kind(tag)
-    same = [found.tag for found in committed(save_dir) if _kind(found.tag) == kind]
+    there = [found for found in committed(save_dir) if _kind(found.tag) == kind]
+    steps = next((found.global_steps for found in there if found.tag == tag), 0)
+    same = [found.tag for found in there if found.global_steps <= steps]
     stay: set[str | None] = {tag}
     with suppress(DamagedError):
         stay.add(read_latest(save_dir))

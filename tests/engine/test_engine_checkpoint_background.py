@@ -19,6 +19,7 @@ from helpers import run_ranks
 from test_engine_checkpoint import engine_of, inputs, same, states_of, train, whole
 
 import xds
+from xds.engine.checkpoint import background
 from xds.engine.checkpoint.background import Background
 from xds.engine.checkpoint.folders import Claim, make_folder
 
@@ -307,5 +308,52 @@ def test_keep_last_never_removes_what_latest_names_nor_what_was_just_saved(tmp_p
     assert tags(tmp_path) == ["global_step3", "global_step4"]
     other = engine_of(0, checkpoint={"keep_last": 1})
     train_alone(other)
-    other.save_checkpoint(tmp_path)  # an older step, saved last: a run that began again
-    assert tags(tmp_path) == ["global_step1", "global_step4"]
+    other.save_checkpoint(tmp_path)  # a run that begins anew in the same folder
+    assert tags(tmp_path) == ["global_step1", "global_step3", "global_step4"]
+    train_alone(other)
+    other.save_checkpoint(tmp_path)
+    assert tags(tmp_path) == ["global_step2", "global_step3", "global_step4"]
+    assert xds.newest_checkpoint(tmp_path) == "global_step2"
+
+
+# -- ranks that wait for one another ------------------------------------------------------------------------
+
+
+class Silent:
+    """A store in which one rank never says how it ended; `beats` times it is heard."""
+
+    def __init__(self, beats: int) -> None:
+        self.beats = beats
+
+    def set(self, key: str, value: str) -> None:
+        return
+
+    def get(self, key: str) -> bytes:
+        self.beats -= self.beats > 0
+        return str(self.beats).encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return keys[0].endswith("/alive")
+
+    def delete_key(self, key: str) -> bool:
+        return True
+
+
+def test_a_rank_that_is_not_heard_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Silent(beats=20)
+
+    class Ranks:
+        rank, world_size = 0, 2
+
+        def board(self) -> Silent:
+            return board
+
+    class Job:
+        collectives = Ranks()
+        folder = Path("folder")
+
+    monkeypatch.setattr(background, "MAX_POLL_SECONDS", 0.02)
+    meeting = background._Meeting(Job(), 0.1)  # type: ignore[arg-type]
+    answers = meeting.collect({"told": None})
+    assert answers[1] == {"error": "rank 1 was not heard for 0 s"}
+    assert board.beats == 0
