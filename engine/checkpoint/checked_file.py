@@ -31,11 +31,9 @@ from .format import FileRecord
 from .tensor_file import TORCH_DTYPES, bytes_of
 
 SEGMENT_BYTES = 1 << 20  # read at a time; the next is read while it is summed
-MAX_PENDING = 16
-AHEAD_BYTES, ASK_BYTES = (
-    16 << 20,
-    4 << 20,
-)  # how far before it is needed the disk is asked; in what pieces
+MAX_PENDING = 16  # segments that wait to be summed: others may need the cores for a while
+AHEAD_BYTES = 16 << 20  # how far ahead the disk is asked
+ASK_BYTES = 4 << 20  # in what pieces
 
 
 @dataclass(frozen=True, eq=False)

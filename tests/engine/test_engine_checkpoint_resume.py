@@ -295,3 +295,26 @@ def test_a_loader_with_a_state_of_its_own_goes_on(tmp_path: Path) -> None:
     run_threads(own_loader, 2, str(tmp_path), 3, False)
     assert run_threads(own_loader, 2, str(tmp_path), 2, True) == [[3, 4], [103, 104]]
     assert run_threads(own_loader, 1, str(tmp_path), 2, True) == [[0, 1]]  # with a warning
+
+
+def test_loading_holds_no_copy_of_what_is_alive(tmp_path: Path) -> None:
+    status = Path("/proc/self/status")
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the peak of memory cannot be reset here")
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    engine = xds.initialize(model, config)
+    engine.backward(engine(torch.randn(4, 1024)).square().mean())
+    engine.step()
+    engine.save_checkpoint(tmp_path)  # 100 MiB
+
+    def kib(name: str) -> int:
+        return next(int(line.split()[1]) for line in status.read_text().split("\n") if name in line)
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = kib("VmRSS")
+    engine.load_checkpoint(tmp_path)
+    assert kib("VmHWM") - before < 64 * 1024
