@@ -140,7 +140,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
             loader=loader,
             undo=undo,
             compiler=compiler,
-            saver=_saver(config),
+            saver=_saver(config, collectives),
         )
     )
 
@@ -297,8 +297,8 @@ def _nothing() -> None:
 __all__ = ["initialize"]
 
 
-def _saver(config: Config) -> Saver:
+def _saver(config: Config, collectives: Collectives) -> Saver:
     section = config.checkpoint
     if section.async_save:
-        return Background(section.keep_last, timeout_seconds())
+        return Background(section.keep_last, timeout_seconds(), collectives)
     return Direct(section.keep_last)

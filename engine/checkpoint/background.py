@@ -23,11 +23,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
-import torch
-
+from ...ops.collectives import Collectives
 from ...ops.errors import UsageError, XdsError
 from ...ops.watch import Board
-from .agreement import together
 from .folders import MANIFEST
 from .saver import DOING, Job, Progress, Saver
 from .tensor_file import copy_image, image_bytes
@@ -43,8 +41,14 @@ LOST_SECONDS = 60.0  # a process that writes is heard once a second, however slo
 class Background(Saver):
     """`save` returns when the states are copied to host memory, which stays taken until `close`."""
 
-    def __init__(self, keep_last: int, timeout_seconds: float) -> None:
+    def __init__(self, keep_last: int, timeout_seconds: float, collectives: Collectives) -> None:
+        """Raises UsageError: the ranks have no store to meet in."""
         super().__init__(keep_last)
+        if collectives.world_size > 1 and collectives.board() is None:
+            raise UsageError(
+                "checkpoint.async_save = true: the ranks meet in the store of their process group, and this "
+                "one has none; set it to false"
+            )
         self._timeout_seconds = min(timeout_seconds, LOST_SECONDS)
         self._writer = WriterProcess()
         self._thread: threading.Thread | None = None
@@ -54,8 +58,12 @@ class Background(Saver):
         self._exit: Callable[[], None] | None = None
 
     def save(self, job: Job) -> None:
+        size_bytes, failure = 0, ""
         try:
-            size_bytes, _ = together(job.collectives, DOING, lambda: self._copy(job))
+            size_bytes = image_bytes(job.entries)
+            copy_image(job.entries, self._writer.memory(size_bytes))
+        except Exception as error:  # told like a write that fails: nobody waits for it here
+            failure = _said(error)
         except BaseException:
             job.end(discards=True)
             raise
@@ -65,24 +73,15 @@ class Background(Saver):
             atexit.register(self._exit)
         # not a daemon: the interpreter waits for it before it ends
         self._thread = threading.Thread(
-            target=self._run, args=(replace(job, entries=()), size_bytes), name="xds-checkpoint"
+            target=self._run,
+            args=(replace(job, entries=()), size_bytes, failure),
+            name="xds-checkpoint",
         )
         self._thread.start()
 
-    @torch.no_grad()
-    def _copy(self, job: Job) -> int:
-        if job.collectives.world_size > 1 and job.collectives.board() is None:
-            raise UsageError(
-                "checkpoint.async_save = true: the ranks meet in the store of their process group, and this "
-                "one has none; set it to false"
-            )
-        size_bytes = image_bytes(job.entries)
-        copy_image(job.entries, self._writer.memory(size_bytes))
-        return size_bytes
-
     # -- in the thread ----------------------------------------------------------------------------------
 
-    def _run(self, job: Job, size_bytes: int) -> None:
+    def _run(self, job: Job, size_bytes: int, failure: str) -> None:
         meeting = _Meeting(job, self._timeout_seconds)
 
         def on_written(written_bytes: int) -> None:
@@ -90,10 +89,10 @@ class Background(Saver):
             meeting.beat(round(1000 * time.monotonic()))
 
         try:
+            mine: dict[str, Any] = {"error": failure}
             try:
-                mine: dict[str, Any] = {
-                    "told": job.told(self._writer.write(job.path, size_bytes, on_written))
-                }
+                if not failure:
+                    mine = {"told": job.told(self._writer.write(job.path, size_bytes, on_written))}
             except Exception as error:
                 mine = {"error": _said(error)}
             if job.is_first:

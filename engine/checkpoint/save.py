@@ -115,7 +115,6 @@ def save_checkpoint(
     is_first = collectives.rank == 0
     save_dir = Path(save_dir)
     tag = f"global_step{counters.global_steps}" if tag is None else str(tag)
-    together(collectives, DOING, parts.saver.wait)
     content, told = together(
         collectives,
         DOING,
@@ -170,6 +169,7 @@ def _prepare(
     options: SaveOptions,
 ) -> _Content:
     """Everything that can be refused is refused here, before a file is touched."""
+    parts.saver.wait()
     check_tag(tag)
     if parts.sharded.has_seen_backward:
         raise UsageError(

@@ -91,6 +91,7 @@ def image_bytes(entries: Sequence[Entry]) -> int:
     return len(_header(ordered)) + sum(entry.size_bytes for entry in ordered)
 
 
+@torch.no_grad()
 def copy_image(entries: Sequence[Entry], memory: Tensor) -> None:
     """Put the bytes of the file of `entries` into `memory` [image_bytes], uint8, on the CPU."""
     ordered = _in_order(entries)

@@ -357,3 +357,27 @@ def test_a_rank_that_is_not_heard_any_more_is_given_up(monkeypatch: pytest.Monke
     answers = meeting.collect({"told": None})
     assert answers[1] == {"error": "rank 1 was not heard for 0 s"}
     assert board.beats == 0
+
+
+def no_memory(folder: str) -> None:
+    engine = engine_of(1, **BACKGROUND)
+    engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()
+    memory = engine._parts.saver._writer.memory
+
+    def refuse(size_bytes: int) -> Any:
+        raise MemoryError(f"no {size_bytes} bytes")
+
+    if dist.get_rank() == 1:
+        engine._parts.saver._writer.memory = refuse
+    engine.save_checkpoint(folder, "more")
+    with pytest.raises(xds.XdsError, match="more was not saved: rank 1 failed: MemoryError"):
+        engine.wait_for_checkpoint()
+    engine._parts.saver._writer.memory = memory
+    engine.save_checkpoint(folder, "more")
+    engine.destroy()
+    assert tags(folder) == ["global_step0", "more"]
+
+
+def test_a_rank_without_memory_for_the_copy_fails_the_save_alone(tmp_path: Path) -> None:
+    run_ranks(no_memory, 2, str(tmp_path))
