@@ -257,11 +257,10 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no RssAnon line")
+    """Memory of this process that no file backs, shared with others or not."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kinds = ("RssAnon:", "RssShmem:")
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(kinds))
 
 
 def growth_of(work: Callable[[], Any]) -> tuple[Any, int]:

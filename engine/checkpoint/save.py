@@ -21,7 +21,7 @@ from ...zero.ranges import ConstantRange, Range, SavedFlat
 from ...zero.snapshot import Block, Snapshot, name_of
 from ..data import keeps_position, loader_position
 from .agreement import together
-from .folders import check_tag, make_folder
+from .folders import Claim, check_tag, discard, make_folder
 from .format import FORMAT, VERSION, FileRecord, Manifest, constants_to_json, pack
 from .random_state import read_random_state
 from .saver import DOING, Job
@@ -115,29 +115,33 @@ def save_checkpoint(
     is_first = collectives.rank == 0
     save_dir = Path(save_dir)
     tag = f"global_step{counters.global_steps}" if tag is None else str(tag)
-    content, told = together(
-        collectives,
-        DOING,
-        partial(_prepare, parts, counters, tag, client_state, options),
-        tell=lambda content: [tag, _buffer_sums(content.snapshot)],
-    )
-    _check_same_tag([tags for tags, _ in told])
-    differing = [
-        mine != first for mine, first in zip(told[collectives.rank][1], told[0][1], strict=True)
-    ]
-    _add_own(content, parts, differing)
-    claim, names = together(
-        collectives,
-        DOING,
-        lambda: make_folder(save_dir, tag) if is_first else None,
-        tell=lambda claim: claim.folder.name if claim else "",
-    )
+    claims: list[Claim] = []  # rank 0's folder
+
+    def prepare() -> _Content:
+        content = _prepare(parts, counters, tag, client_state, options)
+        if is_first:
+            claims.append(make_folder(save_dir, tag))
+        return content
+
+    def tell(content: _Content) -> Any:
+        return [tag, [claim.folder.name for claim in claims], _buffer_sums(content.snapshot)]
+
+    try:
+        content, told = together(collectives, DOING, prepare, tell)
+        _check_same_tag([tags for tags, _, _ in told])
+    except BaseException:
+        for claim in claims:
+            discard(claim.folder)
+            claim.release()
+        raise
+    first, mine = told[0], told[collectives.rank]
+    _add_own(content, parts, [here != there for here, there in zip(mine[2], first[2], strict=True)])
     parts.saver.save(
         Job(
             collectives=collectives,
             save_dir=save_dir,
-            folder=save_dir / names[0],
-            claim=claim,
+            folder=save_dir / first[1][0],
+            claim=claims[0] if claims else None,
             tag=tag,
             save_latest=options.save_latest,
             entries=content.entries,
