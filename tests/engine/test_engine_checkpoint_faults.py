@@ -196,7 +196,8 @@ def too_large(folder: str, more: dict[str, Any]) -> None:
     assert save(engine, Path(folder), None) == ""
     take_step(engine)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    writers: list[int] = []  # the process that writes in the background; the ranks' store is a file, too
+    # the process that writes in the background, if any: the ranks' store is a file, too
+    writers: list[int] = []
     for task in Path("/proc/self/task").glob("*/children"):
         writers += map(int, task.read_text().split())
     writers = writers or [os.getpid()]
