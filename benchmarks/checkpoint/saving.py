@@ -265,6 +265,7 @@ def anonymous_bytes() -> int:
 
 def growth_of(work: Callable[[], Any]) -> tuple[Any, int]:
     """What `work` returns, and the most memory that came on top meanwhile."""
+    gc.collect()  # what an earlier call left is not there when this one begins
     before = peak = anonymous_bytes()
     is_over = threading.Event()
 
