@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -21,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from harness import Row, print_rows, ratio_row, run_ranks, slowest  # noqa: E402
+from harness import Row, print_rows, ratio_row, run_ranks, save, slowest  # noqa: E402
 
 MAX_LOAD, MAX_RESHARDED = 1.25, 1.5
 WIDTH, READ_BYTES = 1024, 4 << 20
@@ -119,7 +120,21 @@ def measure(
     return seconds
 
 
+def rows_of(found: dict[str, list[float]], where: str) -> list[Row]:
+    rows = []
+    for name, seconds in found.items():
+        if name == "raw":
+            continue
+        peer = "raw" if name.startswith("same") else "same fresh"
+        must = {"same fresh": MAX_LOAD, "same again": None}.get(name, MAX_RESHARDED)
+        note = f"{statistics.median(seconds):.3f} s, raw {statistics.median(found['raw']):.3f} s"
+        label = f"load, {where}, {name}, over {peer}"
+        rows.append(ratio_row(label, seconds, found[peer], must=must, note=note))
+    return rows
+
+
 def main() -> int:
+    """Run every layout; 1 if a row fails."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--folder", type=Path)
     options.add_argument("--gigabytes", type=float, default=1.0)
@@ -137,27 +152,13 @@ def main() -> int:
             for stage, _ in LAYOUTS:
                 arguments = (str(folder), given.gigabytes, given.rounds, given.warm, stage)
                 found = slowest(run_ranks(measure, size, *arguments))
-                where = f"{size} ranks, stage {stage}"
-                for name, seconds in found.items():
-                    if name == "raw":
-                        continue
-                    is_same = name.startswith("same")
-                    peer = "raw" if is_same else "same fresh"
-                    must = {"same fresh": MAX_LOAD, "same again": None}.get(name, MAX_RESHARDED)
-                    rows.append(
-                        ratio_row(
-                            f"load, {where}, {name}, over {peer}",
-                            seconds,
-                            found[peer],
-                            must=must,
-                            note=f"{sorted(seconds)[len(seconds) // 2]:.3f} s, raw "
-                            f"{sorted(found['raw'])[len(seconds) // 2]:.3f} s",
-                        )
-                    )
-                print_rows(rows)
+                rows += rows_of(found, f"{size} ranks, stage {stage}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return 0
+    print_rows(rows)
+    if not given.warm:
+        print(f"kept in {save(HERE, rows)}")
+    return int(any(row.verdict == "FAIL" for row in rows))
 
 
 if __name__ == "__main__":
