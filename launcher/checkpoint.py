@@ -201,11 +201,13 @@ def _verify(asked: argparse.Namespace) -> int:
         files = len(reader.manifest.files)
         if found:
             print(
-                f"{reader.folder} is damaged: {len(found)} problems in {files} files",
+                f"{reader.folder} is damaged: {_count(len(found), 'problem')} in {_count(files, 'file')}",
                 file=sys.stderr,
             )
             return DAMAGED
-        print(f"{reader.folder} is whole: {files} files, {size_text(total)} read and compared")
+        print(
+            f"{reader.folder} is whole: {_count(files, 'file')}, {size_text(total)} read and compared"
+        )
         return SOUND
 
 
@@ -265,7 +267,9 @@ def _export(asked: argparse.Namespace) -> int:
         total = export_bytes(reader, options)
         with progress("export", total) as on_written:
             names = write(reader, Path(asked.out), options.told(on_written))
-    print(f"{reader.folder} -> {asked.out}: {size_text(total)} of tensors, {len(names)} files")
+    print(
+        f"{reader.folder} -> {asked.out}: {size_text(total)} of tensors, {_count(len(names), 'file')}"
+    )
     if asked.to == "safetensors" and Path(asked.out).is_dir():
         print(
             "for from_pretrained put the model's config.json, and the tokenizer's files, beside them"
@@ -297,3 +301,8 @@ def _diff(asked: argparse.Namespace) -> int:
                 count += 1
         print(f"{count} differences" if count else f"{a.folder} and {b.folder} hold the same")
         return DIFFERENT if count else EQUAL
+
+
+def _count(number: int, what: str) -> str:
+    """ "1 file", "2 files"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
