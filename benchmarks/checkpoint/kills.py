@@ -34,7 +34,8 @@ def scenarios() -> list[Scenario]:
     for number, (same_tag, keep_last, async_save, victims) in enumerate(ways):
         if same_tag and keep_last:
             continue  # one folder is all there is
-        width, layers = ((16, 2), (256, 3))[number // 2 % 2]
+        # the last one writes around the page cache
+        width, layers = ((16, 2), (256, 3), (1024, 3))[number // 2 % 3]
         stage = (number * 3 + number // 4) % 4
         found.append(Scenario(stage, width, layers, same_tag, keep_last, async_save, victims))
     return found
