@@ -18,6 +18,7 @@ import re
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -196,6 +197,34 @@ def mean_over_ranks(per_rank: Sequence[dict[str, list[float]]]) -> dict[str, lis
         name: [statistics.fmean(s) for s in zip(*(rank[name] for rank in per_rank), strict=True)]
         for name in per_rank[0]
     }
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs, shared with others or not."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kinds = ("RssAnon:", "RssShmem:")
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(kinds))
+
+
+def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
+    """What `work` returns, and the most memory this process had meanwhile."""
+    peak, is_over = anonymous_bytes(), threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not is_over.is_set():
+            peak = max(peak, anonymous_bytes())
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    result = work()
+    is_over.set()
+    watcher.join()
+    return result, peak
 
 
 # ---- rows ----------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import os
 import shutil
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "step_time")]
+from harness import anonymous_bytes, peak_of  # noqa: E402
 
 MIB = 2**20
 WRITE_BYTES = 4 * MIB
@@ -169,8 +169,14 @@ def synchronous(rank: int, world_size: int, folder: str, kind: str, rounds: int)
             **torch_writers(MODELS[kind]()),
         }
     )
-    _, grown_bytes = growth_of(lambda: turns.one(engine.save_checkpoint))
-    return {"seconds": turns.seconds, "grown": grown_bytes, "bytes": share * world_size}
+    gc.collect()  # what an earlier save left is not there when this one begins
+    before_bytes = anonymous_bytes()
+    _, peak_bytes = peak_of(lambda: turns.one(engine.save_checkpoint))
+    return {
+        "seconds": turns.seconds,
+        "grown": peak_bytes - before_bytes,
+        "bytes": share * world_size,
+    }
 
 
 def without_sums(rank: int, world_size: int, folder: str, rounds: int) -> dict[str, Any]:
@@ -254,30 +260,3 @@ def timed(work: Callable[[], Any]) -> float:
     work()
     dist.barrier()
     return time.perf_counter() - start
-
-
-def anonymous_bytes() -> int:
-    """Memory of this process that no file backs, shared with others or not."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    kinds = ("RssAnon:", "RssShmem:")
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(kinds))
-
-
-def growth_of(work: Callable[[], Any]) -> tuple[Any, int]:
-    """What `work` returns, and the most memory that came on top meanwhile."""
-    gc.collect()  # what an earlier call left is not there when this one begins
-    before = peak = anonymous_bytes()
-    is_over = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not is_over.is_set():
-            peak = max(peak, anonymous_bytes())
-            time.sleep(0.002)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    result = work()
-    is_over.set()
-    watcher.join()
-    return result, peak - before

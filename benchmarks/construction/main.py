@@ -11,15 +11,20 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "step_time")]
-from harness import RankFailed, Row, print_rows, run_ranks, save  # noqa: E402
+from harness import (  # noqa: E402
+    RankFailed,
+    Row,
+    anonymous_bytes,
+    peak_of,
+    print_rows,
+    run_ranks,
+    save,
+)
 
 MUST = 1.10
 MIB = 2**20
@@ -30,32 +35,6 @@ CONFIG = {
     "zero_optimization": {"stage": 3},
 }
 WAYS = ("exact", "rounded", "weights")
-
-
-def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no RssAnon line")
-
-
-def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
-    """What `work` returns, and the most memory this process had meanwhile."""
-    peak, is_over = anonymous_bytes(), threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not is_over.is_set():
-            peak = max(peak, anonymous_bytes())
-            time.sleep(0.001)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    result = work()
-    is_over.set()
-    watcher.join()
-    return result, peak
 
 
 def build(rank: int, world_size: int, way: str, folder: str, width: int, layers: int) -> Any:

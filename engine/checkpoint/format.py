@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from ...ops.errors import DamagedError, UsageError
-from ...zero.ranges import ConstantRange, Range, SavedFlat
+from ...zero.ranges import Catalogue, ConstantRange, Range, SavedFlat
 
 FORMAT, VERSION = "xds-checkpoint", 1
 HEAD = '{"sha256": "'
@@ -143,6 +143,16 @@ def constants_of(record: FileRecord) -> list[ConstantRange]:
 
 def _no_tensor(_: Any) -> Any:
     raise UsageError("a tensor stands where a number belongs")
+
+
+def catalogue_of(manifest: Manifest, source: str) -> Catalogue:
+    """What lies where. Raises DamagedError: two ranges claim the same elements; it names `source`."""
+    ranges = [one for record in manifest.files for one in record.ranges]
+    constants = [one for record in manifest.files for one in constants_of(record)]
+    try:
+        return Catalogue(manifest.flats, ranges, constants)
+    except ValueError as error:
+        raise DamagedError(f"{source} contradicts itself: {error}") from None
 
 
 # -- values -------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from .folders import (
     read_latest,
     read_manifest,
 )
-from .format import Manifest, constants_of, unpack
+from .format import Manifest, catalogue_of, unpack
 from .random_state import set_random_state
 from .save import Counters
 
@@ -200,7 +200,11 @@ def _prepare(  # noqa: PLR0913
 ) -> _Plan:
     parts.sharded.settle_reductions()
     snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
-    catalogue = _catalogue(manifest, folder)
+    catalogue = catalogue_of(manifest, str(folder / MANIFEST))
+    if uncovered := catalogue.uncovered():
+        raise DamagedError(
+            f"{folder / MANIFEST} contradicts itself: elements of {_shown(uncovered)} are in no file"
+        )
     _check_names(catalogue, snapshot, folder, options)
     restore = Restore(snapshot, catalogue)
     plan = _Plan(manifest, restore, {}, is_same_world=manifest.world_size == snapshot.world_size)
@@ -255,20 +259,6 @@ def _own(packed: Any, get: Any, options: LoadOptions) -> dict[str, Any]:
     if options.with_optimizer:
         wanted.append("grads")
     return {key: unpack(packed[key], get) for key in wanted if key in packed}
-
-
-def _catalogue(manifest: Manifest, folder: Path) -> Catalogue:
-    ranges = [one for record in manifest.files for one in record.ranges]
-    constants = [one for record in manifest.files for one in constants_of(record)]
-    try:
-        catalogue = Catalogue(manifest.flats, ranges, constants)
-    except ValueError as error:
-        raise UsageError(f"{folder / MANIFEST} contradicts itself: {error}") from None
-    if uncovered := catalogue.uncovered():
-        raise UsageError(
-            f"{folder / MANIFEST} contradicts itself: elements of {_shown(uncovered)} are in no file"
-        )
-    return catalogue
 
 
 def _shown(names: Iterable[str]) -> str:

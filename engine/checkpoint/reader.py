@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ...ops.errors import DamagedError, UsageError
 from ...ops.flat import numel_of
-from ...zero.ranges import Catalogue, Copy, Piece, SavedFlat, merged
+from ...zero.ranges import Copy, Piece, SavedFlat, merged
 from .checked_file import CheckedFile
 from .folders import MANIFEST, check_tag, committed, read_latest, read_manifest
-from .format import Manifest, constants_of, unpack
+from .format import catalogue_of, unpack
 
 log = logging.getLogger("xds")
 MAX_OPEN = 64  # files; the one that was used longest ago is closed
@@ -85,16 +85,6 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
     )
 
 
-def catalogue_of(manifest: Manifest, folder: Path) -> Catalogue:
-    """What lies where. Raises DamagedError: two ranges claim the same elements."""
-    ranges = [one for record in manifest.files for one in record.ranges]
-    constants = [one for record in manifest.files for one in constants_of(record)]
-    try:
-        return Catalogue(manifest.flats, ranges, constants)
-    except ValueError as error:
-        raise DamagedError(f"{folder / MANIFEST} contradicts itself: {error}") from None
-
-
 @final
 class CheckpointReader:
     """One checkpoint, open for reading.
@@ -109,7 +99,7 @@ class CheckpointReader:
         self.save_dir, self.tag = locate(path, tag)
         self.folder = self.save_dir / self.tag
         self.manifest = read_manifest(self.save_dir, self.tag)
-        self._catalogue = catalogue_of(self.manifest, self.folder)
+        self._catalogue = catalogue_of(self.manifest, str(self.folder / MANIFEST))
         self._pool = ThreadPoolExecutor(1)  # sums; it starts with the first file
         self._files: dict[int, CheckedFile] = {}  # open; the one used longest ago comes first
         self.values: dict[str, Saved] = {}

@@ -98,6 +98,13 @@ def test_few_files_are_open_at_a_time(
     two: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader_module, "MAX_OPEN", 1)
+    descriptors = Path("/proc/self/fd")
+    before = len(list(descriptors.iterdir()))
+    with CheckpointReader(two[0]) as reader:
+        for saved in reader.values.values():
+            reader.read(saved)
+            assert len(list(descriptors.iterdir())) <= before + 1
+    assert len(list(descriptors.iterdir())) == before
     equal(xds.get_fp32_state_dict(two[0]), fp32(two[1][0]))
 
 
