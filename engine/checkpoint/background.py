@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -54,7 +55,7 @@ class Background(Saver):
         self._thread: threading.Thread | None = None
         self._progress: Progress | None = None
         self._failure = ""
-        self._done_key: str | None = None  # of the last save, which every rank has read by the next
+        self._old_keys: list[str] = []  # of the last save: by the next every rank has read them
         self._exit: Callable[[], None] | None = None
 
     def save(self, job: Job) -> None:
@@ -108,7 +109,8 @@ class Background(Saver):
 
     def _commit(self, job: Job, meeting: _Meeting, mine: dict[str, Any]) -> str:
         """Rank 0, once every rank has written. What went wrong, or ""."""
-        meeting.forget(self._done_key)
+        for key in self._old_keys:
+            meeting.forget(key)
         answers = meeting.collect(mine)
         failed = [(rank, one["error"]) for rank, one in enumerate(answers) if "error" in one]
         failure = f"rank {failed[0][0]} failed: {failed[0][1]}" if failed else ""
@@ -118,7 +120,7 @@ class Background(Saver):
             except Exception as error:
                 failure = f"rank 0 failed: {_said(error)}"
         job.end(discards=bool(failure))
-        self._done_key = meeting.close(failure)
+        self._old_keys = meeting.close(failure)
         return failure
 
     # -- in the step loop -------------------------------------------------------------------------------
@@ -203,19 +205,15 @@ class _Meeting:
         for rank in range(1, self._world_size):
             answers.append(self._await(self._key(rank), rank))
             self.forget(self._key(rank))
-            self.forget(self._key(f"{rank}/alive"))
         return answers
 
-    def close(self, failure: str) -> str | None:
-        """Tell the others; the key of it."""
-        self.forget(self._key("0/alive"))
+    def close(self, failure: str) -> list[str]:
+        """Tell the others. The keys that they may be reading still: a store waits for one that is gone."""
         if self._board is None:
-            return None
-        try:
+            return []
+        with suppress(RuntimeError):  # without a store they look for themselves
             self._board.set(self._key("done"), json.dumps({"error": failure}))
-        except RuntimeError:
-            return None  # they look for themselves
-        return self._key("done")
+        return [self._key("done"), *(self._key(f"{r}/alive") for r in range(self._world_size))]
 
     def report(self, mine: dict[str, Any]) -> str:
         """Tell rank 0, wait for its last word: what went wrong, or ""."""
@@ -252,8 +250,8 @@ class _Meeting:
         key = self._key(f"{rank}/alive")
         return self._board.get(key) if self._board.check([key]) else b""
 
-    def forget(self, key: str | None) -> None:
-        if self._board is not None and key is not None:
+    def forget(self, key: str) -> None:
+        if self._board is not None:
             try:
                 self._board.delete_key(key)
             except RuntimeError:

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -381,3 +382,27 @@ def no_memory(folder: str) -> None:
 
 def test_a_rank_without_memory_for_the_copy_fails_the_save_alone(tmp_path: Path) -> None:
     run_ranks(no_memory, 2, str(tmp_path))
+
+
+def test_what_others_may_be_reading_stays_in_the_store_until_the_next_save() -> None:
+    """A store waits for a key that goes between the question whether it is there and the reading of it."""
+    store = dist.HashStore()
+
+    class Ranks:
+        rank, world_size = 0, 2
+
+        def board(self) -> dist.HashStore:
+            return store
+
+    class Job:
+        collectives = Ranks()
+        folder = Path("folder")
+
+    meeting = background._Meeting(Job(), 10.0)  # type: ignore[arg-type]
+    threading.Timer(0.2, store.set, ("checkpoint/folder/1", '{"told": 7}')).start()
+    assert meeting.collect({"told": 5}) == [{"told": 5}, {"told": 7}]
+    keys = meeting.close("")
+    assert store.check(["checkpoint/folder/0/alive"]) and store.check(["checkpoint/folder/done"])
+    for key in keys:
+        meeting.forget(key)
+    assert store.num_keys() == 0
