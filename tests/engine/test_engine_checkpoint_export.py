@@ -362,7 +362,9 @@ def peak_of_exports(folder: str) -> dict[str, float]:
     peaks = {}
     for way, dtype in (("safetensors", torch.bfloat16), ("torch", None), ("dcp", None)):
         options = {"dtype": dtype, "with_optimizer": dtype is None}
-        export(way, Path(folder, "small"), Path(folder, f"small-{way}"), **options)  # imports, pools
+        export(
+            way, Path(folder, "small"), Path(folder, f"small-{way}"), **options
+        )  # imports, pools
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = status_mib("VmRSS")
