@@ -33,7 +33,7 @@ setup(
     },
     package_dir={"xds": "."},
     packages=["xds", *(f"xds.{name}" for name in folders)],
-    package_data={"xds": ["py.typed"], "xds.ops": ["csrc/*"]},
+    package_data={"xds": ["py.typed"], "xds.ops": ["csrc/*/*"]},
     entry_points={"console_scripts": ["xds=xds.launcher.cli:main"]},
     cmdclass={"build_py": BuildPy},
 )

@@ -1,0 +1,68 @@
+"""The op `adam_`: unscale, clip, decay, Adam(W) and the cast to the compute dtype in one pass over memory.
+
+Source: Kingma and Ba, Adam, 2015, algorithm 1, https://arxiv.org/abs/1412.6980; Loshchilov and Hutter,
+Decoupled Weight Decay Regularization, 2019, algorithm 2, https://arxiv.org/abs/1711.05101.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .define import define, scaled, skips
+
+
+def adam_reference(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    out: Tensor | None,
+    step: Tensor,
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    bias_correction: bool,
+) -> None:
+    """One step.
+
+    Args:
+        param: [n] fp32, the master. grad: [n] fp32, bf16 or fp16, left as it is.
+        exp_avg, exp_avg_sq: [n], both fp32 or both bf16.
+        out: [n] fp32, bf16 or fp16: where the new values go, rounded to nearest even; or None.
+        step: fp32 [], the number of this step, from 1 on.
+        scale: fp32 [], what the gradient is multiplied with; None is 1.
+        found_inf: fp32 []; not 0: nothing changes.
+        decoupled: decay as AdamW has it; else it is added to the gradient (L2).
+        bias_correction: divide the moments by 1 - beta^step.
+    """
+    if skips(found_inf):
+        return
+    first, second = 1.0, 1.0
+    if bias_correction:
+        first, second = 1 - beta1 ** float(step), 1 - beta2 ** float(step)
+    wide = scaled(grad, scale)
+    if decoupled:
+        param.mul_(1 - lr * weight_decay)
+    else:
+        wide.add_(param, alpha=weight_decay)
+    mean, square = exp_avg.float(), exp_avg_sq.float()
+    mean.lerp_(wide, 1 - beta1)
+    square.mul_(beta2).addcmul_(wide, wide, value=1 - beta2)
+    param.addcdiv_(mean, square.sqrt().div_(second**0.5).add_(eps), value=-lr / first)
+    exp_avg.copy_(mean)
+    exp_avg_sq.copy_(square)
+    if out is not None:
+        out.copy_(param)
+
+
+adam_ = define(
+    "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? out, "
+    "Tensor step, Tensor? scale, Tensor? found_inf, float lr, float beta1, float beta2, float eps, "
+    "float weight_decay, bool decoupled, bool bias_correction) -> ()",
+    adam_reference,
+)

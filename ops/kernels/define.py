@@ -1,0 +1,49 @@
+"""How an op exists: its schema and its plain torch reference, over which a native library lays its kernel.
+
+    torch.ops.xds.adam_(...) --CPU, CUDA--> the kernel of a loaded library (libraries.py), if there is one
+                             --else-------> the reference, of the same signature and the same values
+
+So an op always works, `torch.compile` sees it as one node, and nothing is built to define it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NAMESPACE = "xds"
+_library = torch.library.Library(_NAMESPACE, "DEF")
+
+
+def define(
+    schema: str, reference: Callable[..., Any], fake: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """The op of `schema`, "name(arguments) -> result", that does what `reference` does.
+
+    Args:
+        fake: the result's shape and dtype, for tracing; None where the op returns nothing.
+    """
+    name = schema[: schema.index("(")]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake or _nothing, lib=_library)
+    op: Callable[..., Any] = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    return op
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def skips(found_inf: Tensor | None) -> bool:
+    """Whether a step is to change nothing. Waits for the device: a reference may."""
+    return found_inf is not None and bool(found_inf)
+
+
+def scaled(grad: Tensor, scale: Tensor | None) -> Tensor:
+    """The gradient in fp32, [n], fresh memory."""
+    wide = grad.to(torch.float32, copy=True)
+    return wide if scale is None else wide.mul_(scale)
