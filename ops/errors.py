@@ -5,6 +5,7 @@ XdsError
  +- UsageError    a call that cannot work: wrong order, wrong argument, wrong model
  |   +- DamagedError   a file of a checkpoint is missing, cut off or changed
  +- PeerError     another rank failed, or does not answer, in the middle of a collective
+ +- BuildError    a native op cannot be compiled or loaded here
 """
 
 from __future__ import annotations
@@ -26,6 +27,22 @@ class DamagedError(UsageError):
 
 class PeerError(XdsError):
     """Another rank failed or stopped answering; the message names the collective and the ranks."""
+
+
+class BuildError(XdsError):
+    """A native library cannot be built or loaded; carries the command and the compiler's last lines."""
+
+    def __init__(
+        self, what: str, command: str = "", lines: Sequence[str] = (), remedy: str = ""
+    ) -> None:
+        self.what, self.command, self.lines, self.remedy = what, command, tuple(lines), remedy
+        parts = [what + (f"; {remedy}" if remedy else "")]
+        parts += [f"  command: {command}"] if command else []
+        parts += [f"  | {line}" for line in lines]
+        super().__init__("\n".join(parts))
+
+    def __reduce__(self) -> tuple[type[BuildError], tuple[str, str, tuple[str, ...], str]]:
+        return BuildError, (self.what, self.command, self.lines, self.remedy)
 
 
 class ConfigError(XdsError, ValueError):
