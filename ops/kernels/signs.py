@@ -1,0 +1,113 @@
+"""The ops `sign_pack_` and `sign_unpack_`: one bit an element, one scale a block, the rest kept for later.
+
+    sign_pack_     buffer = value [n] + error [n]; signs: 8 a byte; scale: the block's size of an element;
+                   error = buffer - scale * sign, all in one read (one scale for all of n: two reads)
+    sign_unpack_   signs [parts, bytes] + scales [parts, blocks] -> out [n] = factor * sum of scale * sign
+
+With a scale a block of 1024, 1 element costs 0.129 bytes; a block of zeros stays zero.
+
+Source: Tang et al., 1-bit Adam, 2021, algorithm 1, https://arxiv.org/abs/2102.02888: a scale for all of a
+tensor (block_numel = 0) that keeps its norm (root_mean_square). Karimireddy et al., Error Feedback Fixes
+SignSGD, 2019, section 4, https://arxiv.org/abs/1901.09847: the mean magnitude, which leaves the least error.
+Differs from DeepSpeed: the padding of a last block or byte is no part of the scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .define import define
+from .quantize import block_count, check_block, in_blocks
+
+BLOCK_NUMEL = 1024  # elements that share a scale, where nothing else is asked for
+
+
+def sign_bytes(numel: int) -> int:
+    """Bytes of `numel` packed signs, without their scales."""
+    return -(-numel // 8)
+
+
+def scale_count(numel: int, block_numel: int) -> int:
+    """Scales of `numel` elements: one a block, or one in all where block_numel is 0."""
+    return 1 if block_numel == 0 else block_count(numel, block_numel)
+
+
+def sign_pack_reference(
+    value: Tensor,
+    error: Tensor,
+    signs: Tensor,
+    scales: Tensor,
+    block_numel: int,
+    root_mean_square: bool,
+) -> None:
+    """Write the signs and scales of value + error, and keep in `error` what they leave out.
+
+    The sign is the sign bit: zero counts as positive, and its block's scale is what it costs. Where inf or
+    nan occur the scale is inf or nan and the block keeps its `error`, so a step skipped for it loses nothing.
+
+    Args:
+        value: [n] fp32, bf16 or fp16, the momentum or gradient. error: fp32 [n], zeros at the start.
+        signs: uint8 [sign_bytes(n)]; bit i of byte j is set where element 8 j + i is positive; 0 behind n.
+        scales: fp32 [scale_count(n, block_numel)].
+        block_numel: 32, 64, ..., 1024, or 0: one scale for all.
+        root_mean_square: the scale keeps the block's norm; else it is the mean magnitude.
+    """
+    numel = value.numel()
+    if block_numel:
+        check_block(block_numel)
+    width = block_numel or max(numel, 1)
+    buffer = value.float() + error
+    rows = in_blocks(buffer, width)
+    sizes = rows.double().square_() if root_mean_square else rows.double().abs_()
+    counts = torch.full((rows.shape[0],), width, dtype=torch.float64, device=rows.device)
+    counts[-1:] -= rows.numel() - numel
+    means = sizes.sum(dim=1) / counts
+    scale = (means.sqrt_() if root_mean_square else means).float()
+    scales.zero_()
+    scales[: scale.numel()].copy_(scale)  # n = 0 has no row, and one scale in all
+
+    is_positive = torch.signbit(buffer).logical_not_()
+    bits = torch.nn.functional.pad(is_positive, (0, -numel % 8)).view(-1, 8)
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
+    signs.copy_((bits * weights).sum(dim=1).to(torch.uint8))
+
+    sent = torch.where(torch.signbit(rows), -scale[:, None], scale[:, None])
+    kept = torch.where(scale[:, None].isfinite(), rows - sent, in_blocks(error, width))
+    error.copy_(kept.view(-1)[:numel])
+
+
+def sign_unpack_reference(
+    signs: Tensor, scales: Tensor, out: Tensor, block_numel: int, factor: float
+) -> None:
+    """Write factor * the sum over parts of scale * sign, added in their order in fp32.
+
+    Args:
+        signs: uint8 [parts, sign_bytes(n)], scales: fp32 [parts, scale_count(n, block_numel)]: what
+            `sign_pack_` wrote on one rank, or (parts > 1) on several for the same elements.
+        out: [n] fp32, bf16 or fp16, rounded to nearest even.
+        factor: 1 / parts for their mean.
+    """
+    numel = out.numel()
+    if block_numel:
+        check_block(block_numel)
+    width = block_numel or max(numel, 1)
+    total = torch.zeros(numel, dtype=torch.float32, device=out.device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=out.device)
+    for part, scale in zip(signs, scales, strict=True):
+        bits = (part[:, None] >> shifts).bitwise_and_(1).view(-1)[:numel]
+        rows = in_blocks(bits, width).mul_(2).sub_(1)  # 1 and 0 -> 1 and -1
+        rows.mul_(scale[: rows.shape[0], None])
+        total.add_(rows.view(-1)[:numel])
+    out.copy_(total.mul_(factor))
+
+
+sign_pack_ = define(
+    "sign_pack_(Tensor value, Tensor(a!) error, Tensor(b!) signs, Tensor(c!) scales, int block_numel, "
+    "bool root_mean_square) -> ()",
+    sign_pack_reference,
+)
+sign_unpack_ = define(
+    "sign_unpack_(Tensor signs, Tensor scales, Tensor(a!) out, int block_numel, float factor) -> ()",
+    sign_unpack_reference,
+)
