@@ -1,0 +1,18 @@
+// adam_ on CUDA: see ops/kernels/adam.py for what it does and formulas.h for one element.
+#include "one_pass.cuh"
+
+namespace xds {
+
+void adam_(
+    Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, MaybeTensor out, Tensor step,
+    MaybeTensor scale, MaybeTensor found_inf, double lr, double beta1, double beta2, double eps,
+    double weight_decay, bool decoupled, bool bias_correction) {
+  const Moments moments = {beta1, beta2, static_cast<float>(eps), bias_correction};
+  launch_one_pass(
+      "adam_", Adam(lr, moments, weight_decay, decoupled), param, grad, {exp_avg, exp_avg_sq},
+      {"exp_avg", "exp_avg_sq"}, out, step, scale, found_inf);
+}
+
+}  // namespace xds
+
+STABLE_TORCH_LIBRARY_IMPL(xds, CUDA, m) { m.impl("adam_", TORCH_BOX(&xds::adam_)); }

@@ -1,0 +1,250 @@
+// What every CUDA kernel of xds shares: argument checks, dtypes, packs of elements, the stream, the launch.
+//
+// Only torch's stable ABI and the CUDA runtime. Nothing here waits for the device.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+// It lives in libtorch_cuda, and torch's header declares it for CUDA builds of torch only. Weak: a library
+// of kernels then loads beside a CPU build too, where tests look at what it registered.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
+
+namespace xds {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+constexpr int kThreads = 256;  // of every block
+
+// ---------------------------------------------------------------------------------------------- checks
+
+inline std::string names_of(std::initializer_list<ScalarType> types) {
+  std::string names;
+  for (ScalarType type : types) {
+    names += names.empty() ? "" : " or ";
+    names += torch::headeronly::toString(type);
+  }
+  return names;
+}
+
+// The checks of one call. The first tensor fixes the device, and the number of elements of the flat ones.
+class Checks {
+ public:
+  Checks(const char* op, const char* first_name, const Tensor& first)
+      : op_(op), first_name_(first_name), device_(first.get_device_index()), numel_(first.numel()) {
+    STD_TORCH_CHECK(first.is_cuda(), "xds::", op_, ": ", first_name_, " is not on a CUDA device");
+  }
+
+  // 1-D, contiguous, as long as the first, of one of `types`.
+  void flat(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> types) const {
+    check_type(tensor, name, types);
+    STD_TORCH_CHECK(
+        tensor.dim() == 1 && tensor.is_contiguous(), "xds::", op_, ": ", name, " has ", tensor.dim(),
+        " dimensions", tensor.is_contiguous() ? "" : " and gaps", "; it needs to be 1-D and contiguous");
+    STD_TORCH_CHECK(
+        tensor.numel() == numel_, "xds::", op_, ": ", name, " has ", tensor.numel(), " elements and ",
+        first_name_, " ", numel_, "; they need to be as long as one another");
+  }
+
+  void flat(const MaybeTensor& tensor, const char* name, std::initializer_list<ScalarType> types) const {
+    if (tensor.has_value()) flat(*tensor, name, types);
+  }
+
+  // One fp32 number on the device; null where there is none.
+  const float* number(const MaybeTensor& tensor, const char* name) const {
+    if (!tensor.has_value()) return nullptr;
+    check_type(*tensor, name, {ScalarType::Float});
+    STD_TORCH_CHECK(
+        tensor->numel() == 1, "xds::", op_, ": ", name, " has ", tensor->numel(),
+        " elements; it needs to be one number");
+    return static_cast<const float*>(tensor->const_data_ptr());
+  }
+
+  // On the first one's device, contiguous and of one of `types`; any shape.
+  void on_device(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> types) const {
+    check_type(tensor, name, types);
+    STD_TORCH_CHECK(
+        tensor.is_contiguous(), "xds::", op_, ": ", name, " has gaps; it needs to be contiguous");
+  }
+
+  void that(bool is_fine, const char* sentence) const {
+    STD_TORCH_CHECK(is_fine, "xds::", op_, ": ", sentence);
+  }
+
+ private:
+  void check_type(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> types) const {
+    STD_TORCH_CHECK(
+        tensor.is_cuda() && tensor.get_device_index() == device_, "xds::", op_, ": ", name,
+        " is not on the CUDA device of ", first_name_, ", which is number ", device_);
+    const ScalarType type = tensor.scalar_type();
+    STD_TORCH_CHECK(
+        std::find(types.begin(), types.end(), type) != types.end(), "xds::", op_, ": ", name, " is ",
+        torch::headeronly::toString(type), "; it needs to be ", names_of(types));
+  }
+
+  const char* op_;
+  const char* first_name_;
+  int32_t device_;
+  int64_t numel_;
+};
+
+// ---------------------------------------------------------------------------------------------- dtypes
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// Call `body(Type<T>{})` for the checked dtype of a tensor.
+template <class Body>
+void with_float_type(ScalarType type, Body&& body) {
+  if (type == ScalarType::BFloat16) return body(Type<BFloat16>{});
+  if (type == ScalarType::Half) return body(Type<Half>{});
+  return body(Type<float>{});
+}
+
+template <class Body>
+void with_state_type(ScalarType type, Body&& body) {
+  if (type == ScalarType::BFloat16) return body(Type<BFloat16>{});
+  return body(Type<float>{});
+}
+
+constexpr std::initializer_list<ScalarType> kFloat = {ScalarType::Float};
+constexpr std::initializer_list<ScalarType> kFloats = {
+    ScalarType::Float, ScalarType::BFloat16, ScalarType::Half};
+constexpr std::initializer_list<ScalarType> kStateTypes = {ScalarType::Float, ScalarType::BFloat16};
+
+// --------------------------------------------------------------------------------------------- vectors
+
+// N neighbours as one access: 16 bytes for four fp32, 8 for four bf16 (a warp still reads whole sectors).
+template <class T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T at[N];
+};
+
+template <int N, class T>
+__device__ inline Pack<T, N> load(const T* from) {
+  return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+
+template <int N, class T>
+__device__ inline void store(T* to, const Pack<T, N>& pack) {
+  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+// Where the new values go: its dtype is asked at run time, for a store waits for nothing.
+struct Out {
+  void* data = nullptr;
+  ScalarType type = ScalarType::Float;
+};
+
+inline Out out_of(const MaybeTensor& tensor) {
+  if (!tensor.has_value()) return {};
+  return {tensor->mutable_data_ptr(), tensor->scalar_type()};
+}
+
+template <class T, int N>
+__device__ inline void store_as(void* to, int64_t at, const Pack<float, N>& values) {
+  Pack<T, N> narrow;
+#pragma unroll
+  for (int i = 0; i < N; ++i) narrow.at[i] = static_cast<T>(values.at[i]);
+  store<N>(static_cast<T*>(to) + at, narrow);
+}
+
+template <int N>
+__device__ inline void store_out(const Out& out, int64_t at, const Pack<float, N>& values) {
+  if (out.data == nullptr) return;
+  if (out.type == ScalarType::BFloat16) return store_as<BFloat16, N>(out.data, at, values);
+  if (out.type == ScalarType::Half) return store_as<Half, N>(out.data, at, values);
+  store_as<float, N>(out.data, at, values);
+}
+
+// Whether `at` elements behind it a pack of four of this tensor may be read as one.
+inline bool takes_packs(const Tensor& tensor, int64_t at, int64_t item_bytes) {
+  const auto address = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+  return (address + at * item_bytes) % (4 * item_bytes) == 0;
+}
+
+inline int64_t item_bytes(ScalarType type) {
+  if (type == ScalarType::Double || type == ScalarType::Long) return 8;
+  return type == ScalarType::BFloat16 || type == ScalarType::Half ? 2 : 4;
+}
+
+// ---------------------------------------------------------------------------------------------- launch
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  STD_TORCH_CHECK(error == cudaSuccess, "xds: ", what, ": ", cudaGetErrorString(error));
+}
+
+// The device of a tensor made current for as long as this lives, and torch's current stream on it.
+class Place {
+ public:
+  explicit Place(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+    STD_TORCH_CHECK(
+        aoti_torch_get_current_cuda_stream != nullptr,
+        "xds: this library was not linked with libtorch_cuda; `xds ops clean` and build it again");
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "the current device");
+    check_cuda(
+        cudaDeviceGetAttribute(&processors_, cudaDevAttrMultiProcessorCount, device),
+        "the number of multiprocessors");
+  }
+
+  // Blocks of `kernel` that run at once: a grid of them stays, and strides over the work.
+  template <class Kernel>
+  int64_t resident_blocks(Kernel kernel) const {
+    int blocks = 0;
+    check_cuda(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0), "the occupancy");
+    return int64_t(processors_) * std::max(blocks, 1);
+  }
+
+  // One launch of at least one block. Errors of earlier work surface here as well.
+  template <class... Parameters, class... Arguments>
+  void launch(void (*kernel)(Parameters...), int64_t blocks, Arguments&&... arguments) const {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(std::max<int64_t>(blocks, 1)));
+    config.blockDim = dim3(kThreads);
+    config.stream = stream_;
+    check_cuda(
+        cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), "a launch");
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_ = nullptr;
+  int processors_ = 1;
+};
+
+// ---------------------------------------------------------------------------------------------- device
+
+// Whether the step is to change nothing; a nan counts.
+__device__ inline bool skips(const float* found_inf) {
+  return found_inf != nullptr && *found_inf != 0.0f;
+}
+
+__device__ inline float number_or(const float* number, float otherwise) {
+  return number == nullptr ? otherwise : *number;
+}
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace xds

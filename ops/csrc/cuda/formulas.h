@@ -1,0 +1,66 @@
+// The arithmetic of one element for each optimizer, for the device and, in tests, for the host.
+//
+// A rule holds a call's constants. `at(t)` gives what step t needs, once a block, in double. Then
+// `rule(step, grad, param, state)` returns the new param and leaves the new state in `state`, in fp32.
+#pragma once
+
+#include <cmath>
+
+#ifdef __CUDACC__
+#define XDS_BOTH __host__ __device__ inline
+#else
+#define XDS_BOTH inline
+#endif
+
+namespace xds {
+
+struct NoStep {};
+
+// m/(1-b1^t) / (sqrt(v)/sqrt(1-b2^t) + eps), of Adam and LAMB
+struct Moments {
+  double beta1, beta2;
+  float eps;
+  bool bias_correction;
+
+  struct Step {
+    float mean_factor, root_factor;
+  };
+
+  XDS_BOTH Step at(double t) const {
+    if (!bias_correction) return {1.0f, 1.0f};
+    return {
+        static_cast<float>(1.0 / (1.0 - pow(beta1, t))),
+        static_cast<float>(1.0 / sqrt(1.0 - pow(beta2, t)))};
+  }
+
+  XDS_BOTH float operator()(const Step& step, float grad, float (&state)[2]) const {
+    state[0] += (grad - state[0]) * static_cast<float>(1.0 - beta1);
+    state[1] = state[1] * static_cast<float>(beta2) + static_cast<float>(1.0 - beta2) * grad * grad;
+    return state[0] * step.mean_factor / (sqrtf(state[1]) * step.root_factor + eps);
+  }
+};
+
+struct Adam {
+  static constexpr int kStates = 2;
+  using Step = Moments::Step;
+
+  Moments moments;
+  float lr;
+  float keep;  // param's factor: 1 - lr * weight_decay where decoupled
+  float l2;    // weight_decay where it is not
+
+  Adam(double lr, Moments moments, double weight_decay, bool decoupled)
+      : moments(moments),
+        lr(static_cast<float>(lr)),
+        keep(decoupled ? static_cast<float>(1.0 - lr * weight_decay) : 1.0f),
+        l2(decoupled ? 0.0f : static_cast<float>(weight_decay)) {}
+
+  XDS_BOTH Step at(double t) const { return moments.at(t); }
+
+  XDS_BOTH float operator()(const Step& step, float grad, float param, float (&state)[2]) const {
+    if (l2 != 0.0f) grad += l2 * param;
+    return param * keep - lr * moments(step, grad, state);
+  }
+};
+
+}  // namespace xds

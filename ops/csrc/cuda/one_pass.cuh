@@ -1,0 +1,147 @@
+// One pass of an element-wise rule over a flat shard: unscale, update, cast; every byte is moved once.
+//
+// One launch for any length. The grid is what runs at once and strides over the shard, so that a block works
+// out its step (two pow in double) once. A thread has 8 elements of every tensor in flight, as two packs of
+// four a whole warp apart: for fp32 Adam 128 bytes, in 58 registers, so 1,024 threads of a
+// multiprocessor keep 128 KiB in flight where an H200 (4.3 TB/s, some 700 ns) needs about 24. No cache hints:
+// nothing is read twice, gradients often still lie in L2, and `out` is read next.
+#pragma once
+
+#include "common.cuh"
+#include "formulas.h"
+
+namespace xds {
+
+// How [0, numel) is cut: `packs` packs of four begin at `head`; `edges` lone elements are before and behind
+// them, or are everything where the tensors' addresses do not fit one another.
+struct Cut {
+  int64_t head, packs, edges;
+};
+
+template <int kStates>
+struct Operands {
+  float* param;
+  const void* grad;
+  void* states[kStates > 0 ? kStates : 1];
+  Out out;
+  const float* step;
+  const float* scale;
+  const float* found_inf;
+  Cut cut;
+};
+
+template <int kWide, int kUnroll, class Grad, class State, class Rule, class Where>
+__device__ inline void sweep(
+    const Operands<Rule::kStates>& on, const Rule& rule, const typename Rule::Step& step, float scale,
+    int64_t units, Where where) {
+  constexpr int kStates = Rule::kStates;
+  const int64_t stride = int64_t(gridDim.x) * kThreads * kUnroll;
+  const int64_t first = int64_t(blockIdx.x) * kThreads * kUnroll + threadIdx.x;
+  for (int64_t base = first; base < units; base += stride) {
+    Pack<float, kWide> param[kUnroll];
+    Pack<Grad, kWide> grad[kUnroll];
+    Pack<State, kWide> states[kUnroll][kStates > 0 ? kStates : 1];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {  // all loads first
+      const int64_t unit = base + u * kThreads;
+      if (unit >= units) break;
+      const int64_t at = where(unit);
+      param[u] = load<kWide>(on.param + at);
+      grad[u] = load<kWide>(static_cast<const Grad*>(on.grad) + at);
+#pragma unroll
+      for (int s = 0; s < kStates; ++s)
+        states[u][s] = load<kWide>(static_cast<const State*>(on.states[s]) + at);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t unit = base + u * kThreads;
+      if (unit >= units) break;
+      const int64_t at = where(unit);
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) {
+        float state[kStates > 0 ? kStates : 1];
+#pragma unroll
+        for (int s = 0; s < kStates; ++s) state[s] = static_cast<float>(states[u][s].at[i]);
+        const float unscaled = static_cast<float>(grad[u].at[i]) * scale;
+        param[u].at[i] = rule(step, unscaled, param[u].at[i], state);
+#pragma unroll
+        for (int s = 0; s < kStates; ++s) states[u][s].at[i] = static_cast<State>(state[s]);
+      }
+      store<kWide>(on.param + at, param[u]);
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) store<kWide>(static_cast<State*>(on.states[s]) + at, states[u][s]);
+      store_out<kWide>(on.out, at, param[u]);
+    }
+  }
+}
+
+template <class Rule, class Grad, class State>
+__global__ void __launch_bounds__(kThreads, 4) one_pass(Operands<Rule::kStates> on, Rule rule) {
+  if (skips(on.found_inf)) return;
+  __shared__ typename Rule::Step shared_step;
+  if (threadIdx.x == 0) shared_step = rule.at(number_or(on.step, 1.0f));
+  __syncthreads();
+  const typename Rule::Step step = shared_step;
+  const float scale = number_or(on.scale, 1.0f);
+  const Cut cut = on.cut;
+  sweep<4, 2, Grad, State>(
+      on, rule, step, scale, cut.packs, [cut](int64_t unit) { return cut.head + 4 * unit; });
+  sweep<1, 4, Grad, State>(on, rule, step, scale, cut.edges, [cut](int64_t unit) {
+    return unit < cut.head ? unit : unit + 4 * cut.packs;
+  });
+}
+
+inline Cut cut_of(int64_t numel, std::initializer_list<const MaybeTensor*> tensors) {
+  for (int64_t head = 0; head < std::min<int64_t>(numel, 4); ++head) {
+    const bool fits = std::all_of(tensors.begin(), tensors.end(), [head](const MaybeTensor* tensor) {
+      return !tensor->has_value() || takes_packs(**tensor, head, item_bytes((*tensor)->scalar_type()));
+    });
+    if (!fits) continue;
+    const int64_t packs = (numel - head) / 4;
+    return {head, packs, numel - 4 * packs};
+  }
+  return {numel, 0, numel};
+}
+
+// Check, cut and launch: `states` are the rule's, all there or all of them None.
+template <class Rule>
+void launch_one_pass(
+    const char* op, const Rule& rule, const Tensor& param, const Tensor& grad,
+    const MaybeTensor (&states)[2], const char* const (&state_names)[2], const MaybeTensor& out,
+    const MaybeTensor& step, const MaybeTensor& scale, const MaybeTensor& found_inf) {
+  const Checks check(op, "param", param);
+  check.flat(param, "param", kFloat);
+  check.flat(grad, "grad", kFloats);
+  check.flat(out, "out", kFloats);
+  Operands<Rule::kStates> on = {};
+  ScalarType state_type = ScalarType::Float;
+  for (int s = 0; s < Rule::kStates; ++s) {
+    check.flat(states[s], state_names[s], kStateTypes);
+    if (s == 0) state_type = states[s]->scalar_type();
+    check.that(states[s]->scalar_type() == state_type, "the states need one dtype, all fp32 or all bf16");
+    on.states[s] = states[s]->mutable_data_ptr();
+  }
+  on.param = static_cast<float*>(param.mutable_data_ptr());
+  on.grad = grad.const_data_ptr();
+  on.out = out_of(out);
+  on.step = check.number(step, "step");
+  on.scale = check.number(scale, "scale");
+  on.found_inf = check.number(found_inf, "found_inf");
+  if (param.numel() == 0) return;
+  const MaybeTensor all[] = {param, grad};
+  on.cut = cut_of(param.numel(), {&all[0], &all[1], &states[0], &states[1], &out});
+
+  const Place place(param);
+  with_float_type(grad.scalar_type(), [&](auto grad_tag) {
+    with_state_type(state_type, [&](auto state_tag) {
+      using Grad = typename decltype(grad_tag)::type;
+      using State = typename decltype(state_tag)::type;
+      auto kernel = &one_pass<Rule, Grad, State>;
+      const int64_t work = std::max(
+          divide_up(on.cut.packs, 2 * kThreads), divide_up(on.cut.edges, 4 * kThreads));
+      place.launch(kernel, std::min(work, place.resident_blocks(kernel)), on, rule);
+    });
+  });
+}
+
+}  // namespace xds
