@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import Field
 
+from ..ops.config import Ops, check_ops
 from ..ops.config_keys import Entry, Report
 from ..ops.config_rules import FLAG, NULL, Rule, dtype_name, either, number, one_of, shown, whole
 from ..ops.config_section import AsRead, Section, paths_named, read_section, subsection
@@ -122,6 +123,7 @@ class Config(Section):
     )
     checkpoint: Annotated[Checkpoint, AsRead()] = Field(default_factory=Checkpoint.model_construct)
     compile: Annotated[Compile, AsRead()] = Field(default_factory=Compile.model_construct)
+    ops: Annotated[Ops, AsRead()] = Field(default_factory=Ops.model_construct)
     tensorboard: Annotated[TensorBoard, AsRead()] = Field(
         default_factory=TensorBoard.model_construct
     )
@@ -232,6 +234,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
         changes["scheduler"] = check_scheduler(config.scheduler, report)
     _check_precision(config, report)
     check_compile(config.compile, config.zero_optimization.stage, report)
+    check_ops(config.ops, report)
     if "gradient_clipping" not in data:
         report.notes.append(
             "gradient_clipping is not given: gradients are not clipped "

@@ -20,6 +20,7 @@ _USAGE = """\
 xds [options] script.py [arguments of the script]
        xds check config.json [--world-size N]   print the resolved config and what each choice does
        xds checkpoint info|verify|export|import|diff   look into checkpoints, take models out and in
+       xds ops build|list|clean                 compile the native ops ahead of time, look at them
        xds env                                  print versions, devices, limits"""
 
 _EPILOG = """\
@@ -80,6 +81,10 @@ def _dispatch(words: list[str]) -> int:
         from .checkpoint import main as checkpoint
 
         return checkpoint(words[1:])
+    if words[:1] == ["ops"]:
+        from .native_ops import main as native_ops
+
+        return native_ops(words[1:])
     if words[:1] == ["env"]:
         from .environment import main as environment
 

@@ -158,15 +158,17 @@ def read_entry(folder: Path) -> Entry | None:
 
 def entries(folder: Path) -> list[Entry]:
     """Every finished library of a cache, by name, the newest first."""
-    found = [read_entry(path) for path in _keys(folder)]
+    found = [read_entry(path) for path in keys(folder)]
     good = [entry for entry in found if entry is not None]
     good.sort(key=lambda entry: entry.info.built_at, reverse=True)
     return sorted(good, key=lambda entry: entry.info.name)
 
 
-def _keys(folder: Path) -> list[Path]:
+def keys(folder: Path) -> list[Path]:
+    """The folders of a cache's libraries: finished, damaged, or with a lock alone."""
     with suppress(OSError):
-        return sorted(path for path in folder.iterdir() if KEY.fullmatch(path.name))
+        names = {path.name.removesuffix(".lock") for path in folder.iterdir()}
+        return [folder / name for name in sorted(names) if KEY.fullmatch(name)]
     return []
 
 

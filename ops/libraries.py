@@ -38,7 +38,6 @@ _INSTRUCTION_SETS = {
         "-mprefer-vector-width=512",
     ),
 }
-_X86 = ("x86_64", "AMD64")
 OPTIMIZERS = ("adam", "lion", "adagrad", "sgd", "lamb", "square_sum")
 QUANTIZE = ("quantize", "signs")
 
@@ -48,7 +47,7 @@ class NativeOpsWarning(RuntimeWarning):
 
 
 def _cpu_library() -> Library:
-    names = list(_INSTRUCTION_SETS) if platform.machine() in _X86 else ["baseline"]
+    names = list(_INSTRUCTION_SETS) if platform.machine() == "x86_64" else ["baseline"]
     kernels = [
         Source(
             "cpu/kernels.cpp",
@@ -57,8 +56,7 @@ def _cpu_library() -> Library:
         )
         for name in names
     ]
-    flags = (*_CPU, *(f"-DXDS_HAS_{name.upper()}" for name in names))
-    return Library("cpu", "cpu", (Source("cpu/dispatch.cpp", "dispatch.o", flags), *kernels))
+    return Library("cpu", "cpu", (Source("cpu/dispatch.cpp", "dispatch.o", _CPU), *kernels))
 
 
 def _cuda_library(name: str, files: tuple[str, ...]) -> Library:

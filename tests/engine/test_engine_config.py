@@ -175,6 +175,8 @@ def test_the_callers_dict_is_never_changed():
         ("expert_parallel.enabled", True, "not there yet"),
         ("checkpoint.load_universal", True, "not there yet"),
         ("compression_training.layer_reduction.enabled", True, "not there yet"),
+        ("ops.native", 1, "must be true or false"),
+        ("ops", {"native": False, "require": True}, "drop one"),
         ("weight_quantization", {"post_init_quant": {}}, "not part of xds"),
         ("datastates_ckpt", {"host_cache_size": 1}, "one way of writing"),
     ],
@@ -214,7 +216,7 @@ def nested(path, value):
         ),
         ("zzz", 1, "remove it"),
         ("notes", [], "unknown key"),
-        ("ops", {}, "unknown key"),
+        ("ops.required", True, "did you mean ops.require?"),
     ],
 )
 def test_unknown_keys_get_the_nearest_name(path, value, hint):

@@ -1,0 +1,31 @@
+"""The section `ops` of the config: whether native ops are built and used. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, final
+
+from pydantic import Field
+
+from .config_keys import Report
+from .config_rules import FLAG
+from .config_section import Section
+
+
+@final
+class Ops(Section):
+    """Native ops: compiled when they are first used; their torch versions give the same values, slower."""
+
+    native: Annotated[bool, FLAG] = Field(
+        True, description="ops are compiled on first use; false runs their torch versions"
+    )
+    require: Annotated[bool, FLAG] = Field(
+        False,
+        description="where ops cannot be compiled, training ends with the compiler's last lines; false warns "
+        "once and runs their torch versions",
+    )
+
+
+def check_ops(section: Ops, report: Report) -> None:
+    """What no key of the section can see alone."""
+    if section.require and not section.native:
+        report.complain("ops.require", True, "ops.native = false switches native ops off; drop one")
