@@ -246,6 +246,7 @@ class Row:
     samples: dict[str, list[float]] = field(default_factory=dict)
     taken: str = field(default_factory=lambda: datetime.datetime.now().isoformat("T", "seconds"))
     others_busy: float | None = None  # share of all cores that others used meanwhile
+    more_is_better: bool = False  # `must` and `aim` are lower bounds
 
     @property
     def verdict(self) -> str:
@@ -254,9 +255,13 @@ class Row:
             return self.void
         if self.value is None or self.must is None:
             return "note"
-        if self.value > self.must:
+        if not self._reaches(self.must):
             return "FAIL"
-        return "PASS (aim)" if self.aim is not None and self.value <= self.aim else "PASS"
+        return "PASS (aim)" if self.aim is not None and self._reaches(self.aim) else "PASS"
+
+    def _reaches(self, bar: float) -> bool:
+        assert self.value is not None
+        return self.value >= bar if self.more_is_better else self.value <= bar
 
     def cells(self) -> list[str]:
         """The row as the table shows it."""
