@@ -176,7 +176,6 @@ def test_the_callers_dict_is_never_changed():
         ("checkpoint.load_universal", True, "not there yet"),
         ("compression_training.layer_reduction.enabled", True, "not there yet"),
         ("ops.native", 1, "must be true or false"),
-        ("ops", {"native": False, "require": True}, "drop one"),
         ("weight_quantization", {"post_init_quant": {}}, "not part of xds"),
         ("datastates_ckpt", {"host_cache_size": 1}, "one way of writing"),
     ],
@@ -185,6 +184,11 @@ def test_one_wrong_value_gives_one_sentence_with_the_full_path(path, value, need
     (complaint,) = complaints(nested(path, value))
     assert complaint.startswith(f"{path} = ")
     assert need in complaint
+
+
+def test_native_ops_cannot_be_required_and_switched_off():
+    (complaint,) = complaints({**SMALL, "ops": {"native": False, "require": True}})
+    assert complaint.startswith("ops.require = true: ops.native = false") and "drop one" in complaint
 
 
 def nested(path, value):
@@ -216,7 +220,7 @@ def nested(path, value):
         ),
         ("zzz", 1, "remove it"),
         ("notes", [], "unknown key"),
-        ("ops.required", True, "did you mean ops.require?"),
+        ("ops.required", True, 'did you mean "require"?'),
     ],
 )
 def test_unknown_keys_get_the_nearest_name(path, value, hint):

@@ -1,0 +1,84 @@
+"""For tests of the builder: a library of a few lines, and a compiler that writes down what it is asked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from xds.ops.build_plan import Library, Source
+
+SOURCE = """#include "answer.h"
+extern "C" __attribute__((visibility("default"))) int answer() { return ANSWER + MORE; }
+"""
+BROKEN = "\n".join(f"unknown_{number} x;" for number in range(40))
+SLOW = "XDS_TEST_SLOW"  # the compiler waits as long as this file is there
+WRAPPER = """#!/bin/sh
+printf '%s\\n' "$*" >> "{log}"
+if [ "$*" = --version ]; then echo "{version}"; exit 0; fi
+tries=0
+while [ -n "${slow}" ] && [ -e "${slow}" ] && [ $tries -lt 600 ]; do
+    sleep 0.05; tries=$((tries + 1))
+done
+exec "{compiler}" "$@"
+"""
+BUILD = """
+import sys
+from xds.ops.errors import BuildError
+from native_sources import library
+from xds.ops.build import build
+try:
+    print(build(library(sys.argv[1])))
+except BuildError as error:
+    sys.exit(str(error))
+"""
+
+
+def library(folder: Path | str, flag: str = "-DMORE=0") -> Library:
+    """One source and one header in `folder`."""
+    return Library(
+        "tiny", "cpu", (Source("cpu/answer.cpp", "answer.o", (flag,)),), root=Path(folder)
+    )
+
+
+def write_sources(folder: Path, answer: int = 42) -> Path:
+    (folder / "cpu").mkdir(parents=True, exist_ok=True)
+    (folder / "cpu" / "answer.cpp").write_text(SOURCE)
+    (folder / "cpu" / "answer.h").write_text(f"#define ANSWER {answer}\n")
+    return folder
+
+
+def write_compiler(folder: Path, version: str = "c++ 1.0") -> Path:
+    """A compiler that logs each call to `calls` beside it, and then is the real one."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "logged-c++"
+    real = shutil.which("c++")
+    path.write_text(
+        WRAPPER.format(log=folder / "calls", version=version, compiler=real, slow="{" + SLOW + "}")
+    )
+    path.chmod(0o755)
+    return path
+
+
+def num_compiled(folder: Path) -> int:
+    """How often the logged compiler has compiled a source."""
+    try:
+        lines = (folder / "calls").read_text().splitlines()
+    except FileNotFoundError:
+        return 0
+    return sum(" -c " in line for line in lines)
+
+
+def start_build(sources: Path, **variables: str) -> subprocess.Popen[str]:
+    """A process, in a session of its own, that builds the library of `sources` and prints its path."""
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    settings: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD, str(sources)],
+        env={**os.environ, "PYTHONPATH": paths, **variables},
+        start_new_session=True,
+        **settings,
+    )

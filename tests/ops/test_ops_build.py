@@ -1,0 +1,443 @@
+"""The builder of native ops: one build however many ask, none lost to a kill, none that is out of date."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import native_sources as tiny
+import pytest
+import torch
+
+from xds.ops import build, build_cache, build_compilers, build_plan, libraries
+from xds.ops.errors import BuildError
+from xds.ops.libraries import LIBRARIES, NativeOpsWarning, Shelf
+
+needs_cxx = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def sources(tmp_path: Path, cache: Path) -> Path:
+    return tiny.write_sources(tmp_path / "csrc")
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a compiler that counts; it is $CXX."""
+    monkeypatch.setenv("CXX", str(tiny.write_compiler(tmp_path / "bin")))
+    return tmp_path / "bin"
+
+
+def answer(path: Path) -> int:
+    return int(ctypes.CDLL(str(path)).answer())
+
+
+def key(sources: Path, flag: str = "-DMORE=0") -> str:
+    build_compilers._ask.cache_clear()
+    return build_plan.plan(tiny.library(sources, flag), build_cache.default_folder()).key
+
+
+def rubbish(cache: Path) -> list[str]:
+    """What there is beside finished libraries, their locks, and what is kept for good."""
+    names = {path.name for path in cache.iterdir()} - {"compilers.json", build_cache.SWEEP}
+    return sorted(
+        name for name in names if not build_cache.KEY.fullmatch(name.removesuffix(".lock"))
+    )
+
+
+# -- building -----------------------------------------------------------------------------------------------
+
+
+@needs_cxx
+def test_a_library_is_built_once_and_then_found_without_any_process(
+    sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = build.build(tiny.library(sources))
+    assert answer(path) == 42 and path.is_relative_to(cache)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    build_compilers._ask.cache_clear()
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert build.build(tiny.library(sources)) == path
+    assert rubbish(cache) == []
+
+
+@needs_cxx
+def test_eight_processes_that_race_build_once(sources: Path, compiler: Path, cache: Path) -> None:
+    racing = [tiny.start_build(sources) for _ in range(8)]
+    answers = {process.communicate(timeout=60) for process in racing}
+    ((path, complaint),) = answers
+    assert complaint == "" and answer(Path(path.strip())) == 42
+    assert tiny.num_compiled(compiler) == 1
+    assert rubbish(cache) == []
+
+
+@needs_cxx
+def test_who_waited_for_a_build_that_fails_does_not_compile_again(
+    sources: Path, compiler: Path, tmp_path: Path
+) -> None:
+    (sources / "cpu" / "answer.cpp").write_text(tiny.BROKEN)
+    slow = tmp_path / "slow"
+    slow.touch()
+    racing = [tiny.start_build(sources, **{tiny.SLOW: str(slow)}) for _ in range(4)]
+    wait_for(lambda: num_waiting(tmp_path / "cache") == 4)
+    slow.unlink()
+    complaints = {process.communicate(timeout=60)[1] for process in racing}
+    (complaint,) = complaints
+    assert "unknown_39" in complaint
+    assert tiny.num_compiled(compiler) == 1
+    # but who comes later tries again: the reason may be gone
+    tiny.write_sources(sources)
+    assert answer(build.build(tiny.library(sources))) == 42
+
+
+def num_waiting(cache: Path) -> int:
+    """How many processes have opened a lock of the cache: read from /proc, so 4 where there is none."""
+    if not Path("/proc/self/fd").exists():
+        time.sleep(3)
+        return 4
+    found = 0
+    for fd in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            found += os.readlink(fd).startswith(f"{cache}/tiny-")
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition: object, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    assert callable(condition)
+    while not condition():
+        assert time.monotonic() < end, "it never came to it"
+        time.sleep(0.02)
+
+
+@needs_cxx
+@pytest.mark.parametrize("kills_all", [False, True], ids=["python alone", "the process group"])
+def test_after_a_kill_in_the_middle_the_next_process_builds(
+    sources: Path, compiler: Path, cache: Path, tmp_path: Path, kills_all: bool
+) -> None:
+    slow = tmp_path / "slow"
+    slow.touch()
+    killed = tiny.start_build(sources, **{tiny.SLOW: str(slow)})
+    wait_for(lambda: tiny.num_compiled(compiler) == 1)
+    if kills_all:
+        os.killpg(killed.pid, signal.SIGKILL)
+    else:
+        killed.kill()
+    killed.wait()
+    assert len(rubbish(cache)) == 1, "its temporary folder"
+    # the killed build's compiler is still at work
+    assert answer(build.build(tiny.library(sources))) == 42
+    assert rubbish(cache) == []
+    slow.unlink()
+    killed.communicate(timeout=30)  # the orphans hold its pipes until they end
+    assert rubbish(cache) == []
+    assert answer(build.build(tiny.library(sources))) == 42
+
+
+@needs_cxx
+def test_an_interrupted_build_ends_its_compilers_and_leaves_nothing(
+    sources: Path, compiler: Path, cache: Path, tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow"
+    slow.touch()
+    building = tiny.start_build(sources, **{tiny.SLOW: str(slow)})
+    wait_for(lambda: tiny.num_compiled(compiler) == 1)
+    building.send_signal(signal.SIGINT)
+    _, complaint = building.communicate(timeout=30)
+    assert "KeyboardInterrupt" in complaint and slow.exists()
+    assert rubbish(cache) == []
+
+
+@needs_cxx
+def test_a_builder_that_is_stuck_is_waited_for_once_told_and_then_passed(
+    sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cache: Path
+) -> None:
+    monkeypatch.setattr(build_cache, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(build_cache, "PATIENCE_SECONDS", 0.3)
+    cache.mkdir()
+    with build_cache.locked(cache, key(sources)), caplog.at_level(logging.INFO, "xds"):
+        assert answer(build.build(tiny.library(sources))) == 42
+    told = [line for line in caplog.messages if line.startswith("waiting for another process")]
+    assert len(told) == 1
+
+
+# -- what is out of date, or damaged ------------------------------------------------------------------------
+
+
+@needs_cxx
+def test_a_changed_source_header_or_flag_gives_another_library(sources: Path) -> None:
+    assert answer(build.build(tiny.library(sources))) == 42
+    assert answer(build.build(tiny.library(sources, "-DMORE=1"))) == 43
+    tiny.write_sources(sources, answer=7)
+    assert answer(build.build(tiny.library(sources))) == 7
+    before = key(sources)
+    (sources / "cpu" / "answer.cpp").write_text(tiny.SOURCE + "// more\n")
+    assert key(sources) != before
+    (sources / "cpu" / "other.h").write_text("")
+    assert key(sources) != before
+
+
+@needs_cxx
+def test_another_compiler_or_another_version_of_it_gives_another_library(
+    sources: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {key(sources)}
+    tiny.write_compiler(compiler, "c++ 2.0")
+    keys.add(key(sources))
+    monkeypatch.delenv("CXX")
+    keys.add(key(sources))
+    monkeypatch.setenv("CPATH", "/somewhere")
+    keys.add(key(sources))
+    assert len(keys) == 4
+
+
+@needs_cxx
+def test_another_torch_or_kind_of_machine_gives_another_library(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {key(sources)}
+    usual = build_compilers.find_torch()
+    for changed in ({"version": "9.9.9"}, {"facts": "other headers"}):
+        other = dataclasses.replace(usual, **changed)
+        monkeypatch.setattr(build_plan, "find_torch", lambda other=other: other)
+        keys.add(key(sources))
+    monkeypatch.setattr(build_plan, "find_torch", lambda: usual)
+    monkeypatch.setattr(build_plan.platform, "machine", lambda: "riscv64")
+    keys.add(key(sources))
+    assert len(keys) == 4
+
+
+def test_what_torch_is_comes_from_its_files() -> None:
+    found = build_compilers.find_torch()
+    assert (found.version, found.cuda or None) == (torch.__version__, torch.version.cuda)
+
+
+@needs_cxx
+def test_another_checkout_of_the_same_sources_shares_the_library(
+    sources: Path, tmp_path: Path
+) -> None:
+    assert key(sources) == key(tiny.write_sources(tmp_path / "elsewhere" / "csrc"))
+
+
+@needs_cxx
+@pytest.mark.parametrize("damage", ["cut off", "changed", "empty", "no info", "bad info"])
+def test_a_damaged_library_is_built_anew(sources: Path, cache: Path, damage: str) -> None:
+    path = build.build(tiny.library(sources))
+    whole = path.read_bytes()
+    if damage == "no info":
+        (path.parent / build_cache.INFO).unlink()
+    elif damage == "bad info":
+        (path.parent / build_cache.INFO).write_text('{"key": 1}')
+    else:
+        torn = {"cut off": whole[:-100], "changed": whole[:-1] + b"\xff", "empty": b""}[damage]
+        path.write_bytes(torn)
+    assert build.find(tiny.library(sources)) is None
+    again = build.build(tiny.library(sources))
+    assert again == path and len(again.read_bytes()) == len(whole)
+    assert build.find(tiny.library(sources)) is not None
+    assert rubbish(cache) == []
+
+
+# -- failures -----------------------------------------------------------------------------------------------
+
+
+@needs_cxx
+def test_a_source_that_does_not_compile_warns_once_with_command_and_last_lines(
+    sources: Path, cache: Path
+) -> None:
+    (sources / "cpu" / "answer.cpp").write_text(tiny.BROKEN)
+    shelf = Shelf()
+    with pytest.warns(NativeOpsWarning) as caught:
+        assert shelf.load(tiny.library(sources), is_required=False) is False
+    (message,) = [str(one.message) for one in caught]
+    assert "native library tiny does not compile" in message and "command: " in message
+    assert "answer.cpp -o answer.o" in message and "unknown_39" in message
+    assert "unknown_1 " not in message, "the last lines alone"
+    assert '"ops": {"require": true}' in message
+    # no second warning (warnings are errors here), no second try
+    assert shelf.load(tiny.library(sources), is_required=False) is False
+    with pytest.raises(BuildError, match="does not compile"):
+        shelf.load(tiny.library(sources), is_required=True)
+    assert rubbish(cache) == [] and not shelf.is_loaded("tiny")
+
+
+@needs_cxx
+def test_a_missing_symbol_is_told_by_the_linker(sources: Path) -> None:
+    text = "int absent();\nint answer() { return absent(); }\n"
+    (sources / "cpu" / "answer.cpp").write_text(text)
+    with pytest.raises(BuildError) as caught:
+        build.build(tiny.library(sources))
+    assert "-shared" in caught.value.command and "absent" in "".join(caught.value.lines)
+
+
+@pytest.mark.parametrize("variables", [{}, {"CXX": "no-such-compiler -x"}])
+def test_without_a_compiler_there_is_one_warning_or_an_error(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, text in {"PATH": str(tmp_path / "empty"), **variables}.items():
+        monkeypatch.setenv(name, text)
+    shelf = Shelf()
+    with pytest.warns(NativeOpsWarning, match=r"no C\+\+ compiler.*install g\+\+"):
+        assert shelf.load(tiny.library(sources), is_required=False) is False
+    with pytest.raises(BuildError, match="set CXX"):
+        Shelf().load(tiny.library(sources), is_required=True)
+
+
+@needs_cxx
+def test_a_library_that_cannot_be_loaded_is_a_failure_like_any_other(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = build.find_or_build(tiny.library(sources))
+    not_one = dataclasses.replace(entry, info=dataclasses.replace(entry.info, file="info.json"))
+    monkeypatch.setattr(libraries, "find_or_build", lambda library: not_one)
+    with pytest.warns(NativeOpsWarning, match="cannot be loaded"):
+        assert Shelf().load(tiny.library(sources), is_required=False) is False
+
+
+@needs_cxx
+def test_a_cache_that_cannot_be_written_is_told_with_the_remedy(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDS_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(BuildError, match="XDS_CACHE_DIR = .* set it to another folder"):
+        build.build(tiny.library(sources))
+
+
+@needs_cxx
+def test_without_a_usable_home_libraries_go_to_the_temporary_folder(
+    sources: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("XDS_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(build_cache.tempfile, "tempdir", str(tmp_path))
+    path = build.build(tiny.library(sources))
+    assert path.is_relative_to(tmp_path / f"xds-{os.getuid()}") and answer(path) == 42
+    assert "set XDS_CACHE_DIR" in caplog.text
+    assert build.build(tiny.library(sources)) == path
+    # a folder that others can write to may hold anything
+    path.parents[1].chmod(0o777)
+    with pytest.raises(BuildError, match="belongs to somebody else"):
+        build.build(tiny.library(sources))
+
+
+@needs_cxx
+def test_a_full_disk_is_told_before_anything_is_compiled(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_cache, "MIN_FREE_BYTES", 2**62)
+    with pytest.raises(BuildError, match="MiB are free"):
+        build.build(tiny.library(sources))
+
+
+# -- the cache ----------------------------------------------------------------------------------------------
+
+
+@needs_cxx
+def test_a_library_in_use_is_not_removed(sources: Path, cache: Path) -> None:
+    entry = build.find_or_build(tiny.library(sources))
+    fd = build_cache.use(entry)
+    assert not build_cache.remove(entry.folder) and entry.path.exists()
+    os.close(fd)
+    assert build_cache.remove(entry.folder)
+    assert [path.name for path in cache.glob("tiny*")] == []
+
+
+@needs_cxx
+def test_info_says_how_a_library_was_built(sources: Path) -> None:
+    entry = build.find_or_build(tiny.library(sources))
+    info = json.loads((entry.folder / build_cache.INFO).read_text())
+    assert info["name"] == "tiny" and info["size_bytes"] == entry.path.stat().st_size
+    assert info["seconds"] > 0 and info["compiler"] and info["built_at"].endswith("+00:00")
+
+
+def test_importing_xds_builds_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    script = "import xds.engine.initialize, xds.ops.libraries as all\n"
+    script += "assert not any(map(all.is_loaded, all.LIBRARIES))"
+    environment = {**os.environ, "XDS_CACHE_DIR": str(folder)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    assert not folder.exists()
+
+
+# -- the sources of xds -------------------------------------------------------------------------------------
+
+
+@needs_cxx
+def test_objects_for_newer_processors_hold_nothing_that_others_would_be_linked_to(
+    tmp_path: Path, cache: Path
+) -> None:
+    """A function that two objects may both define is taken from either: AVX-512 code for everybody."""
+    if shutil.which("nm") is None:
+        pytest.skip("there is no nm to look into objects with")
+    library = LIBRARIES["cpu"]
+    own = tuple(one for one in library.sources if any(flag.startswith("-m") for flag in one.flags))
+    for path in build.compile_objects(dataclasses.replace(library, sources=own), tmp_path):
+        done = subprocess.run(["nm", "-C", path], capture_output=True, text=True, check=True)
+        shared = [line for line in done.stdout.splitlines() if line[17:18] in "WVui"]
+        assert shared == [], path.name
+
+
+def test_no_flag_names_the_processor_that_compiles() -> None:
+    flags = {flag for one in LIBRARIES.values() for source in one.sources for flag in source.flags}
+    assert not [flag for flag in flags if flag.startswith(("-march", "-mtune", "-mcpu"))]
+    assert "-ffast-math" not in flags
+
+
+@pytest.mark.parametrize("name", [one.name for one in LIBRARIES.values() if one.device == "cuda"])
+def test_cuda_sources_compile(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        build_compilers.find_nvcc(tmp_path)
+    except BuildError as error:
+        pytest.skip(f"CUDA sources are not compiled: {error.what}")
+    monkeypatch.setenv(build_compilers.ARCHS_VARIABLE, "90")  # one is enough to see whether they do
+    objects = build.compile_objects(LIBRARIES[name], tmp_path)
+    assert [path.name for path in objects if path.stat().st_size == 0] == []
+
+
+def test_architectures_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flags(version: str) -> list[str]:
+        found = build_compilers.arch_flags(build_compilers.Compiler(("nvcc",), version))
+        return [flag.removeprefix("-gencode=arch=") for flag in found]
+
+    monkeypatch.delenv(build_compilers.ARCHS_VARIABLE, raising=False)
+    old = flags("Cuda compilation tools, release 12.1, V12.1.105")
+    assert old == [
+        f"compute_{a},code={b}" for a, b in [(80, "sm_80"), (90, "sm_90"), (90, "compute_90")]
+    ]
+    assert "compute_100,code=sm_100" in flags("Cuda compilation tools, release 13.0, V13.0.88")
+    monkeypatch.setenv(build_compilers.ARCHS_VARIABLE, "8.6;90a")
+    assert flags("") == [
+        "compute_86,code=sm_86",
+        "compute_90a,code=sm_90a",
+        "compute_90a,code=compute_90a",
+    ]
+    monkeypatch.setenv(build_compilers.ARCHS_VARIABLE, "hopper")
+    with pytest.raises(BuildError, match='XDS_CUDA_ARCHS = .hopper. is no list .* write "80 90"'):
+        flags("")
