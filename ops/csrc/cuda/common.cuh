@@ -15,6 +15,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <utility>
 
 // It lives in libtorch_cuda, and torch's header declares it for CUDA builds of torch only. Weak: a library
 // of kernels then loads beside a CPU build too, where tests look at what it registered.
@@ -191,7 +192,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
 }
 
 // The device of a tensor made current for as long as this lives, and torch's current stream on it.
-class Place {
+class __attribute__((visibility("hidden"))) Place {
  public:
   explicit Place(const Tensor& tensor) : guard_(tensor.get_device_index()) {
     STD_TORCH_CHECK(
@@ -240,6 +241,9 @@ class Place {
 __device__ inline bool skips(const float* found_inf) {
   return found_inf != nullptr && *found_inf != 0.0f;
 }
+
+__device__ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+__device__ inline int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
 
 __device__ inline float number_or(const float* number, float otherwise) {
   return number == nullptr ? otherwise : *number;

@@ -14,8 +14,6 @@
 
 namespace xds {
 
-struct NoStep {};
-
 // m/(1-b1^t) / (sqrt(v)/sqrt(1-b2^t) + eps), of Adam and LAMB
 struct Moments {
   double beta1, beta2;
@@ -60,6 +58,80 @@ struct Adam {
   XDS_BOTH float operator()(const Step& step, float grad, float param, float (&state)[2]) const {
     if (l2 != 0.0f) grad += l2 * param;
     return param * keep - lr * moments(step, grad, state);
+  }
+};
+
+struct Lion {
+  static constexpr int kStates = 1;
+  struct Step {};
+
+  float lr, rest1, rest2;  // rest: 1 - beta
+  float keep;              // 1 - lr * weight_decay
+
+  Lion(double lr, double beta1, double beta2, double weight_decay)
+      : lr(static_cast<float>(lr)),
+        rest1(static_cast<float>(1.0 - beta1)),
+        rest2(static_cast<float>(1.0 - beta2)),
+        keep(static_cast<float>(1.0 - lr * weight_decay)) {}
+
+  XDS_BOTH Step at(double) const { return {}; }
+
+  XDS_BOTH float operator()(const Step&, float grad, float param, float (&state)[1]) const {
+    const float change = grad - state[0];
+    const float blend = state[0] + change * rest1;
+    state[0] += change * rest2;
+    const float sign = blend > 0.0f ? 1.0f : blend < 0.0f ? -1.0f : blend;  // 0 and nan stay
+    return param * keep - lr * sign;
+  }
+};
+
+struct Adagrad {
+  static constexpr int kStates = 1;
+  struct Step {
+    float rate;
+  };
+
+  double lr, lr_decay;
+  float eps, l2;
+
+  XDS_BOTH Step at(double t) const { return {static_cast<float>(lr / (1.0 + (t - 1.0) * lr_decay))}; }
+
+  XDS_BOTH float operator()(const Step& step, float grad, float param, float (&state)[1]) const {
+    if (l2 != 0.0f) grad += l2 * param;
+    state[0] += grad * grad;
+    return param - step.rate * (grad / (sqrtf(state[0]) + eps));
+  }
+};
+
+struct Sgd {
+  static constexpr int kStates = 0;
+  struct Step {};
+
+  float lr, l2;
+
+  XDS_BOTH Step at(double) const { return {}; }
+
+  XDS_BOTH float operator()(const Step&, float grad, float param, float (&)[1]) const {
+    if (l2 != 0.0f) grad += l2 * param;
+    return param - lr * grad;
+  }
+};
+
+struct SgdMomentum {
+  static constexpr int kStates = 1;
+  struct Step {
+    bool is_first;
+  };
+
+  float lr, momentum, rest_dampening, l2;
+  bool nesterov;
+
+  XDS_BOTH Step at(double t) const { return {t == 1.0}; }
+
+  XDS_BOTH float operator()(const Step& step, float grad, float param, float (&state)[1]) const {
+    if (l2 != 0.0f) grad += l2 * param;
+    state[0] = step.is_first ? grad : momentum * state[0] + rest_dampening * grad;
+    return param - lr * (nesterov ? grad + momentum * state[0] : state[0]);
   }
 };
 

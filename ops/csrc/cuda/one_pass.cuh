@@ -132,15 +132,20 @@ void launch_one_pass(
   on.cut = cut_of(param.numel(), {&all[0], &all[1], &states[0], &states[1], &out});
 
   const Place place(param);
+  const auto launch = [&](auto kernel) {
+    const int64_t work =
+        std::max(divide_up(on.cut.packs, 2 * kThreads), divide_up(on.cut.edges, 4 * kThreads));
+    place.launch(kernel, std::min(work, place.resident_blocks(kernel)), on, rule);
+  };
   with_float_type(grad.scalar_type(), [&](auto grad_tag) {
-    with_state_type(state_type, [&](auto state_tag) {
-      using Grad = typename decltype(grad_tag)::type;
-      using State = typename decltype(state_tag)::type;
-      auto kernel = &one_pass<Rule, Grad, State>;
-      const int64_t work = std::max(
-          divide_up(on.cut.packs, 2 * kThreads), divide_up(on.cut.edges, 4 * kThreads));
-      place.launch(kernel, std::min(work, place.resident_blocks(kernel)), on, rule);
-    });
+    using Grad = typename decltype(grad_tag)::type;
+    if constexpr (Rule::kStates == 0) {
+      launch(&one_pass<Rule, Grad, float>);
+    } else {
+      with_state_type(state_type, [&](auto state_tag) {
+        launch(&one_pass<Rule, Grad, typename decltype(state_tag)::type>);
+      });
+    }
   });
 }
 

@@ -1,0 +1,16 @@
+// lion_ on CUDA: see ops/kernels/lion.py for what it does and formulas.h for one element.
+#include "one_pass.cuh"
+
+namespace xds {
+
+void lion_(
+    Tensor param, Tensor grad, Tensor exp_avg, MaybeTensor out, MaybeTensor scale, MaybeTensor found_inf,
+    double lr, double beta1, double beta2, double weight_decay) {
+  launch_one_pass(
+      "lion_", Lion(lr, beta1, beta2, weight_decay), param, grad, {exp_avg, std::nullopt},
+      {"exp_avg", ""}, out, std::nullopt, scale, found_inf);
+}
+
+}  // namespace xds
+
+STABLE_TORCH_LIBRARY_IMPL(xds, CUDA, m) { m.impl("lion_", TORCH_BOX(&xds::lion_)); }
