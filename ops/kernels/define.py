@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _NAMESPACE = "xds"
-_library = torch.library.Library(_NAMESPACE, "DEF")
+_library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
 def define(
@@ -27,8 +27,8 @@ def define(
         fake: the result's shape and dtype, for tracing; None where the op returns nothing.
     """
     name = schema[: schema.index("(")]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, reference, "CompositeExplicitAutograd")
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(name, reference, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake or _nothing, lib=_library)
     op: Callable[..., Any] = getattr(getattr(torch.ops, _NAMESPACE), name).default
     return op

@@ -1,0 +1,334 @@
+// The CPU ops as torch sees them: arguments checked, the instruction set chosen, the work spread over torch's threads.
+//
+// Results depend neither on the number of threads nor on the instruction set. XDS_CPU_ISA (avx512, avx2 or
+// baseline) chooses one; else it is the widest that processor and system have.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace xds {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t GRAIN = 1 << 15;  // elements that are worth another thread
+constexpr int64_t BLOCK = 1 << 12;  // elements of one partial sum
+
+// -- the instruction set ----------------------------------------------------------------------------------
+
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+bool has_avx2() { return __builtin_cpu_supports("avx2"); }
+const Kernels* widest() {
+  return has_avx512() ? &avx512::kernels : has_avx2() ? &avx2::kernels : &baseline::kernels;
+}
+const Kernels* named(const std::string& name) {
+  if (name == "avx512" && has_avx512()) return &avx512::kernels;
+  if (name == "avx2" && has_avx2()) return &avx2::kernels;
+  return name == "baseline" ? &baseline::kernels : nullptr;
+}
+#else
+const Kernels* widest() { return &baseline::kernels; }
+const Kernels* named(const std::string& name) {
+  return name == "baseline" ? &baseline::kernels : nullptr;
+}
+#endif
+
+const Kernels& kernels() {
+  static const Kernels* const found = widest();
+  const char* asked = std::getenv("XDS_CPU_ISA");
+  if (asked == nullptr || *asked == '\0') return *found;
+  const Kernels* given = named(asked);
+  STD_TORCH_CHECK(given != nullptr, "XDS_CPU_ISA = \"", asked,
+                  "\": this processor runs baseline and, if it has them, avx2 and avx512; unset it");
+  return *given;
+}
+
+// -- arguments --------------------------------------------------------------------------------------------
+
+Kind kind_of(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return Kind::fp32;
+    case ScalarType::BFloat16:
+      return Kind::bf16;
+    case ScalarType::Half:
+      return Kind::fp16;
+    case ScalarType::Double:
+      return Kind::fp64;
+    default:
+      STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16");
+  }
+}
+
+void check_flat(const Tensor& tensor, const char* name, int64_t numel) {
+  STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the CPU as param is");
+  STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
+  STD_TORCH_CHECK(tensor.numel() == numel, name, " has ", tensor.numel(), " elements, param has ", numel);
+}
+
+void* stream(const Tensor& tensor, const char* name, int64_t numel, Kind* kind) {
+  check_flat(tensor, name, numel);
+  *kind = kind_of(tensor, name);
+  STD_TORCH_CHECK(*kind != Kind::fp64, name, " must be float32, bfloat16 or float16, not float64");
+  return tensor.data_ptr();
+}
+
+float* wide(const Tensor& tensor, const char* name, int64_t numel) {
+  Kind kind;
+  void* data = stream(tensor, name, numel, &kind);
+  STD_TORCH_CHECK(kind == Kind::fp32, name, " must be float32");
+  return static_cast<float*>(data);
+}
+
+float scalar(const OptionalTensor& tensor, const char* name, float otherwise) {
+  return tensor.has_value() ? *wide(*tensor, name, 1) : otherwise;
+}
+
+bool skips(const OptionalTensor& found_inf) { return scalar(found_inf, "found_inf", 0.0f) != 0.0f; }
+
+Streams streams_of(const Tensor& param, const Tensor* grad, const Tensor* first, const Tensor* second,
+                   const OptionalTensor& out) {
+  const int64_t numel = param.numel();
+  Streams s = {};
+  s.param = wide(param, "param", numel);
+  if (grad != nullptr) s.grad = stream(*grad, "grad", numel, &s.grad_kind);
+  if (first != nullptr) s.states[0] = stream(*first, "the state", numel, &s.state_kind);
+  if (second != nullptr) {
+    const Kind kind = s.state_kind;
+    s.states[1] = stream(*second, "the second state", numel, &s.state_kind);
+    STD_TORCH_CHECK(kind == s.state_kind, "both states must have one dtype");
+  }
+  STD_TORCH_CHECK(s.state_kind != Kind::fp16, "states must be float32 or bfloat16");
+  if (out.has_value()) s.out = stream(*out, "out", numel, &s.out_kind);
+  return s;
+}
+
+// -- elementwise optimizers -------------------------------------------------------------------------------
+
+template <class Rule>
+using Run = void (*)(const Streams&, const Rule&, int64_t, int64_t);
+
+template <class Rule>
+void spread(int64_t numel, Run<Rule> run, const Streams& s, const Rule& rule) {
+  torch::stable::parallel_for(0, numel, GRAIN,
+                              [&](int64_t begin, int64_t end) { run(s, rule, begin, end); });
+}
+
+// 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t)
+struct Correction {
+  double first = 1.0, root = 1.0;
+  Correction(const Tensor& step, double beta1, double beta2, bool applies) {
+    const double t = *wide(step, "step", 1);
+    if (applies) {
+      first = 1.0 / (1.0 - std::pow(beta1, t));
+      root = 1.0 / std::sqrt(1.0 - std::pow(beta2, t));
+    }
+  }
+};
+
+float rounded(double value) { return static_cast<float>(value); }
+
+void adam(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
+          const OptionalTensor& out, const Tensor& step, const OptionalTensor& scale,
+          const OptionalTensor& found_inf, double lr, double beta1, double beta2, double eps,
+          double weight_decay, bool decoupled, bool bias_correction) {
+  const Streams s = streams_of(param, &grad, &exp_avg, &exp_avg_sq, out);
+  const Correction correction(step, beta1, beta2, bias_correction);
+  Adam rule = {};
+  rule.decoupled = decoupled;
+  rule.scale = scalar(scale, "scale", 1.0f);
+  rule.keep = rounded(1.0 - lr * weight_decay);
+  rule.decay = rounded(weight_decay);
+  rule.gain1 = rounded(1.0 - beta1);
+  rule.beta2 = rounded(beta2);
+  rule.gain2 = rounded(1.0 - beta2);
+  rule.rate = rounded(lr * correction.first);
+  rule.root = rounded(correction.root);
+  rule.eps = rounded(eps);
+  if (!skips(found_inf)) spread(param.numel(), kernels().adam, s, rule);
+}
+
+void lion(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const OptionalTensor& out,
+          const OptionalTensor& scale, const OptionalTensor& found_inf, double lr, double beta1,
+          double beta2, double weight_decay) {
+  const Streams s = streams_of(param, &grad, &exp_avg, nullptr, out);
+  const Lion rule = {scalar(scale, "scale", 1.0f), rounded(1.0 - lr * weight_decay),
+                     rounded(1.0 - beta1), rounded(1.0 - beta2), rounded(lr)};
+  if (!skips(found_inf)) spread(param.numel(), kernels().lion, s, rule);
+}
+
+void adagrad(const Tensor& param, const Tensor& grad, const Tensor& state_sum,
+             const OptionalTensor& out, const Tensor& step, const OptionalTensor& scale,
+             const OptionalTensor& found_inf, double lr, double lr_decay, double eps,
+             double weight_decay) {
+  const Streams s = streams_of(param, &grad, &state_sum, nullptr, out);
+  const double t = *wide(step, "step", 1);
+  const Adagrad rule = {scalar(scale, "scale", 1.0f), rounded(weight_decay),
+                        rounded(lr / (1.0 + (t - 1.0) * lr_decay)), rounded(eps)};
+  if (!skips(found_inf)) spread(param.numel(), kernels().adagrad, s, rule);
+}
+
+void sgd(const Tensor& param, const Tensor& grad, const OptionalTensor& momentum_buffer,
+         const OptionalTensor& out, const Tensor& step, const OptionalTensor& scale,
+         const OptionalTensor& found_inf, double lr, double momentum, double dampening,
+         double weight_decay, bool nesterov) {
+  const Tensor* buffer = momentum_buffer.has_value() ? &*momentum_buffer : nullptr;
+  const Streams s = streams_of(param, &grad, buffer, nullptr, out);
+  Sgd rule = {};
+  rule.is_first = *wide(step, "step", 1) <= 1.0f;
+  rule.has_momentum = buffer != nullptr;
+  rule.nesterov = nesterov;
+  rule.scale = scalar(scale, "scale", 1.0f);
+  rule.decay = rounded(weight_decay);
+  rule.momentum = rounded(momentum);
+  rule.gain = rounded(1.0 - dampening);
+  rule.rate = rounded(lr);
+  if (!skips(found_inf)) spread(param.numel(), kernels().sgd, s, rule);
+}
+
+// -- sums and LAMB ----------------------------------------------------------------------------------------
+
+// A part of [0, numel) in blocks from its own beginning, so that a sum depends on the part alone.
+struct Block {
+  int64_t begin, end, part;  // part -1: between parameters
+};
+
+const int64_t* bounds_of(const Tensor& bounds, int64_t numel) {
+  check_flat(bounds, "bounds", bounds.numel());
+  STD_TORCH_CHECK(bounds.scalar_type() == ScalarType::Long && bounds.numel() >= 1,
+                  "bounds must be int64 with one element more than there are parts");
+  const int64_t* found = static_cast<const int64_t*>(bounds.data_ptr());
+  const int64_t parts = bounds.numel() - 1;
+  for (int64_t i = 0; i <= parts; ++i) {
+    STD_TORCH_CHECK(found[i] >= (i == 0 ? 0 : found[i - 1]) && found[i] <= numel, "bounds[", i,
+                    "] = ", found[i], " must not fall, and lie in [0, ", numel, "]");
+  }
+  return found;
+}
+
+void cut(std::vector<Block>& blocks, int64_t begin, int64_t end, int64_t part) {
+  for (int64_t at = begin; at < end; at += BLOCK) {
+    blocks.push_back({at, std::min(at + BLOCK, end), part});
+  }
+}
+
+std::vector<Block> blocks_of(const int64_t* bounds, int64_t parts, int64_t numel) {
+  std::vector<Block> blocks;
+  blocks.reserve(static_cast<size_t>(numel / BLOCK + parts + 2));
+  cut(blocks, 0, bounds[0], -1);
+  for (int64_t part = 0; part < parts; ++part) cut(blocks, bounds[part], bounds[part + 1], part);
+  cut(blocks, bounds[parts], numel, -1);
+  return blocks;
+}
+
+template <class Work>
+void spread_blocks(const std::vector<Block>& blocks, const Work& work) {
+  const int64_t count = static_cast<int64_t>(blocks.size());
+  torch::stable::parallel_for(0, count, GRAIN / BLOCK, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) work(static_cast<size_t>(i));
+  });
+}
+
+Tensor square_sum(const Tensor& flat) {
+  const int64_t numel = flat.numel();
+  check_flat(flat, "flat", numel);
+  const Kind kind = kind_of(flat, "flat");
+  const void* data = flat.data_ptr();
+  const Kernels& chosen = kernels();
+  std::vector<double> sums(static_cast<size_t>((numel + BLOCK - 1) / BLOCK));
+  torch::stable::parallel_for(
+      0, static_cast<int64_t>(sums.size()), GRAIN / BLOCK, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          sums[static_cast<size_t>(i)] =
+              chosen.square_sum(data, kind, i * BLOCK, std::min((i + 1) * BLOCK, numel));
+        }
+      });
+  double total = 0.0;
+  for (const double sum : sums) total += sum;
+  Tensor result = torch::stable::new_empty(flat, {}, ScalarType::Double);
+  *static_cast<double*>(result.data_ptr()) = total;
+  return result;
+}
+
+void lamb_direction(const Tensor& param, const Tensor& grad, const Tensor& exp_avg,
+                    const Tensor& exp_avg_sq, const Tensor& direction, const Tensor& square_norms,
+                    const Tensor& bounds, const Tensor& step, const OptionalTensor& scale,
+                    const OptionalTensor& found_inf, double beta1, double beta2, double eps,
+                    double weight_decay, bool bias_correction) {
+  const int64_t numel = param.numel();
+  const Streams s = streams_of(param, &grad, &exp_avg, &exp_avg_sq, std::nullopt);
+  float* const way = wide(direction, "direction", numel);
+  const int64_t* const cuts = bounds_of(bounds, numel);
+  const int64_t parts = bounds.numel() - 1;
+  check_flat(square_norms, "square_norms", 2 * parts);
+  STD_TORCH_CHECK(square_norms.scalar_type() == ScalarType::Double, "square_norms must be float64");
+  double* const norms = static_cast<double*>(square_norms.data_ptr());
+  const Correction correction(step, beta1, beta2, bias_correction);
+  if (skips(found_inf)) return;
+  const Lamb rule = {scalar(scale, "scale", 1.0f), rounded(weight_decay),
+                     rounded(1.0 - beta1),         rounded(beta2),
+                     rounded(1.0 - beta2),         rounded(correction.first),
+                     rounded(correction.root),     rounded(eps)};
+  const Kernels& chosen = kernels();
+  const std::vector<Block> blocks = blocks_of(cuts, parts, numel);
+  std::vector<double> sums(2 * blocks.size());
+  spread_blocks(blocks, [&](size_t i) {
+    const Block& block = blocks[i];
+    chosen.lamb_direction(s, rule, way, block.begin, block.end);
+    sums[2 * i] = chosen.square_sum(s.param, Kind::fp32, block.begin, block.end);
+    sums[2 * i + 1] = chosen.square_sum(way, Kind::fp32, block.begin, block.end);
+  });
+  std::fill(norms, norms + 2 * parts, 0.0);
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (blocks[i].part < 0) continue;
+    norms[2 * blocks[i].part] += sums[2 * i];
+    norms[2 * blocks[i].part + 1] += sums[2 * i + 1];
+  }
+}
+
+void lamb_apply(const Tensor& param, const Tensor& direction, const OptionalTensor& out,
+                const Tensor& bounds, const Tensor& rates, const OptionalTensor& found_inf) {
+  const int64_t numel = param.numel();
+  const Streams s = streams_of(param, nullptr, nullptr, nullptr, out);
+  const float* const way = wide(direction, "direction", numel);
+  const int64_t* const cuts = bounds_of(bounds, numel);
+  const int64_t parts = bounds.numel() - 1;
+  const float* const rate = wide(rates, "rates", parts);
+  if (skips(found_inf)) return;
+  const Kernels& chosen = kernels();
+  const std::vector<Block> blocks = blocks_of(cuts, parts, numel);
+  spread_blocks(blocks, [&](size_t i) {
+    const Block& block = blocks[i];
+    chosen.lamb_apply(s, way, block.part < 0 ? 0.0f : rate[block.part], block.begin, block.end);
+  });
+}
+
+}  // namespace
+}  // namespace xds
+
+STABLE_TORCH_LIBRARY_IMPL(xds, CPU, m) {
+  m.impl("adam_", TORCH_BOX(&xds::adam));
+  m.impl("lion_", TORCH_BOX(&xds::lion));
+  m.impl("adagrad_", TORCH_BOX(&xds::adagrad));
+  m.impl("sgd_", TORCH_BOX(&xds::sgd));
+  m.impl("lamb_direction_", TORCH_BOX(&xds::lamb_direction));
+  m.impl("lamb_apply_", TORCH_BOX(&xds::lamb_apply));
+  m.impl("square_sum", TORCH_BOX(&xds::square_sum));
+}

@@ -1,0 +1,68 @@
+// What the CPU kernels offer, the same for every instruction set: kernels.cpp is compiled once for each.
+#pragma once
+
+#include <cstdint>
+
+namespace xds {
+
+enum class Kind : int { fp32, bf16, fp16, fp64 };
+
+// The memory that an elementwise optimizer passes over once, each [n].
+struct Streams {
+  float* param;
+  const void* grad;
+  Kind grad_kind;
+  void* states[2];  // nullptr where the optimizer has fewer
+  Kind state_kind;
+  void* out;  // where new values go in the compute dtype, or nullptr
+  Kind out_kind;
+};
+
+// What one step does to an element. Coefficients are computed once, in double, and rounded to fp32.
+struct Adam {
+  bool decoupled;
+  float scale, keep, decay;  // g = scale * grad; p *= keep, or g += decay * p
+  float gain1, beta2, gain2;  // gains: 1 - beta
+  float rate, root, eps;  // p -= rate * m / (root * sqrt(v) + eps)
+};
+
+struct Lion {
+  float scale, keep, gain1, gain2, rate;
+};
+
+struct Adagrad {
+  float scale, decay, rate, eps;
+};
+
+struct Sgd {
+  bool is_first, has_momentum, nesterov;
+  float scale, decay, momentum, gain, rate;  // gain: 1 - dampening
+};
+
+struct Lamb {
+  float scale, decay, gain1, beta2, gain2, first, root, eps;  // d = first * m / (root * sqrt(v) + eps) + decay * p
+};
+
+// Of one instruction set. Ranges are elements [begin, end).
+struct Kernels {
+  void (*adam)(const Streams&, const Adam&, int64_t begin, int64_t end);
+  void (*lion)(const Streams&, const Lion&, int64_t begin, int64_t end);
+  void (*adagrad)(const Streams&, const Adagrad&, int64_t begin, int64_t end);
+  void (*sgd)(const Streams&, const Sgd&, int64_t begin, int64_t end);
+  // `direction` [n] fp32 may be the gradient's own memory
+  void (*lamb_direction)(const Streams&, const Lamb&, float* direction, int64_t begin, int64_t end);
+  void (*lamb_apply)(const Streams&, const float* direction, float rate, int64_t begin, int64_t end);
+  double (*square_sum)(const void* data, Kind kind, int64_t begin, int64_t end);
+};
+
+namespace baseline {
+extern const Kernels kernels;
+}
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+
+}  // namespace xds

@@ -1,0 +1,53 @@
+// fp32 to and from bf16 and fp16, rounded to nearest even, in integer arithmetic that every compiler vectorises.
+//
+// No instruction of one processor is used, so all instruction sets give the same bits; flushed denormals
+// (torch.set_flush_denormal) do not change them.
+#pragma once
+
+#include <cstdint>
+
+namespace {
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+inline float from_bf16(uint16_t half) { return float_of(uint32_t{half} << 16); }
+
+inline uint16_t to_bf16(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+inline float from_fp16(uint16_t half) {
+  const uint32_t sign = uint32_t{half & 0x8000u} << 16;
+  const uint32_t magnitude = half & 0x7fffu;
+  const uint32_t normal = (magnitude << 13) + (112u << 23);  // the exponent's bias: 127 instead of 15
+  const uint32_t special = (magnitude << 13) | 0x7f800000;  // inf and nan
+  const uint32_t small = bits_of(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+  const uint32_t found = magnitude >= 0x7c00 ? special : magnitude < 0x0400 ? small : normal;
+  return float_of(sign | found);
+}
+
+inline uint16_t to_fp16(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t sign = (bits >> 16) & 0x8000;
+  const uint32_t magnitude = bits & 0x7fffffff;
+  const uint32_t normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // below 2^-14 the sum with 0.5 rounds to multiples of 2^-24, which are its lowest bits
+  const uint32_t small = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+  const uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+  const uint32_t found = magnitude >= 0x47800000 ? special : magnitude < 0x38800000 ? small : normal;
+  return static_cast<uint16_t>(sign | found);
+}
+
+}  // namespace

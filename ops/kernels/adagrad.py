@@ -1,0 +1,47 @@
+"""The op `adagrad_`: unscale, clip, decay, Adagrad and the cast to the compute dtype in one pass over memory.
+
+Source: Duchi, Hazan and Singer, Adaptive Subgradient Methods, 2011, figure 1 (the diagonal form),
+https://jmlr.org/papers/v12/duchi11a.html; the decays are torch.optim.Adagrad's.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .define import define, scaled, skips
+
+
+def adagrad_reference(
+    param: Tensor,
+    grad: Tensor,
+    state_sum: Tensor,
+    out: Tensor | None,
+    step: Tensor,
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One step. Shapes, dtypes and the arguments of the same name: see `adam_reference`.
+
+    Args:
+        state_sum: [n] fp32 or bf16, the sum of squared gradients.
+    """
+    if skips(found_inf):
+        return
+    wide = scaled(grad, scale).add_(param, alpha=weight_decay)
+    total = state_sum.float().addcmul_(wide, wide)
+    rate = lr / (1 + (float(step) - 1) * lr_decay)
+    param.addcdiv_(wide, total.sqrt().add_(eps), value=-rate)
+    state_sum.copy_(total)
+    if out is not None:
+        out.copy_(param)
+
+
+adagrad_ = define(
+    "adagrad_(Tensor(a!) param, Tensor grad, Tensor(b!) state_sum, Tensor(c!)? out, Tensor step, "
+    "Tensor? scale, Tensor? found_inf, float lr, float lr_decay, float eps, float weight_decay) -> ()",
+    adagrad_reference,
+)

@@ -1,0 +1,43 @@
+"""The op `lion_`: unscale, clip, decay, Lion and the cast to the compute dtype in one pass over memory.
+
+Source: Chen et al., Symbolic Discovery of Optimization Algorithms, 2023, program 1,
+https://arxiv.org/abs/2302.06675.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .define import define, scaled, skips
+
+
+def lion_reference(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    out: Tensor | None,
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+) -> None:
+    """One step. Shapes, dtypes and the arguments of the same name: see `adam_reference`."""
+    if skips(found_inf):
+        return
+    wide = scaled(grad, scale)
+    mean = exp_avg.float()
+    direction = torch.lerp(mean, wide, 1 - beta1).sign_()
+    param.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr)
+    exp_avg.copy_(mean.lerp_(wide, 1 - beta2))
+    if out is not None:
+        out.copy_(param)
+
+
+lion_ = define(
+    "lion_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!)? out, Tensor? scale, "
+    "Tensor? found_inf, float lr, float beta1, float beta2, float weight_decay) -> ()",
+    lion_reference,
+)
