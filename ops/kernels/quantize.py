@@ -76,7 +76,8 @@ def quantize_reference(
     largest = rows.abs().amax(dim=1)
     is_finite = largest.isfinite()
     largest.masked_fill_(largest < SMALLEST, 0.0).masked_fill_(~is_finite, torch.nan)
-    inverse = torch.where(largest > 0, levels / largest, 0.0)
+    # not `levels / largest`, which torch computes as levels * (1 / largest): rounded twice
+    inverse = torch.full_like(largest, levels).div_(largest).masked_fill_(~(largest > 0), 0.0)
     whole = (rows * inverse[:, None]).round_().nan_to_num_(nan=0.0)
     absmax.copy_(largest)
     stored = whole.to(torch.int8).view(-1)
