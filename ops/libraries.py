@@ -137,7 +137,7 @@ class Shelf:
                 except BuildError as error:
                     failure = self._failures[library.name] = error
                     if not is_required:
-                        warnings.warn(_told(library, error), NativeOpsWarning, stacklevel=4)
+                        warnings.warn(_told(library, error), NativeOpsWarning, stacklevel=3)
         if is_required:
             raise failure
         return False
