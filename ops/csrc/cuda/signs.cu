@@ -182,6 +182,11 @@ inline int64_t scale_count(int64_t numel, int64_t block_numel) {
   return block_numel == 0 ? 1 : divide_up(numel, block_numel);
 }
 
+// Outside of the generic lambda that needs it, where nvcc loses a brace of the list.
+inline Tensor doubles(const Tensor& like, int64_t count) {
+  return torch::stable::new_empty(like, {count}, ScalarType::Double);
+}
+
 void sign_pack_(
     Tensor value, Tensor error, Tensor signs, Tensor scales, int64_t block_numel, bool root_mean_square) {
   const Checks check("sign_pack_", "value", value);
@@ -216,7 +221,7 @@ void sign_pack_(
     if (block_numel == 0) {
       on.partial_count = static_cast<int>(
           std::min(kMaxPartials, divide_up(numel, kTile * (kThreads / 32))));
-      partials = torch::stable::new_empty(value, {on.partial_count}, ScalarType::Double);
+      partials = doubles(value, on.partial_count);
       on.partials = static_cast<double*>(partials->mutable_data_ptr());
       place.launch(&sign_partials_kernel<T>, on.partial_count, on);
       place.launch(&sign_scale_kernel<T>, 1, on);
