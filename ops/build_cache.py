@@ -1,12 +1,13 @@
 """The cache of built libraries: a folder per key, committed by one rename; locks die with their holders.
 
-    wait    cpu-0123456789abcdef.lock          flock: one builder of this key at a time
-    build   .tmp-cpu-0123456789abcdef-1a2b3c4d    the folder itself is flocked: its builder lives
-    commit  .tmp-... -> cpu-0123456789abcdef      libcpu.so and info.json, after fsync
-    use     cpu-0123456789abcdef                  a shared flock of every process that loaded it
+    wait    cpu-0123456789abcdef.lock               flock: one builder of this key at a time
+    build   .tmp-cpu-0123456789abcdef-1a2b3c4d/     beside it a .lock, flocked: its builder lives
+    commit  .tmp-... -> cpu-0123456789abcdef/       libcpu.so and info.json, after fsync
+    use     cpu-0123456789abcdef/info.json          a shared flock of every process that loaded it
 
-A folder without a good info.json, or whose library has another length or checksum, is built anew. On a file
-system without locks two processes may build the same; the rename keeps the result whole.
+Locks are on files, never on folders, and exclusive ones on files open for writing: NFS asks for that. A folder
+without a good info.json, or whose library has another length or checksum, is built anew. On a file system
+without locks two processes may build the same; the rename keeps the result whole.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ INFO = "info.json"
 QUIET_SECONDS = 5.0  # a wait for another process's build that is not worth a line
 PATIENCE_SECONDS = 300.0  # then its builder counts as stuck, and this process builds beside it
 POLL_SECONDS = 0.02
+OLD_SECONDS = 3600.0  # without locks: a temporary folder of this age has no builder any more
 MIN_FREE_BYTES = 64 * 2**20
-TEMPORARY = re.compile(r"\.tmp-.+-[0-9a-f]{8}")
+TEMPORARY = re.compile(r"\.tmp-.+-[0-9a-f]{8}(\.lock)?")
 KEY = re.compile(r"(?P<name>\w+)-[0-9a-f]{16}")
 SWEEP = "folder.lock"
 
@@ -174,7 +176,7 @@ def keys(folder: Path) -> list[Path]:
 
 def use(entry: Entry) -> int:
     """A file descriptor that keeps the library from `remove` while it is open, at most for this process."""
-    fd = os.open(entry.folder, os.O_RDONLY)
+    fd = os.open(entry.folder / INFO, os.O_RDONLY)
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return fd
@@ -182,23 +184,25 @@ def use(entry: Entry) -> int:
 
 def remove(folder: Path) -> bool:
     """Remove one library and its lock, unless a process has it loaded or builds it; whether it is gone."""
-    with suppress(OSError), _held(folder.with_name(f"{folder.name}.lock")) as lock:
-        if lock:
-            with _held(folder) as is_ours:
-                if is_ours:
-                    shutil.rmtree(folder, ignore_errors=True)
+    lock = folder.with_name(f"{folder.name}.lock")
+    with suppress(OSError), _held(lock) as is_ours, _held(folder / INFO) as is_unused:
+        if is_ours and is_unused:
+            shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
                 lock.unlink(missing_ok=True)
     return not folder.exists()
 
 
 @contextmanager
-def _held(path: Path) -> Iterator[Path | None]:
-    """The lock on `path` while the block runs; None where another process has it."""
-    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
-    fd = os.open(path, flags, 0o644)
+def _held(path: Path) -> Iterator[bool]:
+    """Whether the lock on `path` is held while the block runs; a file that is not there needs none."""
     try:
-        yield path if _try_lock(fd) else None
+        fd = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        yield _try_lock(fd) is not False
     finally:
         os.close(fd)
 
@@ -243,7 +247,7 @@ class KeyLock:
             time.sleep(POLL_SECONDS)
 
     def _try(self) -> bool:
-        if not _try_lock(self._fd):
+        if _try_lock(self._fd) is False:
             return False
         with suppress(OSError):
             if os.path.sameopenfile(self._fd, fresh := self._open()):
@@ -276,25 +280,15 @@ class KeyLock:
             os.pwrite(self._fd, text.encode(), 0)
 
 
-def _try_lock(fd: int) -> bool:
+def _try_lock(fd: int) -> bool | None:
+    """Whether the lock is ours now; None where the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # no locks here: go on without
-        return True
-    return True
-
-
-def _is_held(path: Path) -> bool:
-    try:
-        fd = os.open(path, os.O_RDONLY)
     except OSError:
-        return False
-    try:
-        return not _try_lock(fd)
-    finally:
-        os.close(fd)
+        return None
+    return True
 
 
 @contextmanager
@@ -303,14 +297,19 @@ def temporary(folder: Path, key: str) -> Iterator[Path]:
     path = folder / f".tmp-{key}-{secrets.token_hex(4)}"
     with _sweeping(folder):
         _discard_dead(folder)
-        path.mkdir()
-        fd = os.open(path, os.O_RDONLY)
+        fd = os.open(_lock_of(path), os.O_RDWR | os.O_CREAT, 0o644)
         _try_lock(fd)
+        path.mkdir()
     try:
         yield path
     finally:
-        os.close(fd)
         discard(path)
+        os.close(fd)
+        discard(_lock_of(path))
+
+
+def _lock_of(path: Path) -> Path:
+    return path if path.suffix == ".lock" else path.with_name(f"{path.name}.lock")
 
 
 def sweep(folder: Path) -> None:
@@ -332,9 +331,26 @@ def _sweeping(folder: Path) -> Iterator[None]:
 
 
 def _discard_dead(folder: Path) -> None:
-    for path in folder.iterdir():
-        if TEMPORARY.fullmatch(path.name) and not _is_held(path):
+    # folders first: one that outlives its lock is taken for a dead one's, too
+    for path in sorted(folder.iterdir()):
+        if TEMPORARY.fullmatch(path.name) and _is_dead(path):
             discard(path)
+
+
+def _is_dead(path: Path) -> bool:
+    try:
+        fd = os.open(_lock_of(path), os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    except OSError:  # somebody else's
+        return False
+    try:
+        is_ours = _try_lock(fd)
+        if is_ours is None:
+            return time.time() - os.fstat(fd).st_mtime > OLD_SECONDS
+        return is_ours
+    finally:
+        os.close(fd)
 
 
 def discard(path: Path) -> None:

@@ -146,7 +146,7 @@ def test_after_a_kill_in_the_middle_the_next_process_builds(
     else:
         killed.kill()
     killed.wait()
-    assert len(rubbish(cache)) == 1, "its temporary folder"
+    assert len(rubbish(cache)) == 2, "its temporary folder, and that folder's lock"
     # the killed build's compiler is still at work
     assert answer(build.build(tiny.library(sources))) == 42
     assert rubbish(cache) == []
