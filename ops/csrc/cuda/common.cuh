@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -137,25 +138,81 @@ struct alignas(sizeof(T) * N) Pack {
   T at[N];
 };
 
+// A pack as one machine word.
+template <int kBytes>
+struct Word {};
+template <>
+struct Word<2> {
+  using type = unsigned short;
+};
+template <>
+struct Word<4> {
+  using type = unsigned int;
+};
+template <>
+struct Word<8> {
+  using type = uint2;
+};
+template <>
+struct Word<16> {
+  using type = uint4;
+};
+template <>
+struct Word<32> {
+  struct alignas(32) type {
+    uint4 low, high;
+  };
+};
+template <class T, int N>
+using WordOf = typename Word<sizeof(T) * N>::type;
+
 template <int N, class T>
 __device__ inline Pack<T, N> load(const T* from) {
-  return *reinterpret_cast<const Pack<T, N>*>(from);
+  const WordOf<T, N> word = *reinterpret_cast<const WordOf<T, N>*>(from);
+  Pack<T, N> pack;
+  memcpy(&pack, &word, sizeof(pack));
+  return pack;
+}
+
+// The compiler takes an assignment of a vector apart: STG.E four times instead of STG.E.128, seen in SASS.
+template <class W>
+__device__ inline void put(W* to, const W& word) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(W) == 16) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y),
+                 "r"(word.z), "r"(word.w)
+                 : "memory");
+    return;
+  } else if constexpr (sizeof(W) == 8) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(word.x), "r"(word.y) : "memory");
+    return;
+  }
+#endif
+  *to = word;
 }
 
 template <int N, class T>
 __device__ inline void store(T* to, const Pack<T, N>& pack) {
-  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+  WordOf<T, N> word;
+  memcpy(&word, &pack, sizeof(pack));
+  put(reinterpret_cast<WordOf<T, N>*>(to), word);
 }
 
 // Where the new values go: its dtype is asked at run time, for a store waits for nothing.
 struct Out {
+  enum Kind { kNone, kBFloat16, kHalf, kFloat };
+
   void* data = nullptr;
-  ScalarType type = ScalarType::Float;
+  int type = kNone;
 };
 
 inline Out out_of(const MaybeTensor& tensor) {
   if (!tensor.has_value()) return {};
-  return {tensor->mutable_data_ptr(), tensor->scalar_type()};
+  const ScalarType type = tensor->scalar_type();
+  const int kind = type == ScalarType::BFloat16 ? Out::kBFloat16
+                   : type == ScalarType::Half   ? Out::kHalf
+                                                : Out::kFloat;
+  return {tensor->mutable_data_ptr(), kind};
 }
 
 template <class T, int N>
@@ -168,9 +225,11 @@ __device__ inline void store_as(void* to, int64_t at, const Pack<float, N>& valu
 
 template <int N>
 __device__ inline void store_out(const Out& out, int64_t at, const Pack<float, N>& values) {
-  if (out.data == nullptr) return;
-  if (out.type == ScalarType::BFloat16) return store_as<BFloat16, N>(out.data, at, values);
-  if (out.type == ScalarType::Half) return store_as<Half, N>(out.data, at, values);
+  int type = out.type;
+  asm volatile("" : "+r"(type));  // else the compiler makes a copy of the whole kernel for each dtype
+  if (type == Out::kNone) return;
+  if (type == Out::kBFloat16) return store_as<BFloat16, N>(out.data, at, values);
+  if (type == Out::kHalf) return store_as<Half, N>(out.data, at, values);
   store_as<float, N>(out.data, at, values);
 }
 

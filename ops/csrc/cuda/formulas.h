@@ -2,6 +2,10 @@
 //
 // A rule holds a call's constants. `at(t)` gives what step t needs, once a block, in double. Then
 // `rule(step, grad, param, state)` returns the new param and leaves the new state in `state`, in fp32.
+//
+// Written so that 1,000 steps stay within 2e-6 of float64. fp32 has 0.999 only to 1e-8, which beside an exact
+// 0.001 shifts a mean by 1e-5, and 1 - 1e-4 only to 3e-8, which 1,000 steps multiply. So a mean moves by
+// (new - mean) * (1 - beta), and decay is taken off together with the update.
 #pragma once
 
 #include <cmath>
@@ -17,8 +21,17 @@ namespace xds {
 // m/(1-b1^t) / (sqrt(v)/sqrt(1-b2^t) + eps), of Adam and LAMB
 struct Moments {
   double beta1, beta2;
+  float rest1, rest2;  // 1 - beta
   float eps;
   bool bias_correction;
+
+  Moments(double beta1, double beta2, double eps, bool bias_correction)
+      : beta1(beta1),
+        beta2(beta2),
+        rest1(static_cast<float>(1.0 - beta1)),
+        rest2(static_cast<float>(1.0 - beta2)),
+        eps(static_cast<float>(eps)),
+        bias_correction(bias_correction) {}
 
   struct Step {
     float mean_factor, root_factor;
@@ -32,8 +45,10 @@ struct Moments {
   }
 
   XDS_BOTH float operator()(const Step& step, float grad, float (&state)[2]) const {
-    state[0] += (grad - state[0]) * static_cast<float>(1.0 - beta1);
-    state[1] = state[1] * static_cast<float>(beta2) + static_cast<float>(1.0 - beta2) * grad * grad;
+    state[0] += (grad - state[0]) * rest1;
+    // a mean that overflowed stays inf and stops its element, as in v * b2 + ...; inf - inf would be nan
+    const float squares = state[1] + (grad * grad - state[1]) * rest2;
+    state[1] = state[1] < INFINITY ? squares : state[1];
     return state[0] * step.mean_factor / (sqrtf(state[1]) * step.root_factor + eps);
   }
 };
@@ -44,20 +59,20 @@ struct Adam {
 
   Moments moments;
   float lr;
-  float keep;  // param's factor: 1 - lr * weight_decay where decoupled
-  float l2;    // weight_decay where it is not
+  float decay;  // lr * weight_decay where decoupled
+  float l2;     // weight_decay where it is not
 
   Adam(double lr, Moments moments, double weight_decay, bool decoupled)
       : moments(moments),
         lr(static_cast<float>(lr)),
-        keep(decoupled ? static_cast<float>(1.0 - lr * weight_decay) : 1.0f),
+        decay(decoupled ? static_cast<float>(lr * weight_decay) : 0.0f),
         l2(decoupled ? 0.0f : static_cast<float>(weight_decay)) {}
 
   XDS_BOTH Step at(double t) const { return moments.at(t); }
 
   XDS_BOTH float operator()(const Step& step, float grad, float param, float (&state)[2]) const {
-    if (l2 != 0.0f) grad += l2 * param;
-    return param * keep - lr * moments(step, grad, state);
+    grad += l2 * param;
+    return param - (decay * param + lr * moments(step, grad, state));
   }
 };
 
@@ -66,13 +81,13 @@ struct Lion {
   struct Step {};
 
   float lr, rest1, rest2;  // rest: 1 - beta
-  float keep;              // 1 - lr * weight_decay
+  float decay;             // lr * weight_decay
 
   Lion(double lr, double beta1, double beta2, double weight_decay)
       : lr(static_cast<float>(lr)),
         rest1(static_cast<float>(1.0 - beta1)),
         rest2(static_cast<float>(1.0 - beta2)),
-        keep(static_cast<float>(1.0 - lr * weight_decay)) {}
+        decay(static_cast<float>(lr * weight_decay)) {}
 
   XDS_BOTH Step at(double) const { return {}; }
 
@@ -81,7 +96,7 @@ struct Lion {
     const float blend = state[0] + change * rest1;
     state[0] += change * rest2;
     const float sign = blend > 0.0f ? 1.0f : blend < 0.0f ? -1.0f : blend;  // 0 and nan stay
-    return param * keep - lr * sign;
+    return param - (decay * param + lr * sign);
   }
 };
 
@@ -97,7 +112,7 @@ struct Adagrad {
   XDS_BOTH Step at(double t) const { return {static_cast<float>(lr / (1.0 + (t - 1.0) * lr_decay))}; }
 
   XDS_BOTH float operator()(const Step& step, float grad, float param, float (&state)[1]) const {
-    if (l2 != 0.0f) grad += l2 * param;
+    grad += l2 * param;
     state[0] += grad * grad;
     return param - step.rate * (grad / (sqrtf(state[0]) + eps));
   }
@@ -112,7 +127,7 @@ struct Sgd {
   XDS_BOTH Step at(double) const { return {}; }
 
   XDS_BOTH float operator()(const Step&, float grad, float param, float (&)[1]) const {
-    if (l2 != 0.0f) grad += l2 * param;
+    grad += l2 * param;
     return param - lr * grad;
   }
 };
@@ -129,7 +144,7 @@ struct SgdMomentum {
   XDS_BOTH Step at(double t) const { return {t == 1.0}; }
 
   XDS_BOTH float operator()(const Step& step, float grad, float param, float (&state)[1]) const {
-    if (l2 != 0.0f) grad += l2 * param;
+    grad += l2 * param;
     state[0] = step.is_first ? grad : momentum * state[0] + rest_dampening * grad;
     return param - lr * (nesterov ? grad + momentum * state[0] : state[0]);
   }

@@ -47,6 +47,8 @@ struct Lamb {
   float weight_decay;
   bool packed;
   Moments moments;
+
+  explicit Lamb(const Moments& moments) : moments(moments) {}
 };
 
 __device__ inline void add_square(Sums& sums, float param, float direction) {
@@ -192,7 +194,7 @@ void lamb_direction_(
   const int64_t numel = param.numel(), parts = bounds.numel() - 1, rows = divide_up(numel, kRow);
   check.that(square_norms.numel() == 2 * parts, "square_norms needs two sums for each part");
   Tensor shares = torch::stable::new_empty(param, {4 * rows}, ScalarType::Double);
-  Lamb on = {};
+  Lamb on(Moments(beta1, beta2, eps, bias_correction));
   on.param = static_cast<const float*>(param.const_data_ptr());
   on.grad = grad.const_data_ptr();
   on.exp_avg = exp_avg.mutable_data_ptr();
@@ -207,7 +209,6 @@ void lamb_direction_(
   on.numel = numel;
   on.parts = parts;
   on.weight_decay = static_cast<float>(weight_decay);
-  on.moments = {beta1, beta2, static_cast<float>(eps), bias_correction};
   on.packed = fit_packs({&param, &grad, &exp_avg, &exp_avg_sq, &direction});
 
   const Place place(param);
