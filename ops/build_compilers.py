@@ -108,8 +108,8 @@ def release(nvcc: Compiler) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def arch_flags(nvcc: Compiler) -> tuple[str, ...]:
-    """Machine code for each GPU that is asked for, and PTX of the newest for those still to come.
+def architectures(nvcc: Compiler) -> list[str]:
+    """What machine code is made for: $XDS_CUDA_ARCHS, else the usual ones that this nvcc knows.
 
     Raises BuildError: $XDS_CUDA_ARCHS holds something else than architectures.
     """
@@ -119,10 +119,26 @@ def arch_flags(nvcc: Compiler) -> tuple[str, ...]:
         raise BuildError(
             f"{ARCHS_VARIABLE} = {asked!r} is no list of architectures", remedy='write "80 90"'
         )
-    archs = archs or [arch for arch, needed in USUAL_ARCHS if release(nvcc) >= needed] or ["80"]
-    newest = max(archs, key=lambda arch: int(arch.rstrip("af")))
+    return archs or [arch for arch, needed in USUAL_ARCHS if release(nvcc) >= needed] or ["80"]
+
+
+def arch_flags(nvcc: Compiler) -> tuple[str, ...]:
+    """Machine code for each architecture, and PTX of the newest for GPUs still to come."""
+    archs = architectures(nvcc)
+    newest = max(archs, key=_number)
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     return (*codes, f"-gencode=arch=compute_{newest},code=compute_{newest}")
+
+
+def runs_on(archs: list[str], capability: tuple[int, int]) -> bool:
+    """Whether a GPU, by its compute capability, finds code: of its own generation, or PTX to translate."""
+    number = capability[0] * 10 + capability[1]
+    has_code = any(_number(a) // 10 == capability[0] and _number(a) <= number for a in archs)
+    return has_code or max(map(_number, archs)) <= number
+
+
+def _number(arch: str) -> int:
+    return int(arch.rstrip("af"))
 
 
 def environment_facts() -> dict[str, str]:

@@ -13,7 +13,14 @@ from typing import Any, final
 
 from . import build_cache
 from .build import build, find, find_or_build
-from .build_compilers import find_nvcc, find_torch, release
+from .build_compilers import (
+    ARCHS_VARIABLE,
+    architectures,
+    find_nvcc,
+    find_torch,
+    release,
+    runs_on,
+)
 from .build_plan import Library, Source
 from .errors import BuildError
 
@@ -151,6 +158,8 @@ def _open(library: Library) -> int:
     import torch
 
     check(library)
+    if library.device == "cuda":
+        _check_gpu(*torch.cuda.get_device_capability())
     entry = find_or_build(library)
     fd = build_cache.use(entry)
     try:
@@ -163,6 +172,15 @@ def _open(library: Library) -> int:
             remedy="`xds ops clean --all` and try again",
         ) from error
     return fd
+
+
+def _check_gpu(major: int, minor: int) -> None:
+    archs = architectures(find_nvcc(build_cache.default_folder()))
+    if not runs_on(archs, (major, minor)):
+        raise BuildError(
+            f"no code is made for this GPU (sm_{major}{minor}), only for sm_{', sm_'.join(archs)}",
+            remedy=f'set {ARCHS_VARIABLE} to "{major}{minor}"; kernels need 80 or newer',
+        )
 
 
 def _told(library: Library, error: BuildError) -> str:

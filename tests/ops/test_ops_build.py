@@ -307,6 +307,17 @@ def test_without_a_compiler_there_is_one_warning_or_an_error(
 
 
 @needs_cxx
+def test_without_ninja_the_remedy_is_told(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(shutil.which("c++")))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    with pytest.raises(BuildError, match="no ninja on PATH; `pip install ninja`"):
+        build.build(tiny.library(sources))
+
+
+@needs_cxx
 def test_a_library_that_cannot_be_loaded_is_a_failure_like_any_other(
     sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,6 +438,48 @@ def test_cuda_sources_compile(tmp_path: Path, cache: Path, monkeypatch: pytest.M
     halves = tuple(Source(f"cuda/half_{half}.cu", f"half_{half}.o") for half in (0, 1))
     objects = build.compile_objects(Library("halves", "cuda", halves, root=tmp_path), tmp_path)
     assert [path.name for path in objects if path.stat().st_size == 0] == []
+
+
+@pytest.mark.parametrize(
+    "capability, is_fine",
+    [((7, 0), False), ((8, 0), True), ((8, 9), True), ((9, 0), True), ((12, 0), True)],
+)
+def test_a_gpu_needs_code_of_its_generation_or_older_ptx(
+    capability: tuple[int, int], is_fine: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert build_compilers.runs_on(["80", "90"], capability) is is_fine
+    nvcc = build_compilers.Compiler(("nvcc",), "Cuda compilation tools, release 12.1, V12.1.105")
+    monkeypatch.setattr(libraries, "find_nvcc", lambda kept: nvcc)
+    monkeypatch.delenv(build_compilers.ARCHS_VARIABLE, raising=False)
+    if is_fine:
+        libraries._check_gpu(*capability)
+    else:
+        with pytest.raises(
+            BuildError, match=r"this GPU \(sm_70\), only for sm_80, sm_90; set XDS_"
+        ):
+            libraries._check_gpu(*capability)
+
+
+@pytest.mark.parametrize(
+    "built_for, complaint",
+    [
+        ("", "without CUDA"),
+        ("12.8", "CUDA 12.8, but nvcc is of CUDA 13.0; set CUDA_HOME"),
+        ("13.1", ""),
+    ],
+)
+def test_a_cuda_library_needs_a_torch_and_an_nvcc_of_one_cuda(
+    built_for: str, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = build_compilers.Compiler(("nvcc",), "Cuda compilation tools, release 13.0, V13.0.88")
+    built = dataclasses.replace(build_compilers.find_torch(), cuda=built_for)
+    monkeypatch.setattr(libraries, "find_nvcc", lambda kept: nvcc)
+    monkeypatch.setattr(libraries, "find_torch", lambda: built)
+    if complaint:
+        with pytest.raises(BuildError, match=complaint):
+            libraries.check(LIBRARIES["cuda_optimizers"])
+    else:
+        libraries.check(LIBRARIES["cuda_optimizers"])
 
 
 def test_architectures_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
