@@ -1,0 +1,23 @@
+// What the kernels ask of a CUDA build of torch, answered for the host: its tensors pass for CUDA's.
+#pragma once
+
+extern "C" {
+
+int32_t aoti_torch_device_type_cuda() { return aoti_torch_device_type_cpu(); }
+
+AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
+  *stream = nullptr;
+  return 0;
+}
+
+AOTITorchError aoti_torch_create_device_guard(int32_t, DeviceGuardHandle* guard) {
+  *guard = nullptr;
+  return 0;
+}
+
+AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return 0; }
+
+int64_t xds_launches() { return launches; }
+
+void xds_set_multiprocessors(int count) { multiprocessors = count; }
+}
