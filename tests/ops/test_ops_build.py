@@ -422,7 +422,21 @@ def test_no_flag_names_the_processor_that_compiles() -> None:
     assert "-ffast-math" not in flags
 
 
-def test_cuda_sources_compile(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+KERNELS = """
+import importlib, pkgutil, sys
+import torch, xds.ops.kernels as kernels
+for module in pkgutil.iter_modules(kernels.__path__):
+    importlib.import_module(f"xds.ops.kernels.{module.name}")
+torch.ops.load_library(sys.argv[1])
+for key in ("CompositeExplicitAutograd", "CUDA"):
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    print(*sorted(name for name in names if name.startswith("xds::")))
+"""
+
+
+def test_cuda_sources_compile_and_hold_a_kernel_for_every_op(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of them in two halves, one for each core: torch's headers are what takes the time."""
     try:
         build_compilers.find_nvcc(tmp_path)
@@ -436,8 +450,11 @@ def test_cuda_sources_compile(tmp_path: Path, cache: Path, monkeypatch: pytest.M
         text = "".join(f'#include "{path}"\n' for path in files[half::2])
         (tmp_path / "cuda" / f"half_{half}.cu").write_text(text)
     halves = tuple(Source(f"cuda/half_{half}.cu", f"half_{half}.o") for half in (0, 1))
-    objects = build.compile_objects(Library("halves", "cuda", halves, root=tmp_path), tmp_path)
-    assert [path.name for path in objects if path.stat().st_size == 0] == []
+    path = build.build(Library("halves", "cuda", halves, root=tmp_path))
+    command = [sys.executable, "-c", KERNELS, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    ops, kernels = done.stdout.splitlines()
+    assert kernels.split() == ops.split() != []
 
 
 @pytest.mark.parametrize(
