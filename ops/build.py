@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 
 from . import build_cache
-from .build_cache import Entry, Info
+from .build_cache import Entry, Info, KeyLock
 from .build_plan import Library, Plan, Source, ninja_file, plan
 from .errors import BuildError
 
@@ -60,21 +60,31 @@ def find_or_build(library: Library) -> Entry:
     if entry is not None:
         return entry
     folder = build_cache.writable_folder()
-    with build_cache.locked(folder, planned.key) as lock:
-        entry = build_cache.read_entry(folder / planned.key)
-        if entry is not None:
-            return entry
-        failure = lock.failure()
-        if failure is not None:
-            raise failure
-        try:
-            entry = _build(planned, folder)
-        except BuildError as error:
-            lock.tell_failure(error)
-            raise
-        finally:
-            build_cache.sweep(folder)
-    return entry
+    try:
+        with build_cache.locked(folder, planned.key) as lock:
+            return _build_locked(planned, folder, lock)
+    except OSError as error:  # the disk filled up, somebody removed the folder, ...
+        raise BuildError(
+            f"the native library {library.name} cannot be built in {folder}: {error}",
+            remedy=f"make room, or set {build_cache.FOLDER_VARIABLE} to another folder",
+        ) from error
+
+
+def _build_locked(planned: Plan, folder: Path, lock: KeyLock) -> Entry:
+    """While this process waited another may have built it, or failed to."""
+    entry = build_cache.read_entry(folder / planned.key)
+    if entry is not None:
+        return entry
+    failure = lock.failure()
+    if failure is not None:
+        raise failure
+    try:
+        return _build(planned, folder)
+    except BuildError as error:
+        lock.tell_failure(error)
+        raise
+    finally:
+        build_cache.sweep(folder)
 
 
 def compile_objects(library: Library, folder: Path) -> list[Path]:

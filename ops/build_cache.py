@@ -35,7 +35,7 @@ log = logging.getLogger("xds")
 FOLDER_VARIABLE = "XDS_CACHE_DIR"
 INFO = "info.json"
 QUIET_SECONDS = 5.0  # a wait for another process's build that is not worth a line
-PATIENCE_SECONDS = 300.0  # then its builder counts as stuck, and this process builds beside it
+PATIENCE_SECONDS = 900.0  # then its builder counts as stuck, and this process builds beside it
 POLL_SECONDS = 0.02
 OLD_SECONDS = 3600.0  # without locks: a temporary folder of this age has no builder any more
 MIN_FREE_BYTES = 64 * 2**20
@@ -156,14 +156,6 @@ def read_entry(folder: Path) -> Entry | None:
         return None
     is_whole = len(data) == info.size_bytes and hashlib.sha256(data).hexdigest() == info.sha256
     return Entry(folder, info) if is_whole and info.key == folder.name else None
-
-
-def entries(folder: Path) -> list[Entry]:
-    """Every finished library of a cache, by name, the newest first."""
-    found = [read_entry(path) for path in keys(folder)]
-    good = [entry for entry in found if entry is not None]
-    good.sort(key=lambda entry: entry.info.built_at, reverse=True)
-    return sorted(good, key=lambda entry: entry.info.name)
 
 
 def keys(folder: Path) -> list[Path]:

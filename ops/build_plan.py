@@ -33,6 +33,7 @@ from .build_compilers import (
 from .errors import BuildError
 
 CSRC = Path(__file__).resolve().parent / "csrc"
+FORMAT = 1  # of what is laid into the cache
 HEADERS = (".h", ".hpp", ".cuh")
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # the stable ABI of torch 2.11
 _ABOUT_ALL = ("-std=c++17", "-O3", TORCH_TARGET)
@@ -96,6 +97,7 @@ def plan(library: Library, kept: Path) -> Plan:
     }
     link = _link_command(library, tuple(objects), torch, cxx, nvcc)
     facts = {
+        "format": FORMAT,
         "library": [library.name, library.device],
         "commands": [
             _without_places(command, library, torch) for command in (*objects.values(), link)

@@ -159,6 +159,8 @@ def _open(library: Library) -> int:
 
     check(library)
     if library.device == "cuda":
+        if not torch.cuda.is_available():
+            raise BuildError("torch sees no GPU", remedy="see CUDA_VISIBLE_DEVICES and the driver")
         _check_gpu(*torch.cuda.get_device_capability())
     entry = find_or_build(library)
     fd = build_cache.use(entry)

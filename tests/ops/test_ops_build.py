@@ -368,6 +368,21 @@ def test_a_full_disk_is_told_before_anything_is_compiled(
         build.build(tiny.library(sources))
 
 
+@needs_cxx
+def test_a_disk_that_fills_up_in_the_middle_is_a_failure_like_any_other(
+    sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(build_cache, "commit", full)
+    with pytest.warns(
+        NativeOpsWarning, match="No space left on device.*; make room, or set XDS_CAC"
+    ):
+        assert Shelf().load(tiny.library(sources), is_required=False) is False
+    assert rubbish(cache) == []
+
+
 # -- the cache ----------------------------------------------------------------------------------------------
 
 
