@@ -89,6 +89,10 @@ def host(name: str, folder: Path) -> Host:
             "-Werror",
         ),
         *("-Wno-unknown-pragmas", "-Wno-unused-parameter", "-Wl,-Bsymbolic"),
+        *(
+            "-fsanitize=alignment,bounds",
+            "-fsanitize-undefined-trap-on-error",
+        ),  # a pack begins where it may
         "-DTORCH_TARGET_VERSION=0x020b000000000000",
         *(
             "-I",

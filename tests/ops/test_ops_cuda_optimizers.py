@@ -24,6 +24,7 @@ GRAD_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STATE_DTYPES = [torch.float32, torch.bfloat16]
 OUT_DTYPES = [None, torch.bfloat16, torch.float16, torch.float32]
 ROW_NUMEL = 8192  # of rows.cuh
+FENCE_NUMEL = 16  # behind every flat tensor, to be left alone
 
 Kernels = cuda_on_host.Host | cuda_on_host.Gpu
 Array = Any  # numpy's, float64
@@ -155,8 +156,8 @@ def operands(
 
     def flat(dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         at = next(offsets)
-        values = torch.randn(shape.numel + at, generator=random) * scale
-        return values.to(device, dtype)[at:]
+        values = torch.randn(at + shape.numel + FENCE_NUMEL, generator=random) * scale
+        return values.to(device, dtype)[at : at + shape.numel]
 
     def number(value: float) -> Tensor:
         return torch.tensor(value, device=device)
@@ -165,7 +166,7 @@ def operands(
         param=flat(torch.float32),
         grad=flat(grad),
         states=[flat(state, 0.1).square_() for _ in range(rule.states)],
-        out=None if out is None else torch.zeros_like(flat(out)),
+        out=None if out is None else flat(out).zero_(),
         step=number(3.0),
         scale=number(0.5),
         found_inf=None if skips is None else number(skips),
@@ -224,6 +225,16 @@ def shapes(kernels: Kernels) -> list[Shape]:
     ]
 
 
+def around(on: Operands) -> list[Tensor]:
+    """What lies before and behind the tensors that a step writes."""
+    found = []
+    for tensor in on.tensors():
+        assert tensor._base is not None
+        base, at = tensor._base, tensor.storage_offset()
+        found.append(torch.cat([base[:at], base[at + tensor.numel() :]]))
+    return found
+
+
 def tied_signs(on: Operands) -> Tensor:
     """Where the sign of Lion's update hangs on the last bit."""
     scale = 1.0 if on.scale is None else on.scale
@@ -241,8 +252,9 @@ def test_every_dtype_length_and_alignment_gives_the_references_values(
             on = operands(rule, shape, kernels.device, (grad, state, OUT_DTYPES[at % 4]))
             if at % 3 == 0:
                 on.scale = None
-            expected = on.copy()
+            expected, fences = on.copy(), around(on)
             kernels.call(op(rule.op), *rule.arguments(on))
+            assert all(map(torch.equal, around(on), fences))
             tied = tied_signs(expected) if rule.op == "lion_" else slice(0)
             reference(rule.op, *rule.arguments(expected))
             expected.param[tied] = on.param[tied]
