@@ -16,7 +16,7 @@ struct Quantize {
 };
 
 template <class T, int kBits>
-__global__ void __launch_bounds__(kThreads, 3) quantize_kernel(const Quantize<T> on) {
+__global__ void __launch_bounds__(kThreads, kWide<T> == 4 ? 2 : 3) quantize_kernel(const Quantize<T> on) {
   constexpr int kBytes = kWide<T> * kBits / 8;
   for_tiles<T>(on.numel, on.takes_packs, [&on](const Here& here) {
     float rows[kRows<T>][kWide<T>];
