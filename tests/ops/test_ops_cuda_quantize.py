@@ -17,20 +17,20 @@ from torch import Tensor
 
 from xds.ops.kernels.quantize import (
     block_count,
-    dequantize_,
     dequantize_reference,
-    quantize_,
     quantize_reference,
     value_bytes,
 )
 from xds.ops.kernels.signs import (
     scale_count,
     sign_bytes,
-    sign_pack_,
     sign_pack_reference,
-    sign_unpack_,
     sign_unpack_reference,
 )
+
+OPS = torch.ops.xds
+QUANTIZE, DEQUANTIZE = OPS.quantize_.default, OPS.dequantize_.default
+PACK, UNPACK = OPS.sign_pack_.default, OPS.sign_unpack_.default
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # less than a byte, lane, block, tile (1,024) and launch's first round (8,192), and more than each
@@ -92,7 +92,7 @@ def test_quantising_gives_the_references_bytes(kernels: Kernels, numel: int, bit
         values = torch.full((value_bytes(numel, bits),), 99, dtype=torch.uint8)
         absmax = torch.full((block_count(numel, block),), -1.0)
         ours = on(kernels, flat, values, absmax, error)
-        kernels.call(quantize_, *ours, bits, block)
+        kernels.call(QUANTIZE, *ours, bits, block)
         quantize_reference(flat, values, absmax, error, bits, block)
         for our, their in zip(ours, (flat, values, absmax, error), strict=True):
             assert_same(our, their)
@@ -108,7 +108,7 @@ def test_dequantising_gives_the_references_bytes(kernels: Kernels, numel: int, b
         absmax = torch.rand(parts, block_count(numel, block), generator=generator)
         out = sample(numel, dtype, 1, offset)
         ours = on(kernels, values, absmax, out)
-        kernels.call(dequantize_, *ours, bits, block, 0.3)
+        kernels.call(DEQUANTIZE, *ours, bits, block, 0.3)
         dequantize_reference(values, absmax, out, bits, block, 0.3)
         assert_same(ours[2], out)
 
@@ -126,7 +126,7 @@ def test_packing_signs_gives_the_references_signs_scales_and_errors(
         signs = torch.full((sign_bytes(numel),), 99, dtype=torch.uint8)
         scales = torch.full((scale_count(numel, block),), -1.0)
         ours = on(kernels, value, error, signs, scales)
-        kernels.call(sign_pack_, *ours, block, root_mean_square)
+        kernels.call(PACK, *ours, block, root_mean_square)
         sign_pack_reference(value, error, signs, scales, block, root_mean_square)
         assert_same(ours[2], signs)
         # sums in float64 in two orders: at most the last bit of the scale differs
@@ -143,7 +143,7 @@ def test_unpacking_signs_gives_the_references_bytes(kernels: Kernels, numel: int
         scales = torch.rand(parts, scale_count(numel, block), generator=generator)
         out = sample(numel, dtype, 1, offset)
         ours = on(kernels, signs, scales, out)
-        kernels.call(sign_unpack_, *ours, block, 0.3)
+        kernels.call(UNPACK, *ours, block, 0.3)
         sign_unpack_reference(signs, scales, out, block, 0.3)
         assert_same(ours[2], out)
 
@@ -152,19 +152,19 @@ def test_launches(kernels: Kernels) -> None:
     flat, error, absmax = torch.ones(64), torch.zeros(64), torch.zeros(2)
     values, signs = torch.zeros(64, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     ours = on(kernels, flat, values, absmax, error)
-    assert kernels.launches(lambda: kernels.call(quantize_, *ours, 8, 32)) == 1
+    assert kernels.launches(lambda: kernels.call(QUANTIZE, *ours, 8, 32)) == 1
     ours = on(kernels, flat, error, signs, absmax)
-    assert kernels.launches(lambda: kernels.call(sign_pack_, *ours, 32, False)) == 1
+    assert kernels.launches(lambda: kernels.call(PACK, *ours, 32, False)) == 1
     ours = on(kernels, flat, error, signs, absmax[:1])
-    assert kernels.launches(lambda: kernels.call(sign_pack_, *ours, 0, True)) == 3
+    assert kernels.launches(lambda: kernels.call(PACK, *ours, 0, True)) == 3
 
 
 def test_nothing_to_do_launches_nothing(kernels: Kernels) -> None:
     none, no_bytes = torch.zeros(0), torch.zeros(0, dtype=torch.uint8)
     ours = on(kernels, none, no_bytes, none)
-    assert kernels.launches(lambda: kernels.call(quantize_, *ours, None, 8, 32)) == 0
+    assert kernels.launches(lambda: kernels.call(QUANTIZE, *ours, None, 8, 32)) == 0
     ours = on(kernels, none, none, no_bytes, none)
-    assert kernels.launches(lambda: kernels.call(sign_pack_, *ours, 32, False)) == 0
+    assert kernels.launches(lambda: kernels.call(PACK, *ours, 32, False)) == 0
 
 
 def test_wrong_arguments_are_named(kernels: Kernels) -> None:
@@ -180,7 +180,7 @@ def test_wrong_arguments_are_named(kernels: Kernels) -> None:
     for arguments, message in wrong:
         tensors = on(kernels, *arguments[:4])
         with pytest.raises(RuntimeError, match=message):
-            kernels.call(quantize_, *tensors, *arguments[4:])
+            kernels.call(QUANTIZE, *tensors, *arguments[4:])
 
 
 @pytest.mark.gpu
@@ -196,7 +196,7 @@ def test_a_gpu_gives_the_same_bytes_twice_and_never_waits(block: int) -> None:
         scales = torch.empty(scale_count(numel, block), device=gpu.device)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            sign_pack_(value, error, signs, scales, block, True)
+            PACK(value, error, signs, scales, block, True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         runs.append((error, signs, scales))

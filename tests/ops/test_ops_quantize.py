@@ -201,7 +201,8 @@ def test_sizes_no_kernel_has_are_refused() -> None:
 def test_registered_as_torch_wants_it() -> None:
     flat, error = sample(70, torch.float32, 3), torch.zeros(70)
     values, absmax = quantized(flat, 4, 32)
-    torch.library.opcheck(quantize_, (flat, values, absmax, None, 4, 32))
-    torch.library.opcheck(quantize_, (flat, values, absmax, error, 4, 32))
+    ops = torch.ops.xds
+    torch.library.opcheck(ops.quantize_.default, (flat, values, absmax, None, 4, 32))
+    torch.library.opcheck(ops.quantize_.default, (flat, values, absmax, error, 4, 32))
     out = torch.empty(70, dtype=torch.bfloat16)
-    torch.library.opcheck(dequantize_, (values[None], absmax[None], out, 4, 32, 0.5))
+    torch.library.opcheck(ops.dequantize_.default, (values[None], absmax[None], out, 4, 32, 0.5))

@@ -164,9 +164,9 @@ def test_a_block_no_kernel_has_is_refused() -> None:
 
 
 def test_registered_as_torch_wants_it() -> None:
-    value, error = sample(70, torch.bfloat16, 3), torch.zeros(70)
+    value, error, out = sample(70, torch.bfloat16, 3), torch.zeros(70), torch.empty(70)
+    pack, unpack = torch.ops.xds.sign_pack_.default, torch.ops.xds.sign_unpack_.default
     for block_numel in (0, 32):
         signs, scales = packed(value, error, block_numel)
-        torch.library.opcheck(sign_pack_, (value, error, signs, scales, block_numel, True))
-        out = torch.empty(70)
-        torch.library.opcheck(sign_unpack_, (signs[None], scales[None], out, block_numel, 0.5))
+        torch.library.opcheck(pack, (value, error, signs, scales, block_numel, True))
+        torch.library.opcheck(unpack, (signs[None], scales[None], out, block_numel, 0.5))
