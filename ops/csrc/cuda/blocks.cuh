@@ -91,7 +91,7 @@ __device__ inline void store_row(
     if (at + i < numel) to[at + i] = static_cast<To>(values[i]);
 }
 
-// kBytes of a word, which stand for the elements from `at` on.
+// kBytes as one word, the first lowest; of a tile that is not whole, `left` of them at most.
 template <int kBytes>
 __device__ inline uint64_t load_word(const uint8_t* from, int64_t left, bool whole) {
   if (whole) {
@@ -139,17 +139,17 @@ __device__ inline void reduce(const Blocks& blocks, Value (&of_rows)[kRows<T>], 
       of_rows[row] = of_rows[row + apart] = join(of_rows[row], of_rows[row + apart]);
     }
   }
-#pragma unroll
-  for (int row = 0; row < kRows<T>; ++row)
 #pragma unroll 1
-    for (int apart = blocks.lanes / 2; apart > 0; apart /= 2)
+  for (int apart = blocks.lanes / 2; apart > 0; apart /= 2)
+#pragma unroll
+    for (int row = 0; row < kRows<T>; ++row)  // inside: shuffles of several rows are under way at once
       of_rows[row] = join(of_rows[row], __shfl_xor_sync(0xffffffffu, of_rows[row], apart));
 }
 
 // Whether this lane writes what its block has in all.
 template <class T>
 __device__ inline bool leads(const Blocks& blocks, const Here& here, int row) {
-  return here.lane % blocks.lanes == 0 && row % blocks.joined == 0;
+  return (here.lane & (blocks.lanes - 1)) == 0 && (row & (blocks.joined - 1)) == 0;  // powers of two
 }
 
 // ---------------------------------------------------------------------------------------------- host

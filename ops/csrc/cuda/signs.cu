@@ -7,7 +7,7 @@
 
 namespace xds {
 
-constexpr int64_t kMaxPartials = 1024;  // of the sum over all, on every device: its order depends on n alone
+constexpr int64_t kMaxPartials = 4096;  // of the sum over all, on every device: its order depends on n alone
 
 template <class T>
 struct SignPack {
