@@ -353,6 +353,13 @@ def test_the_square_sum_is_exact_to_float64_whatever_the_address(
         assert torch.equal(total, square_sum(kernels, shifted))
 
 
+def test_a_square_sum_and_lambs_norms_are_two_launches(kernels: Kernels) -> None:
+    on = operands(LAMB, Shape(40_003), kernels.device, (torch.float32, torch.float32, None))
+    direction = torch.zeros_like(on.param)
+    assert kernels.launches(lambda: square_sum(kernels, on.grad)) == 2
+    assert kernels.launches(lambda: run_direction(kernels, on, direction, [0, 9, 40_003])) == 2
+
+
 def test_an_overflow_shows_in_the_square_sum(kernels: Kernels) -> None:
     for bad in (float("inf"), float("-inf"), float("nan")):
         flat = torch.ones(20_000, device=kernels.device, dtype=torch.float16)
@@ -507,6 +514,8 @@ def test_steps_are_captured_in_a_graph_and_run_on_the_current_stream(gpu: cuda_o
     rule = RULES["adamw"]
     on = operands(rule, Shape(100_003), gpu.device, (torch.bfloat16, torch.float32, torch.bfloat16))
     expected = on.copy()
+    gpu.call(op(rule.op), *rule.arguments(on.copy()))  # loads the kernels, which a capture may not
+    gpu.call(op("square_sum"), on.grad)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         gpu.call(op(rule.op), *rule.arguments(on))
