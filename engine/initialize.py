@@ -36,6 +36,7 @@ from .optimizers import (
     ClientOptimizer,
     Groups,
     client_optimizer,
+    load_kernels,
     named_optimizer,
     read_groups,
     split_for_muon,
@@ -108,6 +109,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     updater = Updater(sharded)
     chosen = _optimizer(config, optimizer, updater, groups) if trains else None
     if chosen is not None:
+        load_kernels(config.ops, chosen, updater, device)
         updater.bind(chosen)
     undo = checkpoint_blocks(blocks) if config.activation_checkpointing.enabled else _nothing
     if config.compile.enabled:

@@ -9,11 +9,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..ops.adagrad import Adagrad
 from ..ops.adam import Adam
+from ..ops.config import Ops
 from ..ops.errors import UsageError
 from ..ops.lamb import Lamb
+from ..ops.libraries import load, optimizer_library
 from ..ops.lion import Lion
 from ..ops.muon import Muon
+from ..ops.sgd import SGD
 from ..ops.shard_optimizer import ShardOptimizer
 from ..zero.update import Updater
 
@@ -38,6 +42,10 @@ ELEMENTWISE = (
 )
 FUSED = (torch.optim.Adagrad, torch.optim.SGD)  # on every device torch 2.11 and later run on
 OWN: dict[str, type[ShardOptimizer]] = {"Lamb": Lamb, "Lion": Lion, "Muon": Muon}
+CASTING: dict[str, type[ShardOptimizer]] = {
+    "Adagrad": Adagrad,
+    "SGD": SGD,
+}  # beside casts; else torch's
 ENGINE_FLAGS = ("torch_adam", "fused", "foreach", "amsgrad", "fp32_optimizer_states")
 
 
@@ -116,8 +124,9 @@ def named_optimizer(
     if section.type in ("Adam", "AdamW") and not section.params.get("amsgrad"):
         params.setdefault("adam_w_mode", True)
         return Adam(_entries(updater, groups), **params)
-    if section.type in OWN:
-        return OWN[section.type](_entries(updater, groups), **params)
+    own = OWN | CASTING if updater.casts else OWN
+    if section.type in own:
+        return own[section.type](_entries(updater, groups), **params)
     kind = getattr(torch.optim, section.type)
     if kind in FUSED:
         params["fused"] = True
@@ -144,6 +153,28 @@ def client_optimizer(
     if type(given) is torch.optim.Adagrad:  # it makes its states before the first step
         given.state = torch.optim.Adagrad(given.param_groups).state
     return given
+
+
+def load_kernels(
+    section: Ops, optimizer: torch.optim.Optimizer, updater: Updater, device: torch.device
+) -> None:
+    """Build and load the device's kernels where the optimizer uses them; else it runs plain torch.
+
+    Raises:
+        BuildError: they cannot be built, and the config says ops.require.
+        UsageError: there are none for this device, and the config says ops.require.
+    """
+    gains = isinstance(optimizer, ShardOptimizer) and optimizer.gains_from_kernels(
+        casts=updater.casts
+    )
+    name = optimizer_library(device)
+    if section.require and not name:
+        raise UsageError(
+            f"ops.require is true, and there are no native ops for {device.type}: they are for cpu and cuda; "
+            "set it to false, and ops run their torch versions"
+        )
+    if name and section.native and (gains or section.require):
+        load(name, require=section.require)
 
 
 def _over(

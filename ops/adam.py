@@ -2,8 +2,8 @@
 
 Source: Kingma and Ba, Adam, 2015, algorithm 1, https://arxiv.org/abs/1412.6980; Loshchilov and Hutter,
 Decoupled Weight Decay Regularization, 2019, algorithm 2, https://arxiv.org/abs/1711.05101.
-torch's fused kernel does the arithmetic, so results are torch.optim.Adam(W)(fused=True)'s bit for bit; the
-plain version here is for `bias_correction=False`, and is the reference.
+Where nothing is cast torch's fused kernel does the arithmetic, so results are torch.optim.Adam(W)(fused=True)'s
+bit for bit. Where parameters are narrower than masters the op `adam_` does it, and the casts in the same pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from .flat import chunks
-from .shard_optimizer import ShardOptimizer, Update, World
+from .kernels.adam import adam_
+from .libraries import is_loaded, optimizer_library
+from .shard_optimizer import ShardOptimizer, Update, World, factor, written
 
 
 @final
@@ -49,9 +51,11 @@ class Adam(ShardOptimizer):
         super().__init__(params, defaults)
         self._adam_w_mode = adam_w_mode
 
+    def gains_from_kernels(self, *, casts: bool) -> bool:
+        return casts or not all(group["bias_correction"] for group in self.param_groups)
+
     @torch.no_grad()
     def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
-        divisor = None if scale == 1.0 else 1.0 / scale
         for update in updates:
             master = update.item.master
             state = self.state[master]
@@ -61,37 +65,66 @@ class Adam(ShardOptimizer):
                 state["exp_avg_sq"] = torch.zeros_like(master)
             state["step"] += 1
             group = self.param_groups[update.item.group]
-            grad = update.grad
-            if not group["bias_correction"] or grad.dtype != master.dtype:
-                grad = grad.to(master.dtype)
-            if world.collectives.world_size == 1 and group["bias_correction"]:
-                # one call a parameter, as torch makes it: its kernel rounds the ragged tail of a tensor
-                # differently, and one rank shall equal plain torch bit for bit
-                here = [slice(part.start, part.stop) for part in update.item.parts]
-                self._fused(
-                    [[t[at] for at in here] for t in (master, grad, *_moments(state))],
-                    state["step"],
-                    group,
-                    divisor,
-                )
-                if update.out is not None:
-                    update.out.copy_(master)
-                continue
-            on_cpu = master.device.type == "cpu"
-            # a piece stays in the cache from the update to the cast; without a cast one call is best
-            for piece in chunks(master.numel(), on_cpu and update.out is not None):
-                tensors = (
-                    master[piece],
-                    grad[piece],
-                    state["exp_avg"][piece],
-                    state["exp_avg_sq"][piece],
-                )
-                if group["bias_correction"]:
-                    self._fused([[t] for t in tensors], state["step"], group, divisor)
-                else:
-                    adam_reference(*tensors, group, scale, decoupled=self._adam_w_mode)
-                if update.out is not None:
-                    update.out[piece].copy_(tensors[0])
+            if self._is_one_pass(update, group):
+                self._one_pass(update, state, group, scale)
+            else:
+                self._torch(update, state, group, scale, world)
+
+    def _is_one_pass(self, update: Update, group: dict[str, Any]) -> bool:
+        """Where there is something to fuse with the update, and a kernel that does it."""
+        if not group["bias_correction"]:
+            return True
+        has_casts = update.out is not None or update.grad.dtype != update.item.master.dtype
+        return has_casts and is_loaded(optimizer_library(update.grad.device))
+
+    def _one_pass(
+        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: float
+    ) -> None:
+        adam_(
+            update.item.master,
+            update.grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            update.out,
+            state["step"],
+            factor(scale, update.grad.device),
+            None,
+            float(group["lr"]),
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            self._adam_w_mode,
+            group["bias_correction"],
+        )
+        written(update)
+
+    def _torch(
+        self,
+        update: Update,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        scale: float,
+        world: World,
+    ) -> None:
+        """torch's own kernel: the same bits as plain torch where nothing is cast."""
+        master, out = update.item.master, update.out
+        divisor = None if scale == 1.0 else 1.0 / scale
+        grad = update.grad.to(master.dtype)
+        tensors = (master, grad, state["exp_avg"], state["exp_avg_sq"])
+        if world.collectives.world_size == 1:
+            # one call a parameter, as torch makes it: its kernel rounds the ragged tail of a tensor
+            # differently, and one rank shall equal plain torch bit for bit
+            here = [slice(part.start, part.stop) for part in update.item.parts]
+            self._fused([[t[at] for at in here] for t in tensors], state["step"], group, divisor)
+            if out is not None:
+                out.copy_(master)
+            return
+        on_cpu = master.device.type == "cpu"
+        # a piece stays in the cache from the update to the cast; without a cast one call is best
+        for piece in chunks(master.numel(), on_cpu and out is not None):
+            self._fused([[t[piece]] for t in tensors], state["step"], group, divisor)
+            if out is not None:
+                out[piece].copy_(master[piece])
 
     def _fused(
         self,
@@ -119,30 +152,3 @@ class Adam(ShardOptimizer):
             grad_scale=None if divisor is None else torch.tensor(divisor, device=step.device),
             found_inf=None,
         )
-
-
-def _moments(state: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return state["exp_avg"], state["exp_avg_sq"]
-
-
-def adam_reference(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    group: dict[str, Any],
-    scale: float,
-    *,
-    decoupled: bool,
-) -> None:
-    """One step without bias correction, in plain torch. Shapes: every tensor [n]; `grad` is overwritten."""
-    lr, decay = float(group["lr"]), group["weight_decay"]
-    beta1, beta2 = group["betas"]
-    grad.mul_(scale)
-    if decoupled:
-        param.mul_(1 - lr * decay)
-    elif decay:
-        grad.add_(param, alpha=decay)
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    param.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(group["eps"]), value=-lr)

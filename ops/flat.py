@@ -1,4 +1,4 @@
-"""Flat arithmetic: sizes, alignment, sums and norms of 1-D buffers, without communication."""
+"""Flat arithmetic: sizes, alignment and sums of 1-D buffers, without communication."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 ALIGN_BYTES = 64  # a cache line, and the widest CPU vector: no kernel ever sees a ragged tail
 ALIGN_NUMEL = 16  # ALIGN_BYTES of the narrowest master dtype (fp32)
-ROW_NUMEL = 1 << 10  # of a norm: short enough that fp32 sums of squares keep seven digits
 CHUNK_NUMEL = 1 << 16  # on a CPU, what stays in the L2 cache between two passes over it
 
 
@@ -30,24 +29,6 @@ def chunks(numel: int, on_cpu: bool) -> Iterator[slice]:
     size = CHUNK_NUMEL if on_cpu else max(numel, 1)
     for start in range(0, numel, size):
         yield slice(start, min(start + size, numel))
-
-
-def square_sum(flat: Tensor) -> Tensor:
-    """Sum of squares of a contiguous 1-D tensor, as a float64 scalar on its device.
-
-    Partial norms of fixed-length rows are taken in fp32 and added in fp64 (all in fp64 is four times slower
-    on a CPU), so the value depends on the length and the contents only, never on where the buffer lies or
-    what else is in the model. inf and nan in, inf or nan out: the overflow check is this same read.
-    """
-    if flat.dtype in (torch.float16, torch.bfloat16):
-        flat = flat.float()
-    rows = flat.numel() // ROW_NUMEL
-    head = flat[: rows * ROW_NUMEL].view(rows, ROW_NUMEL)
-    tail = flat[rows * ROW_NUMEL :]
-    total: Tensor = torch.linalg.vector_norm(tail).double().square()
-    if rows:
-        total += torch.linalg.vector_norm(head, dim=1).double().square().sum()
-    return total
 
 
 def sum_in_order(out: Tensor, parts: Sequence[Tensor], *, add: bool) -> None:

@@ -8,13 +8,14 @@ where either norm is 0. Beyond its elements a step sends 16 bytes a parameter an
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from .flat import square_sum
-from .shard_optimizer import ShardOptimizer, Update, World
+from .kernels.lamb import lamb_apply_, lamb_direction_
+from .shard_optimizer import Item, ShardOptimizer, Update, World, factor, written
 
 
 @final
@@ -45,61 +46,104 @@ class Lamb(ShardOptimizer):
             "min_coeff": min_coeff,
         }
         super().__init__(params, defaults)
+        self._cuts: dict[Item, _Cuts] = {}
 
     @torch.no_grad()
     def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
         directions = [self._direction(update, scale) for update in updates]
-        ratios = self._ratios(updates, directions, world)
-        for update, direction in zip(updates, directions, strict=True):
-            master = update.item.master
+        ratios = self._ratios(updates, [norms for _, norms in directions], world)
+        for update, (direction, _) in zip(updates, directions, strict=True):
+            cuts = self._cuts_of(update.item)
             lr = float(self.param_groups[update.item.group]["lr"])
-            for part in update.item.parts:
-                here = slice(part.start, part.stop)
-                master[here].add_(direction[here], alpha=-lr * ratios[part.name])
-            if update.out is not None:
-                update.out.copy_(master)
+            rates = torch.tensor(
+                [0.0 if name is None else lr * ratios[name] for name in cuts.names],
+                dtype=torch.float32,
+                device=direction.device,
+            )
+            lamb_apply_(update.item.master, direction, update.out, cuts.bounds, rates, None)
+            written(update)
 
-    def _direction(self, update: Update, scale: float) -> Tensor:
-        """Adam's direction plus decay, [n], in the memory of the gradient where its dtype allows."""
-        master = update.item.master
+    def _direction(self, update: Update, scale: float) -> tuple[Tensor, Tensor]:
+        """Adam's direction plus decay, [n], in the gradient's memory where its dtype allows; and the squared
+        norms, [cuts, 2], of master and direction."""
+        master, grad = update.item.master, update.grad
         state = self.state[master]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             state["exp_avg"] = torch.zeros_like(master)
             state["exp_avg_sq"] = torch.zeros_like(master)
         state["step"] += 1
         group = self.param_groups[update.item.group]
-        beta1, beta2 = group["betas"]
-        grad = update.grad.to(master.dtype).mul_(scale)
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        first, second = 1.0, 1.0
-        if group["bias_correction"]:
-            first = 1 - beta1 ** float(state["step"])
-            second = 1 - beta2 ** float(state["step"])
-        torch.sqrt(state["exp_avg_sq"], out=grad).div_(second**0.5).add_(group["eps"])
-        torch.div(state["exp_avg"], grad, out=grad).div_(first)
-        return grad.add_(master, alpha=group["weight_decay"])
+        cuts = self._cuts_of(update.item)
+        direction = grad if grad.dtype == master.dtype else torch.empty_like(master)
+        norms = torch.zeros(len(cuts.names), 2, dtype=torch.float64, device=master.device)
+        lamb_direction_(
+            master,
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            direction,
+            norms,
+            cuts.bounds,
+            state["step"],
+            factor(scale, master.device),
+            None,
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            group["bias_correction"],
+        )
+        return direction, norms
 
     def _ratios(
-        self, updates: Sequence[Update], directions: Sequence[Tensor], world: World
+        self, updates: Sequence[Update], norms: Sequence[Tensor], world: World
     ) -> dict[str, float]:
         """Every parameter's clamped |p| / |direction|, over all ranks that hold a part of it."""
         # the parts on this rank differ from rank to rank: the table has a row for every parameter
         names = [part.name for flat in world.flats for part in flat.parts]
         rows = {name: at for at, name in enumerate(names)}
-        table = torch.zeros(len(rows), 2, dtype=torch.float64, device=world.collectives.device)
+        device = world.collectives.device
+        table = torch.zeros(len(rows), 2, dtype=torch.float64, device=device)
         limits: dict[str, dict[str, Any]] = {}
-        for update, direction in zip(updates, directions, strict=True):
+        for update, found in zip(updates, norms, strict=True):
+            here = self._cuts_of(update.item).names
+            inside = [(at, rows[name]) for at, name in enumerate(here) if name is not None]
+            if inside:
+                ours, theirs = zip(*inside, strict=True)
+                to = torch.tensor(theirs, device=device)
+                table.index_add_(0, to, found[torch.tensor(ours, device=device)])
             for part in update.item.parts:
-                here = slice(part.start, part.stop)
-                table[rows[part.name], 0] += square_sum(update.item.master[here])
-                table[rows[part.name], 1] += square_sum(direction[here])
                 limits[part.name] = self.param_groups[update.item.group]
         if world.is_sharded:
             table = world.collectives.gather_small(table.view(-1)).sum(0).view(-1, 2)
-        norms = table.sqrt().tolist()
-        return {name: _clamped(norms[rows[name]], group) for name, group in limits.items()}
+        found_norms = table.sqrt().tolist()
+        return {name: _clamped(found_norms[rows[name]], group) for name, group in limits.items()}
+
+    def _cuts_of(self, item: Item) -> _Cuts:
+        cuts = self._cuts.get(item)
+        if cuts is None:
+            cuts = self._cuts[item] = _cut(item)
+        return cuts
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """An item cut at its parameters: bounds int64 [k + 1], and k names; None is what lies between two."""
+
+    bounds: Tensor
+    names: tuple[str | None, ...]
+
+
+def _cut(item: Item) -> _Cuts:
+    bounds: list[int] = [0]
+    names: list[str | None] = []
+    for part in item.parts:
+        if part.start > bounds[-1]:
+            names.append(None)
+            bounds.append(part.start)
+        names.append(part.name)
+        bounds.append(part.stop)
+    return _Cuts(torch.tensor(bounds, device=item.master.device), tuple(names))
 
 
 def _clamped(norms: list[float], group: dict[str, Any]) -> float:

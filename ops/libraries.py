@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import threading
 import warnings
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from . import build_cache
 from .build import build, find, find_or_build
@@ -24,6 +24,9 @@ from .build_compilers import (
 from .build_plan import Library, Source
 from .errors import BuildError
 
+if TYPE_CHECKING:
+    import torch  # `xds ops list` does without
+
 __all__ = [
     "LIBRARIES",
     "BuildError",
@@ -32,6 +35,7 @@ __all__ = [
     "find",
     "is_loaded",
     "load",
+    "optimizer_library",
     "why_not",
 ]
 
@@ -78,6 +82,11 @@ LIBRARIES = {
         _cuda_library("cuda_quantize", QUANTIZE),
     )
 }
+
+
+def optimizer_library(device: torch.device) -> str:
+    """Name of the library with the optimizers of a device; "": there is none."""
+    return {"cpu": "cpu", "cuda": "cuda_optimizers"}.get(device.type, "")
 
 
 def is_loaded(name: str) -> bool:

@@ -11,8 +11,8 @@ from typing import Any, final
 
 import torch
 
-from .flat import chunks
-from .shard_optimizer import ShardOptimizer, Update, World
+from .kernels.lion import lion_
+from .shard_optimizer import ShardOptimizer, Update, World, factor, written
 
 
 @final
@@ -36,12 +36,15 @@ class Lion(ShardOptimizer):
             if not state:
                 state["exp_avg"] = torch.zeros_like(master)
             group = self.param_groups[update.item.group]
-            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-            for piece in chunks(master.numel(), master.device.type == "cpu"):
-                param, exp_avg = master[piece], state["exp_avg"][piece]
-                grad = update.grad[piece].to(param.dtype).mul_(scale)
-                direction = torch.lerp(exp_avg, grad, 1 - beta1).sign_()
-                param.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
-                exp_avg.lerp_(grad, 1 - beta2)
-                if update.out is not None:
-                    update.out[piece].copy_(param)
+            lion_(
+                master,
+                update.grad,
+                state["exp_avg"],
+                update.out,
+                factor(scale, master.device),
+                None,
+                float(group["lr"]),
+                *group["betas"],
+                group["weight_decay"],
+            )
+            written(update)

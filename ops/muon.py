@@ -67,6 +67,9 @@ class Muon(ShardOptimizer):
         self._adam.param_groups = self.param_groups
         self._adam.state = self.state
 
+    def gains_from_kernels(self, *, casts: bool) -> bool:
+        return self._adam.gains_from_kernels(casts=casts)
+
     @torch.no_grad()
     def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
         plain = [u for u in updates if not self.param_groups[u.item.group]["use_muon"]]

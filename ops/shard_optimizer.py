@@ -83,10 +83,26 @@ class Update:
     out: Tensor | None
 
 
+def factor(scale: float, device: torch.device) -> Tensor | None:
+    """`scale` as the ops of kernels/ take it: fp32 [], or None for 1."""
+    return None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=device)
+
+
+def written(update: Update) -> None:
+    """Tell autograd that an op wrote the new values: who kept the old ones for a backward must not use them."""
+    torch.autograd.graph.increment_version(update.item.master)
+    if update.out is not None:
+        torch.autograd.graph.increment_version(update.out)
+
+
 class ShardOptimizer(torch.optim.Optimizer, ABC):
     """A torch optimizer (param_groups, state, LR schedulers work) that is stepped by `update`."""
 
     is_elementwise = True  # False: `update` must see all items of the model in one call
+
+    def gains_from_kernels(self, *, casts: bool) -> bool:
+        """Whether native kernels would be used; `casts`: parameters are narrower than their masters."""
+        return True
 
     @abstractmethod
     def update(self, updates: Sequence[Update], scale: float, world: World) -> None:

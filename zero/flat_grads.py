@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..compression.reducer import GradientReducer
 from ..ops.collectives import Collectives, Handle
-from ..ops.flat import square_sum
+from ..ops.kernels.square_sum import square_sum
 from ..ops.pool import BufferPool
 from .layout import FlatLayout
 from .policy import Policy

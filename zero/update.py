@@ -89,6 +89,11 @@ class Updater:
         self.world = World(model.collectives, flats, is_sharded)
         self._optimizer: torch.optim.Optimizer | None = None
 
+    @property
+    def casts(self) -> bool:
+        """Whether parameters are narrower than their masters."""
+        return any(master.casts for master in self.masters)
+
     def tensors_of(self, group: int) -> list[Tensor]:
         """What the optimizer's group `group` is to hold: one 1-D tensor for each flat buffer."""
         return [

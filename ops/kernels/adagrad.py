@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .define import define, scaled, skips
+from .define import define, in_chunks, scaled, skips
 
 
 def adagrad_reference(
@@ -31,8 +31,8 @@ def adagrad_reference(
     """
     if skips(found_inf):
         return
-    wide = scaled(grad, scale).add_(param, alpha=weight_decay)
-    total = state_sum.float().addcmul_(wide, wide)
+    wide = scaled(grad, scale, param).add_(param, alpha=weight_decay)
+    total = state_sum.to(param.dtype).addcmul_(wide, wide)
     rate = lr / (1 + (float(step) - 1) * lr_decay)
     param.addcdiv_(wide, total.sqrt().add_(eps), value=-rate)
     state_sum.copy_(total)
@@ -43,5 +43,5 @@ def adagrad_reference(
 adagrad_ = define(
     "adagrad_(Tensor(a!) param, Tensor grad, Tensor(b!) state_sum, Tensor(c!)? out, Tensor step, "
     "Tensor? scale, Tensor? found_inf, float lr, float lr_decay, float eps, float weight_decay) -> ()",
-    adagrad_reference,
+    in_chunks(adagrad_reference),
 )

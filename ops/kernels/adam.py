@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .define import define, scaled, skips
+from .define import define, in_chunks, scaled, skips
 
 
 def adam_reference(
@@ -45,12 +45,12 @@ def adam_reference(
     first, second = 1.0, 1.0
     if bias_correction:
         first, second = 1 - beta1 ** float(step), 1 - beta2 ** float(step)
-    wide = scaled(grad, scale)
+    wide = scaled(grad, scale, param)
     if decoupled:
         param.mul_(1 - lr * weight_decay)
     else:
         wide.add_(param, alpha=weight_decay)
-    mean, square = exp_avg.float(), exp_avg_sq.float()
+    mean, square = exp_avg.to(param.dtype), exp_avg_sq.to(param.dtype)
     mean.lerp_(wide, 1 - beta1)
     square.mul_(beta2).addcmul_(wide, wide, value=1 - beta2)
     param.addcdiv_(mean, square.sqrt().div_(second**0.5).add_(eps), value=-lr / first)
@@ -64,5 +64,5 @@ adam_ = define(
     "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? out, "
     "Tensor step, Tensor? scale, Tensor? found_inf, float lr, float beta1, float beta2, float eps, "
     "float weight_decay, bool decoupled, bool bias_correction) -> ()",
-    adam_reference,
+    in_chunks(adam_reference),
 )

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..flat import chunks
+
 _NAMESPACE = "xds"
 _library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
@@ -21,7 +23,9 @@ _library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-c
 def define(
     schema: str, reference: Callable[..., Any], fake: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """The op of `schema`, "name(arguments) -> result", that does what `reference` does.
+    """Define the op of `schema`, "name(arguments) -> result", that does what `reference` does.
+
+    Returns: what calls it. Where the first argument is fp64, for which there are no kernels, the reference.
 
     Args:
         fake: the result's shape and dtype, for tracing; None where the op returns nothing.
@@ -31,7 +35,11 @@ def define(
     _library.impl(name, reference, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake or _nothing, lib=_library)
     op: Callable[..., Any] = getattr(getattr(torch.ops, _NAMESPACE), name).default
-    return op
+
+    def call(first: Tensor, *others: Any) -> Any:
+        return (reference if first.dtype == torch.float64 else op)(first, *others)
+
+    return call
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -43,7 +51,27 @@ def skips(found_inf: Tensor | None) -> bool:
     return found_inf is not None and bool(found_inf)
 
 
-def scaled(grad: Tensor, scale: Tensor | None) -> Tensor:
-    """The gradient in fp32, [n], fresh memory."""
-    wide = grad.to(torch.float32, copy=True)
+def scaled(grad: Tensor, scale: Tensor | None, param: Tensor) -> Tensor:
+    """The gradient in the master's dtype, [n], fresh memory."""
+    wide = grad.to(param.dtype, copy=True)
     return wide if scale is None else wide.mul_(scale)
+
+
+def in_chunks(reference: Callable[..., None]) -> Callable[..., None]:
+    """An elementwise reference, called on a CPU for what fits its cache: its passes then leave memory alone.
+
+    Args:
+        reference: its first argument is a tensor [n], and it works on all its 1-D arguments alike.
+    """
+
+    def run(*arguments: Any) -> None:
+        first: Tensor = arguments[0]
+        for piece in chunks(first.numel(), first.device.type == "cpu"):
+            reference(*(_part(argument, piece) for argument in arguments))
+
+    return run
+
+
+def _part(argument: Any, piece: slice) -> Any:
+    is_flat = isinstance(argument, Tensor) and argument.dim() == 1
+    return argument[piece] if is_flat else argument

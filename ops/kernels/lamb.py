@@ -42,12 +42,12 @@ def lamb_direction_reference(
     first, second = 1.0, 1.0
     if bias_correction:
         first, second = 1 - beta1 ** float(step), 1 - beta2 ** float(step)
-    wide = scaled(grad, scale)
-    mean = exp_avg.float().lerp_(wide, 1 - beta1)
-    square = exp_avg_sq.float().mul_(beta2).addcmul_(wide, wide, value=1 - beta2)
+    wide = scaled(grad, scale, param)
+    mean = exp_avg.to(param.dtype).lerp_(wide, 1 - beta1)
+    square = exp_avg_sq.to(param.dtype).mul_(beta2).addcmul_(wide, wide, value=1 - beta2)
     exp_avg.copy_(mean)
     exp_avg_sq.copy_(square)
-    torch.div(mean, square.sqrt_().div_(second**0.5).add_(eps), out=wide)
+    torch.div(mean, square.sqrt().div_(second**0.5).add_(eps), out=wide)
     direction.copy_(wide.div_(first).add_(param, alpha=weight_decay))
     for row, (begin, end) in enumerate(_parts(bounds)):
         square_norms[row, 0] = param[begin:end].double().square().sum()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .define import define, scaled, skips
+from .define import define, in_chunks, scaled, skips
 
 
 def lion_reference(
@@ -27,8 +27,8 @@ def lion_reference(
     """One step. Shapes, dtypes and the arguments of the same name: see `adam_reference`."""
     if skips(found_inf):
         return
-    wide = scaled(grad, scale)
-    mean = exp_avg.float()
+    wide = scaled(grad, scale, param)
+    mean = exp_avg.to(param.dtype)
     direction = torch.lerp(mean, wide, 1 - beta1).sign_()
     param.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr)
     exp_avg.copy_(mean.lerp_(wide, 1 - beta2))
@@ -39,5 +39,5 @@ def lion_reference(
 lion_ = define(
     "lion_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!)? out, Tensor? scale, "
     "Tensor? found_inf, float lr, float beta1, float beta2, float weight_decay) -> ()",
-    lion_reference,
+    in_chunks(lion_reference),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .define import define, scaled, skips
+from .define import define, in_chunks, scaled, skips
 
 
 def sgd_reference(
@@ -32,12 +32,12 @@ def sgd_reference(
     """
     if skips(found_inf):
         return
-    wide = scaled(grad, scale).add_(param, alpha=weight_decay)
+    wide = scaled(grad, scale, param).add_(param, alpha=weight_decay)
     if momentum_buffer is not None:
         if float(step) <= 1:
             moving = wide.clone()
         else:
-            moving = momentum_buffer.float().mul_(momentum).add_(wide, alpha=1 - dampening)
+            moving = momentum_buffer.to(param.dtype).mul_(momentum).add_(wide, alpha=1 - dampening)
         momentum_buffer.copy_(moving)
         wide = wide.add_(moving, alpha=momentum) if nesterov else moving
     param.add_(wide, alpha=-lr)
@@ -49,5 +49,5 @@ sgd_ = define(
     "sgd_(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor(c!)? out, Tensor step, "
     "Tensor? scale, Tensor? found_inf, float lr, float momentum, float dampening, float weight_decay, "
     "bool nesterov) -> ()",
-    sgd_reference,
+    in_chunks(sgd_reference),
 )

@@ -14,8 +14,8 @@ def square_sum_reference(flat: Tensor) -> Tensor:
     """Sum of squares of a contiguous 1-D tensor [n], fp32, bf16, fp16 or fp64, as a float64 scalar there.
 
     The order of the sum depends on n alone, never on where the buffer lies or what else is in the model.
-    inf and nan in, inf or nan out. Here partial norms of rows are taken in fp32 and added in fp64 (all in
-    fp64 is four times slower in plain torch); the kernels sum in fp64 throughout, in another order.
+    inf and nan in, inf or nan out. Partial sums of rows are taken in fp32 and added in fp64 (all in fp64 is
+    four times slower); the kernels do the same, in another order.
     """
     if flat.dtype in (torch.float16, torch.bfloat16):
         flat = flat.float()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xds.ops.flat import CHUNK_NUMEL, align_up, chunks, square_sum, sum_in_order
+from xds.ops.flat import CHUNK_NUMEL, align_up, chunks, sum_in_order
+from xds.ops.kernels.square_sum import square_sum
 from xds.ops.pool import BufferPool
 
 CPU = torch.device("cpu")

@@ -70,8 +70,6 @@ Kind kind_of(const Tensor& tensor, const char* name) {
       return Kind::bf16;
     case ScalarType::Half:
       return Kind::fp16;
-    case ScalarType::Double:
-      return Kind::fp64;
     default:
       STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16");
   }
@@ -86,7 +84,6 @@ void check_flat(const Tensor& tensor, const char* name, int64_t numel) {
 void* stream(const Tensor& tensor, const char* name, int64_t numel, Kind* kind) {
   check_flat(tensor, name, numel);
   *kind = kind_of(tensor, name);
-  STD_TORCH_CHECK(*kind != Kind::fp64, name, " must be float32, bfloat16 or float16, not float64");
   return tensor.data_ptr();
 }
 
@@ -154,10 +151,8 @@ void adam(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const 
   Adam rule = {};
   rule.decoupled = decoupled;
   rule.scale = scalar(scale, "scale", 1.0f);
-  rule.keep = rounded(1.0 - lr * weight_decay);
-  rule.decay = rounded(weight_decay);
+  rule.decay = rounded(decoupled ? lr * weight_decay : weight_decay);
   rule.gain1 = rounded(1.0 - beta1);
-  rule.beta2 = rounded(beta2);
   rule.gain2 = rounded(1.0 - beta2);
   rule.rate = rounded(lr * correction.first);
   rule.root = rounded(correction.root);
@@ -169,7 +164,7 @@ void lion(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const 
           const OptionalTensor& scale, const OptionalTensor& found_inf, double lr, double beta1,
           double beta2, double weight_decay) {
   const Streams s = streams_of(param, &grad, &exp_avg, nullptr, out);
-  const Lion rule = {scalar(scale, "scale", 1.0f), rounded(1.0 - lr * weight_decay),
+  const Lion rule = {scalar(scale, "scale", 1.0f), rounded(lr * weight_decay),
                      rounded(1.0 - beta1), rounded(1.0 - beta2), rounded(lr)};
   if (!skips(found_inf)) spread(param.numel(), kernels().lion, s, rule);
 }
@@ -282,10 +277,9 @@ void lamb_direction(const Tensor& param, const Tensor& grad, const Tensor& exp_a
   double* const norms = static_cast<double*>(square_norms.data_ptr());
   const Correction correction(step, beta1, beta2, bias_correction);
   if (skips(found_inf)) return;
-  const Lamb rule = {scalar(scale, "scale", 1.0f), rounded(weight_decay),
-                     rounded(1.0 - beta1),         rounded(beta2),
-                     rounded(1.0 - beta2),         rounded(correction.first),
-                     rounded(correction.root),     rounded(eps)};
+  const Lamb rule = {scalar(scale, "scale", 1.0f), rounded(weight_decay), rounded(1.0 - beta1),
+                     rounded(1.0 - beta2), rounded(correction.first), rounded(correction.root),
+                     rounded(eps)};
   const Kernels& chosen = kernels();
   const std::vector<Block> blocks = blocks_of(cuts, parts, numel);
   std::vector<double> sums(2 * blocks.size());

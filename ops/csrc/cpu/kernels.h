@@ -5,7 +5,7 @@
 
 namespace xds {
 
-enum class Kind : int { fp32, bf16, fp16, fp64 };
+enum class Kind : int { fp32, bf16, fp16 };
 
 // The memory that an elementwise optimizer passes over once, each [n].
 struct Streams {
@@ -21,13 +21,13 @@ struct Streams {
 // What one step does to an element. Coefficients are computed once, in double, and rounded to fp32.
 struct Adam {
   bool decoupled;
-  float scale, keep, decay;  // g = scale * grad; p *= keep, or g += decay * p
-  float gain1, beta2, gain2;  // gains: 1 - beta
+  float scale, decay;  // g = scale * grad; p -= decay * p, or g += decay * p
+  float gain1, gain2;  // 1 - beta
   float rate, root, eps;  // p -= rate * m / (root * sqrt(v) + eps)
 };
 
 struct Lion {
-  float scale, keep, gain1, gain2, rate;
+  float scale, decay, gain1, gain2, rate;
 };
 
 struct Adagrad {
@@ -40,7 +40,7 @@ struct Sgd {
 };
 
 struct Lamb {
-  float scale, decay, gain1, beta2, gain2, first, root, eps;  // d = first * m / (root * sqrt(v) + eps) + decay * p
+  float scale, decay, gain1, gain2, first, root, eps;  // d = first * m / (root * sqrt(v) + eps) + decay * p
 };
 
 // Of one instruction set. Ranges are elements [begin, end).
