@@ -122,7 +122,7 @@ def kill(folder: Path, when: str, num_objects: int) -> Row:
         seconds,
         must=COLD_SECONDS,
         unit=" s",
-        void="" if (num_left_by_kill, num_left) == (1, 0) else f"FAIL: {num_left} folders left",
+        void="" if num_left_by_kill and not num_left else f"FAIL: {num_left} files left",
         note="no lock, no folder left",
     )
 
