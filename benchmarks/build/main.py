@@ -22,7 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from harness import Row, Watch, print_rows, save  # noqa: E402
+from harness import Row, Watch, print_rows, save, wait_until_quiet  # noqa: E402
 
 COLD_SECONDS, AIM_SECONDS, CACHED_SECONDS, NUM_RACING = 15.0, 6.0, 0.15, 8
 LOAD = """
@@ -137,10 +137,15 @@ def main() -> int:
     """Run all; 1 if a row fails."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one cold build; keeps nothing")
+    parser.add_argument(
+        "--wait", type=float, default=0.0, metavar="MINUTES", help="at most, for a quiet machine"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-build-") as name:
         folder = Path(name)
         end(start(folder / "warm"))  # the file cache is warm for everybody
+        if options.wait:
+            wait_until_quiet(options.wait)
         rows = cold_and_cached(folder, 1 if options.quick else 3, 5)
         rows.append(race(folder))
         rows.append(kill(folder, "at the start of the compilers", 0))
