@@ -346,6 +346,7 @@ def options() -> argparse.Namespace:
         "--huge-pages", action="store_true", help="transparent, for all; keeps nothing"
     )
     parser.add_argument("--patience", type=float, default=0, help="minutes to wait for quiet")
+    parser.add_argument("--rough", action="store_true", help="keeps nothing")
     parser.add_argument(
         "--quick", action="store_true", help="4M parameters, few turns; keeps nothing"
     )
