@@ -43,9 +43,9 @@ __all__ = [
 _CPU = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _INSTRUCTION_SETS = {
     "baseline": (),
-    "avx2": ("-mavx2", "-mf16c"),
+    "avx2": ("-mavx2", "-mprfchw"),
     "avx512": (
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mf16c"),
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprfchw"),
         "-mprefer-vector-width=512",
     ),
 }

@@ -1,4 +1,4 @@
-// The CPU ops as torch sees them: arguments checked, the instruction set chosen, the work spread over torch's threads.
+// The CPU ops as torch sees them: arguments checked, an instruction set chosen, work spread over torch's threads.
 //
 // Results depend neither on the number of threads nor on the instruction set. XDS_CPU_ISA (avx512, avx2 or
 // baseline) chooses one; else it is the widest that processor and system have.

@@ -6,32 +6,49 @@
 #include "kernels.h"
 #include "narrow.h"
 
+#define INLINE inline __attribute__((always_inline))
+
 namespace xds {
 namespace XDS_ISA {
 namespace {
 
-// Narrow streams are widened here, a piece at a time, and stay in the first cache from load to store.
-constexpr int64_t TILE = 1024;
+// A stream is taken GROUP elements at a time: a constant, so that a group of a narrow one is widened, used and
+// narrowed in registers and the first cache.
+constexpr int64_t GROUP = 64;
+// How far ahead memory is asked for. The processor guesses by itself, but anew for each page of 4 KiB, of which
+// this many streams touch one every few hundred cycles.
+constexpr int64_t AHEAD = 512;
+constexpr int64_t LINE_BYTES = 64;
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// `count` elements of `data` from `at` on, in fp32: where they lie, or widened into `tile`.
-float* widened(void* data, Kind kind, int64_t at, int64_t count, float* tile) {
-  if (data == nullptr || kind == Kind::fp32) {
-    return data == nullptr ? tile : static_cast<float*>(data) + at;
+inline int64_t bytes_of(Kind kind) { return kind == Kind::fp32 ? 4 : 2; }
+
+INLINE void fetch(const void* data, Kind kind, int64_t at, int64_t count, bool to_write) {
+  if (data == nullptr) return;
+  const char* from = static_cast<const char*>(data) + at * bytes_of(kind);
+  for (int64_t i = 0; i < count * bytes_of(kind); i += LINE_BYTES) {
+    to_write ? __builtin_prefetch(from + i, 1, 3) : __builtin_prefetch(from + i, 0, 3);
   }
-  const uint16_t* __restrict from = static_cast<const uint16_t*>(data) + at;
-  // this loop ends before the processor sees how long the stream is: fetch the next tile while this one is used
-  for (int64_t i = 0; i < count; i += 32) __builtin_prefetch(from + TILE + i);
-  if (kind == Kind::bf16) {
-    for (int64_t i = 0; i < count; ++i) tile[i] = from_bf16(from[i]);
-  } else {
-    for (int64_t i = 0; i < count; ++i) tile[i] = from_fp16(from[i]);
-  }
-  return tile;
 }
 
-void narrowed(const float* __restrict from, void* data, Kind kind, int64_t at, int64_t count) {
+// `count` elements of `data` from `at` on, in fp32: where they lie, or widened into `group`.
+inline float* widened(void* data, Kind kind, int64_t at, int64_t count, float* group) {
+  if (data == nullptr) return nullptr;
+  if (kind == Kind::fp32) return static_cast<float*>(data) + at;
+  const uint16_t* __restrict from = static_cast<const uint16_t*>(data) + at;
+  if (kind == Kind::bf16) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) group[i] = from_bf16(from[i]);
+  } else {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) group[i] = from_fp16(from[i]);
+  }
+  return group;
+}
+
+inline void narrowed(const float* __restrict from, void* data, Kind kind, int64_t at, int64_t count) {
+  if (data == nullptr) return;
   if (kind == Kind::fp32) {
     float* __restrict to = static_cast<float*>(data) + at;
     for (int64_t i = 0; i < count; ++i) to[i] = from[i];
@@ -45,23 +62,34 @@ void narrowed(const float* __restrict from, void* data, Kind kind, int64_t at, i
   }
 }
 
-// One pass: load, `rule`, store. A rule works on fp32 [count]: (count, param, grad, state, other state).
+template <class Rule>
+INLINE void one_group(const Streams& s, int64_t at, int64_t count, const Rule& rule) {
+  alignas(64) float grads[GROUP], first[GROUP], second[GROUP];
+  float* param = s.param + at;
+  const float* grad = widened(const_cast<void*>(s.grad), s.grad_kind, at, count, grads);
+  float* m = widened(s.states[0], s.state_kind, at, count, first);
+  float* v = widened(s.states[1], s.state_kind, at, count, second);
+  rule(at, count, param, grad, m, v);
+  if (s.state_kind != Kind::fp32) {
+    narrowed(m, s.states[0], s.state_kind, at, count);
+    narrowed(v, s.states[1], s.state_kind, at, count);
+  }
+  narrowed(param, s.out, s.out_kind, at, count);
+}
+
+// One pass: load, `rule`, store. A rule works on fp32 [count]: (at, count, param, grad, state, other state).
 template <class Rule>
 void pass(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
-  alignas(64) float grads[TILE], first[TILE], second[TILE];
-  for (int64_t at = begin; at < end; at += TILE) {
-    const int64_t count = least(TILE, end - at);
-    float* param = s.param + at;
-    const float* grad = widened(const_cast<void*>(s.grad), s.grad_kind, at, count, grads);
-    float* m = widened(s.states[0], s.state_kind, at, count, first);
-    float* v = widened(s.states[1], s.state_kind, at, count, second);
-    rule(at, count, param, grad, m, v);
-    if (s.state_kind != Kind::fp32) {
-      if (s.states[0] != nullptr) narrowed(m, s.states[0], s.state_kind, at, count);
-      if (s.states[1] != nullptr) narrowed(v, s.states[1], s.state_kind, at, count);
-    }
-    if (s.out != nullptr) narrowed(param, s.out, s.out_kind, at, count);
+  int64_t at = begin;
+  for (; at + GROUP <= end; at += GROUP) {
+    fetch(s.param, Kind::fp32, at + AHEAD, GROUP, true);
+    fetch(s.grad, s.grad_kind, at + AHEAD, GROUP, false);
+    fetch(s.states[0], s.state_kind, at + AHEAD, GROUP, true);
+    fetch(s.states[1], s.state_kind, at + AHEAD, GROUP, true);
+    fetch(s.out, s.out_kind, at + AHEAD, GROUP, true);
+    one_group(s, at, GROUP, rule);
   }
+  for (; at < end; ++at) one_group(s, at, 1, rule);  // a loop of any count would be twice the code
 }
 
 // A mean moves by (new - mean) * (1 - beta), and decay is taken off together with the update: fp32 has 0.999
@@ -75,8 +103,9 @@ inline float moved_square(float square, float g, float gain) {
 }
 
 template <bool DECOUPLED>
-void adam_tile(const Adam& a, int64_t count, float* __restrict p, const float* __restrict grad,
-               float* __restrict m, float* __restrict v) {
+INLINE void adam_group(const Adam& a, int64_t count, float* __restrict p, const float* __restrict grad,
+                       float* __restrict m, float* __restrict v) {
+#pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
     float g = grad[i] * a.scale;
     if (!DECOUPLED) g = g + p[i] * a.decay;
@@ -91,16 +120,18 @@ void adam_tile(const Adam& a, int64_t count, float* __restrict p, const float* _
 
 void adam(const Streams& s, const Adam& a, int64_t begin, int64_t end) {
   pass(s, begin, end, [&](int64_t, int64_t count, float* p, const float* g, float* m, float* v) {
-    a.decoupled ? adam_tile<true>(a, count, p, g, m, v) : adam_tile<false>(a, count, p, g, m, v);
+    a.decoupled ? adam_group<true>(a, count, p, g, m, v) : adam_group<false>(a, count, p, g, m, v);
   });
 }
 
-void lion_tile(const Lion& a, int64_t count, float* __restrict p, const float* __restrict grad,
-               float* __restrict m) {
+INLINE void lion_group(const Lion& a, int64_t count, float* __restrict p, const float* __restrict grad,
+                       float* __restrict m) {
+#pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
     const float g = grad[i] * a.scale;
     const float way = moved(m[i], g, a.gain1);
-    const float change = way > 0.0f ? a.rate : way < 0.0f ? -a.rate : way;  // 0 and nan stay
+    const float sign = static_cast<float>((way > 0.0f) - (way < 0.0f));  // two ternaries would be branches
+    const float change = (way == way ? sign : way) * a.rate;
     p[i] = p[i] - (change + p[i] * a.decay);
     m[i] = moved(m[i], g, a.gain2);
   }
@@ -108,12 +139,13 @@ void lion_tile(const Lion& a, int64_t count, float* __restrict p, const float* _
 
 void lion(const Streams& s, const Lion& a, int64_t begin, int64_t end) {
   pass(s, begin, end, [&](int64_t, int64_t count, float* p, const float* g, float* m, float*) {
-    lion_tile(a, count, p, g, m);
+    lion_group(a, count, p, g, m);
   });
 }
 
-void adagrad_tile(const Adagrad& a, int64_t count, float* __restrict p, const float* __restrict grad,
-                  float* __restrict sum) {
+INLINE void adagrad_group(const Adagrad& a, int64_t count, float* __restrict p, const float* __restrict grad,
+                          float* __restrict sum) {
+#pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
     const float g = grad[i] * a.scale + p[i] * a.decay;
     const float total = sum[i] + g * g;
@@ -124,19 +156,21 @@ void adagrad_tile(const Adagrad& a, int64_t count, float* __restrict p, const fl
 
 void adagrad(const Streams& s, const Adagrad& a, int64_t begin, int64_t end) {
   pass(s, begin, end, [&](int64_t, int64_t count, float* p, const float* g, float* sum, float*) {
-    adagrad_tile(a, count, p, g, sum);
+    adagrad_group(a, count, p, g, sum);
   });
 }
 
-void sgd_plain(const Sgd& a, int64_t count, float* __restrict p, const float* __restrict grad) {
+INLINE void sgd_plain(const Sgd& a, int64_t count, float* __restrict p, const float* __restrict grad) {
+#pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
     p[i] = p[i] - (grad[i] * a.scale + p[i] * a.decay) * a.rate;
   }
 }
 
 template <bool NESTEROV>
-void sgd_momentum(const Sgd& a, int64_t count, float* __restrict p, const float* __restrict grad,
-                  float* __restrict buffer) {
+INLINE void sgd_momentum(const Sgd& a, int64_t count, float* __restrict p, const float* __restrict grad,
+                         float* __restrict buffer) {
+#pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
     const float g = grad[i] * a.scale + p[i] * a.decay;
     const float moving = a.is_first ? g : buffer[i] * a.momentum + g * a.gain;
@@ -157,8 +191,8 @@ void sgd(const Streams& s, const Sgd& a, int64_t begin, int64_t end) {
 }
 
 // `direction` may be `grad`: both are read and written at the same element only.
-void lamb_tile(const Lamb& a, int64_t count, const float* __restrict p, const float* grad,
-               float* __restrict m, float* __restrict v, float* direction) {
+INLINE void lamb_group(const Lamb& a, int64_t count, const float* __restrict p, const float* grad,
+                       float* __restrict m, float* __restrict v, float* direction) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
     const float g = grad[i] * a.scale;
@@ -172,17 +206,17 @@ void lamb_tile(const Lamb& a, int64_t count, const float* __restrict p, const fl
 
 void lamb_direction(const Streams& s, const Lamb& a, float* direction, int64_t begin, int64_t end) {
   pass(s, begin, end, [&](int64_t at, int64_t count, float* p, const float* g, float* m, float* v) {
-    lamb_tile(a, count, p, g, m, v, direction + at);
+    lamb_group(a, count, p, g, m, v, direction + at);
   });
 }
 
-void step_tile(int64_t count, float* __restrict p, const float* __restrict direction, float rate) {
+INLINE void step_group(int64_t count, float* __restrict p, const float* __restrict direction, float rate) {
   for (int64_t i = 0; i < count; ++i) p[i] = p[i] - direction[i] * rate;
 }
 
 void lamb_apply(const Streams& s, const float* direction, float rate, int64_t begin, int64_t end) {
   pass(s, begin, end, [&](int64_t at, int64_t count, float* p, const float*, float*, float*) {
-    step_tile(count, p, direction + at, rate);
+    step_group(count, p, direction + at, rate);
   });
 }
 
@@ -190,6 +224,7 @@ void lamb_apply(const Streams& s, const float* direction, float rate, int64_t be
 
 // A tile's squares are added in fp32, element i to lane i mod 64, at most TILE / 64 of them to one; what the
 // lanes hold is added in fp64. One order, whatever the vector's width.
+constexpr int64_t TILE = 1024;
 constexpr int64_t WIDTH = 16;
 typedef float Floats __attribute__((vector_size(64), aligned(4)));
 
@@ -213,6 +248,7 @@ double square_sum(const void* data, Kind kind, int64_t begin, int64_t end) {
   alignas(64) float tile[TILE];
   for (int64_t at = begin; at < end; at += TILE) {
     const int64_t count = least(TILE, end - at);
+    if (kind != Kind::fp32) fetch(data, kind, at + TILE, TILE, false);  // widening first would wait for it
     add_squares(sums, widened(const_cast<void*>(data), kind, at, count, tile), count);
   }
   double total = 0.0;

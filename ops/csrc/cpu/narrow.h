@@ -1,4 +1,4 @@
-// fp32 to and from bf16 and fp16, rounded to nearest even, in integer arithmetic that every compiler vectorises.
+// fp32 to and from bf16 and fp16, rounded to nearest even, in integer arithmetic that compilers vectorise.
 //
 // No instruction of one processor is used, so all instruction sets give the same bits; flushed denormals
 // (torch.set_flush_denormal) do not change them.
