@@ -22,13 +22,20 @@ import xds
 STEPS, SAMPLES, CLIP, LR, DECAY = 5, 4, 1.0, 3e-3, 0.1
 WORLD_SIZE = 2
 STAGES = (0, 1, 2, 3)
-EVERY_CASE = tuple((stage, precision) for stage in STAGES for precision in ("fp32", "bf16"))
+KERNELS = "bf16, kernels"  # the update by native ops: rounded elsewhere than torch's, in the last digit of fp32
+EVERY_CASE = (
+    *((stage, precision) for stage in STAGES for precision in ("fp32", "bf16")),
+    *((stage, KERNELS) for stage in (1, 3)),
+)
 FP32_ENDS = ((0, "fp32"), (3, "fp32"))  # what only stage 3 can break
 # relative, of losses and gradient norms, in each of five steps; seen: 4e-7 in fp32, 3e-4 in bf16
 FP32_TOLERANCE = 5e-6
 BF16_TOLERANCE = 2e-3  # against plain PyTorch in bf16: a parameter may round the other way
+KERNELS_TOLERANCE = (
+    2**-7
+)  # a parameter that rounds the other way shows in the last bit of a bf16 loss
 BF16_LOSS_TOLERANCE = 2e-2  # against plain fp32
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, KERNELS: torch.bfloat16}
 
 
 def _loss(model: Any, inputs: Any) -> Tensor:
@@ -67,7 +74,8 @@ def config_of(plan: Plan, stage: int, precision: str) -> dict[str, Any]:
         **plan.config,
     }
     if precision != "fp32":
-        config[precision] = {"enabled": True}
+        config["bf16"] = {"enabled": True}
+        config["ops"] = {"native": precision == KERNELS}
     return config
 
 
@@ -92,7 +100,13 @@ def engine_run(plan: Plan, stage: int, precision: str) -> dict[str, Any]:
 def engine_runs(plans: list[Plan]) -> list[dict[tuple[int, str], Any]]:
     """Every case of every plan, in one pair of processes: loading transformers takes seconds."""
     logging.getLogger("xds").setLevel(logging.ERROR)
-    return [{case: engine_run(plan, *case) for case in plan.cases} for plan in plans]
+    found: list[dict[tuple[int, str], Any]] = [{} for _ in plans]
+    for with_kernels in (False, True):  # a process that has loaded them keeps them
+        for plan, runs in zip(plans, found, strict=True):
+            for stage, precision in plan.cases:
+                if (precision == KERNELS) == with_kernels:
+                    runs[stage, precision] = engine_run(plan, stage, precision)
+    return found
 
 
 def plain_run(plan: Plan, precision: str, *, rounds_sums: bool = False) -> dict[str, Any]:
@@ -165,6 +179,8 @@ def check_bf16(runs: dict[tuple[int, str], Any], plan: Plan, fp32: dict[str, Any
     check_curves(runs[1, "bf16"], plain_run(plan, "bf16"), BF16_TOLERANCE)
     for stage in (2, 3):
         check_same(runs[1, "bf16"], runs[stage, "bf16"])
+    check_curves(runs[1, KERNELS], plain_run(plan, "bf16"), KERNELS_TOLERANCE)
+    check_same(runs[1, KERNELS], runs[3, KERNELS])
     for stage in STAGES:
         got = runs[stage, "bf16"]["losses"]
         assert got == pytest.approx(fp32["losses"], rel=BF16_LOSS_TOLERANCE), stage
