@@ -248,7 +248,7 @@ double square_sum(const void* data, Kind kind, int64_t begin, int64_t end) {
   alignas(64) float tile[TILE];
   for (int64_t at = begin; at < end; at += TILE) {
     const int64_t count = least(TILE, end - at);
-    if (kind != Kind::fp32) fetch(data, kind, at + TILE, TILE, false);  // widening first would wait for it
+    fetch(data, kind, at + TILE, TILE, false);
     add_squares(sums, widened(const_cast<void*>(data), kind, at, count, tile), count);
   }
   double total = 0.0;
