@@ -188,7 +188,9 @@ def test_one_wrong_value_gives_one_sentence_with_the_full_path(path, value, need
 
 def test_native_ops_cannot_be_required_and_switched_off():
     (complaint,) = complaints({**SMALL, "ops": {"native": False, "require": True}})
-    assert complaint.startswith("ops.require = true: ops.native = false") and "drop one" in complaint
+    assert (
+        complaint.startswith("ops.require = true: ops.native = false") and "drop one" in complaint
+    )
 
 
 def nested(path, value):
