@@ -449,7 +449,7 @@ for key in ("CompositeExplicitAutograd", "CUDA"):
 """
 
 
-def test_cuda_sources_compile_and_hold_a_kernel_for_every_op(
+def test_cuda_sources_compile_without_a_warning_and_hold_a_kernel_for_every_op(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them in two halves, one for each core: torch's headers are what takes the time."""
@@ -464,7 +464,11 @@ def test_cuda_sources_compile_and_hold_a_kernel_for_every_op(
     for half in (0, 1):
         text = "".join(f'#include "{path}"\n' for path in files[half::2])
         (tmp_path / "cuda" / f"half_{half}.cu").write_text(text)
-    halves = tuple(Source(f"cuda/half_{half}.cu", f"half_{half}.o") for half in (0, 1))
+    strict = (
+        *("-Werror", "all-warnings"),
+        "-Xcompiler=-Wall,-Wextra,-Wno-unused-parameter,-Wno-unknown-pragmas",
+    )
+    halves = tuple(Source(f"cuda/half_{half}.cu", f"half_{half}.o", strict) for half in (0, 1))
     path = build.build(Library("halves", "cuda", halves, root=tmp_path))
     command = [sys.executable, "-c", KERNELS, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
