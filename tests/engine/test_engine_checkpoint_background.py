@@ -127,6 +127,7 @@ def full_disk(folder: str) -> None:
     assert engine.global_steps == 3 and engine.was_step_applied()
     dist.barrier()
     assert sorted(path.name for path in Path(folder).iterdir()) == ["global_step1", "latest"]
+    dist.barrier()  # the next save begins with a folder
     if dist.get_rank() == 1:
         resource.prlimit(writer_pid(engine), resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
     engine.save_checkpoint(folder)
