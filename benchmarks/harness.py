@@ -390,6 +390,19 @@ def save(folder: Path, rows: Sequence[Row], extra: dict[str, Any] | None = None)
     return path
 
 
+def finish(folder: Path, rows: Sequence[Row], *, keeps: bool) -> int:
+    """Print the rows, keep them with `save` where `keeps`, and give the exit code: 1, a bar is missed."""
+    print_rows(rows)
+    if keeps and rows:
+        print(f"kept in {save(folder, rows)}")
+    return exit_code(rows)
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """1 where a bar is missed or a row is void."""
+    return int(any(row.verdict.startswith(("FAIL", "VOID")) for row in rows))
+
+
 def _fill_readme(readme: Path, result: dict[str, Any], source: str) -> None:
     known = {"verdict"}
     lines = [f"| {' | '.join(HEADERS)} |", "|" + "---|" * len(HEADERS)]

@@ -107,10 +107,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     check_model(model, groups.index, must_train=trains)
     sharded = _shard(model, groups, policy, config, collectives)
     updater = Updater(sharded)
-    chosen = _optimizer(config, optimizer, updater, groups) if trains else None
-    if chosen is not None:
-        load_kernels(config.ops, chosen, updater, device)
-        updater.bind(chosen)
+    chosen = _optimizer(config, optimizer, updater, groups, device) if trains else None
     undo = checkpoint_blocks(blocks) if config.activation_checkpointing.enabled else _nothing
     if config.compile.enabled:
         compiler.compile()
@@ -262,14 +259,23 @@ def _groups(
 
 
 def _optimizer(
-    config: Config, given: ClientOptimizer | None, updater: Updater, groups: Groups
+    config: Config,
+    given: ClientOptimizer | None,
+    updater: Updater,
+    groups: Groups,
+    device: torch.device,
 ) -> torch.optim.Optimizer:
+    """The user's or the config's, bound to the masters, with its kernels."""
     if given is not None:
-        return client_optimizer(
+        chosen = client_optimizer(
             given, updater, groups, allow_untested=config.zero_allow_untested_optimizer
         )
-    assert config.optimizer is not None  # `_check_optimizer` came first
-    return named_optimizer(config.optimizer, updater, groups)
+    else:
+        assert config.optimizer is not None  # `_check_optimizer` came first
+        chosen = named_optimizer(config.optimizer, updater, groups)
+    load_kernels(config.ops, chosen, updater, device)
+    updater.bind(chosen)
+    return chosen
 
 
 def _scheduler(config: Config, given: Any, optimizer: torch.optim.Optimizer) -> Scheduler | None:

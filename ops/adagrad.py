@@ -5,17 +5,18 @@ The arithmetic and the state are torch.optim.Adagrad's; here the unscaling and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from .kernels.adagrad import adagrad_
-from .shard_optimizer import ShardOptimizer, Update, World, factor, written
+from .shard_optimizer import OnePassOptimizer, Update
 
 
 @final
-class Adagrad(ShardOptimizer):
+class Adagrad(OnePassOptimizer):
     """g += decay p; s += g^2; p -= lr / (1 + (step - 1) lr_decay) * g / (sqrt(s) + eps)."""
 
     def __init__(
@@ -36,27 +37,24 @@ class Adagrad(ShardOptimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
-        for update in updates:
-            master = update.item.master
-            state = self.state[master]
-            group = self.param_groups[update.item.group]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-                state["sum"] = torch.full_like(master, group["initial_accumulator_value"])
-            state["step"] += 1
-            adagrad_(
-                master,
-                update.grad,
-                state["sum"],
-                update.out,
-                state["step"],
-                factor(scale, master.device),
-                None,
-                float(group["lr"]),
-                group["lr_decay"],
-                group["eps"],
-                group["weight_decay"],
-            )
-            written(update)
+    def one_pass(
+        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Tensor | None
+    ) -> None:
+        master = update.item.master
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state["sum"] = torch.full_like(master, group["initial_accumulator_value"])
+        state["step"] += 1
+        adagrad_(
+            master,
+            update.grad,
+            state["sum"],
+            update.out,
+            state["step"],
+            scale,
+            None,
+            float(group["lr"]),
+            group["lr_decay"],
+            group["eps"],
+            group["weight_decay"],
+        )

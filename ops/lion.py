@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from .kernels.lion import lion_
-from .shard_optimizer import ShardOptimizer, Update, World, factor, written
+from .shard_optimizer import OnePassOptimizer, Update
 
 
 @final
-class Lion(ShardOptimizer):
+class Lion(OnePassOptimizer):
     """p -= lr * (sign(beta1 m + (1 - beta1) g) + decay p); m = beta2 m + (1 - beta2) g."""
 
     def __init__(
@@ -28,23 +29,20 @@ class Lion(ShardOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
-        for update in updates:
-            master = update.item.master
-            state = self.state[master]
-            if not state:
-                state["exp_avg"] = torch.zeros_like(master)
-            group = self.param_groups[update.item.group]
-            lion_(
-                master,
-                update.grad,
-                state["exp_avg"],
-                update.out,
-                factor(scale, master.device),
-                None,
-                float(group["lr"]),
-                *group["betas"],
-                group["weight_decay"],
-            )
-            written(update)
+    def one_pass(
+        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Tensor | None
+    ) -> None:
+        master = update.item.master
+        if not state:
+            state["exp_avg"] = torch.zeros_like(master)
+        lion_(
+            master,
+            update.grad,
+            state["exp_avg"],
+            update.out,
+            scale,
+            None,
+            float(group["lr"]),
+            *group["betas"],
+            group["weight_decay"],
+        )

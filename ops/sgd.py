@@ -5,17 +5,18 @@ The arithmetic and the state are torch.optim.SGD's; here the unscaling and the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from .kernels.sgd import sgd_
-from .shard_optimizer import ShardOptimizer, Update, World, factor, written
+from .shard_optimizer import OnePassOptimizer, Update
 
 
 @final
-class SGD(ShardOptimizer):
+class SGD(OnePassOptimizer):
     """g += decay p; m = momentum m + (1 - dampening) g, at first g; p -= lr m, or lr (g + momentum m)."""
 
     def __init__(
@@ -37,28 +38,25 @@ class SGD(ShardOptimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
-        for update in updates:
-            master = update.item.master
-            state = self.state[master]
-            group = self.param_groups[update.item.group]
-            is_first = "momentum_buffer" not in state
-            if is_first and group["momentum"]:
-                state["momentum_buffer"] = torch.empty_like(master)
-            step = torch.full((), 1.0 if is_first else 2.0, device=master.device)
-            sgd_(
-                master,
-                update.grad,
-                state.get("momentum_buffer"),
-                update.out,
-                step,
-                factor(scale, master.device),
-                None,
-                float(group["lr"]),
-                group["momentum"],
-                group["dampening"],
-                group["weight_decay"],
-                group["nesterov"],
-            )
-            written(update)
+    def one_pass(
+        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Tensor | None
+    ) -> None:
+        master = update.item.master
+        is_first = "momentum_buffer" not in state
+        if is_first and group["momentum"]:
+            state["momentum_buffer"] = torch.empty_like(master)
+        step = torch.full((), 1.0 if is_first else 2.0, device=master.device)
+        sgd_(
+            master,
+            update.grad,
+            state.get("momentum_buffer"),
+            update.out,
+            step,
+            scale,
+            None,
+            float(group["lr"]),
+            group["momentum"],
+            group["dampening"],
+            group["weight_decay"],
+            group["nesterov"],
+        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,3 +122,21 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
                 f"{type(self).__name__}.step(): this optimizer updates the shards of an engine and cannot be "
                 "stepped alone; pass it to initialize(optimizer=...) and call engine.step(), or use torch.optim"
             )
+
+
+class OnePassOptimizer(ShardOptimizer, ABC):
+    """One whose step on an item is one op: it unscales, updates and casts in one pass over memory."""
+
+    @abstractmethod
+    def one_pass(
+        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Tensor | None
+    ) -> None:
+        """Call the op for one item. `state` is empty at the item's first step; `group`: hyperparameters."""
+
+    @torch.no_grad()
+    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
+        for update in updates:
+            master = update.item.master
+            group = self.param_groups[update.item.group]
+            self.one_pass(update, self.state[master], group, factor(scale, master.device))
+            written(update)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from harness import Row, Watch, print_rows, save, wait_until_quiet  # noqa: E402
+from harness import Row, Watch, finish, wait_until_quiet  # noqa: E402
 
 COLD_SECONDS, AIM_SECONDS, CACHED_SECONDS, NUM_RACING = 15.0, 6.0, 0.15, 8
 LOAD = """
@@ -150,10 +150,7 @@ def main() -> int:
         rows.append(race(folder))
         rows.append(kill(folder, "at the start of the compilers", 0))
         rows.append(kill(folder, "after the first object", 1))
-    print_rows(rows)
-    if not options.quick:
-        print(f"kept in {save(HERE, rows)}")
-    return int(any(row.verdict.startswith(("FAIL", "VOID")) for row in rows))
+    return finish(HERE, rows, keeps=not options.quick)
 
 
 if __name__ == "__main__":

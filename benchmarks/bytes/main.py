@@ -18,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "step_time")]
-from harness import RankFailed, Row, print_rows, run_ranks, save  # noqa: E402
+from harness import RankFailed, Row, finish, run_ranks  # noqa: E402
 from theory import UnitSize, bytes_per_step  # noqa: E402
 
 WIDTH, LAYERS, CONTEXT = 200, 4, 64  # a width that does not divide: there is padding to name
@@ -163,10 +163,7 @@ def main() -> int:
             continue
         for i, (name, case) in enumerate(cases.items()):
             rows += judge(case, world_size, [rank[i] for rank in ranks], name)
-    print_rows(rows)
-    if not options.quick and rows:
-        print(f"kept in {save(HERE, rows)}")
-    return int(any(row.verdict.startswith(("FAIL", "VOID")) for row in rows))
+    return finish(HERE, rows, keeps=not options.quick)
 
 
 if __name__ == "__main__":

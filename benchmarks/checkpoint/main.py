@@ -17,7 +17,15 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from harness import RankFailed, Row, Watch, print_rows, ratio_row, run_ranks, save, slowest  # noqa: E402
+from harness import (  # noqa: E402
+    RankFailed,
+    Row,
+    Watch,
+    finish,
+    ratio_row,
+    run_ranks,
+    slowest,
+)
 from saving import MIB, background, synchronous, without_sums  # noqa: E402
 
 MAX_MEMORY_MIB = 64.0
@@ -114,10 +122,7 @@ def main() -> int:
                     rows.append(
                         Row(f"{name}, {world_size} ranks", must=0.0, void="FAIL (a rank failed)")
                     )
-    print_rows(rows)
-    if not options.quick:
-        print(f"kept in {save(HERE, rows)}")
-    return int(any(row.verdict.startswith(("FAIL", "VOID")) for row in rows))
+    return finish(HERE, rows, keeps=not options.quick)
 
 
 if __name__ == "__main__":

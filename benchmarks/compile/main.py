@@ -21,7 +21,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "examples" / "gpt")]
-from harness import Row, Watch, print_rows, ratio_row, run_ranks, save  # noqa: E402
+from harness import Row, Watch, finish, print_rows, ratio_row, run_ranks  # noqa: E402
 
 MUST = 1 / 0.98  # speed at least 0.98 of the plain compiled loop, as a ratio of step times
 TOLERANCE = 1e-5  # relative, of the loss after the last turn
@@ -208,10 +208,7 @@ def main() -> int:
             fresh = list(judge(case, pair, found, watch.others))
             print_rows(fresh)
             rows += fresh
-    print_rows(rows)
-    if rows and not options.quick:
-        print(f"kept in {save(HERE, rows)}")
-    return int(any(row.verdict.startswith(("FAIL", "VOID")) for row in rows))
+    return finish(HERE, rows, keeps=not options.quick)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "step_time")]
-from harness import (  # noqa: E402
-    RankFailed,
-    Row,
-    anonymous_bytes,
-    peak_of,
-    print_rows,
-    run_ranks,
-    save,
-)
+from harness import RankFailed, Row, anonymous_bytes, finish, peak_of, run_ranks  # noqa: E402
 
 MUST = 1.10
 MIB = 2**20
@@ -136,10 +128,7 @@ def main() -> int:
             except RankFailed as error:
                 print(error, flush=True)
                 rows.append(Row(NAMES[way], must=MUST, void="FAIL (a rank failed)"))
-    print_rows(rows)
-    if not options.quick:
-        print(f"kept in {save(HERE, rows)}")
-    return int(any(row.verdict.startswith(("FAIL", "VOID")) for row in rows))
+    return finish(HERE, rows, keeps=not options.quick)
 
 
 if __name__ == "__main__":

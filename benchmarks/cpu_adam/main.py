@@ -26,7 +26,16 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from harness import Row, Skip, Watch, machine, print_rows, save, wait_until_quiet  # noqa: E402
+from harness import (  # noqa: E402
+    Row,
+    Skip,
+    Watch,
+    exit_code,
+    machine,
+    print_rows,
+    save,
+    wait_until_quiet,
+)
 
 STREAM_FLAGS = (
     "-O3 -march=native -fopenmp -ffast-math -fno-tree-loop-distribute-patterns -std=c++17"
@@ -378,7 +387,7 @@ def main() -> int:
         pages = f"4 KiB for all ({huge_pages_here()})"
         extra = {"machine": here, "numel": numel, "pages": pages, "peers": peers}
         print(f"kept in {save(HERE, rows, extra)}")
-    return int(any(row.verdict.startswith(("FAIL", "VOID")) for row in rows))
+    return exit_code(rows)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from harness import Row, print_rows, save  # noqa: E402
+from harness import Row, finish  # noqa: E402
 
 MUST = 2e-6
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
@@ -217,10 +217,7 @@ def main() -> int:
     stride = 1021 if options.quick else options.stride
     rows = list(errors(options.numel, options.steps))
     rows += [same_bits(), *(cast_mistakes(d, stride) for d in (torch.bfloat16, torch.float16))]
-    print_rows(rows)
-    if not options.quick:
-        print(f"kept in {save(HERE, rows)}")
-    return int(any(row.verdict.startswith(("FAIL", "VOID")) for row in rows))
+    return finish(HERE, rows, keeps=not options.quick)
 
 
 if __name__ == "__main__":

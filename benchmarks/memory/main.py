@@ -20,7 +20,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "step_time")]
-from harness import RankFailed, Row, print_rows, run_ranks, save  # noqa: E402
+from harness import RankFailed, Row, finish, run_ranks  # noqa: E402
 
 MAX_STATES, MAX_RESIDENT = 1.01, 1.08
 MIB = 2**20
@@ -206,10 +206,7 @@ def main() -> int:
         rows += run_states(world_size, options.only)
     if not options.quick:
         rows += run_resident(options.only)
-    print_rows(rows)
-    if not options.quick and rows:
-        print(f"kept in {save(HERE, rows)}")
-    return int(any(row.verdict.startswith(("FAIL", "VOID")) for row in rows))
+    return finish(HERE, rows, keeps=not options.quick)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from harness import Row, Watch, print_rows, save  # noqa: E402
+from harness import Row, Watch, finish  # noqa: E402
 
 LIMIT_SECONDS = 0.3
 CONFIG = {
@@ -97,10 +97,7 @@ def main() -> int:
         )
         for name, (values, note) in figures.items()
     ]
-    print_rows(rows)
-    if not options.quick:
-        print(f"kept in {save(HERE, rows)}")
-    return int(any(row.verdict.startswith(("FAIL", "VOID")) for row in rows))
+    return finish(HERE, rows, keeps=not options.quick)
 
 
 if __name__ == "__main__":

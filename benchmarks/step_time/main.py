@@ -26,11 +26,11 @@ from harness import (  # noqa: E402
     Skip,
     Watch,
     alternate,
+    finish,
     mean_over_ranks,
     print_rows,
     ratio_row,
     run_ranks,
-    save,
     slowest,
     wait_until_quiet,
 )
@@ -244,10 +244,7 @@ def main() -> int:
     if options.peers:
         return 0
     print()
-    print_rows(rows)
-    if not options.quick and rows:
-        print(f"kept in {save(HERE, rows)}")
-    return int(any(row.verdict.startswith(("FAIL", "VOID")) for row in rows))
+    return finish(HERE, rows, keeps=not options.quick)
 
 
 if __name__ == "__main__":

@@ -109,9 +109,9 @@ class Background(Saver):
 
     def _commit(self, job: Job, meeting: _Meeting, mine: dict[str, Any]) -> str:
         """Rank 0, once every rank has written. What went wrong, or ""."""
-        for key in self._old_keys:
-            meeting.forget(key)
         answers = meeting.collect(mine)
+        for key in self._old_keys:  # who answered has read them
+            meeting.forget(key)
         failed = [(rank, one["error"]) for rank, one in enumerate(answers) if "error" in one]
         failure = f"rank {failed[0][0]} failed: {failed[0][1]}" if failed else ""
         if not failure:

@@ -11,6 +11,11 @@ from torch import Tensor
 from .define import define, in_chunks, scaled, skips
 
 
+def corrections(step: Tensor, beta1: float, beta2: float, *, applies: bool) -> tuple[float, float]:
+    """1 - beta^step of both moments, what each is divided by; 1 where it does not apply."""
+    return (1 - beta1 ** float(step), 1 - beta2 ** float(step)) if applies else (1.0, 1.0)
+
+
 def adam_reference(
     param: Tensor,
     grad: Tensor,
@@ -42,9 +47,7 @@ def adam_reference(
     """
     if skips(found_inf):
         return
-    first, second = 1.0, 1.0
-    if bias_correction:
-        first, second = 1 - beta1 ** float(step), 1 - beta2 ** float(step)
+    first, second = corrections(step, beta1, beta2, applies=bias_correction)
     wide = scaled(grad, scale, param)
     if decoupled:
         param.mul_(1 - lr * weight_decay)

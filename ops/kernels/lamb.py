@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .adam import corrections
 from .define import define, scaled, skips
 
 
@@ -39,9 +40,7 @@ def lamb_direction_reference(
     """
     if skips(found_inf):
         return
-    first, second = 1.0, 1.0
-    if bias_correction:
-        first, second = 1 - beta1 ** float(step), 1 - beta2 ** float(step)
+    first, second = corrections(step, beta1, beta2, applies=bias_correction)
     wide = scaled(grad, scale, param)
     mean = exp_avg.to(param.dtype).lerp_(wide, 1 - beta1)
     square = exp_avg_sq.to(param.dtype).mul_(beta2).addcmul_(wide, wide, value=1 - beta2)
