@@ -24,6 +24,7 @@ from .config_auto import COMPUTED, fill_auto, note_auto
 from .config_batch import solve_batch
 from .config_checkpoint import Checkpoint
 from .config_compile import Compile, check_compile
+from .config_elasticity import Elasticity, check_elasticity, elastic_batch
 from .config_optimizer import OptimizerConfig, check_optimizer
 from .config_refused import TOP_LEVEL_KEYS
 from .config_scheduler import SchedulerConfig, check_scheduler
@@ -121,6 +122,7 @@ class Config(Section):
     activation_checkpointing: Annotated[ActivationCheckpointing, AsRead()] = Field(
         default_factory=ActivationCheckpointing.model_construct
     )
+    elasticity: Annotated[Elasticity, AsRead()] = Field(default_factory=Elasticity.model_construct)
     checkpoint: Annotated[Checkpoint, AsRead()] = Field(default_factory=Checkpoint.model_construct)
     compile: Annotated[Compile, AsRead()] = Field(default_factory=Compile.model_construct)
     ops: Annotated[Ops, AsRead()] = Field(default_factory=Ops.model_construct)
@@ -185,7 +187,7 @@ def parse_config(
     sizes: dict[str, int] = {}
     if world_size is not None:
         wrong, sizes = _batch(config, world_size)
-        report.complaints.extend(wrong)
+        report.complaints.extend(each for each in wrong if each not in report.complaints)
     if report.complaints:
         raise ConfigError(report.complaints, name)
     results = {
@@ -235,6 +237,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     _check_precision(config, report)
     check_compile(config.compile, config.zero_optimization.stage, report)
     check_ops(config.ops, report)
+    check_elasticity(config.elasticity, data, report)
     if "gradient_clipping" not in data:
         report.notes.append(
             "gradient_clipping is not given: gradients are not clipped "
@@ -264,13 +267,16 @@ def _check_precision(config: Config, report: Report) -> None:
 def _batch(config: Config, world_size: int) -> tuple[list[str], dict[str, int]]:
     if world_size < 1:
         return [f"world size = {world_size}: must be at least 1"], {}
-    (train, micro, steps), complaints = solve_batch(
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        config.gradient_accumulation_steps,
-        world_size,
-        auto=tuple(key for key in config.auto_keys if key in COMPUTED),
-    )
+    if config.elasticity.enabled:
+        (train, micro, steps), complaints = elastic_batch(config.elasticity, world_size)
+    else:
+        (train, micro, steps), complaints = solve_batch(
+            config.train_batch_size,
+            config.train_micro_batch_size_per_gpu,
+            config.gradient_accumulation_steps,
+            world_size,
+            auto=tuple(key for key in config.auto_keys if key in COMPUTED),
+        )
     wanted = config.data_parallel_size
     if wanted is not None and wanted != world_size:
         complaints.append(

@@ -34,21 +34,6 @@ AMP = Group(
     open=True,
 )
 
-ELASTICITY = Group(
-    {
-        "enabled": _switch("elastic training"),
-        **details(
-            whole(0),
-            *("max_train_batch_size", "min_gpus", "max_gpus", "min_time"),
-            *("model_parallel_size", "num_gpus_per_node"),
-        ),
-        "micro_batch_sizes": Detail(LIST),
-        **details(FLAG, "prefer_larger_batch", "ignore_non_elastic_batch_info"),
-        "version": Detail(NUMBER),
-    },
-    "training that goes on when the number of ranks changes",
-)
-
 AUTOTUNING = Group(
     {
         "enabled": _switch("autotuning"),
@@ -188,7 +173,6 @@ SCALARS: dict[str, Entry] = {
 TOP_LEVEL_KEYS: dict[str, Entry] = {
     **SCALARS,
     "amp": AMP,
-    "elasticity": ELASTICITY,
     "autotuning": AUTOTUNING,
     "hybrid_engine": HYBRID_ENGINE,
     "flops_profiler": FLOPS_PROFILER,

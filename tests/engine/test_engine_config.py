@@ -161,7 +161,6 @@ def test_the_callers_dict_is_never_changed():
         ("tensor_parallel.autotp_size", 4, "not there yet"),
         ("tensor_parallel.tp.tp_size", 2, "not there yet"),
         ("compile.deepcompile", True, "not there yet"),
-        ("elasticity.enabled", True, "not there yet"),
         ("autotuning.enabled", True, "not there yet"),
         ("hybrid_engine.enabled", True, "not there yet"),
         ("flops_profiler.enabled", True, "not there yet"),
@@ -239,7 +238,7 @@ def test_all_complaints_come_at_once_and_in_one_error():
         "gradient_clipping": "1",
         "zero_optimization": {"stage": 9, "stag": 1},
         "optimizer": {"type": "AdmaW"},
-        "elasticity": {"enabled": True},
+        "autotuning": {"enabled": True},
         "fp16": {"enabled": True},
         "bf16": {"enabled": True},
     }
@@ -251,7 +250,7 @@ def test_all_complaints_come_at_once_and_in_one_error():
             "zero_optimization.stage",
             "zero_optimization.stag",
             "optimizer.type",
-            "elasticity.enabled",
+            "autotuning.enabled",
             "fp16.enabled",
             "train_batch_size",
         ]
