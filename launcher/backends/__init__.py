@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from ...ops.errors import UsageError
 from .base import AllAtOnce, Backend, PerHost, node_index
+from .mpich import IntelMpi, Mpich
+from .openmpi import OpenMpi
+from .pdsh import Pdsh
+from .slurm import Slurm
 from .ssh import Ssh
 
 __all__ = ["BACKENDS", "AllAtOnce", "Backend", "PerHost", "backend_named", "node_index"]
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Ssh(),)}
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (Ssh(), Pdsh(), Slurm(), OpenMpi(), Mpich(), IntelMpi())
+}
 
 
 def backend_named(name: str) -> Backend:
@@ -17,6 +23,11 @@ def backend_named(name: str) -> Backend:
     Raises:
         UsageError: there is no such backend, or this machine has not got its program.
     """
+    if name == "mvapich":
+        raise UsageError(
+            "--launcher = mvapich: its mpirun_rsh is not covered, but its mpiexec is the same program as MPICH's;"
+            " put that into PATH and give --launcher mpich, or use --launcher ssh with the same hostfile"
+        )
     if name not in BACKENDS:
         raise UsageError(f"--launcher = {name}: must be one of {', '.join(BACKENDS)}")
     backend = BACKENDS[name]

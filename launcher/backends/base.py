@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
@@ -26,10 +27,10 @@ _UNPLAIN = re.compile(r"[^ -~]|[!\\']")
 # variables that matter before the first line of Python; all others are in the order, unseen by `ps`
 _EARLY = re.compile(r"PYTHON\w*|LD_LIBRARY_PATH|LD_PRELOAD")
 
-_INDEX_KEYS = (
-    *("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
-    *("PMI_RANK", "PMIX_RANK", "PMI_ID"),
-)
+# MPI's first: inside a job of Slurm's its processes see both, and Slurm's is then that of another step
+_NUL = "the command for other hosts holds a NUL character, which no argument can; take it out"
+_INDEX_KEYS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+_VERSION_SECONDS = 10.0
 
 
 class Backend(ABC):
@@ -122,7 +123,7 @@ def shell_line(remote: Remote, words: Sequence[str]) -> str:
     """
     script = remote_script(remote, words)
     if "\0" in script:
-        raise UsageError("the command for other hosts holds a NUL character, which no argument can")
+        raise UsageError(_NUL)
     text = _UNPLAIN.sub(_octal, script)
     if not remote.venv_script and text == script:
         return f"exec /bin/sh -c '{script}'"
@@ -131,6 +132,41 @@ def shell_line(remote: Remote, words: Sequence[str]) -> str:
     unpacked = '"$(printf %b "$1")"'
     first = f"{bash}{unpacked}; " if bash else ""
     return f"exec /bin/sh -c '{first}eval {unpacked}' sh '{text}'"
+
+
+def shell_words(remote: Remote, words: Sequence[str]) -> list[str]:
+    """The same as `shell_line`, for a program that hands an argv over as it is, without a shell."""
+    script = remote_script(remote, words)
+    if "\0" in script:
+        raise UsageError(_NUL)
+    if remote.venv_script:
+        bash = 'command -v bash >/dev/null && exec bash -c "$1"; eval "$1"'
+        return ["/bin/sh", "-c", bash, "sh", script]
+    return ["/bin/sh", "-c", script]
+
+
+def refuse_other_program(backend: Backend, not_these: Mapping[str, str]) -> None:
+    """Raise a UsageError where the program says that it is that of another backend.
+
+    Args:
+        not_these: backend to a word by which its program's `--version` is known.
+    """
+    try:
+        done = subprocess.run(
+            [backend.program, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_VERSION_SECONDS,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return  # the run itself will tell
+    said = (done.stdout + done.stderr).decode(errors="replace")
+    for name, word in not_these.items():
+        if word in said:
+            raise UsageError(
+                f"--launcher = {backend.name}: {backend.program} here is another MPI's; give --launcher {name},"
+                f" or {backend.remedy}"
+            )
 
 
 def check_environment(environment: Mapping[str, str]) -> None:

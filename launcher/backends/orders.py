@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
+import socket
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...ops.errors import UsageError
@@ -39,23 +41,42 @@ def encode(token: str, orders: Sequence[Order]) -> str:
     return text
 
 
-def decode(text: str, index: int | None) -> tuple[str, Order]:
-    """The token and the order of host number `index`; one order alone needs no number.
+def decode(
+    text: str, index: int | None, environ: Mapping[str, str] = os.environ
+) -> tuple[str, Order]:
+    """The token and the order of this host: the one with its name, or else number `index`.
+
+    Slurm and mpirun number hosts in orders of their own, so a name that fits one host alone is believed
+    before a number. One order alone needs neither.
 
     Raises:
         UsageError: the text is damaged, or no order is for this host.
     """
     whole = _unpacked(text)
+    place = _place_by_name(whole, environ)
+    if place is None:
+        place = index
     own = whole["own"]
-    if index is None and len(own) > 1:
+    if place is None and len(own) > 1:
         raise UsageError(
             f"orders for {len(own)} hosts, and nothing says which of them this is: --index is not given,"
-            " and neither SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK nor PMIX_RANK is set"
+            " and neither OMPI_COMM_WORLD_RANK, PMI_RANK, PMIX_RANK nor SLURM_PROCID is set"
         )
-    index = index or 0
-    if not 0 <= index < len(own):
-        raise UsageError(f"host number {index}, but the orders are for {len(own)} hosts")
-    return whole["token"], Order.from_dict({**whole["common"], **own[index]})
+    place = place or 0
+    if not 0 <= place < len(own):
+        raise UsageError(f"host number {place}, but the orders are for {len(own)} hosts")
+    return whole["token"], Order.from_dict({**whole["common"], **own[place]})
+
+
+def _place_by_name(whole: dict[str, Any], environ: Mapping[str, str]) -> int | None:
+    names = [own.get("host") for own in whole["own"]]
+    for name in (environ.get("SLURMD_NODENAME"), socket.gethostname()):
+        if name and names.count(name) == 1:
+            return names.index(name)
+    shorts = [str(name).partition("@")[2] or str(name) for name in names]
+    shorts = [name if name[:1].isdigit() else name.partition(".")[0] for name in shorts]
+    short = socket.gethostname().partition(".")[0]
+    return shorts.index(short) if shorts.count(short) == 1 else None
 
 
 def _unpacked(text: str) -> dict[str, Any]:
