@@ -25,7 +25,7 @@ def backend_named(name: str) -> Backend:
     """
     if name == "mvapich":
         raise UsageError(
-            "--launcher = mvapich: its mpirun_rsh is not covered, but its mpiexec is the same program as MPICH's;"
+            "--launcher = mvapich: its mpirun_rsh is not covered, but its mpiexec is that of MPICH;"
             " put that into PATH and give --launcher mpich, or use --launcher ssh with the same hostfile"
         )
     if name not in BACKENDS:
