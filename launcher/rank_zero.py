@@ -1,0 +1,284 @@
+"""Shows rank 0's output live where the launcher's own goes, and keeps it in a log as well.
+
+    rank 0 --stdout--> a terminal or a FIFO --thread--> the log, then the launcher's stdout
+           --stderr--> the same, or another one
+
+A stream that is a terminal stays one for rank 0 (a pseudo-terminal of the same size), so progress bars and
+colours work. The worker opens its ends by name: torch's agent closes inherited descriptors. Rank 0 may end and
+start again: the launcher holds each writing end open too, and lets go of it only to see the end (`drain`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import select
+import shutil
+import signal
+import struct
+import tempfile
+import termios
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, final
+
+Write = Callable[[int, bytes], None]
+
+_VARIABLES = {1: "XDS_RANK_OUT", 2: "XDS_RANK_ERR"}
+_CHUNK_BYTES = 65_536
+_LEAVE_SECONDS = 0.5
+
+
+def write_whole(descriptor: int, data: bytes) -> None:
+    """Write every byte of `data`."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:  # some other process made the terminal non-blocking
+            select.select([], [descriptor], [])
+
+
+@final
+class RankZero:
+    """Takes rank 0's output for as long as its context lasts.
+
+    folder: for the names that the worker opens. log: both streams, in order of arrival; appended to.
+    write: takes (1 or 2, bytes); an OSError of it says that nobody reads any more.
+    """
+
+    def __init__(self, folder: Path, log: Path, write: Write = write_whole) -> None:
+        self._folder, self._write = folder, write
+        self._log = _Log(log)
+        self._streams: list[_Stream] = []
+        self._environment: dict[str, str] = {}
+        self._own_folder = ""
+        self._before: Any = None
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The variables that tell rank 0's worker what to open; none for a stream that it inherits."""
+        return self._environment
+
+    def __enter__(self) -> RankZero:
+        try:
+            for descriptors in _distinct_streams():
+                self._open(descriptors)
+        except OSError:  # no pseudo-terminals or FIFOs here: rank 0 writes without us, and unlogged
+            pass
+        if any(stream.is_terminal for stream in self._streams) and _is_main_thread():
+            self._before = signal.signal(signal.SIGWINCH, self._resized)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGWINCH, self._before)
+        for stream in self._streams:
+            stream.leave()
+        if self._own_folder:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Once rank 0 has ended: wait until all it wrote is shown and kept.
+
+        False where something that it had started keeps a stream open beyond `timeout_seconds`.
+        """
+        for stream in self._streams:
+            stream.let_go()
+        ended = [stream.wait_for_end(timeout_seconds) for stream in self._streams]
+        for stream in self._streams:
+            stream.hold_again()
+        return all(ended)
+
+    def _open(self, descriptors: tuple[int, ...]) -> None:
+        first = descriptors[0]
+        stream = _Stream(first, self._write, self._log)
+        if os.isatty(first):
+            stream.open_terminal()
+        else:
+            name = f"rank0.{os.getpid()}.{first}"
+            try:
+                stream.open_fifo(str(self._folder.absolute() / name))
+            except OSError:  # a file system without FIFOs
+                self._own_folder = self._own_folder or tempfile.mkdtemp(prefix="xds-")
+                stream.open_fifo(os.path.join(self._own_folder, name))
+        stream.start()
+        self._streams.append(stream)
+        self._environment |= {_VARIABLES[descriptor]: stream.path for descriptor in descriptors}
+
+    def _resized(self, signum: int, frame: FrameType | None) -> None:
+        for stream in self._streams:
+            stream.take_size()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _distinct_streams() -> list[tuple[int, ...]]:
+    """stdout and stderr, apart where they go to different places; what is closed is left alone.
+
+    Where both go to one place (a terminal, `2>&1`), one stream keeps the order of what is written.
+    """
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            there = os.fstat(descriptor)
+            key = (there.st_dev, there.st_ino)
+            found[key] = (*found.get(key, ()), descriptor)
+    return list(found.values())
+
+
+@final
+class _Log:
+    """The file that everything goes to; opened with the first byte. A full disk ends it, not the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+        self._is_broken = False
+        self._lock = threading.Lock()
+
+    def write(self, data: bytes) -> None:
+        with self._lock:
+            if self._is_broken:
+                return
+            try:
+                if self._descriptor < 0:
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                    self._descriptor = os.open(self._path, flags, 0o644)
+                write_whole(self._descriptor, data)
+            except OSError:
+                self._is_broken = True
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    def __del__(self) -> None:  # pumps may outlive the context
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
+@final
+class _Stream(threading.Thread):
+    """One way from rank 0 to a stream of the launcher, and the thread that carries bytes along it."""
+
+    def __init__(self, descriptor: int, write: Write, log: _Log) -> None:
+        super().__init__(name=f"xds-rank0-{descriptor}", daemon=True)
+        self.path = ""
+        self.is_terminal = False
+        self._descriptor, self._write, self._log = descriptor, write, log
+        self._reader = self._held = -1
+        self._lock = threading.Lock()  # of the two descriptors
+        self._seen_end, self._resume = threading.Event(), threading.Event()
+        self._is_leaving = self._is_broken = False
+
+    def open_terminal(self) -> None:
+        """A pseudo-terminal like the one we write to; bytes pass it unchanged."""
+        self._reader, self._held = os.openpty()
+        self.path, self.is_terminal = os.ttyname(self._held), True
+        with contextlib.suppress(termios.error):
+            attributes = termios.tcgetattr(self._descriptor)
+            attributes[1] &= ~termios.OPOST
+            termios.tcsetattr(self._held, termios.TCSANOW, attributes)
+        self.take_size()
+
+    def open_fifo(self, path: str) -> None:
+        """Where the launcher's stream is no terminal."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # of a process that had our number
+        os.mkfifo(path, 0o600)
+        self.path = path
+        self._reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        os.set_blocking(self._reader, True)
+        self._held = os.open(path, os.O_WRONLY)
+
+    def take_size(self) -> None:
+        """Give the pseudo-terminal the size of ours."""
+        if not self.is_terminal or self._reader < 0:
+            return
+        with contextlib.suppress(OSError):
+            size = fcntl.ioctl(self._descriptor, termios.TIOCGWINSZ, struct.pack("4H", 0, 0, 0, 0))
+            fcntl.ioctl(self._reader, termios.TIOCSWINSZ, size)
+
+    def run(self) -> None:
+        while not self._is_broken:
+            data = self._read()
+            if data:
+                self._pass_on(data)
+                continue
+            self._seen_end.set()
+            if self._is_leaving:
+                break
+            self._resume.wait()
+            self._resume.clear()
+        self._close()
+
+    def _read(self) -> bytes:
+        try:
+            return os.read(self._reader, _CHUNK_BYTES)
+        except OSError as error:
+            if error.errno == errno.EIO:  # Linux's way to say that a terminal has no writer left
+                return b""
+            raise
+
+    def _pass_on(self, data: bytes) -> None:
+        self._log.write(data)
+        try:
+            self._write(self._descriptor, data)
+        except OSError:
+            # Nobody reads: close our end, so that rank 0 hears of it as it would without us. A
+            # worker that starts later must not wait for a reader that never comes.
+            self._is_broken = True
+            if not self.is_terminal:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path)
+                    os.symlink(self._log.path.absolute(), self.path)
+
+    def _close(self) -> None:
+        with self._lock:
+            for descriptor in (self._reader, self._held):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            self._reader = self._held = -1
+        self._seen_end.set()
+
+    def let_go(self) -> None:
+        """Stop holding the writing end, so that the reader sees the end once rank 0 has gone."""
+        with self._lock:
+            if self._held >= 0:
+                self._seen_end.clear()
+                self._resume.clear()
+                os.close(self._held)
+                self._held = -1
+
+    def wait_for_end(self, timeout_seconds: float) -> bool:
+        """Whether the end was seen in time."""
+        return self._seen_end.wait(timeout_seconds)
+
+    def hold_again(self) -> None:
+        """Make way for the next start of rank 0."""
+        with self._lock:
+            if self._reader >= 0 and self._held < 0:
+                self._held = os.open(self.path, os.O_WRONLY | os.O_NOCTTY)
+        self._resume.set()
+
+    def leave(self) -> None:
+        """End the thread, or leave it to a process that still writes: it ends with that, or with us."""
+        self._is_leaving = True
+        self.let_go()
+        self._resume.set()
+        self._seen_end.wait(_LEAVE_SECONDS)
+        if not self.is_terminal:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
