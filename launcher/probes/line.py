@@ -1,0 +1,60 @@
+"""One line of `xds env`, and how other programs are asked."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from typing import final
+
+GIB = 2**30
+_PROGRAM_SECONDS = 10.0
+
+
+@final
+@dataclass(frozen=True)
+class Line:
+    """A value of this machine; `remedy` says what to do where it is bad.
+
+    varies: it differs between machines that are alike (a name, an address, free memory).
+    """
+
+    key: str
+    value: str
+    remedy: str = ""
+    varies: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.key}: {self.value}" + (f"  -> {self.remedy}" if self.remedy else "")
+        return printable(text)
+
+
+def printable(text: str) -> str:
+    """In one line, with nothing that a terminal would obey: other machines and variables say what they like."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def output(*command: str) -> str:
+    """What a program prints, empty when it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PROGRAM_SECONDS,
+            stdin=subprocess.DEVNULL,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
+
+
+def first_output(*command: str) -> str:
+    """The first line of what a program prints."""
+    return output(*command).partition("\n")[0].strip()
+
+
+def gib(num_bytes: int) -> str:
+    """ "1.5 GiB"."""
+    return f"{num_bytes / GIB:.1f} GiB"

@@ -1,0 +1,173 @@
+"""What is installed: Python, packages, torch and its backends, compilers, native libraries, variables."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from ...ops.build_plan import Library
+from ...ops.errors import BuildError
+from .line import Line, first_output, output
+
+_MIN_TORCH = (2, 11)
+_PYTHONS = ((3, 10), (3, 13))
+_PACKAGES = ("pydantic", "numpy", "tqdm")
+_OPTIONAL_PACKAGES = ("safetensors", "transformers")
+_PREFIXES = ("NCCL_", "GLOO_", "XDS_", "CUDA_", "OMP_", "TORCH_", "UCX_", "FI_")
+# the launcher's words to its own ranks, and what may hold a secret
+_UNTOLD = re.compile(r"XDS_RUN_FOLDER|XDS_GRACE_FILE|.*(TOKEN|SECRET|PASSWORD|API_KEY).*")
+_SLOW = "native ops fall back to torch, which is slower"
+
+
+def xds() -> Iterator[Line]:
+    """The version that runs, and from where."""
+    yield Line("xds", __version__)
+    yield Line("xds folder", str(Path(__file__).resolve().parents[2]))
+
+
+def python() -> Iterator[Line]:
+    """The interpreter, the system, and the packages that xds needs."""
+    first, last = _PYTHONS
+    is_tested = first <= sys.version_info[:2] <= last
+    tested = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
+    remedy = "" if is_tested else f"not tested; take Python {tested}"
+    yield Line("python", platform.python_version(), remedy)
+    yield Line("interpreter", sys.executable)
+    yield Line("system", f"{platform.system()} {platform.release()} {platform.machine()}")
+    yield Line("libc", " ".join(platform.libc_ver()) or "unknown")
+    for package in _PACKAGES:
+        version = package_version(package)
+        yield Line(package, version or "missing", "" if version else f"`pip install {package}`")
+    for package in _OPTIONAL_PACKAGES:
+        yield Line(package, package_version(package) or "not installed")
+
+
+def package_version(name: str) -> str:
+    """The version of an installed package; "" where there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def torch_and_backends() -> Iterator[Line]:
+    """torch, what it is built for, and through what its ranks can talk."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:  # a broken install raises OSError and others
+        yield Line("torch", f"cannot be imported, {type(error).__name__}: {error}", "install torch")
+        return
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    remedy = "" if version >= _MIN_TORCH else "too old; xds needs 2.11 or later"
+    yield Line("torch", torch.__version__, remedy)
+    yield Line("torch built for", f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU")
+    if torch.version.cuda:
+        cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None  # type: ignore[no-untyped-call]
+        yield Line("cudnn", str(cudnn or "none"))
+    if not dist.is_available():
+        yield Line("backends", "none", "this torch has no torch.distributed; install a usual build")
+        return
+    backends = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    needs_nccl = torch.cuda.is_available() and not backends["nccl"]
+    found = ", ".join(
+        f"{name} {'yes' if is_there else 'no'}" for name, is_there in backends.items()
+    )
+    yield Line("backends", found, "GPUs without nccl: install a CUDA build of torch" * needs_nccl)
+    if backends["nccl"]:
+        nccl: Any = torch.cuda.nccl  # not annotated
+        yield Line("nccl", ".".join(map(str, nccl.version())))
+
+
+def compilers() -> Iterator[Line]:
+    """What native ops are compiled with."""
+    for name in ("gcc", "g++"):
+        version = first_output(name, "--version")
+        remedy = "" if version else f"install {name}; without it {_SLOW}"
+        yield Line(name, version or "missing", remedy)
+    ninja = first_output("ninja", "--version") or package_version("ninja")
+    remedy = "" if ninja else f"`pip install ninja`; without it {_SLOW}"
+    yield Line("ninja", ninja or "missing", remedy)
+    nvcc = _nvcc_version()
+    needs_nvcc = not nvcc and shutil.which("nvidia-smi") is not None
+    remedy = "install the CUDA toolkit or set CUDA_HOME; without it " + _SLOW
+    yield Line("nvcc", nvcc or "missing", remedy * needs_nvcc)
+
+
+def _nvcc_version() -> str:
+    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    for program in ("nvcc", os.path.join(home, "bin", "nvcc")):
+        release = re.search(r"release ([\d.]+)", output(program, "--version"))
+        if release:
+            return release.group(1)
+    return ""
+
+
+def native_ops() -> Iterator[Line]:
+    """Each native library: built, would be compiled on first use, or cannot be and why."""
+    from ...ops import libraries
+
+    for library in libraries.LIBRARIES.values():
+        yield _native_op(library)
+
+
+def _native_op(library: Library) -> Line:
+    from ...ops import build, libraries
+
+    key = f"ops {library.name}"
+    reason = libraries.why_not(library)
+    try:
+        entry = build.find(library) if not reason else None
+    except BuildError as error:
+        entry, reason = None, error.what
+    if reason:
+        has_device = library.device == "cpu" or bool(shutil.which("nvidia-smi"))
+        remedy = f"see `xds ops build {library.name}`; without it {_SLOW}"
+        return Line(key, f"cannot be built: {reason}", remedy * has_device)
+    return Line(key, "built" if entry else "not built yet, compiled on first use")
+
+
+def variables() -> Iterator[Line]:
+    """The variables that are set and that NCCL, gloo, xds, CUDA, OpenMP or the network's libraries read."""
+    found = {key: value for key, value in os.environ.items() if key.startswith(_PREFIXES)}
+    for key, value in sorted(found.items()):
+        if not _UNTOLD.fullmatch(key):
+            yield Line(f"${key}", value, _variable_remedy(key, value))
+
+
+def _variable_remedy(key: str, value: str) -> str:
+    """What is wrong with it, where something is for sure."""
+    if key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        return _interface_remedy(value)
+    if key == "CUDA_VISIBLE_DEVICES" and value.strip() in ("", "-1"):
+        return "hides every GPU; unset it to use them"
+    if key == "OMP_NUM_THREADS" and not value.replace(",", "").isdigit():
+        return "no number; unset it, xds sets cores / ranks"
+    return ""
+
+
+def _interface_remedy(value: str) -> str:
+    """NCCL takes prefixes, ^ for all but these, = for exact names; gloo takes names alone."""
+    try:
+        there = os.listdir("/sys/class/net")
+    except OSError:  # not Linux: nothing to compare with
+        return ""
+    if not value or value.startswith("^"):
+        return ""
+    names = [name.partition(":")[0] for name in value.lstrip("=").split(",") if name]
+    missing = [name for name in names if not any(one.startswith(name) for one in there)]
+    if not missing:
+        return ""
+    return f"no interface is called {', '.join(missing)}; there are {', '.join(sorted(there))}"

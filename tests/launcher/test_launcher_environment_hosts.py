@@ -1,0 +1,189 @@
+"""`xds env --hostfile`: what hosts share is told once, what differs is marked, who is silent is named."""
+
+import json
+import os
+import time
+
+import pytest
+
+from xds.launcher import cli
+from xds.launcher.environment_compare import compare, named, report
+from xds.launcher.environment_hosts import parsed
+from xds.launcher.probes.line import Line
+
+NOW = 1_000_000.0
+
+
+def host(torch="2.13.0", gpus="8", address="10.0.0.1", clock=NOW, **more):
+    lines = [
+        Line("torch", torch),
+        Line("gpus", gpus),
+        Line("address of eth0", address, varies=True),
+        *(Line(key, *value) for key, value in more.items()),
+        Line("clock", f"{clock:.3f}", varies=True),
+    ]
+    return lines, NOW
+
+
+def differences(**hosts):
+    return [str(difference) for difference in compare(hosts).differences]
+
+
+def test_what_is_the_same_is_common_and_addresses_do_not_count():
+    compared = compare({"h1": host(address="10.0.0.1"), "h2": host(address="10.0.0.2")})
+    assert [line.key for line in compared.common] == ["torch", "gpus"]
+    assert not compared.differences and not compared.skews and compared.is_one_version()
+
+
+def test_the_minority_is_named():
+    four = {"h1": host(), "h2": host(), "h3": host(torch="2.12.1"), "h4": host()}
+    assert differences(**four) == ["3 of 4 hosts: torch 2.13.0; h3: torch 2.12.1  <- differs"]
+    assert not compare(four).is_one_version()
+
+
+def test_without_a_majority_every_group_is_named():
+    assert differences(h1=host(gpus="8"), h2=host(gpus="4")) == [
+        "h1: gpus 8  <- differs; h2: gpus 4  <- differs"
+    ]
+    assert compare({"h1": host(gpus="8"), "h2": host(gpus="4")}).is_one_version()
+
+
+def test_a_line_that_one_host_lacks_is_a_difference():
+    three = {"h1": host(nccl=("2.28",)), "h2": host(), "h3": host(nccl=("2.28",))}
+    assert differences(**three) == ["2 of 3 hosts: nccl 2.28; h2: nccl (not told)  <- differs"]
+
+
+def test_a_remedy_goes_with_the_hosts_that_need_it():
+    bad = ("256", "low; `ulimit -n 8192`")
+    three = {"h1": host(files=("9999",)), "h2": host(files=bad), "h3": host(files=("9999",))}
+    (told,) = differences(**three)
+    assert "h2: files 256 (low; `ulimit -n 8192`)  <- differs" in told
+
+
+def test_a_remedy_for_what_varies_is_told_of_its_host():
+    full = Line("disk free", "0.1 GiB", "little; set TMPDIR", varies=True)
+    compared = compare({"h1": host(), "h2": ([*host()[0], full], NOW)})
+    assert compared.warnings == (("h2", full),) and not compared.differences
+
+
+@pytest.mark.parametrize("off, is_told", [(0.2, False), (-0.9, False), (1.5, True), (-30, True)])
+def test_a_clock_more_than_a_second_off_is_told(off, is_told):
+    compared = compare({"h1": host(), "h2": host(clock=NOW + off)})
+    assert list(compared.skews) == ["h2"] * is_told
+    text = "\n".join(report(compared, {}, ["h1", "h2"]))
+    assert (f"{abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} this" in text) == is_told
+
+
+def test_many_hosts_are_named_in_one_short_line():
+    assert named([f"h{n}" for n in range(2000)]).endswith("h6, h7 and 1992 more")
+
+
+@pytest.mark.parametrize(
+    "output",
+    ["", "Welcome!\n", "{}", "[1, 2]", '[{"key": 1, "value": "x"}]', "[" * 100_000, '{"a": 1}'],
+)
+def test_an_answer_that_is_none_is_not_taken_for_one(output):
+    assert not parsed(output)
+
+
+def test_words_of_login_scripts_do_not_spoil_the_answer():
+    answer = 'module loaded\n[{"key": "torch", "value": "2", "later": 1}]\nbye\n'
+    assert parsed(answer) == [Line("torch", "2")]
+
+
+STUB = """\
+#!/bin/sh
+for word in "$@"; do case $previous in --) host=$word;; esac; previous=$word; done
+echo "$*" >> {folder}/asked
+case $host in
+  lost) echo "ssh: Could not resolve hostname lost: Name or service not known" >&2; exit 255;;
+  mute) exit 0;;
+  hung) sleep 60;;
+esac
+for line; do :; done
+{env}
+exec sh -c "$line"
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path, monkeypatch):
+    """A program that is called like ssh, and runs what it is given here."""
+    program = tmp_path / "ssh"
+
+    def make(env=""):
+        program.write_text(STUB.format(folder=tmp_path, env=env))
+        program.chmod(0o755)
+
+    make()
+    monkeypatch.setenv("XDS_SSH", str(program))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return make
+
+
+def hostfile(folder, *names):
+    file = folder / "hosts"
+    file.write_text("".join(f"{name} slots=2\n" for name in names))
+    return str(file)
+
+
+def test_alike_hosts_are_told_once(tmp_path, ssh, capsys):
+    words = ["env", "--hostfile", hostfile(tmp_path, "h1", "h2"), "--launcher_args=-o Foo=bar"]
+    assert cli.main(words) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("-- the same on 2 hosts: h1, h2\nxds: ")
+    assert told.count("\ntorch: ") == 1 and "-- different" not in told and "clock" not in told
+    assert "-o Foo=bar" in (tmp_path / "asked").read_text()
+
+
+def test_differences_and_silence_are_told_and_fail(tmp_path, ssh, capsys):
+    ssh('test "$host" = h2 && export NCCL_DEBUG=INFO')
+    file = hostfile(tmp_path, "h1", "h2", "lost", "mute", "never")
+    assert cli.main(["env", "-H", file, "--exclude", "never"]) == 1
+    told = capsys.readouterr().out
+    assert "h2: $NCCL_DEBUG INFO  <- differs" in told and "on 2 of 4 hosts: h1, h2" in told
+    assert "lost: ssh: Could not resolve hostname lost" in told and "(exit code 255" in told
+    assert "mute: exit code 0, and no answer" in told
+    assert "never" not in (tmp_path / "asked").read_text()
+
+
+def test_a_host_that_hangs_does_not_hold_up_the_rest(tmp_path, ssh, capsys):
+    before = time.monotonic()
+    assert cli.main(["env", "-H", hostfile(tmp_path, "hung"), "--timeout", "0.5", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["not_reached"] == {"hung": "no end within 0.5 s"}
+    assert time.monotonic() - before < 30  # not its 60 s
+
+
+def test_json_holds_every_host_and_what_differs(tmp_path, ssh, capsys):
+    ssh(f'test "$host" = h2 && export PYTHONPATH={fake_torch(tmp_path)}')
+    assert cli.main(["env", "-H", hostfile(tmp_path, "h1", "h2"), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert set(told["hosts"]) == {"h1", "h2"} and told["not_reached"] == {}
+    values = {tuple(group["hosts"]): group["value"] for group in told["differences"]["torch"]}
+    assert values[("h2",)].startswith("cannot be imported, ImportError: broken")
+
+
+def fake_torch(folder):
+    (folder / "torch").mkdir()
+    (folder / "torch/__init__.py").write_text("raise ImportError('broken')\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--include", "h1"], "--hostfile"),
+        (["--hostfile", "/nowhere"], "/nowhere"),
+        (["--all"], "unrecognized arguments: --all"),
+        (["--hostfile", "/nowhere", "--timeout", "0"], "above 0"),
+    ],
+)
+def test_wrong_use_is_told(words, told, capsys):
+    assert cli.main(["env", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_missing_ssh_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDS_SSH", os.fspath(tmp_path / "nowhere"))
+    assert cli.main(["env", "--hostfile", hostfile(tmp_path, "h1")]) == 2
+    assert "XDS_SSH" in capsys.readouterr().err
