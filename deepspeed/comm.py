@@ -12,12 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..engine.foreign_launcher import fill
 from ..engine.process import join, local_rank, pick_device
 from ..ops.errors import UsageError
 from .missing import stand_in
-
-# how MPI's launchers tell a process that it is not alone
-_FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def init_distributed(  # noqa: PLR0913 (DeepSpeed's arguments)
@@ -40,9 +38,9 @@ def init_distributed(  # noqa: PLR0913 (DeepSpeed's arguments)
         init_method, rank, world_size: as in torch; they replace the environment.
         dist_init_required: False says that it runs already.
         auto_mpi_discovery, distributed_port, verbose, config: without effect; the launcher's
-            environment says who is where.
+            environment says who is where, that of srun and mpirun too.
     Raises:
-        UsageError: the backend cannot work here, or the launcher is MPI's.
+        UsageError: the backend cannot work here, or srun's or mpirun's environment is not whole.
     """
     if dist.is_initialized():
         return
@@ -51,7 +49,6 @@ def init_distributed(  # noqa: PLR0913 (DeepSpeed's arguments)
             "dist_init_required = False, but torch.distributed is not running: call "
             "torch.distributed.init_process_group first, or leave dist_init_required out"
         )
-    _refuse_foreign_launcher()
     device = pick_device()
     usual = "nccl" if device.type == "cuda" else "gloo"
     is_usual = dist_backend in (None, usual) and timeout is None
@@ -60,20 +57,11 @@ def init_distributed(  # noqa: PLR0913 (DeepSpeed's arguments)
         return
     backend = dist_backend or usual
     _check_backend(backend, device)
+    if init_method is None and rank < 0 and backend != "mpi":
+        fill(os.environ)
     dist.init_process_group(
         backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
     )
-
-
-def _refuse_foreign_launcher() -> None:
-    """Under mpirun every process would take itself for the only one."""
-    for key in _FOREIGN_SIZES:
-        if int(os.environ.get(key, "1")) > 1 and "WORLD_SIZE" not in os.environ:
-            raise UsageError(
-                f"{key} = {os.environ[key]}, but WORLD_SIZE is not set: this launcher is not covered; start "
-                "the script with `xds script.py` or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR "
-                "and MASTER_PORT for each process"
-            )
 
 
 def _check_backend(backend: str, device: torch.device) -> None:

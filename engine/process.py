@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from ..ops.errors import UsageError
+from .foreign_launcher import fill, place
 
 TIMEOUT_SECONDS = 600.0
 MAX_TIMEOUT_SECONDS = 1e6  # eleven days; gloo counts milliseconds in 32 bits
@@ -18,6 +20,10 @@ LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def local_rank() -> int:
     """This process's number on its machine; 0 when nothing says otherwise."""
+    if "LOCAL_RANK" not in os.environ:
+        with contextlib.suppress(UsageError):  # `join` tells it, where nobody else has made a group
+            found = place(os.environ)
+            return found.local_rank if found is not None else 0
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -33,7 +39,8 @@ def pick_device() -> torch.device:
 def join(device: torch.device) -> dist.ProcessGroup:
     """The world's process group: the one that exists, or one made from the launcher's environment.
 
-    Without a launcher's environment the process is alone, and gets a group of one.
+    Where srun or mpirun started one process for each rank, their variables are read. Without a launcher's
+    environment the process is alone, and gets a group of one.
     `XDS_BACKEND` asks for nccl, gloo or mpi; default is nccl on GPUs, gloo on CPUs. `XDS_TIMEOUT_SECONDS`
     is how long a rank waits for the others before it fails; a group that exists keeps its own.
 
@@ -43,6 +50,8 @@ def join(device: torch.device) -> dist.ProcessGroup:
     if not dist.is_initialized():
         backend = _backend(device)
         timeout = timedelta(seconds=timeout_seconds())
+        if backend != "mpi":
+            fill(os.environ)
         present = [key for key in LAUNCHER_KEYS if key in os.environ]
         if backend == "mpi":
             dist.init_process_group("mpi")
