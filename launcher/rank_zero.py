@@ -21,7 +21,7 @@ import struct
 import tempfile
 import termios
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, final
@@ -60,7 +60,7 @@ class RankZero:
         self._before: Any = None
 
     @property
-    def environment(self) -> Mapping[str, str]:
+    def environment(self) -> dict[str, str]:
         """The variables that tell rank 0's worker what to open; none for a stream that it inherits."""
         return self._environment
 

@@ -1,45 +1,52 @@
 """The command line of `xds`: what belongs to xds, what to the script, and what is refused."""
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 import xds
-from xds.launcher import cli, local
-from xds.launcher.local import LocalJob
+from xds.launcher import cli, head, local
+from xds.launcher.job import Host, Job, Rendezvous, Restarts
 
 
 @pytest.fixture
-def jobs(monkeypatch):
-    """The jobs that main() would have run."""
+def runs(monkeypatch, tmp_path):
+    """What main() would have run, and where."""
     seen = []
-    monkeypatch.setattr(local, "run", lambda job: seen.append(job) or 5)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local, "run", lambda *told: seen.append(told) or 5)
+    monkeypatch.setattr(head, "run", lambda *told: seen.append(told) or 6)
+    for name in [*os.environ]:
+        if name.startswith(("PET_", "SLURM_", "XDS_", "CUDA_VISIBLE", "NNODES", "MASTER_")):
+            monkeypatch.delenv(name)
     return seen
 
 
 @pytest.mark.parametrize(
     "words, job",
     [
-        (["train.py"], LocalJob("script", "train.py")),
-        (["train.py", "--help", "-m"], LocalJob("script", "train.py", ("--help", "-m"))),
-        (["--", "-odd.py", "--", "x"], LocalJob("script", "-odd.py", ("--", "x"))),
-        (["./check"], LocalJob("script", "./check")),
-        (["-m", "a.b", "env"], LocalJob("module", "a.b", ("env",))),
-        (["--no_python", "sh", "-c", "x"], LocalJob("program", "sh", ("-c", "x"))),
-        (["--num_gpus", "4", "t.py"], LocalJob("script", "t.py", num_ranks=4)),
-        (["--nproc_per_node=gpu", "t.py"], LocalJob("script", "t.py", num_ranks="gpu")),
-        (["--nproc-per-node", "cpu", "t.py"], LocalJob("script", "t.py", num_ranks="cpu")),
-        (["--backend", "gloo", "t.py"], LocalJob("script", "t.py", backend="gloo")),
-        (["--threads-per-rank=3", "t.py"], LocalJob("script", "t.py", threads_per_rank=3)),
-        (["--log_dir", "logs", "t.py"], LocalJob("script", "t.py", log_dir=Path("logs"))),
-        (["--nnodes", "1", "t.py"], LocalJob("script", "t.py")),
+        (["train.py"], Job("script", "train.py")),
+        (["train.py", "--help", "-m"], Job("script", "train.py", ("--help", "-m"))),
+        (["--", "-odd.py", "--", "x"], Job("script", "-odd.py", ("--", "x"))),
+        (["./check"], Job("script", "./check")),
+        (["-m", "a.b", "env"], Job("module", "a.b", ("env",))),
+        (["--no_python", "sh", "-c", "x"], Job("program", "sh", ("-c", "x"))),
+        (["--num_gpus", "4", "t.py"], Job("script", "t.py", num_ranks=4)),
+        (["--nproc_per_node=gpu", "t.py"], Job("script", "t.py", num_ranks="gpu")),
+        (["--nproc-per-node", "cpu", "t.py"], Job("script", "t.py", num_ranks="cpu")),
+        (["--backend", "gloo", "t.py"], Job("script", "t.py", backend="gloo")),
+        (["--threads-per-rank=3", "t.py"], Job("script", "t.py", threads_per_rank=3)),
+        (["--log_dir", "logs", "t.py"], Job("script", "t.py", log_dir="logs")),
+        (["--nnodes", "1", "t.py"], Job("script", "t.py")),
     ],
 )
-def test_command_lines(jobs, words, job):
+def test_command_lines(runs, words, job):
     assert cli.main(words) == 5  # whatever the run gives
-    assert jobs == [job]
+    assert runs == [(job, Rendezvous(), Restarts())]
 
 
 @pytest.mark.parametrize(
@@ -48,17 +55,60 @@ def test_command_lines(jobs, words, job):
         (["--qqq", "t.py"], "unknown option --qqq; see `xds --help`"),
         (["--num-gpu", "2", "t.py"], "unknown option --num-gpu; did you mean --num-gpus?"),
         (["--nproc-per-node", "0", "t.py"], "--nproc-per-node = 0: must be a number from 1, auto"),
-        (["--nproc-per-node"], "expected one argument"),
+        (["--nproc-per-node"], "--nproc-per-node: needs a value, N"),
         (["--threads-per-rank", "many", "t.py"], "--threads-per-rank = many: must be a number"),
-        (["--nnodes", "2", "t.py"], "--nnodes = 2: xds starts ranks on one machine so far"),
-        (["--backend", "glue", "t.py"], "invalid choice: 'glue'"),
+        (["--num_nodes", "2", "t.py"], "--num_nodes = 2: no other hosts are named"),
+        (["--backend", "glue", "t.py"], "--backend = glue: must be one of nccl, gloo, mpi"),
         (["--module", "--no-python", "t"], "exclude one another"),
-        (["--module=yes", "t"], "ignored explicit argument 'yes'"),
+        (["--module=yes", "t"], "--module = yes: takes no value"),
+        (["--autotuning", "run", "t.py"], "there is no autotuner yet"),
     ],
 )
-def test_what_is_refused(jobs, capsys, words, told):
+def test_what_is_refused(runs, capsys, words, told):
     assert cli.main(words) == 2
-    assert told in capsys.readouterr().err and not jobs
+    assert told in capsys.readouterr().err and not runs
+
+
+def test_hosts_run_through_the_head(runs):
+    Path("hosts").write_text("a slots=2\nb slots=1\n")
+    assert cli.main(["--hostfile", "hosts", "--launcher", "ssh", "t.py", "x"]) == 6
+    ((job, hosts, remote, backend, restarts),) = runs
+    assert job == Job("script", "t.py", ("x",)) and restarts == Restarts()
+    assert hosts == (Host("a", (0, 1)), Host("b", (0,)))
+    assert remote.folder == os.getcwd() and remote.python == sys.executable
+    assert backend.name == "ssh"
+
+
+def test_an_unknown_launcher_is_refused(runs, capsys):
+    Path("hosts").write_text("a slots=2\n")
+    assert cli.main(["--hostfile", "hosts", "--launcher", "carrier-pigeon", "t.py"]) == 2
+    assert "--launcher = carrier-pigeon: must be one of ssh, pdsh" in capsys.readouterr().err
+
+
+def test_named_devices_are_the_visible_ones(runs, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert cli.main(["--include", "localhost:1,3", "t.py"]) == 5
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert runs[0][0].num_ranks == 2
+
+
+def test_options_without_effect_are_told_unless_quiet(runs, capsys):
+    words = ["--tee", "3", "--role=w", "--redirects", "3", "--no_local_rank", "t.py"]
+    assert cli.main(words) == 5
+    err = capsys.readouterr().err
+    assert "xds: --tee has no effect: every rank's output" in err and "--role has no effect" in err
+    assert err.count("no effect") == 2
+    assert cli.main(["-q", *words]) == 5
+    assert capsys.readouterr().err == ""
+
+
+def test_the_process_id_is_in_a_file_while_it_runs(runs, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    file = tmp_path / f"{os.getpid()}.ds"
+    seen = []
+    monkeypatch.setattr(local, "run", lambda *told: seen.append(file.read_text()) or 0)
+    assert cli.main(["--save_pid", "t.py"]) == 0
+    assert seen == [str(os.getpid())] and not file.exists()
 
 
 def test_a_script_that_is_not_there(capsys):
@@ -69,23 +119,29 @@ def test_a_script_that_is_not_there(capsys):
 def test_help_and_version(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    for option in (
-        "--nproc-per-node",
-        "--module",
-        "--log-dir",
-        "--backend",
-        "xds check",
-        "xds env",
+    for part in (
+        *(
+            "--nproc-per-node",
+            "--module",
+            "--log-dir",
+            "--backend",
+            "--hostfile",
+            "--rdzv-endpoint",
+        ),
+        *("xds check", "xds env", "xds elastic", "xds bench", "--max-restarts", "--include"),
     ):
-        assert option in text
-    assert "--num_gpus" not in text  # an alias
+        assert part in text
+    assert "--num_gpus" not in text and "--autotuning" not in text  # an alias, and a refusal
+    assert max(map(len, text.splitlines())) <= 112
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"xds {xds.__version__}\n"
     assert cli.main([]) == 2
     assert "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["check", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["check", "--help"], ["elastic", "--help"], ["--hostfile", "no", "t"]]
+)  # fmt: skip
 def test_quick_answers_do_not_import_torch(words):
     script = (
         "import sys\n"
@@ -95,4 +151,4 @@ def test_quick_answers_do_not_import_torch(words):
         "assert 'torch' not in sys.modules\n"
     )
     command = [sys.executable, "-c", script, *words]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
