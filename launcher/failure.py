@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
@@ -49,6 +49,7 @@ class Failure:
     exit_code: the shell's: 1-255, 128 + signum after a signal.
     signum: 0 for a rank that ended by itself.
     text: the traceback, or for a crash the frames it happened in; may be empty.
+    host: where it ran; log: its output file there; tail: the last lines of it where there is no text.
     """
 
     rank: int
@@ -58,6 +59,14 @@ class Failure:
     signum: int = 0
     text: str = ""
     was_killed_by_us: bool = False
+    host: str = ""
+    log: str = ""
+    tail: tuple[str, ...] = ()
+
+    @staticmethod
+    def from_dict(said: Mapping[str, Any]) -> Failure:
+        """What `vars` of a failure became in JSON."""
+        return Failure(**dict(said, tail=tuple(said["tail"])))
 
     @property
     def kind(self) -> Kind:
@@ -79,31 +88,35 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
     return min(alike, key=lambda failure: failure.rank)
 
 
-def report(failures: Sequence[Failure], finished: Sequence[int], logs: dict[int, Path]) -> str:
+def was_preempted(failures: Sequence[Failure]) -> bool:
+    """Whether every rank left by itself after it was asked to, having saved (see xds.Preempted)."""
+    asked_to = 128 + signal.SIGTERM
+    return bool(failures) and all(f.exit_code == asked_to and not f.signum for f in failures)
+
+
+def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
     """Tell the first failure once, the others by rank only.
 
     Args:
         failures: every rank that did not end well.
         finished: the ranks that ended with exit code 0.
-        logs: the output file of each rank that has one (rank 0 writes to the terminal).
     """
     first = first_failure(failures)
     how = f"exit code {first.exit_code}"
     if first.signum:
         how = f"killed by {_signal_name(first.signum)}, {how}"
-    lines = [f"xds: rank {first.rank} failed on {socket.gethostname()}: {how} (pid {first.pid})"]
-    log = logs.get(first.rank)
+    lines = [f"xds: rank {first.rank} failed on {first.host}: {how} (pid {first.pid})"]
     if first.text:
         lines.append(first.text.rstrip("\n"))
-    elif log is not None:
-        lines += _tail(log)
+    elif first.tail:
+        lines += ["  its last lines:", *(f"  | {line}" for line in first.tail)]
     if first.signum in _SIGNAL_HINTS:
         lines.append(f"xds: {_signal_name(first.signum)}: {_SIGNAL_HINTS[first.signum]}")
     if first.kind is Kind.LOST_PEER and finished:
         lines.append(f"xds: {_ranks(finished)} had finished; every rank must join each collective")
     lines += _others(failures, first)
-    if log is not None and log.exists() and log.stat().st_size:
-        lines.append(f"xds: everything rank {first.rank} printed: {log}")
+    if first.log:
+        lines.append(f"xds: everything rank {first.rank} printed: {first.log}")
     return "\n".join(lines) + "\n"
 
 
@@ -124,15 +137,15 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _tail(log: Path) -> list[str]:
-    """The last lines of a log, marked as such; nothing when it is empty."""
+def last_lines(log: Path) -> tuple[str, ...]:
+    """The last lines of a log; nothing when it is empty or not there."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
-        return []
+        return ()
     # a progress bar redraws its line: keep what it showed last
     last = [line.rpartition("\r")[2] for line in text.rstrip().split("\n")[-_TAIL_LINES:]]
-    return ["  its last lines:", *(f"  | {line}" for line in last)] if any(last) else []
+    return tuple(last) if any(last) else ()

@@ -103,16 +103,18 @@ class Remote:
 class Order:
     """What one host is asked to run: its part of one start of all ranks.
 
-    generation: 0 for the first start, then 1 more for each restart.
+    generation: 0 for the first start, then 1 more for each restart, of at most max_restarts.
+    agent_restarts: how often torch's agent restarts by itself, where no head does it.
     devices: the numbers of the GPUs its ranks see; None is as it finds them.
     heartbeat_seconds: how often the head writes to this host's standard input; 0 is never.
     """
 
     job: Job
     rendezvous: Rendezvous
-    num_ranks: int
+    num_ranks: int | Literal["auto", "gpu", "cpu"]
     generation: int = 0
     max_restarts: int = 0
+    agent_restarts: int = 0
     devices: tuple[int, ...] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     folder: str = ""

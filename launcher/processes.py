@@ -8,6 +8,7 @@ worker that ignores it, the moments to say which rank failed first.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -34,21 +35,22 @@ class Workers:
     def __init__(self) -> None:
         self.exits: dict[int, Exit] = {}
         self.killed: set[int] = set()  # by us, so their end says nothing about the cause
-        self._watched: set[int] = set()
+        self._watched: dict[int, float] = {}  # pid to the time it was found
 
     def find(self) -> None:
         """Take note of workers that have started since the last call."""
         for pid in _session_leading_children():
             if pid not in self._watched:
-                self._watched.add(pid)
+                self._watched[pid] = time.time()
                 threading.Thread(target=self._watch, args=(pid,), daemon=True).start()
 
-    @property
-    def num_found(self) -> int:
-        return len(self._watched)
-
-    def alive(self) -> list[int]:
-        return [pid for pid in self._watched if pid not in self.exits]
+    def alive(self, found_before_seconds: float = math.inf) -> list[int]:
+        """Workers that run; those found before a time (wall clock) only: what starts later is a restart."""
+        return [
+            pid
+            for pid, found_at in self._watched.items()
+            if pid not in self.exits and found_at < found_before_seconds
+        ]
 
     def first_bad_exit_seconds(self) -> float | None:
         """The time at which the first worker that failed ended, None while none has."""

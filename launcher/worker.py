@@ -6,8 +6,9 @@
 
 Started by its path, with the standard library alone: with `-m` the current folder would come first
 on sys.path, and a folder there may carry a standard module's name. The environment brings
-TORCHELASTIC_ERROR_FILE (its format is torch's), XDS_LAUNCHER_PID, and in XDS_RANK_FILES what the
-names of this rank's other files begin with (see run_folder.py).
+TORCHELASTIC_ERROR_FILE (its format is torch's), XDS_LAUNCHER_PID, in XDS_RANK_FILES what the
+names of this rank's other files begin with (see run_folder.py), for rank 0 what its streams are
+(XDS_RANK_OUT, XDS_RANK_ERR, see rank_zero.py), and in XDS_RANK_CORES the cores that are its own.
 
 Why no traceback on the terminal: rank 0's output is live, and when any rank dies rank 0 usually
 fails too, for want of a peer. So each rank keeps its traceback in a file; the launcher shows one.
@@ -49,7 +50,11 @@ def main() -> None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     has_log = bool(files) and os.environ.get("RANK") != "0"
     if has_log:
-        _take_log(f"{files}.log")
+        log = f"{files}.log"
+        _take_streams(log, log)
+    else:
+        _take_streams(os.environ.pop("XDS_RANK_OUT", ""), os.environ.pop("XDS_RANK_ERR", ""))
+    _take_cores(os.environ.pop("XDS_RANK_CORES", ""))
     if kind == "program":
         _become(target, args, error_file)
     if files and not faulthandler.is_enabled():
@@ -85,12 +90,23 @@ def _die_with_launcher(launcher_pid: str) -> None:
         os._exit(1)
 
 
-def _take_log(path: str) -> None:
-    """Send both output streams to one file, in the order in which they are written."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+def _take_streams(out: str, err: str) -> None:
+    """Send both output streams to the files named; to one file in the order in which they are written."""
+    opened: dict[str, int] = {}
+    for number, path in ((1, out), (2, err)):
+        if path and path not in opened:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY
+            opened[path] = os.open(path, flags, 0o644)
+        if path:
+            os.dup2(opened[path], number)
+    for descriptor in opened.values():
+        os.close(descriptor)
+
+
+def _take_cores(cores: str) -> None:
+    """Stay on these cores, with every thread that starts from now on."""
+    if cores and sys.platform == "linux":
+        os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
 
 
 def _become(program: str, args: list[str], error_file: str) -> NoReturn:

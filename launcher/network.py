@@ -1,0 +1,59 @@
+"""Addresses of this host: free ports, and the interface that leads to another host."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915  # from linux/sockios.h
+
+
+def free_port() -> int:
+    """A port that nobody listens on now, on any address."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """("host", port) of "host:port" or "[v6]:port"; port 0 where none is given."""
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or not port.isdigit() or (":" in host and not host.startswith("[")):
+        return endpoint.strip("[]"), 0
+    return host.strip("[]"), int(port)
+
+
+def address_towards(host: str) -> str:
+    """This host's own address on the way to `host`; "" where there is none. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    return ""
+
+
+def interface_towards(endpoint: str) -> str:
+    """The name of the network interface on the way to "host:port"; "" where it is not known."""
+    own = address_towards(split_endpoint(endpoint)[0])
+    if not own:
+        return ""
+    if ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+        return _named_loopback()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return name
+    return ""
+
+
+def _named_loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), "")

@@ -1,0 +1,67 @@
+"""Frames between the user's bytes: cut anywhere, merged, and never taken from a script."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xds.launcher.frames import PART_CHARS, Decoder, encode
+
+TOKEN = "0a1b2c"
+
+
+def taken_apart(stream, cuts):
+    """(the user's bytes, the messages) of a stream that arrives in pieces."""
+    decoder, user, messages, at = Decoder(TOKEN), b"", [], 0
+    for cut in [*sorted(cuts), len(stream)]:
+        for piece in decoder.feed(stream[at:cut]):
+            if isinstance(piece, bytes):
+                user += piece
+            else:
+                messages.append(piece)
+        at = cut
+    return user + decoder.rest(), messages
+
+
+pieces = st.lists(
+    st.one_of(
+        st.binary(max_size=20),
+        st.sampled_from([b"\x1e", b"\x1f\n", b"\x1e0a1b", b"\r50%", b"\n"]),
+        st.dictionaries(st.text(max_size=3), st.text(max_size=5), max_size=2),
+    ),
+    max_size=8,
+)
+
+
+@given(pieces, st.lists(st.integers(0, 300), max_size=6))
+def test_any_mixture_cut_anywhere_comes_apart_again(parts, cuts):
+    stream = b"".join(p if isinstance(p, bytes) else encode(TOKEN, p) for p in parts)
+    user, messages = taken_apart(stream, [min(cut, len(stream)) for cut in cuts])
+    wanted = [p for p in parts if isinstance(p, dict)]
+    assert messages == wanted
+    assert user == b"".join(p for p in parts if isinstance(p, bytes))
+
+
+def test_a_long_message_is_cut_into_parts_that_other_hosts_may_come_between():
+    one = {"sender": "a", "text": "x" * 3 * PART_CHARS}
+    two = {"sender": "b", "text": "y" * 2 * PART_CHARS}
+    first = encode(TOKEN, one).split(b"\x1f\n")[:-1]
+    second = encode(TOKEN, two).split(b"\x1f\n")[:-1]
+    assert all(len(part) < 4096 for part in first + second)
+    merged = [part for pair in zip(first, second, strict=False) for part in pair]
+    merged += first[len(second) :]
+    user, messages = taken_apart(b"".join(part + b"\x1f\n" for part in merged), [])
+    assert (user, messages) == (b"", [two, one])
+
+
+def test_what_a_script_prints_is_not_taken_for_a_frame():
+    forged = encode("guess", {"kind": "ended"})
+    user, messages = taken_apart(forged, [3, 9])
+    assert user == forged and not messages
+
+
+@pytest.mark.parametrize("name", ["h 1", "a;b", "ü", "", "user@host-1"])
+def test_any_host_name_may_be_the_sender(name):
+    message = {"sender": name, "kind": "beat"}
+    assert taken_apart(encode(TOKEN, message), [])[1] == [json.loads(json.dumps(message))]
