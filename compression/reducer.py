@@ -7,7 +7,8 @@ from typing import final
 
 from torch import Tensor
 
-from ..ops.collectives import Collectives, Handle
+from ..ops.collectives import Collectives
+from ..ops.handles import Handle
 
 
 class GradientReducer(ABC):

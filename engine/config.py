@@ -19,6 +19,7 @@ from ..ops.config_keys import Entry, Report
 from ..ops.config_rules import FLAG, NULL, Rule, dtype_name, either, number, one_of, shown, whole
 from ..ops.config_section import AsRead, Section, paths_named, read_section, subsection
 from ..ops.errors import ConfigError
+from ..ops.watch.config import WatchConfig
 from ..zero.config import ZeroConfig
 from .config_auto import COMPUTED, fill_auto, note_auto
 from .config_batch import solve_batch
@@ -126,6 +127,7 @@ class Config(Section):
     checkpoint: Annotated[Checkpoint, AsRead()] = Field(default_factory=Checkpoint.model_construct)
     compile: Annotated[Compile, AsRead()] = Field(default_factory=Compile.model_construct)
     ops: Annotated[Ops, AsRead()] = Field(default_factory=Ops.model_construct)
+    watch: Annotated[WatchConfig, AsRead()] = Field(default_factory=WatchConfig.model_construct)
     tensorboard: Annotated[TensorBoard, AsRead()] = Field(
         default_factory=TensorBoard.model_construct
     )

@@ -155,6 +155,7 @@ class Engine(States):
         if is_boundary:
             with self._report.region("step"):
                 self._take_step()
+            self._sharded.collectives.end_step()
             self._report.step(self)
         self._parts.saver.check()
 
@@ -426,6 +427,7 @@ class Engine(States):
             self._parts.compiler.undo()
             self._parts.undo()
             self.monitor.close()
+            self._sharded.collectives.leave()
             self._parts.saver.close()
 
     def _check_alive(self) -> None:

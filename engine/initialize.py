@@ -97,6 +97,8 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     config = config.resolve(group.size())
     _log_notes(config, group.rank())
     collectives = open_collectives(group, device)
+    if config.watch.enabled:
+        collectives.attend(config.watch, timeout_seconds())
     policy = _policy(config, group.size())
     if policy.shards_params:
         return_freed_blocks()

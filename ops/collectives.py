@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
@@ -22,8 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .flat import sum_in_order
+from .handles import Done, Handle, InFlight
 from .pool import BufferPool
 from .watch import Board, Mark, Watch
+from .watch.config import WatchConfig
+from .watch.sentinel import attend, leave
 
 # torch 2.13 renamed these two; the old names warn there and the new ones do not exist in 2.11.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,50 +40,6 @@ CONTROL_BUFFER, ACCESS_BUFFER = -1, -2  # numbers of what is no flat buffer
 
 Bounds = Sequence[tuple[int, int]]  # [start, stop) of each rank's part; empty parts are allowed
 _instances: Counter[str] = Counter()  # by group: every rank opens its engines in the same order
-
-
-class Handle(ABC):
-    """A collective in flight. `wait` ends it; calling it twice is harmless."""
-
-    @abstractmethod
-    def wait(self) -> None: ...
-
-
-@final
-class Done(Handle):
-    """Nothing was sent."""
-
-    def wait(self) -> None:
-        return
-
-
-@final
-class InFlight(Handle):
-    """Works to wait for, each with the peer it is about, then what is left to do with what arrived."""
-
-    def __init__(
-        self,
-        watch: Watch,
-        mark: Mark,
-        works: Sequence[tuple[int | None, Any]],
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self._watch = watch
-        self._mark = mark
-        self._works = works
-        self._finish = finish
-
-    def wait(self) -> None:
-        peer = None
-        try:
-            for peer, work in self._works:  # noqa: B007 (the message names it)
-                work.wait()
-        except RuntimeError as error:
-            raise self._watch.failed(self._mark, error, peer) from error
-        self._works = ()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
 
 
 class Collectives(ABC):
@@ -109,6 +68,25 @@ class Collectives(ABC):
     def name_buffer(self, buffer: int, name: str) -> None:
         """What messages call the flat buffer `buffer`, e.g. "unit 'blocks.5'"."""
         self._watch.name(buffer, name)
+
+    def attend(self, section: WatchConfig, timeout_seconds: float) -> None:
+        """Let the process's watcher speak for this rank until `leave`, where the group has a store.
+
+        Args:
+            timeout_seconds: of waits in the group, where it does not tell itself.
+        """
+        self._watch.keep(section.ring_size)
+        if self.group is not None and self.world_size > 1:
+            timeout_seconds = _timeout_of(self.group, self.device) or timeout_seconds
+            attend(self._watch, self.group.group_name, section, timeout_seconds)
+
+    def leave(self) -> None:
+        """The end of `attend`."""
+        leave(self._watch)
+
+    def end_step(self) -> None:
+        """A step of training is over: its time and its waiting are measured."""
+        self._watch.step()
 
     def telling(self, where: str) -> AbstractContextManager[None]:
         """Around the user's code: an exception in it is named on the ranks that wait for this one."""
@@ -287,7 +265,7 @@ class PeerToPeer(Collectives):
         return works
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
-        mark = self._watch.start(kind, buffer)
+        mark = self._watch.start(kind, buffer, tensor=shard)
         return self._all_gather(mark, flat, shard, self._tag(buffer), kind)
 
     def _all_gather(self, mark: Mark, flat: Tensor, shard: Tensor, tag: int, kind: str) -> Handle:
@@ -306,7 +284,7 @@ class PeerToPeer(Collectives):
     def reduce_scatter(
         self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
     ) -> Handle:
-        mark = self._watch.start(kind, buffer)
+        mark = self._watch.start(kind, buffer, tensor=flat)
         parts = {self.rank: self.shard_of(flat)}
         for peer in self._peers:
             parts[peer] = self._scratch.take(out.numel(), flat.dtype, flat.device)
@@ -328,7 +306,7 @@ class PeerToPeer(Collectives):
     def collect(
         self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
     ) -> None:
-        mark = self._watch.start("access", ACCESS_BUFFER)
+        mark = self._watch.start("access", ACCESS_BUFFER, tensor=mine)
         receives = []
         for peer in self._peers if target in (None, self.rank) else []:
             start, stop = bounds[peer]
@@ -347,7 +325,7 @@ class PeerToPeer(Collectives):
     def serve(
         self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], *, buffer: int
     ) -> None:
-        mark = self._watch.start("all_gather", buffer)
+        mark = self._watch.start("all_gather", buffer, tensor=shard)
         receives = []
         if flat is not None:
             receives = [(peer, self.shard_of(flat, peer)) for peer in self._peers]
@@ -359,7 +337,7 @@ class PeerToPeer(Collectives):
         InFlight(self._watch, mark, works).wait()
 
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
-        mark = self._watch.start("access", ACCESS_BUFFER)
+        mark = self._watch.start("access", ACCESS_BUFFER, tensor=out)
         receives, sends = [], []
         if self.rank == source:
             assert full is not None
@@ -374,7 +352,8 @@ class PeerToPeer(Collectives):
         InFlight(self._watch, mark, works).wait()
 
     def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:
-        mark = self._watch.start("access" if buffer == ACCESS_BUFFER else "exchange", buffer, what)
+        kind = "access" if buffer == ACCESS_BUFFER else "exchange"
+        mark = self._watch.start(kind, buffer, what, values)
         table = values.new_empty(self.world_size, values.numel())
         table[self.rank] = values
         flat = table.view(-1)
@@ -384,7 +363,7 @@ class PeerToPeer(Collectives):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self._count("broadcast", tensor.new_empty(0))
-        with self._watch.guard("broadcast", CONTROL_BUFFER, "rank 0's values"):
+        with self._watch.guard("broadcast", CONTROL_BUFFER, "rank 0's values", tensor):
             dist.broadcast(tensor, group=self.group, group_src=source)
 
     def barrier(self) -> None:
@@ -400,7 +379,7 @@ class Native(Collectives):
         super().__init__(group, device, group.rank(), group.size())
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
-        return self._all_gather(self._watch.start(kind, buffer), flat, shard, kind)
+        return self._all_gather(self._watch.start(kind, buffer, tensor=shard), flat, shard, kind)
 
     def _all_gather(self, mark: Mark, flat: Tensor, shard: Tensor, kind: str) -> Handle:
         self._count(kind, shard)
@@ -410,7 +389,7 @@ class Native(Collectives):
     def reduce_scatter(
         self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
     ) -> Handle:
-        mark = self._watch.start(kind, buffer)
+        mark = self._watch.start(kind, buffer, tensor=flat)
         direct = not add and out.dtype == flat.dtype
         target = out if direct else flat.new_empty(out.numel())
         self._count(kind, target)
@@ -430,7 +409,7 @@ class Native(Collectives):
         for owner, (start, stop) in enumerate(bounds):
             if stop > start:
                 part = mine if owner == self.rank else mine.new_empty(stop - start)
-                with self._watch.guard("access", ACCESS_BUFFER):
+                with self._watch.guard("access", ACCESS_BUFFER, tensor=part):
                     dist.broadcast(part, group=self.group, group_src=owner)
                 if out is not None:
                     out[start:stop] = part
@@ -443,7 +422,7 @@ class Native(Collectives):
         self.all_gather(whole, shard, buffer=buffer, kind="all_gather").wait()
 
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
-        with self._watch.guard("access", ACCESS_BUFFER):
+        with self._watch.guard("access", ACCESS_BUFFER, tensor=out):
             if self.rank == source:
                 assert full is not None
                 for peer, (start, stop) in enumerate(bounds):
@@ -456,13 +435,14 @@ class Native(Collectives):
 
     def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:
         table = values.new_empty(self.world_size * values.numel())
-        mark = self._watch.start("access" if buffer == ACCESS_BUFFER else "exchange", buffer, what)
+        kind = "access" if buffer == ACCESS_BUFFER else "exchange"
+        mark = self._watch.start(kind, buffer, what, values)
         self._all_gather(mark, table, values.contiguous(), "control").wait()
         return table.view(self.world_size, -1)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self._count("broadcast", tensor.new_empty(0))
-        with self._watch.guard("broadcast", CONTROL_BUFFER, "rank 0's values"):
+        with self._watch.guard("broadcast", CONTROL_BUFFER, "rank 0's values", tensor):
             dist.broadcast(tensor, group=self.group, group_src=source)
 
     def barrier(self) -> None:
@@ -476,6 +456,14 @@ def _board_of(group: dist.ProcessGroup | None) -> Board | None:
         return None if group is None else group.get_group_store()
     except RuntimeError:
         return None
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How long a wait in `group` lasts at most; 0 where this torch or backend does not tell."""
+    try:
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return 0.0
 
 
 def open_collectives(group: dist.ProcessGroup | None, device: torch.device) -> Collectives:

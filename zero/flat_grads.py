@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ..compression.reducer import GradientReducer
-from ..ops.collectives import Collectives, Handle
+from ..ops.collectives import Collectives
+from ..ops.handles import Handle
 from ..ops.kernels.square_sum import square_sum
 from ..ops.pool import BufferPool
 from .layout import FlatLayout

@@ -19,8 +19,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from ..ops.collectives import Collectives, Handle
+from ..ops.collectives import Collectives
 from ..ops.errors import UsageError
+from ..ops.handles import Handle
 from .layout import FlatLayout
 from .owners import find_owner
 

@@ -11,7 +11,8 @@ from helpers import run_ranks
 
 from xds.ops.collectives import ACCESS_BUFFER, Native, PeerToPeer, open_collectives
 from xds.ops.errors import PeerError
-from xds.ops.watch import GONE, OUTSIDE, Report, Watch, explain, first_difference
+from xds.ops.watch import Report, Watch, explain
+from xds.ops.watch.diagnosis import GONE, OUTSIDE, first_difference
 
 A, B, C = (f"all_gather of unit '{name}'" for name in "abc")
 R = "reduce_scatter of unit 'a'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -291,7 +292,9 @@ def test_a_rank_that_makes_fewer_steps_is_named(name: str, runs: Runs) -> None:
     texts = runs[name].result()
     assert texts.pop(1) == "came through"
     for text in texts:
-        assert "for the 5th time" in text and "rank 1 said nothing: " in text
+        assert "for the 5th time" in text
+        # its end and the others' timeout come at the same moment
+        assert re.search(r"rank 1 (said nothing: |started only|waits in torch.dist)", text), text
 
 
 def test_a_step_that_meets_an_evaluation_is_named_and_aborts_nobody(runs: Runs) -> None:

@@ -1,0 +1,105 @@
+"""What a rank leaves behind: its ring as a file, and the reason why its process was ended."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .diagnosis import Report
+from .ring import told_place
+
+if TYPE_CHECKING:
+    from .watch import Watch
+
+OWN = 16  # of the script's own collectives that a report carries
+
+
+def write_ring(watch: Watch, report: Report) -> str:
+    """Write rank{N}.collectives.json into XDS_DUMP_DIR or the run's folder; its path, or ""."""
+    folder = os.environ.get("XDS_DUMP_DIR") or os.environ.get("XDS_RUN_FOLDER")
+    if not folder:
+        return ""
+    path = os.path.join(folder, f"rank{watch.rank}.collectives.json")
+    now, clock = time.time(), time.monotonic()
+    waiting = watch.waiting
+    collectives = [
+        {
+            "serial": mark.serial,
+            "collective": watch.call(mark.key),
+            "number": mark.number,
+            "shape": [mark.numel],
+            "dtype": "" if mark.dtype is None else str(mark.dtype)[6:],
+            "bytes": mark.size_bytes,
+            "script": told_place(mark.place),
+            "started_seconds": round(now - (clock - mark.started_seconds), 6),
+            "ended_seconds": round(now - (clock - mark.ended_seconds), 6)
+            if mark.ended_seconds
+            else None,
+        }
+        for mark in list(watch.ring)
+    ]
+    told: dict[str, Any] = {
+        "rank": watch.rank,
+        "world_size": watch.world_size,
+        "engine": watch.engine,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "written_seconds": now,
+        "steps": watch.steps.count,
+        "waits_in": watch.call(waiting[0].key) if waiting is not None else report.waits_in,
+        "script": report.place,
+        "script_collective": report.call,
+        "script_collectives": [list(one) for one in report.own],
+        "collectives": collectives,
+    }
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(f"{path}.part", "w", encoding="utf-8") as file:
+            json.dump(told, file, indent=1)
+        os.replace(f"{path}.part", path)
+    except OSError:
+        return ""  # a full disk is no reason to say less
+    return path
+
+
+def recorded(group: str) -> list[list[object]]:
+    """The script's own last collectives of `group`: [number, op, sizes], from torch's flight recorder.
+
+    [] where it is off (TORCH_FR_BUFFER_SIZE) or this torch has none.
+    """
+    if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
+        return []
+    try:
+        c10d: Any = importlib.import_module("torch._C._distributed_c10d")
+        entries = json.loads(c10d._dump_fr_trace_json(True, False)).get("entries", [])
+        found = [e for e in entries if e["process_group"][0] == group and not e["is_p2p"]]
+        return [
+            [e["collective_seq_id"], e["profiling_name"].rpartition(":")[2], str(e["input_sizes"])]
+            for e in found[-OWN:]
+        ]
+    except Exception:  # a private interface of torch: what it tells is a help, not a need
+        return []
+
+
+def end_process(text: str) -> NoReturn:
+    """Tell the launcher why, in torch's format, and end: the main thread cannot."""
+    now = time.time()
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+    sys.stdout.flush()
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if path:
+        extra = {"py_callstack": f"{text}\n", "timestamp": str(int(now))}
+        record = {
+            "message": {"message": text, "extraInfo": extra},
+            "xds": {"time_seconds": now, "exit_code": 1, "text": f"{text}\n"},
+        }
+        with open(f"{path}.part", "w", encoding="utf-8") as file:
+            json.dump(record, file)
+        os.replace(f"{path}.part", path)
+    os._exit(1)

@@ -1,0 +1,164 @@
+"""What a rank did last: its collectives, and the line of the script that each came from."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, final
+
+if TYPE_CHECKING:
+    import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+FLOORS = (
+    "ops",
+    "offload",
+    "compression",
+    "zero",
+    "pipe",
+    "tensor",
+    "engine",
+    "launcher",
+    "deepspeed",
+)
+_spec = importlib.util.find_spec("torch")  # not imported: `xds check` reads configs without it
+TORCH = os.path.dirname(os.path.abspath(str(_spec and _spec.origin))) + os.sep
+DISTRIBUTED = os.path.join(TORCH, "distributed", "")
+# what calls back into xds and torch without being the script
+STANDARD = tuple(
+    os.path.join(os.path.dirname(os.__file__), name)
+    for name in ("contextlib.py", "functools.py", "threading.py")
+)
+Place = tuple[CodeType, int]  # of a frame: its code and the instruction it is at
+_is_inside: dict[str, bool] = {}  # file -> it is xds, torch, or between them
+
+
+@final
+class Mark:
+    """One collective: the `number`-th of its kind and buffer on this rank, from 1; `serial` counts them all.
+
+    numel, dtype: of what this rank gives; seconds are time.monotonic's, 0 for not yet.
+    """
+
+    __slots__ = (
+        *("kind", "buffer", "what", "number", "serial"),
+        *("numel", "dtype", "place", "started_seconds", "ended_seconds"),
+    )
+
+    def __init__(  # noqa: PLR0913
+        self, kind: str, buffer: int, what: str, number: int, serial: int, started_seconds: float
+    ) -> None:
+        self.kind = kind
+        self.buffer = buffer
+        self.what = what
+        self.number = number
+        self.serial = serial
+        self.numel = 0
+        self.dtype: torch.dtype | None = None
+        self.place: Place | None = None
+        self.started_seconds = started_seconds
+        self.ended_seconds = 0.0
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.kind, self.buffer, self.what
+
+    @property
+    def shape(self) -> str:
+        """E.g. "float32[1024]"."""
+        return "" if self.dtype is None else f"{str(self.dtype)[6:]}[{self.numel}]"
+
+    @property
+    def size_bytes(self) -> int:
+        return 0 if self.dtype is None else self.numel * self.dtype.itemsize
+
+
+def place_of_caller() -> Place | None:
+    """Where the script is: the first frame outside of xds and torch; None in a device's thread."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        inside = _is_inside.get(code.co_filename)
+        if inside is None:
+            inside = _look(code.co_filename)
+        if not inside:
+            return code, frame.f_lasti
+        frame = frame.f_back
+    return None
+
+
+def _look(file: str) -> bool:
+    path = os.path.abspath(file) if not file.startswith("<") else file
+    inside = path.startswith((TORCH, "<frozen", "<eval_with_key", *STANDARD))
+    if path.startswith(ROOT):  # tests and examples lie there, too
+        inside = path[len(ROOT) :].partition(os.sep)[0] in FLOORS
+    _is_inside[file] = inside
+    return inside
+
+
+def told_place(place: Place | None) -> str:
+    """E.g. "train.py:31 in main"; "" for None."""
+    if place is None:
+        return ""
+    code, at = place
+    line = next((n for start, stop, n in code.co_lines() if start <= at < stop and n), 0)
+    return told_line(code, line or code.co_firstlineno)
+
+
+def told_line(code: CodeType, line: int) -> str:
+    path = code.co_filename
+    near = os.path.relpath(path) if os.path.isabs(path) else path
+    name = "" if code.co_name == "<module>" else f" in {code.co_name}"
+    return f"{path if near.startswith('..') else near}:{line}{name}"
+
+
+def _main_frames() -> Iterator[FrameType]:
+    """Of the main thread, the innermost first."""
+    ident = threading.main_thread().ident
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+@final
+class Stand:
+    """Where the main thread is at this moment.
+
+    place: e.g. "train.py:31 in main"; call: a collective of the script's own in which it is, e.g.
+    "torch.distributed.all_reduce of float32[7]", or "". moment: equal where it has not moved.
+    """
+
+    def __init__(self) -> None:
+        self.place, self.call = "", ""
+        self.moment: tuple[int, int] = (0, 0)
+        collective: FrameType | None = None
+        for depth, frame in enumerate(_main_frames()):
+            if depth == 0:
+                self.moment = id(frame), frame.f_lasti
+            path = frame.f_code.co_filename
+            if path.startswith(DISTRIBUTED) and not frame.f_code.co_name.startswith(("_", "wrap")):
+                collective = frame
+            elif not _look(path):
+                self.place = told_line(frame.f_code, frame.f_lineno)
+                break
+            elif path.startswith(ROOT):
+                collective = None  # xds called it
+        if collective is not None:
+            self.call = f"torch.distributed.{collective.f_code.co_name}{_told_tensor(collective)}"
+
+
+def _told_tensor(frame: FrameType) -> str:
+    """Of the first tensor among a collective's arguments."""
+    local = frame.f_locals
+    for name in ("tensor", "input_tensor", "input", "output_tensor", "output", "tensor_list"):
+        value: Any = local.get(name)
+        if isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        if hasattr(value, "dtype") and hasattr(value, "shape"):
+            return f" of {str(value.dtype).rpartition('.')[2]}{list(value.shape)}"
+    return ""
