@@ -95,7 +95,7 @@ def test_pipes_get_each_stream_and_the_log_gets_both(tmp_path):
     assert (process.returncode, err) == (0, b"err")
     assert out == b"out" * 50_000 + b"launcher ends\n"
     log = (tmp_path / "rank0.log").read_bytes()
-    assert log.count(b"out") == 50_000 and log.count(b"err") == 1 and len(log) == 150_003
+    assert log.replace(b"err", b"", 1) == b"out" * 50_000  # somewhere between
     assert [file.name for file in tmp_path.iterdir()] == ["rank0.log"]
 
 
