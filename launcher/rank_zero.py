@@ -278,7 +278,7 @@ class _Stream(threading.Thread):
         self._is_leaving = True
         self.let_go()
         self._resume.set()
-        self._seen_end.wait(_LEAVE_SECONDS)
+        self.join(_LEAVE_SECONDS)
         if not self.is_terminal:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
