@@ -32,7 +32,7 @@ def interfaces() -> Iterator[Line]:
         is_slow = 0 < megabits < _SLOW_MBIT
         mtu = _number(path / "mtu")
         yield Line(f"network {path.name}", f"{speed}, MTU {mtu}", remedy * is_slow)
-        yield Line(f"address of {path.name}", _address(path.name) or "no IPv4", varies=True)
+        yield Line(f"address of {path.name}", ipv4(path.name) or "no IPv4", varies=True)
 
 
 def own_name() -> Iterator[Line]:
@@ -64,7 +64,7 @@ def _number(path: Path) -> int:
     return int(text) if re.fullmatch(r"-?\d+", text) else 0
 
 
-def _address(interface: str) -> str:
+def ipv4(interface: str) -> str:
     """Its IPv4 address, as Linux tells it; "" where it has none."""
     request = struct.pack("256s", os.fsencode(interface)[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

@@ -1,0 +1,229 @@
+"""How fast the link itself is, between two ranks: what no collective can beat in one direction.
+
+CPU ranks: a TCP connection on the interface that gloo uses, without gloo. GPUs: a copy to the other rank's
+GPU where this process can reach it, else one NCCL message; with one rank a copy within its GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...ops import raw_collectives as raw
+from ...ops.collectives import Collectives
+from ..network import address_towards
+from ..probes.network import ipv4
+from .plan import Link
+
+_BLOCK_BYTES = 1 << 20
+_ROUND_SECONDS = 0.4
+_WARM_BYTES = 32 << 20  # until TCP's window has grown
+_ROUNDS = 3
+_PINGS = 200
+_TIMEOUT_SECONDS = 30.0
+_COPY_BYTES = 256 << 20
+_COPIES = 20
+
+
+def measure(door: Collectives, group: Any) -> Link | None:
+    """Called by all ranks together; every one gets the same answer. None: there is nothing to measure."""
+    peer = _farthest(door)
+    found: Link | None
+    if door.device.type == "cuda":
+        found = _copied(door) if door.world_size == 1 else _between_gpus(door, group, peer)
+    elif door.world_size == 1:
+        return None
+    else:
+        found = _tcp(door, peer)
+    return _shared(door, found)
+
+
+def host_numbers(door: Collectives) -> list[int]:
+    """By rank, a number that is the same on one machine and differs between machines."""
+    name = hashlib.sha256(_host_id().encode()).digest()
+    own = int.from_bytes(name[:7], "big")
+    table = door.gather_small(torch.tensor([own], device=door.device))
+    return [int(number) for number in table.flatten().tolist()]
+
+
+def _host_id() -> str:
+    """The name and the boot; containers and network namespaces of one machine may differ in the first."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return platform.node() + file.read()
+    except OSError:
+        return platform.node()
+
+
+def _farthest(door: Collectives) -> int:
+    """The first rank on another machine than rank 0, else rank 1."""
+    numbers = host_numbers(door)
+    others = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
+    return others[0] if others else min(1, door.world_size - 1)
+
+
+def _shared(door: Collectives, found: Link | None) -> Link | None:
+    """Rank 0's answer, everywhere."""
+    values = [found.bytes_per_second, found.latency_seconds] if found else [0.0, 0.0]
+    table = door.gather_small(torch.tensor(values, dtype=torch.float64, device=door.device))
+    speed, latency = table[0].tolist()
+    if not speed:
+        return None
+    return Link(found.what if found else "rank 0's link", speed, latency)
+
+
+# -- CPU ranks ----------------------------------------------------------------------------------------------
+
+
+def _tcp(door: Collectives, peer: int) -> Link | None:
+    """Rank 0 listens and receives, `peer` sends; all others wait."""
+    board = door.board()
+    if board is None:  # MPI knows no store to say the address in
+        return None
+    found = None
+    try:
+        found = _tcp_ends(door, board, peer)
+    except OSError as error:  # a firewall, say; the collectives may find another way
+        print(f"xds bench comm: the link cannot be measured: {error}", file=sys.stderr, flush=True)
+    door.barrier()
+    return found
+
+
+def _tcp_ends(door: Collectives, board: Any, peer: int) -> Link | None:
+    if door.rank == 0:
+        with socket.create_server((_own_address(), 0)) as server:
+            server.settimeout(_TIMEOUT_SECONDS)
+            address = server.getsockname()
+            board.set("xds bench link", f"{address[0]} {address[1]}")
+            connection, _ = server.accept()
+            with connection:
+                return receive(connection, f"TCP over {_interface()}{address[0]}")
+    elif door.rank == peer:
+        host, port = board.get("xds bench link").decode().split()
+        with socket.create_connection((host, int(port)), _TIMEOUT_SECONDS) as connection:
+            send(connection)
+    return None
+
+
+def _interface() -> str:
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    return f"{name}, " if name else ""
+
+
+def _own_address() -> str:
+    """Of the interface that gloo is told to use, else the one that leads to the others."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    address = ipv4(name) if name else ""
+    return address or address_towards(os.environ.get("MASTER_ADDR", "")) or "127.0.0.1"
+
+
+def receive(connection: socket.socket, what: str) -> Link:
+    """One end: answers bytes, then counts what comes; the best of a few rounds."""
+    connection.settimeout(_TIMEOUT_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    seconds = []
+    for _ in range(_PINGS):
+        start = time.perf_counter()
+        connection.sendall(b"?")
+        _exactly(connection, 1)
+        seconds.append((time.perf_counter() - start) / 2)
+    buffer = bytearray(_BLOCK_BYTES)
+    speeds = []
+    for _ in range(_ROUNDS):
+        connection.sendall(b"!")
+        _exactly(connection, _WARM_BYTES, buffer)
+        start, num_bytes = time.perf_counter(), 0
+        while time.perf_counter() < start + _ROUND_SECONDS:
+            num_bytes += _exactly(connection, _BLOCK_BYTES, buffer)
+        speeds.append(num_bytes / (time.perf_counter() - start))
+        connection.sendall(b".")
+        while _exactly(connection, _BLOCK_BYTES, buffer) and buffer[0] == 0:
+            pass  # what was under way; a block that begins with 1 is the last
+    return Link(what, max(speeds), statistics.median(seconds))
+
+
+def send(connection: socket.socket) -> None:
+    """The other end: sends blocks from each "!" to the next "."."""
+    connection.settimeout(_TIMEOUT_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for _ in range(_PINGS):
+        _exactly(connection, 1)
+        connection.sendall(b"?")
+    block, last = bytes(_BLOCK_BYTES), b"\x01" + bytes(_BLOCK_BYTES - 1)
+    for _ in range(_ROUNDS):
+        _exactly(connection, 1)
+        while not _is_told(connection):
+            connection.sendall(block)
+        connection.sendall(last)
+
+
+def _is_told(connection: socket.socket) -> bool:
+    """Whether a byte is there; it is taken."""
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1))
+    except BlockingIOError:
+        return False
+    finally:
+        connection.settimeout(_TIMEOUT_SECONDS)
+
+
+def _exactly(connection: socket.socket, num_bytes: int, buffer: bytearray | None = None) -> int:
+    """Receive so many bytes, over and over into the front of `buffer`."""
+    view = memoryview(buffer if buffer is not None else bytearray(num_bytes))
+    left = num_bytes
+    while left:
+        place = (num_bytes - left) % len(view)
+        received = connection.recv_into(view[place : place + min(left, len(view) - place)])
+        if not received:
+            raise ConnectionError("the other rank closed the connection that measures the link")
+        left -= received
+    return num_bytes
+
+
+# -- GPUs ---------------------------------------------------------------------------------------------------
+
+
+def _copied(door: Collectives) -> Link:
+    """Within one GPU, and so through its memory twice."""
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=door.device)
+    target = torch.empty_like(source)
+    seconds = on_gpu(lambda: target.copy_(source))
+    return Link("copy within one GPU", _COPY_BYTES / seconds)
+
+
+def _between_gpus(door: Collectives, group: Any, peer: int) -> Link:
+    """A message of NCCL's, as nothing else crosses processes alike within and between machines."""
+    tensor = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=door.device)
+    seconds = on_gpu(lambda: raw.send_to(group, tensor, 0, peer))
+    found = Link(f"NCCL message from rank 0 to rank {peer}", _COPY_BYTES / seconds)
+    numbers = host_numbers(door)
+    other = peer % torch.cuda.device_count()
+    if door.rank or numbers[peer] != numbers[0] or other == door.device.index:
+        return found
+    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=torch.device("cuda", other))
+    copied = _COPY_BYTES / on_gpu(lambda: target.copy_(tensor))
+    if copied < found.bytes_per_second:  # no peer access: it went through the host
+        return found
+    return Link(f"copy from GPU {door.device.index} to GPU {other}", copied)
+
+
+def on_gpu(call: Callable[[], object]) -> float:
+    """Seconds of one call, of many in a row."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(_COPIES):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / _COPIES

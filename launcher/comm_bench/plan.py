@@ -1,0 +1,160 @@
+"""What is to be measured, as plain data that goes from the command line to every rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import final
+
+FIRST_BYTES = 1024
+FACTOR = 4
+DTYPES = ("float32", "float16", "bfloat16", "int8")
+OPS = (
+    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"),
+    *("reduce", "gather", "scatter", "gather_small", "send_recv", "barrier"),
+)
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """max_bytes: the largest size; 0 is 1 GiB on GPUs and 64 MiB on CPUs.
+
+    trials: calls in a row that are timed as one, three times over; fewer where they would take `seconds`.
+    """
+
+    ops: tuple[str, ...] = OPS
+    min_bytes: int = FIRST_BYTES
+    max_bytes: int = 0
+    dtype: str = "float32"
+    trials: int = 20
+    seconds: float = 0.5
+    is_json: bool = False
+
+    def as_text(self) -> str:
+        """One word of a command line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_text(text: str) -> Plan:
+        """The plan that `as_text` told."""
+        fields = json.loads(text)
+        return Plan(**{**fields, "ops": tuple(fields["ops"])})
+
+
+def sizes(first_bytes: int, last_bytes: int) -> list[int]:
+    """From the first to the last, each four times the one before; the last is always among them."""
+    found = []
+    size = first_bytes
+    while size < last_bytes:
+        found.append(size)
+        size *= FACTOR
+    return [*found, last_bytes]
+
+
+def bus_factor(op: str, world_size: int) -> float:
+    """Bus bandwidth over algorithm bandwidth, by nccl-tests' doc/PERFORMANCE.md.
+
+    Algorithm bandwidth is size / time, where size is the whole: what an all_gather fills, what a
+    reduce_scatter or an all_to_all starts from. The factor makes of it what each rank's link carries in one
+    direction, so it compares with the link at any number of ranks. gather_small is an all_gather.
+    """
+    if world_size == 1 or op == "barrier":
+        return 0.0
+    if op == "all_reduce":
+        return 2 * (world_size - 1) / world_size
+    if op in ("broadcast", "reduce", "send_recv"):
+        return 1.0
+    return (world_size - 1) / world_size
+
+
+@final
+@dataclass(frozen=True)
+class Link:
+    """The link between two ranks, without any collective.
+
+    what: in words. bytes_per_second: in one direction. latency_seconds: one way of one byte; 0 is not known.
+    """
+
+    what: str
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        latency = f", {time_text(self.latency_seconds)} one way" if self.latency_seconds else ""
+        return f"{self.what}: {self.bytes_per_second / 1e9:.2f} GB/s{latency}"
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """One collective of one size. by: "xds" (its door) or "torch" (the backend's own).
+
+    size_bytes: of the whole, which the number of ranks divides. seconds: of one call.
+    of_link: what the link alone would take for this rank's bytes, latency once and bytes over its speed, as
+        a share of `seconds`: bus bandwidth over the link's for large sizes, latency over latency for small.
+    """
+
+    op: str
+    by: str
+    size_bytes: int
+    seconds: float
+    trials: int
+    algorithm_bytes_per_second: float
+    bus_bytes_per_second: float
+    of_link: float | None
+
+
+def row(op: str, by: str, size_bytes: int, timing: tuple[float, int], place: Where) -> Row:
+    """With both bandwidths. timing: seconds of one call, and of how many that is the mean."""
+    seconds, trials = timing
+    algorithm = size_bytes / seconds
+    factor = bus_factor(op, place.world_size)
+    of_link = None
+    if place.link is not None and place.world_size > 1:
+        alone = size_bytes * factor / place.link.bytes_per_second + place.link.latency_seconds
+        of_link = alone / seconds
+    return Row(op, by, size_bytes, seconds, trials, algorithm, algorithm * factor, of_link)
+
+
+@final
+@dataclass(frozen=True)
+class Where:
+    """What rows are compared with."""
+
+    world_size: int
+    link: Link | None
+
+
+HEADING = (
+    f"{'collective':<15}{'by':<7}{'size':>9}{'time':>12}{'algbw':>9}{'busbw':>9}{'of link':>9}"
+)
+
+
+def row_text(told: Row) -> str:
+    """A line of the table."""
+    of_link = f"{told.of_link:.2f}" if told.of_link is not None else "-"
+    found = (told.algorithm_bytes_per_second, told.bus_bytes_per_second)
+    speeds = [f"{speed / 1e9:.3f}" if speed else "-" for speed in found]
+    return (
+        f"{told.op:<15}{told.by:<7}{binary(told.size_bytes):>9}{time_text(told.seconds):>12}"
+        f"{speeds[0]:>9}{speeds[1]:>9}{of_link:>9}"
+    )
+
+
+def binary(size_bytes: int) -> str:
+    """ "64 KiB", or "1.5 MiB"."""
+    size, unit = float(size_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):  # noqa: B007 (the one where it stops)
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.4g} {unit}"
+
+
+def time_text(seconds: float) -> str:
+    """ "12.3 us", "4.56 ms", "1.23 s"."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"

@@ -1,0 +1,199 @@
+"""What every rank of `xds bench comm` runs: checks each collective, times it, and rank 0 prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...engine.process import join, pick_device
+from ...ops.collectives import open_collectives
+from ...ops.errors import XdsError
+from .cases import CASES, Case, Place, largest_bytes
+from .link import host_numbers, measure
+from .plan import HEADING, Link, Plan, Row, Where, binary, row, row_text, sizes
+
+_ROUNDS = 3
+_DEFAULT_GPU_BYTES, _DEFAULT_CPU_BYTES = 1 << 30, 64 << 20
+_COPIES = 5  # input, output, what receives, what a backend keeps, the check's own
+_SHARE = 0.8  # of the memory that is free
+
+
+def main(text: str) -> None:
+    """One rank. Rank 0 prints the table, or one line of JSON."""
+    plan = Plan.from_text(text)
+    is_cpu = os.environ.get("XDS_BACKEND") in ("gloo", "mpi")
+    device = torch.device("cpu") if is_cpu else pick_device()
+    group = join(device)
+    place = Place(open_collectives(group, device), group, getattr(torch, plan.dtype))
+    rows = []
+    link = measure(place.door, group)
+    facts = describe(place, plan)
+    is_told = place.rank == 0 and not plan.is_json
+    if is_told:
+        print("\n".join(heading(facts, link)), flush=True)
+    for found in rows_of(place, plan, link):
+        rows.append(found)
+        if is_told:
+            print(row_text(found), flush=True)
+    if place.rank == 0 and plan.is_json:
+        told = {
+            **facts,
+            "link": asdict(link) if link else None,
+            "rows": [asdict(one) for one in rows],
+        }
+        print(json.dumps(told), flush=True)
+
+
+def describe(place: Place, plan: Plan) -> dict[str, Any]:
+    """Where it ran."""
+    import torch.distributed as dist
+
+    numbers = host_numbers(place.door)
+    return {
+        "backend": str(dist.get_backend(place.group)),
+        "world_size": place.world_size,
+        "num_hosts": len(set(numbers)),
+        "host": platform.node(),
+        "device": _device_name(place.door.device),
+        "dtype": plan.dtype,
+        "torch": torch.__version__,
+        "trials": plan.trials,
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    from ..probes.cpu import cpu_info
+
+    return f"{os.cpu_count()} cores of {cpu_info().get('brand_raw') or platform.machine()}"
+
+
+def heading(facts: dict[str, Any], link: Link | None) -> Iterator[str]:
+    """Above the table."""
+    hosts = f"{facts['num_hosts']} host" + "s" * (facts["num_hosts"] > 1)
+    yield f"{facts['world_size']} ranks, {facts['backend']}, {hosts}: {facts['device']}"
+    yield f"link: {link}" if link else "link: nothing to measure"
+    yield f"{facts['dtype']}; GB/s of 10^9 bytes, time of the slowest rank"
+    yield HEADING
+
+
+def rows_of(place: Place, plan: Plan, link: Link | None) -> Iterator[Row]:
+    """Every op, by xds and by the backend itself, at every size."""
+    where = Where(place.world_size, link)
+    max_bytes = _largest(place, plan)
+    whole = place.world_size * place.dtype.itemsize  # of what every rank has at least one value
+    for op in plan.ops:
+        for by, make in CASES[op].items():
+            last = largest_bytes(op, max_bytes)
+            for asked_bytes in sizes(min(plan.min_bytes, last), last):
+                numel = max(asked_bytes // whole, op != "barrier") * place.world_size
+                case = make(place, numel)
+                if not _check(place, case, f"{op} by {by}, {binary(asked_bytes)}"):
+                    break
+                size_bytes = numel * place.dtype.itemsize
+                yield row(op, by, size_bytes, timed(place, case, plan), where)
+                del case
+
+
+def _check(place: Place, case: Case, what: str) -> bool:
+    """Whether the backend has it. Raises XdsError: a rank got a wrong result."""
+    case.fill()
+    error = ""
+    try:
+        case.call()
+        _finish(place)
+        state = 0 if case.is_right() else 1
+    except (RuntimeError, NotImplementedError) as failure:
+        error, state = f"{type(failure).__name__}: {failure}", 2
+    states = _agree(place, float(state))
+    if all(found == 2 for found in states):
+        _note(place, f"{what}: left out, {error.splitlines()[0]}")
+        return False
+    if 2 in states:
+        raise XdsError(f"{what}: failed on rank {states.index(2)}{': ' * bool(error)}{error}")
+    wrong = [str(rank) for rank, found in enumerate(states) if found]
+    if wrong:
+        raise XdsError(
+            f"{what}: a wrong result on rank {', '.join(wrong)} of {place.world_size}; nothing that these"
+            " ranks send can be trusted: look for faulty memory, network adapters or a broken backend"
+        )
+    return True
+
+
+def timed(place: Place, case: Case, plan: Plan) -> tuple[float, int]:
+    """(seconds of one call, calls in a row): the slowest rank's, the median of three rounds."""
+    first = max(_agree(place, _seconds(place, case, 1)))
+    trials = max(1, min(plan.trials, int(plan.seconds / max(first, 1e-9))))
+    rounds = [max(_agree(place, _seconds(place, case, trials))) for _ in range(_ROUNDS)]
+    return statistics.median(rounds), trials
+
+
+def _seconds(place: Place, case: Case, trials: int) -> float:
+    place.door.barrier()
+    _finish(place)
+    start = time.perf_counter()
+    for _ in range(trials):
+        case.call()
+    _finish(place)
+    return (time.perf_counter() - start) / trials
+
+
+def _finish(place: Place) -> None:
+    if place.door.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _agree(place: Place, value: float) -> list[float]:
+    """Every rank's value, on every rank."""
+    own = torch.tensor([value], dtype=torch.float64, device=place.door.device)
+    return [float(found) for found in place.door.gather_small(own).flatten().tolist()]
+
+
+def _largest(place: Place, plan: Plan) -> int:
+    """The largest size: as asked, or less where the ranks' memory is short."""
+    is_gpu = place.door.device.type == "cuda"
+    asked = plan.max_bytes or (_DEFAULT_GPU_BYTES if is_gpu else _DEFAULT_CPU_BYTES)
+    allowed = int(min(_agree(place, float(_free_bytes(place)))) * _SHARE / _COPIES)
+    largest = max(asked, plan.min_bytes)
+    if largest <= allowed:
+        return largest
+    while largest > max(allowed, plan.min_bytes):
+        largest //= 4
+    _note(place, f"sizes end at {binary(largest)}: the ranks' memory has no room for more")
+    return max(largest, plan.min_bytes)
+
+
+def _free_bytes(place: Place) -> int:
+    if place.door.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(place.door.device)[0])
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(place.world_size)))
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:  # not Linux: as much as is asked for
+        return 1 << 62
+    free = re.search(r"(?m)^MemAvailable:\s+(\d+) kB", text)
+    available = int(free[1]) * 1024 if free else 1 << 62
+    from ..probes.machine import container_limit_bytes
+
+    return min(available, container_limit_bytes() or available) // ranks_here
+
+
+def _note(place: Place, text: str) -> None:
+    if place.rank == 0:
+        print(f"xds bench comm: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
