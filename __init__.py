@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .engine.config import Config as Config
     from .engine.engine import Engine as Engine
     from .engine.initialize import initialize as initialize
+    from .engine.preemption_desk import Preempted as Preempted
     from .ops.errors import ConfigError as ConfigError
     from .ops.errors import UsageError as UsageError
     from .ops.errors import XdsError as XdsError
@@ -25,6 +26,7 @@ _HOMES = {
     "initialize": ".engine.initialize",
     "Engine": ".engine.engine",
     "Config": ".engine.config",
+    "Preempted": ".engine.preemption_desk",
     "newest_checkpoint": ".engine.checkpoint.folders",
     "get_fp32_state_dict": ".engine.checkpoint.reader",
     "XdsError": ".ops.errors",
@@ -38,6 +40,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Engine",
+    "Preempted",
     "UsageError",
     "XdsError",
     "get_fp32_state_dict",

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, final
 from pydantic import Field
 
 from ..ops.config_keys import Entry, Group, NoEffect, Refused
-from ..ops.config_rules import FLAG, OBJECT, one_of, whole
+from ..ops.config_rules import FLAG, OBJECT, TEXT, number, one_of, whole
 from ..ops.config_section import Section
 
 
@@ -48,4 +48,14 @@ class Checkpoint(Section):
     keep_last: Annotated[int, whole(0)] = Field(
         0,
         description="checkpoints that stay of those whose tags differ in their numbers alone; 0 keeps all",
+    )
+    preemption_save_dir: Annotated[str, TEXT] = Field(
+        "",
+        description="after SIGTERM or SIGUSR1 to any rank, all ranks save there at the same step and leave "
+        'with exit code 143; "": such a signal ends the process as usual',
+    )
+    preemption_seconds: Annotated[float, number(above=0)] = Field(
+        30.0,
+        description="a rank that has not saved so long after the signal leaves without; the launcher waits "
+        "as long",
     )

@@ -135,6 +135,7 @@ class Engine(States):
             XdsError: the gradients are not finite and the precision does not skip such steps; the
                 parameters are untouched and the engine can go on. Or, after the step is taken: a checkpoint
                 that was written in the background is not there.
+            Preempted: after the step, where checkpoint.preemption_save_dir is set and a rank was asked to stop.
         """
         self._check_trains()
         if not self._sharded.has_seen_backward:
@@ -158,6 +159,8 @@ class Engine(States):
             self._sharded.collectives.end_step()
             self._report.step(self)
         self._parts.saver.check()
+        if is_boundary:
+            self._parts.preemption.boundary()
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Let the next step() clip to `max_norm`, not to gradient_clipping; inf only measures. A collective.
@@ -419,6 +422,7 @@ class Engine(States):
         Raises XdsError, when all is done: the last checkpoint could not be written in the background.
         """
         if not self._is_destroyed:
+            self._parts.preemption.end()
             self.reload_states()
             self._is_destroyed = True
             self._guards.remove()

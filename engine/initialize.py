@@ -43,6 +43,7 @@ from .optimizers import (
 )
 from .parts import Parts, Scheduler
 from .precision import build_loss_scale
+from .preemption import NotAsked, Preemption, SavesFirst
 from .process import join, local_rank, pick_device, timeout_seconds
 from .report import StepReport
 from .schedules import build_scheduler
@@ -123,7 +124,8 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     if policy.shards_params:
         keep_freed_blocks()  # training takes and frees the same blocks in every step
     skips = bool(config.bf16.enabled and config.bf16.check_grad_overflow)
-    return Engine(
+    preemption = _preemption(config, collectives, trains)
+    engine = Engine(
         Parts(
             config=config,
             module=model,
@@ -142,8 +144,11 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
             undo=undo,
             compiler=compiler,
             saver=_saver(config, collectives),
+            preemption=preemption,
         )
     )
+    preemption.begin(engine)
+    return engine
 
 
 def _shard(
@@ -312,3 +317,8 @@ def _saver(config: Config, collectives: Collectives) -> Saver:
     if section.async_save:
         return Background(section.keep_last, timeout_seconds(), collectives)
     return Direct(section.keep_last)
+
+
+def _preemption(config: Config, collectives: Collectives, trains: bool) -> Preemption:
+    section = config.checkpoint
+    return SavesFirst(section, collectives) if section.preemption_save_dir and trains else NotAsked()

@@ -17,6 +17,7 @@ from .compiling import Compiler
 from .config import Config
 from .monitor import Monitor
 from .precision import LossScale
+from .preemption import Preemption
 from .report import StepReport
 
 
@@ -47,3 +48,4 @@ class Parts:
     undo: Callable[[], None]
     compiler: Compiler
     saver: Saver
+    preemption: Preemption

@@ -10,7 +10,7 @@ import xds
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = [
-    *("Config", "ConfigError", "Engine", "UsageError", "XdsError"),
+    *("Config", "ConfigError", "Engine", "Preempted", "UsageError", "XdsError"),
     *("get_fp32_state_dict", "initialize", "newest_checkpoint"),
 ]
 CONFIGS = sorted(path.relative_to(ROOT) for path in ROOT.glob("[a-z]*/config*.py"))

@@ -1,0 +1,330 @@
+"""Asked to leave, all ranks save at the same step: how they agree on it, in a thread and the group's store.
+
+`count` is how many step boundaries a rank's main thread has passed. A rank that has had the signal, or sees in
+the store that another one had it, freezes: its thread posts count + 1, the next boundary it will come to, for a
+main thread that is blocked in a collective as well. There the main thread waits for everybody's post.
+
+    rank 0   ---- 7 ----[SIGTERM: posts 8]---- 8 waits: 8, 9 -> 9 ------ 9 saves, leaves
+    rank 1   ---- 7 ------- 8 ----[sees it: posts 9]-------------------- 9 saves, leaves
+
+The largest post is a boundary that every rank comes to and none has passed. Until it is reached every rank goes
+on with its steps, so each collective is joined by all: nobody waits for a rank that waits for something else
+than a thread. What can still go wrong ends at the deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+from ..ops.collectives import Collectives
+from ..ops.errors import UsageError, XdsError
+from .preemption_signals import Signals
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+log = logging.getLogger("xds")
+EXIT_CODE = 128 + signal.SIGTERM
+POLL_SECONDS = 0.25  # how soon a rank sees that another one was asked; more from 256 ranks on
+RANKS_A_SECOND = 1000  # that the store is asked by
+BUSY_POLL_SECONDS = 0.01
+REPEATED_SECONDS = (
+    2.0  # within these the same signal again is the same request: from a launcher, and to a group
+)
+MARGIN_SECONDS = 2.0  # that whoever kills waits longer than the deadline
+LEFT = "left"
+
+
+class Preempted(SystemExit):
+    """Training was asked to stop (SIGTERM, SIGUSR1), and all states are saved. Ends a script with code 143.
+
+    `path` is the checkpoint's folder.
+    """
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
+        self.code = EXIT_CODE
+        self.path = path
+
+
+@final
+@dataclass(eq=False)
+class Seat:
+    """An engine whose states are to be saved. count: boundaries of its steps that were passed."""
+
+    engine: weakref.ref[Engine]
+    save_dir: str
+    seconds: float
+    collectives: Collectives
+    board: Any  # None: it is alone, or the store has gone
+    count: int = 0
+
+    def key(self, what: object) -> str:
+        return f"xds/preemption/{self.collectives.instance}/{what}"
+
+
+@final
+class Desk:
+    """Listens for one process. The first engine that lives leads: at its boundaries all are saved."""
+
+    def __init__(self) -> None:
+        self._seats: list[Seat] = []
+        self._condition = threading.Condition()
+        self._signals = Signals()
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self._grace_file = os.environ.get("XDS_GRACE_FILE", "")
+        # the request
+        self._reason = ""
+        self._heard: dict[int, float] = {}  # signal: when it first came to this process
+        self._deadline_seconds = 0.0
+        self._posted: Seat | None = None  # for whose boundaries
+        self._post = 0  # this rank's
+        self._is_told = False  # in the store
+        self._target = 0  # the boundary to save at; 0 until it is known
+        self._is_off = False  # nobody can save any more
+        self._saved = ""
+
+    # -- called by the main thread --------------------------------------------------------------------------
+
+    def join(self, seat: Seat) -> None:
+        """From now on `seat` is saved, too."""
+        with self._condition:
+            self._seats = [each for each in self._seats if each.engine() is not None]
+            self._check(seat)
+            self._seats.append(seat)
+        if len(self._seats) == 1 and not self._signals.install():
+            log.warning(
+                "checkpoint.preemption_save_dir: xds.initialize does not run in the main thread, so this "
+                "process hears no signals; it saves when another rank does"
+            )
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="xds-preemption", daemon=True)
+            self._thread.start()
+        self._ask_for_grace(max(each.seconds for each in self._seats) + MARGIN_SECONDS)
+
+    def _check(self, seat: Seat) -> None:
+        for other in self._seats:
+            if os.path.realpath(other.save_dir) == os.path.realpath(seat.save_dir):
+                raise UsageError(
+                    f'checkpoint.preemption_save_dir = "{seat.save_dir}": another engine of this process '
+                    "saves there; give each its own folder, or destroy() the other one first"
+                )
+
+    def leave(self, seat: Seat) -> bool:
+        """`seat` takes no more steps. True: it was the last, and nothing is to be waited for."""
+        with self._condition:
+            if seat not in self._seats:
+                return not self._seats
+            is_first = seat is self._leader()
+            self._seats.remove(seat)
+            if is_first and self._posted is not seat:
+                self._set(seat, seat.collectives.rank, LEFT)
+            if self._seats:
+                return False
+            self._signals.restore()
+            if self._reason and not self._saved:
+                return False  # the thread stays until the deadline
+            self._is_closing = True
+        self._signals.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._signals.close()
+        self._ask_for_grace(0)
+        return True
+
+    def boundary(self, seat: Seat) -> None:
+        """A step of `seat`'s engine is over. Raises Preempted, after saving, at the step that was agreed on."""
+        with self._condition:
+            seat.count += 1
+            if not self._reason or seat is not self._leader():
+                return
+            while not (self._target and self._posted is seat) and not self._is_off:
+                self._condition.wait(1.0)
+            if self._is_off or seat.count < self._target:
+                return
+        self._leave_saved(seat)
+
+    def _leave_saved(self, leader: Seat) -> NoReturn:
+        if not self._saved:
+            begun_seconds = time.monotonic()
+            self._save()
+            first = leader.engine()
+            assert first is not None  # it called
+            self._saved = os.path.join(leader.save_dir, f"global_step{first.global_steps}")
+            if leader.collectives.rank == 0:
+                seconds = time.monotonic() - begun_seconds
+                _tell(f"{self._reason}: saved {self._saved} in {seconds:.1f} s; leaving")
+        raise Preempted(f"{self._reason}: all states are saved in {self._saved}", self._saved)
+
+    def _save(self) -> None:
+        """Every engine, as far as it goes; then raises what went wrong with one, the same on all ranks."""
+        failures: list[XdsError] = []
+        for seat in self._seats:
+            engine = seat.engine()
+            if engine is None:
+                continue
+            try:
+                engine.wait_for_checkpoint()
+            except XdsError as error:  # an older one: this one is another matter
+                _tell(str(error))
+            try:
+                engine.save_checkpoint(seat.save_dir)
+                engine.wait_for_checkpoint()
+            except XdsError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    # -- called by the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                for signum in self._signals.read(self._pause_seconds()):
+                    if signum:
+                        self._on_signal(signum)
+                if not self._reason:
+                    self._look()
+                if self._reason and not self._saved:
+                    self._settle()
+                    if time.monotonic() > self._deadline_seconds:
+                        self._give_up("not saved within checkpoint.preemption_seconds")
+        except Exception:  # nobody would answer a main thread that waits
+            log.exception("the thread that waits for signals has failed")
+            with self._condition:
+                self._is_off = True
+                self._condition.notify_all()
+
+    def _pause_seconds(self) -> float:
+        if self._reason and not (self._target or self._is_off):
+            return BUSY_POLL_SECONDS
+        leader = self._leader()
+        num_ranks = leader.collectives.world_size if leader is not None else 1
+        return max(POLL_SECONDS, num_ranks / RANKS_A_SECOND)
+
+    def _on_signal(self, signum: int) -> None:
+        now = time.monotonic()
+        since_seconds = self._heard.setdefault(signum, now)
+        if now - since_seconds > REPEATED_SECONDS and not self._saved:
+            self._give_up("asked again before it was saved")
+        if not self._reason:
+            leader = self._leader()
+            rank = leader.collectives.rank if leader is not None else 0
+            self._notice(f"{signal.Signals(signum).name} on rank {rank}")
+
+    def _look(self) -> None:
+        """Has another rank been asked?"""
+        leader = self._leader()
+        if leader is not None and self._has(leader, ["notice"]):
+            self._notice(self._get(leader, "notice") or "a signal on another rank")
+
+    def _notice(self, reason: str) -> None:
+        """From here on the main thread waits at its next boundary."""
+        with self._condition:
+            longest = max((seat.seconds for seat in self._seats), default=0.0)
+            self._deadline_seconds = time.monotonic() + longest
+            self._reason = reason
+            self._freeze()
+
+    def _freeze(self) -> None:
+        """Settle what this rank posts, for the engine that leads now."""
+        leader = self._leader()
+        if leader is not None and self._posted is not leader:
+            self._posted, self._post, self._is_told = leader, leader.count + 1, False
+            self._target, self._is_off = 0, False
+
+    def _settle(self) -> None:
+        """Post this rank's next boundary; when all have, the largest is the target."""
+        with self._condition:
+            self._freeze()
+            leader, post, is_told = self._posted, self._post, self._is_told
+            self._is_told = True
+        if leader is None or self._is_off or self._target:
+            return
+        if not is_told:
+            self._set(leader, "notice", self._reason)
+            self._set(leader, leader.collectives.rank, str(post))
+        target = self._agreed(leader, post)
+        with self._condition:
+            if target is not None and self._posted is leader:
+                self._target, self._is_off = target, not target
+            self._condition.notify_all()
+
+    def _agreed(self, leader: Seat, post: int) -> int | None:
+        """The largest post; None: not all are there; 0: there will be none."""
+        world_size = leader.collectives.world_size
+        if world_size == 1:
+            return post
+        if leader.board is None:
+            return self._go_on("the store of the ranks does not answer")
+        if not self._has(leader, list(range(world_size))):
+            return None
+        posts = [self._get(leader, rank) for rank in range(world_size)]
+        gone = [rank for rank, each in enumerate(posts) if not each.isdecimal()]
+        if gone:
+            return self._go_on(f"rank {gone[0]} takes no more steps")
+        return max(map(int, posts))
+
+    def _go_on(self, why: str) -> int:
+        _tell(f"{self._reason}: {why}, so nothing can be saved; going on until the deadline")
+        return 0
+
+    def _give_up(self, why: str) -> NoReturn:
+        """The main thread may be blocked for good: only this ends the process."""
+        os.write(2, f"xds: {self._reason}: {why}; leaving with code {EXIT_CODE}\n".encode())
+        os._exit(EXIT_CODE)
+
+    # -- both -----------------------------------------------------------------------------------------------
+
+    def _leader(self) -> Seat | None:
+        return next((seat for seat in self._seats if seat.engine() is not None), None)
+
+    def _set(self, seat: Seat, what: object, value: str) -> None:
+        if seat.board is not None:
+            try:
+                seat.board.set(seat.key(what), value)
+            except RuntimeError:
+                seat.board = None
+
+    def _has(self, seat: Seat, what: list[Any]) -> bool:
+        if seat.board is not None:
+            try:
+                return bool(seat.board.check([seat.key(each) for each in what]))
+            except RuntimeError:
+                seat.board = None
+        return False
+
+    def _get(self, seat: Seat, what: object) -> str:
+        try:
+            return str(seat.board.get(seat.key(what)).decode()) if seat.board is not None else ""
+        except RuntimeError:
+            seat.board = None
+            return ""
+
+    def _ask_for_grace(self, seconds: float) -> None:
+        """Tell the launcher how long it should wait before it kills; 0 takes it back."""
+        if not self._grace_file:
+            return
+        part = f"{self._grace_file}.{os.getpid()}"
+        try:
+            if seconds:
+                with open(part, "w") as file:
+                    file.write(f"{seconds:g}")
+                os.replace(part, self._grace_file)
+            else:
+                os.unlink(self._grace_file)
+        except OSError as error:
+            log.debug("XDS_GRACE_FILE: %s", error)
+
+
+def _tell(text: str) -> None:
+    print(f"xds: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,306 @@
+"""A signal to one rank: all ranks save at the same step and leave; what happens where they cannot."""
+
+import os
+import random
+import signal
+import threading
+import time
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from helpers import run_ranks
+from preempted_runs import Ranks, Run, config_of, final, preempt_and_resume
+
+import xds
+from xds.engine.preemption_desk import Desk, Seat
+
+KINDS = {
+    "two ranks": (Run("", 2, stage=1), signal.SIGTERM),
+    "three ranks, accumulation": (Run("", 3, stage=2, accumulation=2), signal.SIGTERM),
+    "stage 3, in the background": (Run("", 2, stage=3, async_save=True), signal.SIGUSR1),
+    "two engines": (Run("", 2, stage=0, engines=2), signal.SIGTERM),
+}
+
+
+# -- real ranks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ranks_save_at_one_step_and_go_on_with_the_same_bits(kind, tmp_path):
+    kind, signum = KINDS[kind]
+    runs = [replace(kind, folder=str(tmp_path / name)) for name in ("undisturbed", "asked")]
+    for run in runs:
+        os.mkdir(run.folder)
+    ranks = Ranks(runs[0])
+    assert ranks.codes() == [0] * kind.world_size, ranks.said()
+    asked = replace(runs[1], step_seconds=0.01)
+    assert preempt_and_resume(asked, final(runs[0]), signum, seed=kind.world_size) == []
+
+
+def test_signals_of_a_launcher_and_of_a_group_that_come_together_are_one_request(tmp_path):
+    run = Run(str(tmp_path), 2, steps=1000, step_seconds=0.01)
+    ranks = Ranks(run)
+    ranks.await_step(3)
+    for rank in (0, 1, 1, 0):
+        ranks.send(rank, signal.SIGTERM)
+    assert ranks.codes() == [143, 143], ranks.said()
+    assert len(run.tags()) == 1
+    said = ranks.said()
+    assert said.count("saved") == 1 and "SIGTERM on rank" in said
+
+
+def test_ranks_that_cannot_reach_a_boundary_leave_at_the_deadline(tmp_path):
+    run = Run(str(tmp_path), 2, seconds=1.0, stuck_rank=1)
+    ranks = Ranks(run)
+    ranks.await_step(3)  # rank 0 is in a collective that rank 1 never joins
+    ranks.send(0, signal.SIGTERM)
+    assert ranks.codes() == [143, 143], ranks.said()
+    assert run.tags() == []
+    assert "not saved within checkpoint.preemption_seconds" in ranks.said()
+
+
+def test_a_rank_blocked_in_a_collective_gives_up_when_it_is_asked_again(tmp_path):
+    run = Run(str(tmp_path), 2, seconds=50.0, stuck_rank=1)
+    ranks = Ranks(run)
+    ranks.await_step(3)
+    ranks.send(0, signal.SIGTERM)
+    time.sleep(2.5)
+    ranks.send(0, signal.SIGTERM)
+    ranks.processes[0].join(20)
+    assert ranks.processes[0].exitcode == 143
+    assert "asked again before it was saved" in ranks.said()
+    ranks.processes[1].kill()
+    ranks.codes()
+
+
+def test_a_request_after_the_last_step_lets_the_script_end(tmp_path):
+    run = Run(str(tmp_path), 2, steps=3, unequal=2)
+    ranks = Ranks(run)
+    ranks.await_step(3, rank=1)
+    time.sleep(0.5)
+    ranks.send(1, signal.SIGTERM)
+    assert ranks.codes() == [0, 0], ranks.said()
+    assert run.tags() == []
+
+
+def test_a_script_that_stays_after_its_last_step_is_ended_at_the_deadline(tmp_path):
+    run = Run(str(tmp_path), 2, steps=2, at_end="stay", seconds=1.0)
+    ranks = Ranks(run)
+    ranks.await_step(2)
+    time.sleep(0.3)
+    ranks.send(0, signal.SIGTERM)
+    assert ranks.codes() == [143, 143], ranks.said()
+
+
+def test_handlers_and_wakeup_pipes_of_the_script_are_kept(tmp_path):
+    run = Run(str(tmp_path), 2, steps=1000, step_seconds=0.01, script_signals=True)
+    ranks = Ranks(run)
+    ranks.await_step(3)
+    ranks.send(1, signal.SIGTERM)
+    assert ranks.codes() == [143, 143], ranks.said()
+    assert len(run.tags()) == 1
+    assert ranks.said().count("the script's own handler") == 1
+
+
+# -- one process ----------------------------------------------------------------------------------------
+
+
+def _engine(folder, number=0):
+    import torch
+
+    return xds.initialize(torch.nn.Linear(8, 8), config_of(Run(folder), number))
+
+
+def _handlers_come_and_go(folder):
+    os.environ["XDS_GRACE_FILE"] = f"{folder}/grace"
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+    engine, other = _engine(folder), _engine(folder, 1)
+    during = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+    asked = open(f"{folder}/grace").read()
+    engine.destroy()
+    between = signal.getsignal(signal.SIGTERM)
+    other.destroy()
+    after = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+    assert before == after and before[0] != during[0] and between == during[0]
+    assert signal.set_wakeup_fd(-1) == -1
+    assert not os.path.exists(f"{folder}/grace")
+    assert not [each for each in threading.enumerate() if each.name == "xds-preemption"]
+    return float(asked)
+
+
+def test_handlers_thread_and_grace_file_go_with_the_last_engine(tmp_path):
+    (asked,) = run_ranks(_handlers_come_and_go, 1, str(tmp_path))
+    assert asked == 32.0  # preemption_seconds, and a margin
+
+
+def _ignored_stays_ignored(folder):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    engine = _engine(folder)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    engine.destroy()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path):
+    run_ranks(_ignored_stays_ignored, 1, str(tmp_path))
+
+
+def _child_is_ended(folder):
+    engine = _engine(folder)
+    child = os.fork()
+    if not child:
+        time.sleep(30)
+        os._exit(0)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    time.sleep(0.6)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+    assert not engine._parts.preemption._desk._reason
+    engine.destroy()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_that_is_told_to_stop_stops_alone(tmp_path):
+    run_ranks(_child_is_ended, 1, str(tmp_path))
+
+
+def _same_folder(folder):
+    engine = _engine(folder)
+    with pytest.raises(xds.UsageError, match="another engine of this process saves there"):
+        _engine(folder)
+    engine.destroy()
+    _engine(folder).destroy()
+
+
+def test_two_engines_cannot_save_into_one_folder(tmp_path):
+    run_ranks(_same_folder, 1, str(tmp_path))
+
+
+def _preempted(folder):
+    import torch
+
+    engine = _engine(folder)
+    os.kill(os.getpid(), signal.SIGTERM)
+    caught = None
+    try:
+        while True:
+            engine.backward(engine(torch.ones(2, 8)).sum())
+            engine.step()
+    except SystemExit as error:
+        caught = error
+    engine.destroy()
+    assert isinstance(caught, xds.Preempted) and caught.code == 143
+    assert os.path.isdir(caught.path) and "SIGTERM on rank 0" in str(caught)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_script_may_catch_it_and_close_its_things(tmp_path):
+    run_ranks(_preempted, 1, str(tmp_path))
+
+
+# -- how ranks agree: many ranks as threads, with steps that only let a rank run a little ahead -------------
+
+
+class _Collectives:
+    instance = 0
+
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size = rank, world_size
+
+
+class _Engine:
+    """Steps that meet: nobody is more than one step ahead of the slowest."""
+
+    def __init__(self, trial, rank):
+        self.trial, self.rank, self.global_steps = trial, rank, 0
+        self.saved_at = None
+
+    def step(self):
+        with self.trial.moved:
+            self.global_steps += 1
+            self.trial.at[self.rank] = self.global_steps
+            self.trial.moved.notify_all()
+            while self.global_steps > min(self.trial.at) + 1:
+                assert self.trial.moved.wait(20), f"blocked at {self.trial.at}"
+
+    def save_checkpoint(self, folder):
+        self.saved_at = self.global_steps
+        self.trial.meeting.wait(20)
+
+    def wait_for_checkpoint(self):
+        pass
+
+
+class _Trial:
+    def __init__(self, world_size, steps, seed):
+        self.world_size, self.steps, self.random = world_size, steps, random.Random(seed)
+        self.at, self.moved = [0] * world_size, threading.Condition()
+        self.meeting = threading.Barrier(world_size)
+        self.store = dist.HashStore()
+        self.engines = [_Engine(self, rank) for rank in range(world_size)]
+        self.desks = [Desk() for _ in range(world_size)]
+        self.problems = []
+
+    def rank_main(self, rank, pauses):
+        engine, desk = self.engines[rank], self.desks[rank]
+        seat = Seat(
+            weakref.ref(engine),
+            f"folder{rank}",
+            30.0,
+            _Collectives(rank, self.world_size),
+            self.store,
+        )
+        try:
+            desk.join(seat)
+            for pause in pauses:
+                time.sleep(pause)
+                engine.step()
+                desk.boundary(seat)
+        except xds.Preempted:
+            pass
+        except BaseException as error:
+            self.problems.append(repr(error))
+        desk.leave(seat)
+
+    def run(self, asked):
+        """`asked`: how many ranks get the signal."""
+        threads = []
+        for rank in range(self.world_size):
+            pauses = [self.random.random() * 0.004 for _ in range(self.steps)]
+            threads.append(threading.Thread(target=self.rank_main, args=(rank, pauses)))
+        for thread in threads:
+            thread.start()
+        for rank in self.random.sample(range(self.world_size), asked):
+            time.sleep(self.random.random() * 0.05)
+            try:
+                os.write(self.desks[rank]._signals._write_fd, bytes([signal.SIGTERM]))
+            except OSError:
+                pass  # it is done
+        for thread in threads:
+            thread.join(40)
+        if any(thread.is_alive() for thread in threads):
+            self.problems.append(f"blocked at {self.at}")
+        for desk in self.desks:  # one that was asked too late would wait for its deadline
+            desk._is_closing = True
+            desk._thread.join(20)
+        return [engine.saved_at for engine in self.engines]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_ranks_always_agree_on_a_step_or_all_come_to_the_end(monkeypatch, capsys):
+    monkeypatch.setattr("xds.engine.preemption_desk.POLL_SECONDS", 0.005)
+    monkeypatch.setattr(
+        "xds.engine.preemption_desk.Desk._give_up", lambda self, why: pytest.fail(why)
+    )
+    agreed = 0
+    for seed in range(60):
+        trial = _Trial(world_size=2 + seed % 4, steps=24, seed=seed)
+        saved = trial.run(asked=1 + seed % 2)
+        assert trial.problems == [], seed
+        assert len(set(saved)) == 1, (seed, saved)
+        if saved[0] is None:
+            assert trial.at == [24] * trial.world_size
+        agreed += saved[0] is not None
+    assert agreed > 20
