@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ _STAY = "echo ready\nread -r || :\n"
 _SSHD_CONFIG = """\
 Port 22
 HostKey {own}/host_key
-AuthorizedKeysFile {folder}/key.pub
+AuthorizedKeysFile {own}/authorized_keys
 PidFile none
 UsePAM no
 StrictModes no
@@ -296,6 +296,31 @@ class Hosts:
         """Undo `cut`."""
         self._switch(f"link set {self._port(place)} up")
 
+    @contextlib.contextmanager
+    def locked(self, name: str) -> Iterator[None]:
+        """Let nobody new in to that host."""
+        keys = self.folder / name / "authorized_keys"
+        former = keys.read_text()
+        keys.write_text("")
+        try:
+            yield
+        finally:
+            keys.write_text(former)
+
+    @contextlib.contextmanager
+    def hidden(self, name: str, path: str | Path) -> Iterator[None]:
+        """Let a folder be empty on that host alone."""
+        self._must(name, "mount", "-t", "tmpfs", "none", str(path))
+        try:
+            yield
+        finally:
+            self._must(name, "umount", "-l", str(path))
+
+    def _must(self, name: str, *words: str) -> None:
+        done = self.run(words, place=name)
+        if done.returncode:
+            raise RuntimeError(f"{words} on {name}: {done.stderr.strip()}")
+
     def delay(self, place: str, milliseconds: float) -> str:
         """Delay what is sent to `place`; why that cannot be here, "" when it is done."""
         first = str(self._first["switch"].pid)
@@ -317,6 +342,8 @@ class Hosts:
                 (folder / place / name).mkdir(parents=True)
         places = [*self._places, NOWHERE]
         lines = [f"{self.address(place)} {place}\n" for place in places]
+        # by that form a server of both families asks who called
+        lines += [f"::ffff:{self.address(place)} {place}.cluster\n" for place in places]
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
         user = pwd.getpwuid(os.geteuid()).pw_name
         (folder / "shadow").write_text(f"{user}:*:19000:0:99999:7:::\nsshd:*:19000::::::\n")
@@ -326,6 +353,7 @@ class Hosts:
         for name in self.names:
             own = folder / name
             known.append(f"{name},{self.address(name)} {_make_key(own / 'host_key')}")
+            shutil.copy(folder / "key.pub", own / "authorized_keys")
             (own / "sshd_config").write_text(_SSHD_CONFIG.format(own=own, folder=folder))
         (folder / "known_hosts").write_text("\n".join(known) + "\n")
 
