@@ -21,7 +21,11 @@ from .supervise import Outcome, supervise
 _DRAIN_SECONDS = 1.0
 
 
-def run(job: Job, rendezvous: Rendezvous = Rendezvous(), restarts: Restarts = Restarts()) -> int:
+_ONE_MACHINE = Rendezvous()
+_NO_RESTARTS = Restarts()
+
+
+def run(job: Job, rendezvous: Rendezvous = _ONE_MACHINE, restarts: Restarts = _NO_RESTARTS) -> int:
     """Run `job` to its end; the exit code of the first rank that failed, 0 when none did.
 
     A rank killed by a signal gives 128 + its number; so does a signal to the launcher itself.

@@ -1,10 +1,19 @@
 """Which of several failures is the first one, and how it is told."""
 
+import json
 import signal
+from dataclasses import replace
 
 import pytest
 
-from xds.launcher.failure import Failure, Kind, first_failure, report
+from xds.launcher.failure import (
+    Failure,
+    Kind,
+    first_failure,
+    last_lines,
+    report,
+    was_preempted,
+)
 
 CLOSED = (
     "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:63176"
@@ -56,28 +65,38 @@ def test_a_rank_killed_by_the_launcher_is_not_a_cause():
     assert first_failure([hung, raised(1, "ValueError: x", 5.0)]).rank == 1
 
 
-def test_the_report_of_a_traceback(tmp_path):
-    log = tmp_path / "rank2.log"
-    log.write_text("printed\n")
+def test_the_report_of_a_traceback():
     text = "Traceback (most recent call last):\n  ...\nValueError: x\n"
-    failures = [raised(2, text, 1.0), raised(0, CLOSED, 1.1), raised(3, "ValueError: y", 1.2)]
-    told = report(failures, [], {2: log}).splitlines()
-    assert told[0].startswith("xds: rank 2 failed on ") and "exit code 1 (pid 102)" in told[0]
+    first = replace(raised(2, text, 1.0), host="h1", log="/logs/rank2.log")
+    failures = [first, raised(0, CLOSED, 1.1), raised(3, "ValueError: y", 1.2)]
+    told = report(failures, []).splitlines()
+    assert told[0] == "xds: rank 2 failed on h1: exit code 1 (pid 102)"
     assert told[1:4] == text.splitlines()
     assert told[4:] == [
         "xds: rank 3 failed as well",
-        f"xds: everything rank 2 printed: {log}",
+        "xds: everything rank 2 printed: /logs/rank2.log",
     ]
 
 
 def test_the_report_of_a_silent_death_shows_the_last_lines(tmp_path):
     log = tmp_path / "rank1.log"
     log.write_text("".join(f"line {i}\n" for i in range(50)) + "1%\r50%\r99%")
-    told = report([died(1, signal.SIGKILL, 1.0)], [], {1: log})
+    told = report([replace(died(1, signal.SIGKILL, 1.0), tail=last_lines(log))], [])
     assert "killed by SIGKILL, exit code 137" in told and "out of memory" in told
     assert "  | line 49\n  | 99%\n" in told and "line 30" not in told
 
 
 def test_the_report_of_an_early_leaver():
-    told = report([raised(0, CLOSED, 1.0)], [1, 2], {})
+    told = report([raised(0, CLOSED, 1.0)], [1, 2])
     assert "xds: ranks 1, 2 had finished; every rank must join each collective" in told
+
+
+def test_ranks_that_saved_and_left_are_no_failure_and_one_that_was_killed_is():
+    left = [Failure(rank, 100, 143, 1.0) for rank in (0, 1)]
+    assert was_preempted(left) and not was_preempted([*left, died(2, signal.SIGTERM, 1.0)])
+    assert not was_preempted([])
+
+
+def test_a_failure_survives_the_way_to_the_head():
+    failure = replace(raised(2, "ValueError: x", 1.0), tail=("a", "b"), host="h1")
+    assert Failure.from_dict(json.loads(json.dumps(vars(failure)))) == failure

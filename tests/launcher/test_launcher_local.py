@@ -47,6 +47,7 @@ def start(tmp_path):
         (tmp_path / "train.py").write_text("\n".join(lines))
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         environment |= {MARK: mark, "TMPDIR": str(temporary), "PYTHONSAFEPATH": ""}
+        environment["XDS_CACHE_DIR"] = str(tmp_path / "cache")
         process = subprocess.Popen(
             [sys.executable, "-m", "xds.launcher.cli", *(options or ("train.py",)), *args],
             cwd=tmp_path,
@@ -166,6 +167,7 @@ def test_the_exit_code_is_the_scripts(start, tmp_path):
     assert code == 3
     assert "rank 1 failed" in err and "exit code 3" in err and "| last words 1" in err
     assert {file.name for file in (tmp_path / "logs").iterdir()} == {
+        "rank0.log",
         "rank1.log",
         "rank1.error.json",
     }
