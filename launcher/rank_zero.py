@@ -21,6 +21,7 @@ import struct
 import tempfile
 import termios
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -31,6 +32,8 @@ Write = Callable[[int, bytes], None]
 _VARIABLES = {1: "XDS_RANK_OUT", 2: "XDS_RANK_ERR"}
 _CHUNK_BYTES = 65_536
 _LEAVE_SECONDS = 0.5
+_TICK_SECONDS = 0.05
+_SLOW_READER_SECONDS = 30.0
 
 
 def write_whole(descriptor: int, data: bytes) -> None:
@@ -87,14 +90,16 @@ class RankZero:
         if self._own_folder:
             shutil.rmtree(self._own_folder, ignore_errors=True)
 
-    def drain(self, timeout_seconds: float) -> bool:
+    def drain(self, timeout_seconds: float, is_hurried: Callable[[], bool] | None = None) -> bool:
         """Once rank 0 has ended: wait until all it wrote is shown and kept.
 
-        False where something that it had started keeps a stream open beyond `timeout_seconds`.
+        A reader that takes its time (`| less`, a stopped terminal) is waited for, as rank 0 itself would have
+        done: until `is_hurried` says that there was a signal; without it, 30 s. False where something that rank 0
+        had started keeps a stream open for `timeout_seconds`, or the reader had not taken everything.
         """
         for stream in self._streams:
             stream.let_go()
-        ended = [stream.wait_for_end(timeout_seconds) for stream in self._streams]
+        ended = [stream.wait_for_end(timeout_seconds, is_hurried) for stream in self._streams]
         for stream in self._streams:
             stream.hold_again()
         return all(ended)
@@ -181,7 +186,8 @@ class _Stream(threading.Thread):
         self._reader = self._held = -1
         self._lock = threading.Lock()  # of the two descriptors
         self._seen_end, self._resume = threading.Event(), threading.Event()
-        self._is_leaving = self._is_broken = False
+        self._is_leaving = self._is_broken = self._is_writing = False
+        self._wrote = 0.0  # when the reader last took something
 
     def open_terminal(self) -> None:
         """A pseudo-terminal like the one we write to; bytes pass it unchanged."""
@@ -234,6 +240,7 @@ class _Stream(threading.Thread):
 
     def _pass_on(self, data: bytes) -> None:
         self._log.write(data)
+        self._is_writing = True
         try:
             self._write(self._descriptor, data)
         except OSError:
@@ -244,6 +251,7 @@ class _Stream(threading.Thread):
                 with contextlib.suppress(OSError):
                     os.unlink(self.path)
                     os.symlink(self._log.path.absolute(), self.path)
+        self._is_writing, self._wrote = False, time.monotonic()
 
     def _close(self) -> None:
         with self._lock:
@@ -262,9 +270,19 @@ class _Stream(threading.Thread):
                 os.close(self._held)
                 self._held = -1
 
-    def wait_for_end(self, timeout_seconds: float) -> bool:
-        """Whether the end was seen in time."""
-        return self._seen_end.wait(timeout_seconds)
+    def wait_for_end(
+        self, timeout_seconds: float, is_hurried: Callable[[], bool] | None = None
+    ) -> bool:
+        """Whether the end was seen before the stream was silent for so long, or the reader given up."""
+        begun = time.monotonic()
+        while not self._seen_end.wait(_TICK_SECONDS):
+            now = time.monotonic()
+            if not self._is_writing and now - max(begun, self._wrote) > timeout_seconds:
+                return False
+            is_over = is_hurried() if is_hurried else now - begun > _SLOW_READER_SECONDS
+            if is_over and now - begun > timeout_seconds:
+                return False
+        return True
 
     def hold_again(self) -> None:
         """Make way for the next start of rank 0."""

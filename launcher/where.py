@@ -298,8 +298,11 @@ def _allocated(environ: Mapping[str, str]) -> list[Host]:
 def _on_hosts(
     asked: Asked, hosts: Sequence[Host], launcher: str, environ: Mapping[str, str]
 ) -> Hosts:
+    from .backends import BACKENDS, backend_named
     from .carried import carried
 
+    if launcher not in BACKENDS:
+        backend_named(launcher)  # says why
     folder = os.getcwd()
     words = asked.text("launcher_args")
     try:

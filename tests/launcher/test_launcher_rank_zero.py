@@ -198,6 +198,31 @@ def test_what_still_writes_does_not_hold_up_the_end(tmp_path):
     assert process.returncode == 0 and lines[1:] == [*b"another start launcher ends".split()]
 
 
+def test_a_slow_reader_is_waited_for_until_there_is_a_signal(tmp_path):
+    body = """
+    rank("os.write(1, b'x' * 60_000); os.write(1, b'y' * 60_000)", tee).wait()
+    asked = []
+    def is_hurried():
+        asked.append(1)
+        if len(asked) == 20:
+            os.open("waited", os.O_CREAT)
+        return Path("signal").exists()
+    ended = tee.drain(0.1, is_hurried)
+    os.write(2, str(ended).encode())
+    """
+    for is_read in (True, False):
+        folder = tmp_path / str(is_read)
+        folder.mkdir()
+        process = launcher(folder, body, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        wait_until((folder / "waited").exists, "the reader is waited for")
+        (folder / "signal").touch() if not is_read else None
+        told = process.stderr.read(5) if not is_read else b""
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
+        assert told + err == (b"True" if is_read else b"False")
+        if is_read:
+            assert out == b"x" * 60_000 + b"y" * 60_000 + b"launcher ends\n"
+
+
 def test_a_reader_that_goes_away_shows_to_rank_zero(tmp_path):
     body = """
     endless = "while True: os.write(1, b'line\\\\n')"
