@@ -5,22 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from ..ops.errors import UsageError
 from .environment_compare import Comparison, compare, report
 from .fan_out import Answer, fan_out
-from .job import Host, Remote
 from .probes.line import Line
 
+if TYPE_CHECKING:
+    from .where import Hosts
+
 DONE, DIFFERENT = 0, 1
-_WORDS = ("-u", "-m", "xds.launcher.cli", "env", "--json")
+_MODULE = "xds.launcher.cli"
+_WORDS = ("env", "--json")
 _TIMEOUT_SECONDS = 120.0
 _MAX_ERROR_LINES = 5
+
+_EPILOG = """\
+Every other option is the launcher's, and means what it means for a run: --hostfile asks all hosts of it at
+once, --include, --exclude, --num-nodes leave some, --ssh-port, --launcher-args, --venv-script and --python say
+how they are reached (`xds --help`). The exit code is 1 where a host does not answer, or the versions of xds,
+Python, torch or NCCL are not the same everywhere."""
 
 
 @final
@@ -31,13 +38,17 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str]) -> int:
     """0; 1 where a host did not answer, or versions differ."""
-    asked = _parser().parse_args(list(argv))
+    asked, words = _parser().parse_known_args(list(argv))
     if asked.timeout <= 0:
         raise UsageError(f"--timeout = {asked.timeout:g}: must be a number of seconds above 0")
-    hosts = _hosts(asked)
-    commands = _commands(asked, hosts)
-    answers = fan_out(commands, asked.timeout)
-    told, unreached = _read(answers)
+    hosts = _hosts(words)
+    if hosts is None:
+        from .environment import main as of_this_machine
+
+        return of_this_machine(["--json"] * asked.json)
+    commands = _commands(hosts)
+    told, unreached = _read(fan_out(commands, asked.timeout))
+    _check_slots(hosts, told)
     compared = compare(told)
     if asked.json:
         print(as_json(told, unreached, compared))
@@ -51,52 +62,60 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="xds env",
         description="Print versions, devices and limits of this machine, or of all hosts of a hostfile.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="one line of JSON")
-    parser.add_argument("-H", "--hostfile", metavar="FILE", help="ask all hosts of it, over ssh")
-    parser.add_argument("-i", "--include", default="", metavar="HOSTS", help="only these: h1@h2")
-    parser.add_argument("-e", "--exclude", default="", metavar="HOSTS", help="all but these: h1@h2")
-    parser.add_argument("--ssh-port", "--ssh_port", type=int, metavar="N")
     parser.add_argument(
-        "--launcher-args", "--launcher_args", default="", metavar="WORDS", help="for ssh itself"
+        "--timeout",
+        type=float,
+        default=_TIMEOUT_SECONDS,
+        metavar="SECONDS",
+        help=f"for one host to answer, default {_TIMEOUT_SECONDS:g}",
     )
-    parser.add_argument(
-        "--venv-script", "--venv_script", default="", metavar="FILE", help="sourced there first"
-    )
-    parser.add_argument("--timeout", type=float, default=_TIMEOUT_SECONDS, metavar="SECONDS")
     return parser
 
 
-def _hosts(asked: argparse.Namespace) -> list[Host]:
-    if not asked.hostfile:
-        raise UsageError("xds env asks other machines only where --hostfile is given; give one")
-    from .hosts import filter_hosts, read_hostfile
+def _hosts(words: Sequence[str]) -> Hosts | None:
+    """The hosts on which a run with these words would be; None: on this machine.
 
-    return filter_hosts(read_hostfile(asked.hostfile), asked.include, asked.exclude)
+    Raises:
+        UsageError: options that are wrong, or a launcher that does not reach one host alone.
+    """
+    from .options import judge, read
+    from .where import Hosts, where_to_run
+
+    asked = read([*words, "--module", _MODULE, *_WORDS])
+    if asked.command != (_MODULE, *_WORDS):
+        raise UsageError(f"xds env: {asked.command[0]}: is no option; see `xds env --help`")
+    judge(asked)
+    where = where_to_run(asked, os.environ)
+    return where if isinstance(where, Hosts) else None
 
 
-def _commands(asked: argparse.Namespace, hosts: Sequence[Host]) -> dict[str, list[str]]:
-    from .backends.ssh import Ssh
+def _commands(hosts: Hosts) -> dict[str, list[str]]:
+    from .backends import PerHost, backend_named
 
-    ssh = Ssh()
-    ssh.check()
-    try:
-        launcher_args = tuple(shlex.split(asked.launcher_args))
-    except ValueError as error:
+    backend = backend_named(hosts.launcher)
+    if not isinstance(backend, PerHost):
         raise UsageError(
-            f"--launcher-args = {asked.launcher_args}: {error}; close the quote"
-        ) from None
-    remote = Remote(
-        folder=os.getcwd(),
-        python=sys.executable,
-        environment={},
-        venv_script=asked.venv_script,
-        ssh_port=asked.ssh_port,
-        launcher_args=launcher_args,
-    )
-    words = [remote.python, *_WORDS]
-    return {host.name: ssh.command(host, remote, words) for host in hosts}
+            f"--launcher = {hosts.launcher}: xds env asks each host by itself, over ssh; leave it out,"
+            " or let that launcher run `xds env --json` on each"
+        )
+    words = [hosts.remote.python, "-u", "-m", _MODULE, *_WORDS]
+    return {host.name: backend.command(host, hosts.remote, words) for host in hosts.hosts}
+
+
+def _check_slots(hosts: Hosts, told: Mapping[str, tuple[list[Line], float]]) -> None:
+    """Add a line to hosts that have GPUs, but not the ones that the hostfile names."""
+    for host in hosts.hosts:
+        lines = told.get(host.name, ([], 0.0))[0]
+        num_gpus = next((line.value for line in lines if line.key == "gpus"), "")
+        if num_gpus.isdigit() and 0 < int(num_gpus) <= max(host.slots):
+            value = f"slot {max(host.slots)} is asked for, but it has {num_gpus} GPUs"
+            remedy = "correct slots= in the hostfile, or --include"
+            lines.append(Line("hostfile", value, remedy, varies=True))
 
 
 def _read(

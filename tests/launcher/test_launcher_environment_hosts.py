@@ -8,8 +8,10 @@ import pytest
 
 from xds.launcher import cli
 from xds.launcher.environment_compare import compare, named, report
-from xds.launcher.environment_hosts import parsed
+from xds.launcher.environment_hosts import _check_slots, parsed
+from xds.launcher.job import Host, Job, Remote
 from xds.launcher.probes.line import Line
+from xds.launcher.where import Hosts
 
 NOW = 1_000_000.0
 
@@ -89,6 +91,16 @@ def test_an_answer_that_is_none_is_not_taken_for_one(output):
 def test_words_of_login_scripts_do_not_spoil_the_answer():
     answer = 'module loaded\n[{"key": "torch", "value": "2", "later": 1}]\nbye\n'
     assert parsed(answer) == [Line("torch", "2")]
+
+
+def test_a_hostfile_that_promises_more_gpus_than_there_are_is_told():
+    few, none, fine = host(gpus="4"), host(gpus="0"), host(gpus="8")
+    named_hosts = tuple(Host(name, tuple(range(8))) for name in ("few", "none", "fine", "lost"))
+    asked = Hosts(Job("module", "m"), named_hosts, Remote("", "", {}), "ssh")
+    answers = {"few": few, "none": none, "fine": fine}
+    _check_slots(asked, answers)
+    (warning,) = compare(answers).warnings
+    assert warning[0] == "few" and "slot 7 is asked for, but it has 4 GPUs" in warning[1].value
 
 
 STUB = """\
@@ -174,13 +186,29 @@ def fake_torch(folder):
     [
         (["--include", "h1"], "--hostfile"),
         (["--hostfile", "/nowhere"], "/nowhere"),
-        (["--all"], "unrecognized arguments: --all"),
+        (["--all"], "unknown option --all"),
+        (["--launcher", "local", "all"], "all: is no option"),
         (["--hostfile", "/nowhere", "--timeout", "0"], "above 0"),
     ],
 )
 def test_wrong_use_is_told(words, told, capsys):
     assert cli.main(["env", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_options_of_a_run_on_this_machine_tell_of_this_machine(capsys):
+    assert cli.main(["env", "--nproc-per-node", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["key"] == "xds"
+
+
+def test_a_launcher_that_starts_all_hosts_at_once_is_refused(tmp_path, monkeypatch, capsys):
+    stub = tmp_path / "pdsh"
+    stub.write_text("#!/bin/sh\n")
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    words = ["env", "--hostfile", hostfile(tmp_path, "h1", "h2"), "--launcher", "pdsh"]
+    assert cli.main(words) == 2
+    assert "--launcher = pdsh" in capsys.readouterr().err
 
 
 def test_a_missing_ssh_is_told(tmp_path, monkeypatch, capsys):
