@@ -20,7 +20,7 @@ REQUIRED = ("max_train_batch_size", "micro_batch_sizes")
 
 @final
 class Elasticity(Section):
-    """A batch size that stays when the number of ranks changes; it then decides the three batch sizes."""
+    """A batch size that stays as ranks come and go; it decides all three. Epochs are whole numbers of steps."""
 
     others: ClassVar[Mapping[str, Entry]] = {
         "min_time": NoEffect(

@@ -43,11 +43,13 @@ class EpochSampler(Sampler[int], Resumable):
 
     DistributedSampler repeats its first order for ever unless somebody calls `set_epoch`. Every
     rank gets ceil(len / world_size) indices, the first ones again where the dataset is too short;
-    floor with `drop_last`.
+    floor with `drop_last`. With `step_samples`, a multiple of the ranks, an epoch is a whole number of
+    steps instead: then the samples of each step are the same at any number of ranks.
     """
 
-    def __init__(self, inner: DistributedSampler[int]) -> None:
+    def __init__(self, inner: DistributedSampler[int], step_samples: int = 0) -> None:
         self._inner = inner
+        self._step_samples = step_samples or inner.num_replicas
         self.epoch = 0
         self._skip = 0  # samples of the next iteration's epoch that were handed out before
         self._indices: list[int] | None = None  # of the iteration that has begun
@@ -61,16 +63,16 @@ class EpochSampler(Sampler[int], Resumable):
 
     def _rest(self, epoch: int, skip: int) -> list[int]:
         """This rank's part of what an epoch has left after its first `skip` samples."""
+        world_size = self._inner.num_replicas
         self._inner.set_epoch(epoch)
-        if not skip:
+        if not skip and self._step_samples == world_size:
             return list(self._inner)
         everybody = self._order(epoch)
         rest = everybody[skip:]
-        world_size = self._inner.num_replicas
         if self._inner.drop_last:
-            rest = rest[: len(rest) // world_size * world_size]
+            rest = rest[: len(rest) // self._step_samples * self._step_samples]
         else:
-            rest += islice(cycle(everybody), -len(rest) % world_size)
+            rest += islice(cycle(everybody), -len(rest) % self._step_samples)
         return rest[self._inner.rank :: world_size]
 
     def _order(self, epoch: int) -> list[int]:
@@ -86,7 +88,11 @@ class EpochSampler(Sampler[int], Resumable):
         return list(alone)
 
     def __len__(self) -> int:
-        return len(self._inner)
+        """Of a whole epoch."""
+        num_items = len(self._inner.dataset)  # type: ignore[arg-type]
+        spare = 0 if self._inner.drop_last else self._step_samples - 1
+        steps = (num_items + spare) // self._step_samples
+        return steps * (self._step_samples // self._inner.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
         """Give the next iteration the order of `epoch`, from its beginning."""
@@ -240,6 +246,7 @@ def build_loader(  # noqa: PLR0913 (a rank and what a DataLoader takes)
     seed: int = 0,
     shuffle: bool = True,
     num_workers: int = 0,
+    step_samples: int = 0,
 ) -> DataLoader[Any]:
     """Make this data-parallel rank's loader over `dataset`; needs no process group.
 
@@ -255,6 +262,8 @@ def build_loader(  # noqa: PLR0913 (a rank and what a DataLoader takes)
         rank, world_size: of the data-parallel group.
         collate_fn: makes a micro-batch of a list of items; torch's own by default.
         num_workers: processes that load; 0 loads in this one.
+        step_samples: of one step, over all ranks, where an epoch of a map-style dataset is to be a whole
+            number of steps; a multiple of micro_batch_size x world_size.
 
     Raises:
         UsageError: not a dataset, an empty one, or one too short to give a micro-batch.
@@ -279,7 +288,7 @@ def build_loader(  # noqa: PLR0913 (a rank and what a DataLoader takes)
     if isinstance(dataset, IterableDataset):
         part = RankSlice(dataset, rank, world_size, micro_batch_size)
         return RankLoader(part, own_seed, dataset=part, **options)
-    _check_map_style(dataset, micro_batch_size, world_size, drop_last)
+    _check_map_style(dataset, micro_batch_size, world_size, drop_last, step_samples)
     inner = DistributedSampler[int](
         dataset,  # type: ignore[arg-type]
         num_replicas=world_size,
@@ -288,7 +297,7 @@ def build_loader(  # noqa: PLR0913 (a rank and what a DataLoader takes)
         seed=seed,
         drop_last=drop_last,
     )
-    sampler = EpochSampler(inner)
+    sampler = EpochSampler(inner, step_samples)
     return RankLoader(sampler, own_seed, dataset=dataset, sampler=sampler, **options)
 
 
@@ -311,7 +320,7 @@ def resume_loader(loader: Any, position: Mapping[str, int]) -> bool:
 
 
 def _check_map_style(
-    dataset: object, micro_batch_size: int, world_size: int, drop_last: bool
+    dataset: object, micro_batch_size: int, world_size: int, drop_last: bool, step_samples: int
 ) -> None:
     if isinstance(dataset, DataLoader):
         raise UsageError(
@@ -333,6 +342,11 @@ def _check_map_style(
         )
     if num_items == 0:
         raise UsageError("training_data is empty; it needs at least one item.")
+    if drop_last and num_items < step_samples:
+        raise UsageError(
+            f"training_data has {num_items} items, fewer than train_batch_size ({step_samples}), and "
+            "dataloader_drop_last = true would drop them all; set it to false or lower the former."
+        )
     num_needed = micro_batch_size * world_size
     if drop_last and num_items < num_needed:
         raise UsageError(

@@ -181,6 +181,7 @@ def _loader(
         world_size=group.size(),
         collate_fn=collate_fn,
         drop_last=config.dataloader_drop_last,
+        step_samples=config.train_batch_size if config.elasticity.enabled else 0,
     )
 
 

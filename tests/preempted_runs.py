@@ -13,7 +13,7 @@ from typing import Any
 from helpers import _context as context
 
 END_SECONDS = 60
-SAMPLES, WIDTH = 60, 8
+SAMPLES, WIDTH = 61, 8
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Run:
         """The steps that a rank has done, over all starts."""
         path = Path(self.folder) / f"steps.{rank}"
         return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    def losses(self) -> list[float]:
+        """Over all ranks, one a step, over all starts."""
+        return [float(line) for line in (Path(self.folder) / "losses").read_text().split()]
 
     def tags(self) -> list[str]:
         return sorted(path.name for path in self.checkpoints.glob("global_step*"))
@@ -127,6 +131,9 @@ def _engines(run: Run) -> list[Any]:
 
 
 def _step(engine: Any, batches: Any, progress: Any, number: int) -> float:
+    import torch
+    import torch.distributed as dist
+
     total = 0.0
     for _ in range(engine.gradient_accumulation_steps()):
         inputs, targets = next(batches)
@@ -136,6 +143,12 @@ def _step(engine: Any, batches: Any, progress: Any, number: int) -> float:
         if not number and engine.is_gradient_accumulation_boundary():
             progress.write(f"{engine.global_steps + 1}\n")
             progress.flush()
+            run = Path(progress.name).parent
+            mean = torch.tensor(total, dtype=torch.float64)
+            dist.all_reduce(mean)
+            if engine.global_rank == 0:
+                with (run / "losses").open("a") as losses:
+                    losses.write(f"{mean.item() / engine.world_size}\n")
         engine.step()
     return total
 

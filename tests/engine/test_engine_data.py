@@ -47,6 +47,40 @@ def test_a_short_last_round_is_filled_or_dropped() -> None:
     assert [[len(batch) for batch in part] for part in dropped] == [[2], [2]]
 
 
+def samples_of_steps(world_size: int, drop_last: bool, **resumed: int) -> list[set[int]]:
+    """Of three epochs of 61 samples, twelve a step, at micro-batches of two."""
+    ranks = loaders(list(range(61)), world_size, step_samples=12, drop_last=drop_last)
+    each = 12 // 2 // world_size
+    for loader in ranks:
+        assert len(loader) % each == 0
+        if resumed:
+            assert loader.resume(resumed)
+    parts = [[batch for _ in range(3) for batch in loader] for loader in ranks]
+    steps = [
+        sum((part[at : at + each] for part in parts), []) for at in range(0, len(parts[0]), each)
+    ]
+    return [{int(item) for batch in step for item in batch} for step in steps]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_whole_steps_have_the_same_samples_at_any_number_of_ranks(drop_last: bool) -> None:
+    found = [samples_of_steps(world_size, drop_last) for world_size in (1, 2, 3, 6)]
+    assert found[1:] == found[:1] * 3
+    assert len(found[0]) == 3 * (5 if drop_last else 6)
+    assert {len(step) for step in found[0]} == {12}
+    for world_size in (1, 2, 3):  # in the first epoch, and behind its end
+        later = samples_of_steps(world_size, drop_last, epoch=0, samples=24)
+        assert later[: len(found[0]) - 2] == found[0][2:]
+        later = samples_of_steps(world_size, drop_last, epoch=0, samples=12 * len(found[0]) // 3)
+        assert later[:5] == found[0][len(found[0]) // 3 :][:5]
+
+
+def test_a_dataset_without_one_whole_step_is_refused_where_the_rest_is_dropped() -> None:
+    with pytest.raises(UsageError, match=r"fewer than train_batch_size \(12\)"):
+        loaders(list(range(11)), 2, step_samples=12, drop_last=True)
+    assert len(loaders(list(range(11)), 2, step_samples=12)[0]) == 3
+
+
 def test_epochs_advance_by_themselves_and_repeat_by_seed() -> None:
     first, second = (loaders(list(range(40)), 2, seed=7)[0] for _ in range(2))
     epochs = [epoch(first) for _ in range(3)]

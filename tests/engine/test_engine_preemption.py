@@ -9,6 +9,7 @@ import weakref
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers import run_ranks
 from preempted_runs import Ranks, Run, config_of, final, preempt_and_resume
@@ -104,12 +105,29 @@ def test_handlers_and_wakeup_pipes_of_the_script_are_kept(tmp_path):
     assert ranks.said().count("the script's own handler") == 1
 
 
+def test_an_elastic_run_keeps_its_batches_and_its_curve_as_ranks_come_and_go(tmp_path):
+    runs = [Run(str(tmp_path / name), 4, steps=14, elasticity=True) for name in ("whole", "parts")]
+    for run in runs:
+        os.mkdir(run.folder)
+    whole, parts = Ranks(runs[0]), runs[1]
+    assert whole.codes() == [0] * 4, whole.said()
+    for world_size, step in ((4, 3), (2, 8), (1, 11), (3, 0)):
+        part = replace(parts, world_size=world_size, step_seconds=0.02 if step else 0)
+        ranks = Ranks(part)
+        if step:
+            ranks.await_step(step)
+            ranks.send(world_size - 1, signal.SIGTERM)
+        assert ranks.codes() == [143 if step else 0] * world_size, ranks.said()
+    assert parts.progress(0) == list(range(1, 15))
+    assert parts.losses() == pytest.approx(runs[0].losses(), rel=1e-4)
+    for name, value in final(runs[0])[0].items():
+        torch.testing.assert_close(final(parts)[0][name], value, rtol=1e-4, atol=1e-5)
+
+
 # -- one process ----------------------------------------------------------------------------------------
 
 
 def _engine(folder, number=0):
-    import torch
-
     return xds.initialize(torch.nn.Linear(8, 8), config_of(Run(folder), number))
 
 
@@ -179,8 +197,6 @@ def test_two_engines_cannot_save_into_one_folder(tmp_path):
 
 
 def _preempted(folder):
-    import torch
-
     engine = _engine(folder)
     os.kill(os.getpid(), signal.SIGTERM)
     caught = None
