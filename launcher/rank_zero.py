@@ -93,9 +93,9 @@ class RankZero:
     def drain(self, timeout_seconds: float, is_hurried: Callable[[], bool] | None = None) -> bool:
         """Once rank 0 has ended: wait until all it wrote is shown and kept.
 
-        A reader that takes its time (`| less`, a stopped terminal) is waited for, as rank 0 itself would have
-        done: until `is_hurried` says that there was a signal; without it, 30 s. False where something that rank 0
-        had started keeps a stream open for `timeout_seconds`, or the reader had not taken everything.
+        A reader that takes its time (`| less`, a stopped terminal) is waited for, as rank 0 itself would
+        have done: until `is_hurried` says that there was a signal; without it, 30 s. False where something
+        that rank 0 had started keeps a stream open for so long, or where the reader did not take all.
         """
         for stream in self._streams:
             stream.let_go()

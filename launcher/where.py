@@ -445,13 +445,19 @@ def _by_environment(asked: Asked, environ: Mapping[str, str]) -> Local | Hosts:
 
     is_in_rank = "TORCHELASTIC_RUN_ID" in environ  # what started the ranks is not ours to repeat
     merged = asked if is_in_rank else asked.with_defaults(environ)
-    if merged.has(*_MEETING, "node_rank", "master_addr") or _nnodes(merged)[1] > 1:
+    if merged.has(*_MEETING, "node_rank", "master_addr"):
         return _met(merged)
     meeting = found(environ)
     if meeting is not None and meeting.max_nodes > 1:
         return Local(_job(merged), meeting, _restarts(merged), _named_devices(merged))
     if not _is_in_step(environ) and len(_allocated(environ)) > 1:
         return _on_hosts(asked, _all_hosts(asked, "", environ), "slurm", environ)
+    if _nnodes(merged)[0] > 1:
+        raise UsageError(
+            f"{merged.spelled['nnodes']} = {merged.text('nnodes')}: the machines do not know where to meet;"
+            " give each --master-addr and --node-rank, or --rdzv-backend c10d --rdzv-endpoint HOST:PORT,"
+            " or name them all with --hostfile"
+        )
     return _here(merged)
 
 
