@@ -15,6 +15,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+SAVED_AND_LEFT = 128 + signal.SIGTERM  # the exit code of xds.Preempted
 _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
@@ -89,9 +90,12 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
 
 def was_preempted(failures: Sequence[Failure]) -> bool:
-    """Whether every rank left by itself after it was asked to, having saved (see xds.Preempted)."""
-    asked_to = 128 + signal.SIGTERM
-    return bool(failures) and all(f.exit_code == asked_to and not f.signum for f in failures)
+    """Whether the ranks left by themselves after they were asked to, having saved (see xds.Preempted).
+
+    The first to leave may have the others stopped in their last moments: all have saved by then.
+    """
+    left = [f for f in failures if f.exit_code == SAVED_AND_LEFT]
+    return len(left) == len(failures) and any(not f.signum for f in left)
 
 
 def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
@@ -113,7 +117,9 @@ def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
     if first.signum in _SIGNAL_HINTS:
         lines.append(f"xds: {_signal_name(first.signum)}: {_SIGNAL_HINTS[first.signum]}")
     if first.kind is Kind.LOST_PEER and finished:
-        lines.append(f"xds: {_ranks(finished)} had finished; every rank must join each collective")
+        lines.append(
+            f"xds: {told_ranks(finished)} had finished; every rank must join each collective"
+        )
     lines += _others(failures, first)
     if first.log:
         lines.append(f"xds: everything rank {first.rank} printed: {first.log}")
@@ -122,7 +128,7 @@ def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
 
 def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
     own = sorted(f.rank for f in failures if f is not first and f.kind is Kind.OWN)
-    return [f"xds: {_ranks(own)} failed as well"] if own else []
+    return [f"xds: {told_ranks(own)} failed as well"] if own else []
 
 
 def _signal_name(signum: int) -> str:
@@ -132,7 +138,7 @@ def _signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def told_ranks(ranks: Sequence[int]) -> str:
     """Say `rank 3`, or `ranks 0, 1, 2`."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 

@@ -25,7 +25,7 @@ from typing import Any, final
 
 from ..ops.errors import UsageError
 from .backends.base import AllAtOnce, Backend, PerHost
-from .failure import Failure, Kind, first_failure, report, was_preempted
+from .failure import Failure, Kind, first_failure, report, told_ranks, was_preempted
 from .job import Host, Job, Order, Remote, Rendezvous, Restarts
 from .link import Link
 from .roster import choose
@@ -35,7 +35,7 @@ HEARTBEAT_SECONDS = 6.0  # a silence that counts as the end of a host
 CONNECTING_AT_ONCE = 64
 _BEATS_A_LIMIT = 3
 _TICK_SECONDS = 0.1
-_HELLO_SECONDS = 60.0
+_HELLO_SECONDS = 120.0  # to log in there, or to import torch
 _RETRY_SECONDS = 5.0  # between attempts to reach a lost host
 _RETURN_SECONDS = 300.0  # how long too few hosts are waited for
 _FILES_A_LINK = 4
@@ -128,6 +128,7 @@ class Lost:
     heard_at: float
     exit_code: int
     was_reached: bool
+    ranks: tuple[int, ...] = ()  # that ran there
 
 
 @final
@@ -135,7 +136,7 @@ class Lost:
 class _Member:
     """A host and how things stand with it.
 
-    state: away (to be connected to), connecting, ready, running, lost.
+    state: away (to be connected to), connecting, preparing, ready, running, lost.
     """
 
     host: Host
@@ -146,6 +147,7 @@ class _Member:
     ahead_seconds: float = 0.0  # its clock minus ours
     next_attempt: float = 0.0
     is_told_to_stop: bool = False
+    ranks: tuple[int, ...] = ()  # of the newest start
 
 
 @final
@@ -158,7 +160,8 @@ class _Start:
     finished: list[int] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     lost: list[Lost] = field(default_factory=list)
-    grows: bool = False
+    grows: bool = False  # stopped by the head, to take in hosts that came back
+    was_stopped_there: bool = False  # a host was told to stop by somebody else, such as its cloud
 
 
 @final
@@ -203,7 +206,8 @@ class _Head:
                 return 128 + self._stop.signum
             if not (start.failures or start.lost or start.errors):
                 return 0
-            if was_preempted(start.failures) and not start.grows:
+            goes_on = start.grows or (start.was_stopped_there and self._is_elastic())
+            if was_preempted(start.failures) and not goes_on:
                 sys.stderr.write("xds: every rank has saved and stopped, as it was asked to\n")
                 return first_failure(start.failures).exit_code
             if not start.grows:
@@ -222,7 +226,7 @@ class _Head:
         told = False
         while not self._stop.signum:
             self._turn()
-            pending = [m for m in self._members if m.state in ("away", "connecting")]
+            pending = [m for m in self._members if m.state in ("away", "connecting", "preparing")]
             is_first = self._generation == 0
             if is_first and any(m.state == "lost" for m in self._members):
                 if not self._is_elastic():
@@ -274,8 +278,11 @@ class _Head:
                 run_id=f"{self._token}.{self._generation}",
             ),
         )
-        for (member, _), order in zip(chosen, orders, strict=True):
+        first_rank = 0
+        for (member, count), order in zip(chosen, orders, strict=True):
             member.state, member.is_told_to_stop = "running", False
+            member.ranks = tuple(range(first_rank, first_rank + count))
+            first_rank += count
             order = replace(
                 order,
                 generation=self._generation,
@@ -373,14 +380,17 @@ class _Head:
     def _look_for_silence(self, now: float) -> None:
         for link, member in list(self._by_link.items()):
             silent_seconds = now - link.heard
-            if member.state == "connecting" and silent_seconds > _HELLO_SECONDS:
+            is_slow = member.state in ("connecting", "preparing")
+            if is_slow and silent_seconds > _HELLO_SECONDS:
                 self._lose(member, f"no answer for {_HELLO_SECONDS:.0f} s")
             elif member.state in ("ready", "running") and silent_seconds > self._limit_seconds:
                 self._lose(member, f"no sign of life for {silent_seconds:.0f} s")
 
     def _take(self, member: _Member, message: Mapping[str, Any]) -> None:
         kind, start = message["kind"], self._start
-        if kind == "hello" and member.state == "connecting":
+        if kind == "here" and member.state == "connecting":
+            member.state = "preparing"
+        elif kind == "hello" and member.state in ("connecting", "preparing"):
             member.state = "ready"
             member.address, member.port = message["address"], message["port"]
             member.ahead_seconds = message["now"] - time.time()
@@ -393,6 +403,7 @@ class _Head:
         elif kind == "ended" and message["generation"] == self._generation:
             member.state, member.port = "ready", message["port"]
             start.finished += message["finished"]
+            start.was_stopped_there |= message["was_stopped_here"]
             for said in message["failures"]:
                 failure = Failure.from_dict(said)
                 at = failure.time_seconds - member.ahead_seconds
@@ -402,7 +413,7 @@ class _Head:
 
     def _lose(self, member: _Member, why: str) -> None:
         """The host is out of reach; an attempt to reach it again comes later."""
-        link, was_reached = member.link, member.state in ("ready", "running")
+        link, was_reached = member.link, member.state in ("preparing", "ready", "running")
         assert link is not None
         if not was_reached or not why:
             with contextlib.suppress(Exception):
@@ -414,7 +425,12 @@ class _Head:
         why = why or "the connection ended"
         heard_at = time.time() - (time.monotonic() - link.heard)
         lost = Lost(
-            member.host.name, f"{why}: {words}" if words else why, heard_at, code or 1, was_reached
+            host=member.host.name,
+            why=f"{why}: {words}" if words else why,
+            heard_at=heard_at,
+            exit_code=code or 1,
+            was_reached=was_reached,
+            ranks=member.ranks if member.state == "running" else (),
         )
         self._lost.append(lost)
         if self._start is not None and member.state == "running":
@@ -508,10 +524,11 @@ def tell(
 
 
 def _told_lost(lost: Sequence[Lost]) -> str:
-    lines = [
-        f"xds: host {each.host} {'was lost' if each.was_reached else 'cannot be reached'}: {each.why}\n"
-        for each in lost[:_HOSTS_NAMED]
-    ]
+    lines = []
+    for each in lost[:_HOSTS_NAMED]:
+        ranks = f" with {told_ranks(each.ranks)}" if each.ranks else ""
+        how = f"was lost{ranks}" if each.was_reached else "cannot be reached"
+        lines.append(f"xds: host {each.host} {how}: {each.why}\n")
     if len(lost) > _HOSTS_NAMED:
         lines.append(f"xds: and {len(lost) - _HOSTS_NAMED} more hosts\n")
     return "".join(lines)

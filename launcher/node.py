@@ -6,6 +6,7 @@
 What it says goes to standard output, in frames between rank 0's own output. When the head says nothing for
 a while, when its end of a stream closes, or when it says so, every rank here is stopped, and this process ends.
 
+    here     reached; torch is being imported             head: connects to the next host
     hello    a free port here, this host's address        head: picks where the ranks meet
     failed   the first rank here has failed               head: stops the ranks of the other hosts
     ended    all ranks here have: failures, who finished  head: reports, or gives the next order
@@ -25,7 +26,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, BinaryIO, final
 
 from ..ops.errors import XdsError
 from .frames import encode
@@ -115,8 +116,8 @@ def _own_address() -> str:
 class _Here:
     """This host: what stays the same from one start of the ranks to the next."""
 
-    def __init__(self, voice: Voice) -> None:
-        self._voice = voice
+    def __init__(self, voice: Voice, process_stop: Stop) -> None:
+        self._voice, self._process_stop = voice, process_stop
         self._folders = contextlib.ExitStack()
         self._folder: RunFolder | None = None
         self.outcome = Outcome()
@@ -134,6 +135,7 @@ class _Here:
             finished=outcome.finished,
             error=outcome.error,
             port=free_port(),
+            was_stopped_here=bool(self._process_stop.signum),
         )
         self.outcome = outcome
 
@@ -167,7 +169,7 @@ def _obey_once(words: list[str], stop: Stop) -> int:
     voice = Voice(token, order.host)
     _start_beating(voice, order.heartbeat_seconds, stop)
     voice.say("hello", pid=os.getpid(), address=_own_address(), port=0)
-    here = _Here(voice)
+    here = _Here(voice, stop)
     here.run(order, stop)
     here.leave()
     if stop.signum:
@@ -178,15 +180,20 @@ def _obey_once(words: list[str], stop: Stop) -> int:
 
 def _serve(stop: Stop) -> int:
     """Orders come over standard input, one after another; the first line says who asks."""
-    first = json.loads(sys.stdin.buffer.readline() or b"{}")
+    stream = _own_input()
+    first = json.loads(stream.readline() or b"{}")
     if "token" not in first:
         return 2
     voice = Voice(first["token"], first["host"])
-    ears = _Ears(stop, first["heartbeat_seconds"])
+    voice.say("here")
+    # first: it may take long, from a cold disk, and holds up every thread meanwhile
+    from . import elastic  # noqa: F401
+
+    ears = _Ears(stream, stop, first["heartbeat_seconds"])
     _start_beating(voice, first["heartbeat_seconds"], stop)
     voice.say("hello", pid=os.getpid(), address=_own_address(), port=free_port())
     ears.start()
-    here = _Here(voice)
+    here = _Here(voice, stop)
     try:
         while (taken := ears.orders.get()) is not None:
             here.run(*taken)
@@ -199,13 +206,23 @@ def _serve(stop: Stop) -> int:
     return 0
 
 
+def _own_input() -> BinaryIO:
+    """Standard input, taken away from the ranks: they would read what is meant for this process."""
+    stream = os.fdopen(os.dup(0), "rb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return stream
+
+
 @final
 class _Ears(threading.Thread):
     """Listens to the head. A long silence, or the end of the stream, stops everything."""
 
-    def __init__(self, stop: Stop, heartbeat_seconds: float) -> None:
+    def __init__(self, stream: BinaryIO, stop: Stop, heartbeat_seconds: float) -> None:
         super().__init__(name="xds-ears", daemon=True)
         self.orders: queue.Queue[tuple[Order, Stop] | None] = queue.Queue()
+        self._stream = stream
         self._process_stop = stop  # its follower is the stop of the order being run
         self._heard = time.monotonic()
         self._limit_seconds = heartbeat_seconds
@@ -213,7 +230,7 @@ class _Ears(threading.Thread):
             threading.Thread(target=self._watch_silence, daemon=True).start()
 
     def run(self) -> None:
-        for line in sys.stdin.buffer:
+        for line in self._stream:
             self._heard = time.monotonic()
             self._take(json.loads(line))
         self._deaf()

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from .failure import SAVED_AND_LEFT
+
 _SWEEP_SECONDS = 0.5  # for a worker's helpers (shared-memory trackers) to clean up by themselves
 
 
@@ -53,8 +55,12 @@ class Workers:
         ]
 
     def first_bad_exit_seconds(self) -> float | None:
-        """The time at which the first worker that failed ended, None while none has."""
-        times = [exit_.time_seconds for exit_ in self.exits.values() if exit_.status]
+        """The time at which the first worker that failed ended, None while none has.
+
+        One that has saved and left as it was asked to has not failed: its peers come after it.
+        """
+        fine = (0, SAVED_AND_LEFT)
+        times = [exit_.time_seconds for exit_ in self.exits.values() if exit_.status not in fine]
         return min(times, default=None)
 
     def send(self, pid: int, signum: int) -> None:

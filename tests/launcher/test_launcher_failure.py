@@ -93,7 +93,10 @@ def test_the_report_of_an_early_leaver():
 
 def test_ranks_that_saved_and_left_are_no_failure_and_one_that_was_killed_is():
     left = [Failure(rank, 100, 143, 1.0) for rank in (0, 1)]
-    assert was_preempted(left) and not was_preempted([*left, died(2, signal.SIGTERM, 1.0)])
+    assert was_preempted(left)
+    assert was_preempted([*left, died(2, signal.SIGTERM, 1.0)])  # on its way out
+    assert not was_preempted([died(2, signal.SIGTERM, 1.0)])
+    assert not was_preempted([*left, raised(2, CLOSED, 1.0)])
     assert not was_preempted([])
 
 
