@@ -47,7 +47,7 @@ def dry_run(
     Raises:
         UsageError: the start itself would be refused.
     """
-    from .head import make_orders
+    from .start import make_orders
     from .roster import choose
 
     shown = replace(remote, environment=_without_secrets(remote.environment))

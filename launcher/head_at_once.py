@@ -19,10 +19,10 @@ from typing import Any, final
 from .backends.base import AllAtOnce
 from .backends.orders import encode
 from .failure import Failure, first_failure, was_preempted
-from .head import Lost, make_orders, tell, write_all
 from .job import Host, Job, Remote, Rendezvous, Restarts
 from .link import Link
 from .roster import choose
+from .start import Lost, make_orders, tell, write_all
 from .stop import Stop, stop_signals
 
 _TICK_SECONDS = 0.1
