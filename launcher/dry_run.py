@@ -47,8 +47,8 @@ def dry_run(
     Raises:
         UsageError: the start itself would be refused.
     """
-    from .start import make_orders
     from .roster import choose
+    from .start import make_orders
 
     shown = replace(remote, environment=_without_secrets(remote.environment))
     first = hosts[0].name.rpartition("@")[2]
