@@ -61,11 +61,14 @@ HOSTILE = (
         "\\'",
     ),
 )
-# prints its arguments, each with a NUL behind it, and what surrounds it
+# tells its arguments and what surrounds it, in one write
 TELL = (
-    "import json, os, sys; sys.stdout.write(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get('PYTHONPATH'),"
-    " os.environ.get('MARK'), {k: v for k, v in os.environ.items() if 'RANK' in k or 'PROC' in k}]) + chr(10))"
+    "import json, os, sys;"
+    " said = [sys.argv[1:], os.getcwd(), os.environ.get('PYTHONPATH'), os.environ.get('MARK'),"
+    " {k: v for k, v in os.environ.items() if 'RANK' in k or 'PROC' in k}];"
+    " sys.stdout.write(json.dumps(said) + chr(10))"
 )
+# prints its arguments, each with a NUL behind it
 EACH = 'for word; do printf "%s\\0" "$word"; done'
 SHELLS = ("sh", "dash", "bash", "csh", "tcsh", "fish", "zsh", "ksh")
 A, B = Host("127.0.0.2", (0,)), Host("127.0.0.3", (0, 1))

@@ -1,0 +1,102 @@
+"""The orders of all hosts fit one word of a command line, and each host finds its own in it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import zlib
+from dataclasses import replace
+
+import pytest
+
+from xds.launcher.backends.orders import MAX_BYTES, decode, encode
+from xds.launcher.job import Job, Order, Rendezvous
+from xds.ops.errors import UsageError
+
+JOB = Job("script", "a b.py", ("$(x)", "ü\n"), num_ranks="auto")
+
+
+def orders(num_hosts: int, **more: object) -> list[Order]:
+    return [
+        Order(
+            JOB,
+            Rendezvous("static", "h0:29500", "ab.0", num_hosts, num_hosts, node_rank=number),
+            8,
+            host=f"node{number:04d}",
+            environment={"NCCL_DEBUG": "INFO"},
+            **more,  # type: ignore[arg-type]
+        )
+        for number in range(num_hosts)
+    ]
+
+
+def test_each_host_finds_its_order_by_its_number() -> None:
+    made = orders(3, devices=(0, 2), folder="/w 'x'")
+    text = encode("token", made)
+    assert text.isascii() and not set(text) - set(
+        "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_="
+    )
+    for number, order in enumerate(made):
+        assert decode(text, number, {}) == ("token", order)
+
+
+def test_a_name_that_fits_is_believed_before_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = orders(3)
+    text = encode("token", made)
+    assert decode(text, 0, {"SLURMD_NODENAME": "node0002"})[1] == made[2]
+    assert decode(text, None, {"SLURMD_NODENAME": "node0002"})[1] == made[2]
+    monkeypatch.setattr(socket, "gethostname", lambda: "node0001.cluster")
+    assert decode(text, 0, {})[1] == made[1]
+    twice = [replace(order, host="node0001") for order in made]
+    assert decode(encode("token", twice), 2, {})[1] == twice[2]
+
+
+def test_the_only_host_needs_neither() -> None:
+    made = orders(1)
+    assert decode(encode("token", made), None, {}) == ("token", made[0])
+
+
+def test_2048_hosts_take_a_small_part_of_an_argument() -> None:
+    made = orders(2048)
+    text = encode("token", made)
+    assert len(text) < MAX_BYTES / 4
+    assert decode(text, 2047, {})[1] == made[2047]
+
+
+def test_what_no_argument_can_hold_is_refused_with_a_way_out() -> None:
+    noise = base64.b64encode(os.urandom(150_000)).decode()
+    long = [replace(orders(1)[0], environment={"A": noise})]
+    with pytest.raises(UsageError, match="carry less environment.*--launcher ssh"):
+        encode("token", long)
+
+
+def packed(whole: object) -> str:
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(whole).encode())).decode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "%%", "AAAA", "x" * 99, encode("token", orders(2))[:-8]),
+        *(packed([]), packed({"token": 1, "own": []}), packed({"token": "a"}), packed("x")),
+    ],
+)
+def test_a_text_that_is_no_orders_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="orders in the command line cannot be read"):
+        decode(text, 0, {})
+
+
+def test_a_text_that_unpacks_to_too_much_is_refused() -> None:
+    bomb = base64.urlsafe_b64encode(zlib.compress(b" " * (65 * 2**20), 9)).decode()
+    with pytest.raises(UsageError, match="cannot be read"):
+        decode(bomb, 0, {})
+
+
+def test_a_host_that_is_not_among_them_is_told() -> None:
+    text = encode("token", orders(2))
+    with pytest.raises(UsageError, match="nothing says which of them this is"):
+        decode(text, None, {})
+    with pytest.raises(UsageError, match="host number 2, but the orders are for 2 hosts"):
+        decode(text, 2, {})
