@@ -94,7 +94,8 @@ def rows_of(place: Place, plan: Plan, link: Link | None) -> Iterator[Row]:
     where = Where(place.world_size, link)
     max_bytes = _largest(place, plan)
     whole = place.world_size * place.dtype.itemsize  # of what every rank has at least one value
-    for op in plan.ops:
+    is_alone = place.world_size == 1
+    for op in [op for op in plan.ops if not (is_alone and op == "send_recv")]:
         for by, make in CASES[op].items():
             last = largest_bytes(op, max_bytes)
             for asked_bytes in sizes(min(plan.min_bytes, last), last):
