@@ -24,7 +24,8 @@ class Option:
     value: what its value is called; "" for a switch.
     is_torchrun: the variable PET_... gives it where the command line does not, as for torchrun.
     is_free: its value may look like an option of ours (words for another program).
-    note: said when it is given, because it has no effect. refusal: why it cannot be given.
+    note: said when it is given, because it has no effect; reason: why nobody need be told that.
+    refusal: why it cannot be given.
     harmless: values that are neither told nor refused.
     """
 
@@ -37,6 +38,7 @@ class Option:
     is_torchrun: bool = False
     is_free: bool = False
     note: str = ""
+    reason: str = ""
     refusal: str = ""
     harmless: tuple[str, ...] = ()
 
@@ -117,13 +119,20 @@ OPTIONS = (
     Option("--help", _MORE, help="print this", aliases=("-h",)),
 
     # read, because xds does so anyway
-    Option("--no-local-rank", _MORE),  # xds never adds --local_rank to the script's arguments
-    Option("--no-ssh-check", _MORE),  # there is no check before the connection itself
-    Option("--run-path", _MORE, is_torchrun=True),  # a script always runs in the rank's interpreter
-    Option("--start-method", _MORE, "NAME", choices=("spawn", "fork", "forkserver"), is_torchrun=True),
-    Option("--monitor-interval", _MORE, "SECONDS", is_torchrun=True),  # an end is noticed within 0.1 s
-    Option("--redirects", _MORE, "STREAMS", aliases=("-r",), is_torchrun=True),  # always kept in files
-    Option("--log-level", _MORE, "LEVEL", choices=("debug", "info", "warning", "error", "critical")),
+    Option("--no-local-rank", _MORE,
+        reason="xds never adds --local_rank to the script's arguments; the number is in LOCAL_RANK"),
+    Option("--no-ssh-check", _MORE,
+        reason="the connection itself tells; there is no other check before it"),
+    Option("--run-path", _MORE, is_torchrun=True,
+        reason="a script always runs in the rank's own interpreter, as python would run it"),
+    Option("--start-method", _MORE, "NAME", choices=("spawn", "fork", "forkserver"), is_torchrun=True,
+        reason="ranks are processes of their own program, never forks of xds"),
+    Option("--monitor-interval", _MORE, "SECONDS", is_torchrun=True,
+        reason="the end of a rank is noticed within 0.1 s"),
+    Option("--redirects", _MORE, "STREAMS", aliases=("-r",), is_torchrun=True,
+        reason="both streams of every rank are kept in its file anyway"),
+    Option("--log-level", _MORE, "LEVEL", choices=("debug", "info", "warning", "error", "critical"),
+        reason="xds says only what went wrong; see --quiet"),
     Option("--signals-to-handle", _MORE, "SIGNALS", is_torchrun=True, harmless=(
         "SIGTERM,SIGINT,SIGHUP,SIGQUIT",),
         note="SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded, always and only"),

@@ -299,10 +299,22 @@ def _on_hosts(
     asked: Asked, hosts: Sequence[Host], launcher: str, environ: Mapping[str, str]
 ) -> Hosts:
     from .backends import BACKENDS, backend_named
-    from .carried import carried
 
     if launcher not in BACKENDS:
         backend_named(launcher)  # says why
+    job = replace(_job(asked), num_ranks="auto")  # the slots say it
+    restarts = _restarts(asked, *_nnodes(asked))
+    return Hosts(job, tuple(hosts), remote(asked, environ), launcher, restarts)
+
+
+def remote(asked: Asked, environ: Mapping[str, str]) -> Remote:
+    """How other machines are reached, and what goes along.
+
+    Raises:
+        UsageError: --launcher-args or an environment file cannot be read.
+    """
+    from .carried import carried
+
     folder = os.getcwd()
     words = asked.text("launcher_args")
     try:
@@ -311,7 +323,7 @@ def _on_hosts(
         raise UsageError(
             f"--launcher-args = {words}: {error}; close the quotes as for a shell"
         ) from None
-    remote = Remote(
+    return Remote(
         folder=folder,
         python=asked.text("python", sys.executable),
         environment=carried(environ, Path(folder), Path.home()),
@@ -322,8 +334,6 @@ def _on_hosts(
         master_port=_port(asked, "master_port"),
         is_numbered=asked.has("include", "exclude"),
     )
-    job = replace(_job(asked), num_ranks="auto")  # the slots say it
-    return Hosts(job, tuple(hosts), remote, launcher, _restarts(asked, *_nnodes(asked)))
 
 
 def _port(asked: Asked, name: str) -> int | None:

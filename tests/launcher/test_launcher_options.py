@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from xds.launcher import where as place
 from xds.launcher.job import Rendezvous, Restarts
+from xds.launcher.option_docs import page
 from xds.launcher.option_table import GROUPS, OPTIONS
 from xds.launcher.options import help_text, judge, read
 from xds.launcher.where import Hosts, Local, where_to_run
@@ -163,6 +164,12 @@ def test_torchruns_variables_stand_in_for_its_flags():
     assert where("", environ | {"TORCHELASTIC_RUN_ID": "x"}).rendezvous == Rendezvous()
     with pytest.raises(UsageError, match=r"PET_NNODES \(environment\) = x: must be"):
         where("", {"PET_NNODES": "x"})
+
+
+def test_the_page_of_options_is_current():
+    file = Path(__file__).parents[2] / "docs" / "options.md"
+    assert file.read_text() == page(), "run: python -m xds.launcher.option_docs > docs/options.md"
+    assert all(f"`{option.name}" in page() for option in OPTIONS)
 
 
 # -- this machine ---------------------------------------------------------------------------------------
