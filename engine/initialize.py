@@ -46,6 +46,7 @@ from .precision import build_loss_scale
 from .preemption import NotAsked, Preemption, SavesFirst
 from .process import join, local_rank, pick_device, timeout_seconds
 from .report import StepReport
+from .same_model import check_same_model
 from .schedules import build_scheduler
 from .timers import build_throughput, build_timers
 
@@ -100,6 +101,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     collectives = open_collectives(group, device)
     if config.watch.enabled:
         collectives.attend(config.watch, timeout_seconds())
+    check_same_model(model, config.zero_optimization, collectives)
     policy = _policy(config, group.size())
     if policy.shards_params:
         return_freed_blocks()

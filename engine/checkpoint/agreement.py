@@ -15,14 +15,17 @@ Value = TypeVar("Value")
 KINDS: tuple[type[XdsError], ...] = (DamagedError, UsageError, XdsError)  # the narrowest first
 
 
-def exchange(collectives: Collectives, value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order; JSON. Sends the longest text to each peer. For all ranks."""
+def exchange(collectives: Collectives, value: Any, what: str) -> list[Any]:
+    """Every rank's `value`, in rank order; JSON. Sends the longest text to each peer. For all ranks.
+
+    `what` it is about, for the message when a rank does not come.
+    """
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     length = torch.tensor([len(text)], dtype=torch.int64, device=collectives.device)
-    lengths = collectives.gather_small(length).view(-1).tolist()
+    lengths = collectives.gather_small(length, what=what).view(-1).tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=collectives.device)
     padded[: len(text)] = text
-    table = collectives.gather_small(padded).cpu()
+    table = collectives.gather_small(padded, what=what).cpu()
     found = []
     for row, size in zip(table, lengths, strict=True):
         told = bytearray(size)
@@ -60,7 +63,7 @@ def together(
         text = str(error) if isinstance(error, XdsError) else f"{type(error).__name__}: {error}"
         kind = next((at for at, kind in enumerate(KINDS) if isinstance(error, kind)), -1)
         answer = {"error": text, "kind": kind % len(KINDS)}
-    answers = exchange(collectives, answer)
+    answers = exchange(collectives, answer, doing)
     failed = [(rank, one) for rank, one in enumerate(answers) if "error" in one]
     if failed:
         widest = KINDS[max(one["kind"] for _, one in failed)]

@@ -220,7 +220,21 @@ def _remedy(
     raised = [r.rank for r in reports if r.raised]
     if raised:
         return f"Look at the traceback of {_ranks(raised)}"
+    standing = [r.rank for r in reports if r.stands]
+    if standing:
+        whose = "this line" if len(standing) == 1 else "these lines"
+        return (
+            f"Look at {whose} of {_ranks(standing)}: every rank must run equally many steps, and come to each "
+            "one within the timeout (XDS_TIMEOUT_SECONDS)"
+        )
+    if any(r.call for r in reports):
+        return (
+            "Every rank must make the same calls, in the same order: of forward, backward and step, and of "
+            "the script's own collectives"
+        )
     blocked = [g[0].waits_in for g in waiting if _behind(g, reports)]
+    if any(name.startswith("access") for name in blocked):
+        return "Access to parameters is for all ranks together: make the same call on every rank"
     units = [name.partition(" of ")[2] for name in blocked if name.startswith("all_gather of ")]
     if units:
         return (
@@ -230,15 +244,7 @@ def _remedy(
             "or train at stage 2; torch.utils.checkpoint needs use_reentrant=False where ranks leave "
             "parameters unused"
         )
-    standing = [r.rank for r in reports if r.stands]
-    if standing:
-        return (
-            f"Look at these lines of {_ranks(standing)}: every rank must run equally many steps, and come to "
-            "each one within the timeout (XDS_TIMEOUT_SECONDS)"
-        )
-    if any(name.startswith("access") for name in blocked):
-        return "Access to parameters is for all ranks together: make the same call on every rank"
-    if blocked or len(waiting) > 1 or any(r.call for r in reports):
+    if blocked or len(waiting) > 1:
         return "Every rank must make the same calls of forward, backward and step, equally many"
     if silent:
         return (

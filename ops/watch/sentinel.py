@@ -32,6 +32,7 @@ OVERDUE_SECONDS = 1.0  # beyond the timeout: by then a wait that can raise has r
 EARLY_SECONDS = (
     5.0  # before the timeout a wait of the script's own is told: its error will not tell
 )
+FRESH_SECONDS = EARLY_SECONDS + 2.0  # answers to an alarm are true for so long: their ranks may end
 MAX_CPU_SHARE = 0.05  # of a beat that a thread uses while it only waits
 MANY = 64  # ranks above which the times of all are read more seldom
 Reports = dict[int, Report]
@@ -60,7 +61,8 @@ class Post:
         self.store = watch.open_board()
         self.exchange: Exchange | None = None
         self.is_leaving = False
-        self.answered = 0  # the newest alarm that was dealt with
+        self.answered = 0  # the newest alarm that was dealt with, and when
+        self.answered_seconds = 0.0
         self.request: Request | None = None
         self.judge = Judge(straggler_ratio) if straggler_ratio and watch.rank == 0 else None
         self.beats = 0
@@ -204,8 +206,11 @@ class Sentinel:
         exchange, post.request = post.exchange, None
         assert exchange is not None
         exchange.say(request.report)
-        number = post.answered = max(exchange.alarm(), post.answered + 1)
-        exchange.raise_alarm(number)
+        number = exchange.alarm()
+        if number != post.answered or time.monotonic() - post.answered_seconds > FRESH_SECONDS:
+            number = max(number, post.answered + 1)
+            exchange.raise_alarm(number)
+        post.answered, post.answered_seconds = number, time.monotonic()
         write_ring(watch, request.report)
         deadline = time.monotonic() + PATIENCE_SECONDS
         reports = exchange.collect(request.report, deadline, number)
@@ -217,7 +222,7 @@ class Sentinel:
         """An alarm: say where this rank is; the lowest rank that lives tells what all say, unless it raises."""
         exchange = post.exchange
         assert exchange is not None
-        post.answered = number
+        post.answered, post.answered_seconds = number, time.monotonic()
         mine = self._where(post, watch, number)
         exchange.answer(mine)
         write_ring(watch, mine)

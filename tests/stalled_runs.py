@@ -1,0 +1,189 @@
+"""For tests: ranks that go wrong on purpose, each in one way, and what they say of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from divergent_models import build, config_of, samples
+
+import xds
+
+ALL = (0, 1, 2)
+
+
+def engine_of(stage: int, **watch: Any) -> xds.Engine:
+    config = {**config_of(stage), "watch": {"heartbeat_seconds": 0.25, **watch}}
+    return xds.initialize(build("early exit"), config)
+
+
+def one_step(engine: xds.Engine, step: int) -> None:
+    loss = engine(samples(engine.global_rank, step), ALL)
+    engine.backward(loss)
+    engine.step()
+
+
+class Lines(logging.Handler):
+    """What the watcher logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("xds").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def told(steps: Callable[[], Any]) -> dict[str, Any]:
+    """What `steps` raised, how long it took, and what was logged meanwhile."""
+    heard, begin = Lines(), time.monotonic()
+    error = ""
+    try:
+        steps()
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    seconds = time.monotonic() - begin
+    return {"error": error, "seconds": seconds, "lines": heard.lines}
+
+
+def stop_a_rank(stage: int, folder: str) -> dict[str, Any]:
+    """Rank 1 is stopped by a signal after two steps, and goes on when the others have said it."""
+    engine = engine_of(stage)
+    os.environ["XDS_DUMP_DIR"] = folder
+
+    def steps() -> None:
+        for step in range(4):
+            if engine.global_rank == 1 and step == 2:
+                if os.fork() == 0:  # it wakes us when rank 0 has spoken
+                    while not Path(folder, "said").exists():
+                        time.sleep(0.05)
+                    os.kill(os.getppid(), signal.SIGCONT)
+                    os._exit(0)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            one_step(engine, step)
+
+    found = told(steps)
+    Path(folder, "said").touch()
+    return found
+
+
+def sleep_in_the_loader(stage: int, folder: str) -> dict[str, Any]:
+    """Rank 1's data takes longer than the timeout."""
+    engine = engine_of(stage)
+    os.environ["XDS_DUMP_DIR"] = folder
+
+    def next_batch(step: int) -> None:
+        if engine.global_rank == 1 and step == 1:
+            while not Path(folder, "said").exists():
+                time.sleep(0.05)
+
+    def steps() -> None:
+        for step in range(3):
+            next_batch(step)
+            one_step(engine, step)
+
+    found = told(steps)
+    if engine.global_rank == 0:
+        Path(folder, "said").touch()
+    return found
+
+
+def skip_a_save(stage: int) -> dict[str, Any]:
+    """Rank 1 leaves out save_checkpoint and goes on with its steps."""
+    engine = engine_of(stage)
+
+    def steps() -> None:
+        one_step(engine, 0)
+        if engine.global_rank != 1:
+            engine.save_checkpoint(tempfile.gettempdir())
+        one_step(engine, 1)
+
+    return told(steps)
+
+
+def skip_an_access(stage: int) -> dict[str, Any]:
+    """Rank 1 does not ask for the parameter."""
+    engine = engine_of(stage)
+
+    def steps() -> None:
+        one_step(engine, 0)
+        if engine.global_rank != 1:
+            xds.zero.get_full_param(next(iter(engine.module.parameters())))
+        one_step(engine, 1)
+
+    return told(steps)
+
+
+def skip_own_collective(stage: int) -> dict[str, Any]:
+    """The script has a collective of its own, which rank 1 leaves out."""
+    engine = engine_of(stage)
+    loss = torch.zeros(3)
+
+    def steps() -> None:
+        one_step(engine, 0)
+        if engine.global_rank != 1:
+            dist.all_reduce(loss)
+        one_step(engine, 1)
+
+    return told(steps)
+
+
+def sleep_quietly(stage: int) -> dict[str, Any]:
+    """Every rank idles for longer than the timeout, in different places, while nobody waits."""
+    engine = engine_of(stage)
+
+    def steps() -> None:
+        one_step(engine, 0)
+        time.sleep(5.0)
+        one_step(engine, 1)
+        time.sleep(0.5 * engine.global_rank)
+        one_step(engine, 2)
+
+    return told(steps)
+
+
+def other_shapes(stage: int) -> dict[str, Any]:
+    """Rank 1 built another model."""
+    rank = dist.get_rank()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4 + 3 * rank))
+    return told(lambda: xds.initialize(model, config_of(stage)))
+
+
+def never_raise(folder: str) -> None:
+    """Rank 1's main thread sits in a wait that cannot raise: its process is ended for it."""
+    engine = engine_of(2)
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/error{engine.global_rank}.json"
+    one_step(engine, 0)
+    if engine.global_rank == 1:
+        watch = engine._sharded.collectives._watch
+        watch.begin_wait(watch.start("all_gather", 0))
+    while not Path(folder, "error1.json").exists():
+        time.sleep(0.1)
+    time.sleep(engine.global_rank)  # a rank that ends is not to end the other one's wait
+
+
+def over_tcp(rank: int, world_size: int, port: int, pipe: Any) -> None:
+    """A rank of its own group over a TCPStore, as launchers make it; rank 0 keeps the store."""
+    torch.set_num_threads(1)
+    names = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ["XDS_TIMEOUT_SECONDS"] = "3"
+    engine = engine_of(2)
+    one_step(engine, 0)
+    found = told(lambda: rank == 1 or one_step(engine, 1))
+    if rank == 1:
+        time.sleep(4.5)
+    engine.destroy()
+    names_left = [thread.name for thread in threading.enumerate()]
+    pipe.send({**found, "threads": names_left})
+    dist.destroy_process_group()
