@@ -277,3 +277,30 @@ def test_nothing_is_left_open(tmp_path, capfd):
     wait_until(lambda: threading.active_count() == before[1], "the threads have ended")
     assert sorted(os.listdir("/proc/self/fd")) == before[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_whole_run_on_a_terminal(tmp_path):
+    """Rank 0 believes in its terminal, and a reader that leaves is told in the report."""
+    (tmp_path / "t.py").write_text(
+        "import os, sys\nprint('rank', os.environ['RANK'], os.isatty(1))\n"
+    )
+    master, slave = pty.openpty()
+    words = [sys.executable, "-m", "xds.launcher.cli", "--log-dir", "logs", "t.py"]
+    process = subprocess.Popen(
+        words, cwd=tmp_path, stdin=slave, stdout=slave, stderr=subprocess.PIPE
+    )
+    os.close(slave)
+    got = read_terminal(master)
+    os.close(master)
+    _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert (process.returncode, err, got) == (0, b"", b"rank 0 True\r\n")
+    logs = {file.name: file.read_text() for file in (tmp_path / "logs").iterdir()}
+    assert logs == {"rank0.log": "rank 0 True\n", "rank1.log": "rank 1 False\n"}
+    (tmp_path / "t.py").write_text("while True: print('line')\n")
+    words[-1:] = ["--nproc-per-node", "1", "t.py"]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    assert b"BrokenPipeError" in process.stderr.read()
+    process.stderr.close()
+    assert process.wait(PATIENCE_SECONDS) == 1
