@@ -17,7 +17,7 @@ from .probes.line import Line
 if TYPE_CHECKING:
     from .where import Hosts
 
-DONE, DIFFERENT = 0, 1
+DONE, DIFFERENT, INTERRUPTED = 0, 1, 130
 _MODULE = "xds.launcher.cli"
 _WORDS = ("env", "--json")
 _TIMEOUT_SECONDS = 120.0
@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str]) -> int:
-    """0; 1 where a host did not answer, or versions differ."""
+    """0; 1 where a host did not answer, or versions differ; 130 after Ctrl-C."""
     asked, words = _parser().parse_known_args(list(argv))
     if asked.timeout <= 0:
         raise UsageError(f"--timeout = {asked.timeout:g}: must be a number of seconds above 0")
@@ -47,7 +47,10 @@ def main(argv: Sequence[str]) -> int:
 
         return of_this_machine(["--json"] * asked.json)
     commands = _commands(hosts)
-    told, unreached = _read(fan_out(commands, asked.timeout))
+    try:
+        told, unreached = _read(fan_out(commands, asked.timeout))
+    except KeyboardInterrupt:  # everything that was begun has been ended
+        return INTERRUPTED
     _check_slots(hosts, told)
     compared = compare(told)
     if asked.json:

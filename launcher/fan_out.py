@@ -74,9 +74,7 @@ async def _ask(words: Sequence[str], timeout_seconds: float) -> Answer:
     output, errors = _Stream(process.stdout), _Stream(process.stderr)
     trouble = ""
     try:
-        await asyncio.wait_for(
-            asyncio.gather(output.read(), errors.read(), process.wait()), timeout_seconds
-        )
+        await asyncio.wait_for(_end_of(process, output, errors), timeout_seconds)
     except asyncio.TimeoutError:  # noqa: UP041 (two classes before Python 3.11)
         trouble = f"no end within {timeout_seconds:g} s"
     finally:
@@ -85,6 +83,10 @@ async def _ask(words: Sequence[str], timeout_seconds: float) -> Answer:
             await asyncio.wait_for(process.wait(), _LAST_SECONDS)
     code = None if trouble else process.returncode
     return Answer(code, output.text(), errors.text(), output.ended_at, trouble)
+
+
+async def _end_of(process: asyncio.subprocess.Process, *streams: _Stream) -> None:
+    await asyncio.gather(*(stream.read() for stream in streams), process.wait())
 
 
 def _kill(pid: int, code: int | None) -> None:

@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--op", action="append", metavar="OP,OP", help=f"of {', '.join(OPS)} (default: all)")
     add("--min-size", default=f"{FIRST_BYTES}", metavar="SIZE", help="1KiB, the default")
     add(
-        *("--max-size", "--maxsize"),
+        "--max-size",
         default="",
         metavar="SIZE",
         help="default 1GiB on GPUs, 64MiB on CPUs; less where memory is short",

@@ -19,11 +19,11 @@ from .line import Line, first_output, output
 
 _MIN_TORCH = (2, 11)
 _PYTHONS = ((3, 10), (3, 13))
-_PACKAGES = ("pydantic", "numpy", "tqdm")
-_OPTIONAL_PACKAGES = ("safetensors", "transformers")
+_PACKAGES = ("pydantic", "tqdm")
+_OPTIONAL_PACKAGES = ("numpy", "safetensors", "transformers")
 _PREFIXES = ("NCCL_", "GLOO_", "XDS_", "CUDA_", "OMP_", "TORCH_", "UCX_", "FI_")
 # the launcher's words to its own ranks, and what may hold a secret
-_UNTOLD = re.compile(r"XDS_RUN_FOLDER|XDS_GRACE_FILE|.*(TOKEN|SECRET|PASSWORD|API_KEY).*")
+_UNTOLD = re.compile(r"XDS_RUN_FOLDER|XDS_GRACE_FILE|.*(TOKEN|SECRET|PASSW|KEY|CREDENTIAL).*")
 _SLOW = "native ops fall back to torch, which is slower"
 
 

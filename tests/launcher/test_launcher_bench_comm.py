@@ -197,7 +197,7 @@ def test_sizes_end_where_memory_does(monkeypatch, capsys):
 
 
 def test_its_own_words_are_taken_out_and_the_rest_is_the_launchers():
-    words = ["--hostfile", "hosts", "--op", "all_gather,barrier", "--maxsize=1MiB", "-i", "a:0"]
+    words = ["--hostfile", "hosts", "--op", "all_gather,barrier", "--max-size=1MiB", "-i", "a:0"]
     plan, rest = start.read([*words, "--json", "--trials", "3"])
     assert rest == ["--hostfile", "hosts", "-i", "a:0"]
     assert plan == Plan(("all_gather", "barrier"), 1024, 1 << 20, "float32", 3, 0.5, True)

@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -164,6 +167,17 @@ def test_a_host_that_hangs_does_not_hold_up_the_rest(tmp_path, ssh, capsys):
     assert cli.main(["env", "-H", hostfile(tmp_path, "hung"), "--timeout", "0.5", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["not_reached"] == {"hung": "no end within 0.5 s"}
     assert time.monotonic() - before < 30  # not its 60 s
+
+
+def test_an_interrupt_ends_it_without_a_word(tmp_path, ssh):
+    words = [sys.executable, "-m", "xds.launcher.cli", "env", "-H", hostfile(tmp_path, "hung", "h")]
+    asking = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "asked").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    asking.send_signal(signal.SIGINT)
+    assert asking.communicate(timeout=60) == (b"", b"") and asking.returncode == 130
 
 
 def test_json_holds_every_host_and_what_differs(tmp_path, ssh, capsys):
