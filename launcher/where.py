@@ -277,10 +277,15 @@ def _all_hosts(
             f"{asked.spelled['nproc_per_node']} = {num_ranks}: hosts have the slots that the"
             " hostfile says; give a number, or leave it out"
         )
+    least, most = _nnodes(asked)
+    if least > len(hosts):
+        raise UsageError(
+            f"{asked.spelled['nnodes']} = {asked.text('nnodes')}: there are {len(hosts)} hosts; ask for"
+            " fewer"
+        )
+    if most and not asked.has("max_restarts", "elastic_training"):
+        hosts = hosts[:most]  # further ones would be spares
     num_nodes = asked.number("num_nodes", 0, least=1)
-    if not num_nodes and asked.has("nnodes"):
-        least, most = _nnodes(asked)
-        num_nodes = max(least, min(most, len(hosts)))
     return first_hosts(hosts, num_nodes, 0 if isinstance(num_ranks, str) else num_ranks)
 
 
@@ -304,6 +309,8 @@ def _on_hosts(
         backend_named(launcher)  # says why
     job = replace(_job(asked), num_ranks="auto")  # the slots say it
     restarts = _restarts(asked, *_nnodes(asked))
+    if restarts.max_nodes and not restarts.min_nodes:  # not all there are, but all at a time
+        restarts = replace(restarts, min_nodes=min(restarts.max_nodes, len(hosts)))
     return Hosts(job, tuple(hosts), remote(asked, environ), launcher, restarts)
 
 

@@ -450,10 +450,19 @@ def test_a_cluster_that_starts_xds_on_each_machine():
         ("--elastic_training --max_restarts 7 --min_elastic_nodes 2", Restarts(7, 2)),
         ("--max-restarts 2 --min_elastic_nodes 2 --max_elastic_nodes 3", Restarts(2, 2, 3)),
         ("--max-restarts 2 --nnodes 2:3", Restarts(2, 2, 3)),
+        ("--max-restarts 2 --max_elastic_nodes 2", Restarts(2, 2, 2)),
+        ("--max-restarts 2 --max_elastic_nodes 9", Restarts(2, 3, 9)),
     ],
 )
 def test_restarts(line, expected):
     assert where(f"--hostfile hosts {line}").restarts == expected
+
+
+def test_hosts_beyond_the_bounds_are_spares_where_there_are_restarts():
+    assert len(where("-H hosts --nnodes 2").hosts) == 2
+    found = where("-H hosts --nnodes 2 --max_restarts 1")
+    assert len(found.hosts) == 3 and found.restarts == Restarts(1, 2, 2)
+    assert len(where("-H hosts --num_nodes 2 --max_restarts 1").hosts) == 2
 
 
 def test_which_numbers_of_ranks_fit(folder):
