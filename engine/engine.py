@@ -74,8 +74,12 @@ class Engine(States):
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, under autocast where the config says so. At stage 3 a collective."""
+        """The module's forward, under autocast where the config says so. At stage 3 a collective.
+
+        Raises Preempted: with checkpoint.preemption_save_dir a rank was asked to stop; all states are saved.
+        """
         self._check_alive()
+        self._parts.preemption.check()
         watched = self._sharded.forward_context(
             is_training=self.module.training, is_compiled=self._parts.compiler.is_compiled
         )
@@ -135,7 +139,6 @@ class Engine(States):
             XdsError: the gradients are not finite and the precision does not skip such steps; the
                 parameters are untouched and the engine can go on. Or, after the step is taken: a checkpoint
                 that was written in the background is not there.
-            Preempted: after the step, where checkpoint.preemption_save_dir is set and a rank was asked to stop.
         """
         self._check_trains()
         if not self._sharded.has_seen_backward:
@@ -448,6 +451,7 @@ class Engine(States):
 
     def _check_trains(self) -> None:
         self._check_alive()
+        self._parts.preemption.check()
         if self.optimizer is None:
             raise UsageError(
                 "this engine only infers: every parameter of its model was frozen at xds.initialize; call "

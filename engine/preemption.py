@@ -30,7 +30,11 @@ class Preemption(ABC):
 
     @abstractmethod
     def boundary(self) -> None:
-        """A step is over. Raises Preempted where it is the last one; the states are saved then."""
+        """A step is over. After a signal it may be the last one; then all states are saved here."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """A step begins. Raises Preempted, once all states are saved."""
 
     @abstractmethod
     def end(self) -> None:
@@ -45,6 +49,9 @@ class NotAsked(Preemption):
         return
 
     def boundary(self) -> None:
+        return
+
+    def check(self) -> None:
         return
 
     def end(self) -> None:
@@ -85,6 +92,10 @@ class SavesFirst(Preemption):
     def boundary(self) -> None:
         if self._desk is not None and self._seat is not None:
             self._desk.boundary(self._seat)
+
+    def check(self) -> None:
+        if self._desk is not None:
+            self._desk.check()
 
     def end(self) -> None:
         global _desk

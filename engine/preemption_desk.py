@@ -9,7 +9,8 @@ main thread that is blocked in a collective as well. There the main thread waits
 
 The largest post is a boundary that every rank comes to and none has passed. Until it is reached every rank goes
 on with its steps, so each collective is joined by all: nobody waits for a rank that waits for something else
-than a thread. What can still go wrong ends at the deadline.
+than a thread. What can still go wrong ends at the deadline. The states are saved where the step ends; the
+script is told when it begins the next one, so that it has written down what it writes down for a step.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class Desk:
         self._is_told = False  # in the store
         self._target = 0  # the boundary to save at; 0 until it is known
         self._is_off = False  # nobody can save any more
-        self._saved = ""
+        self._saved = ""  # where
+        self._has_raised = False  # the script knows, and closes its things
 
     # -- called by the main thread --------------------------------------------------------------------------
 
@@ -142,28 +144,29 @@ class Desk:
         return True
 
     def boundary(self, seat: Seat) -> None:
-        """A step of `seat`'s engine is over. Raises Preempted, after saving, at the step that was agreed on."""
+        """A step of `seat`'s engine is over. Saves, if it is the step that was agreed on."""
         with self._condition:
             seat.count += 1
-            if not self._reason or seat is not self._leader():
+            if not self._reason or self._saved or seat is not self._leader():
                 return
             while not (self._target and self._posted is seat) and not self._is_off:
                 self._condition.wait(1.0)
             if self._is_off or seat.count < self._target:
                 return
-        self._leave_saved(seat)
+        begun_seconds = time.monotonic()
+        self._save()
+        engine = seat.engine()
+        assert engine is not None  # it called
+        self._saved = os.path.join(seat.save_dir, f"global_step{engine.global_steps}")
+        if seat.collectives.rank == 0:
+            seconds = time.monotonic() - begun_seconds
+            _tell(f"{self._reason}: saved {self._saved} in {seconds:.1f} s; leaving")
 
-    def _leave_saved(self, leader: Seat) -> NoReturn:
-        if not self._saved:
-            begun_seconds = time.monotonic()
-            self._save()
-            first = leader.engine()
-            assert first is not None  # it called
-            self._saved = os.path.join(leader.save_dir, f"global_step{first.global_steps}")
-            if leader.collectives.rank == 0:
-                seconds = time.monotonic() - begun_seconds
-                _tell(f"{self._reason}: saved {self._saved} in {seconds:.1f} s; leaving")
-        raise Preempted(f"{self._reason}: all states are saved in {self._saved}", self._saved)
+    def check(self) -> None:
+        """A new step begins: raises Preempted once all is saved."""
+        if self._saved:
+            self._has_raised = True
+            raise Preempted(f"{self._reason}: all states are saved in {self._saved}", self._saved)
 
     def _save(self) -> None:
         """Every engine, as far as it goes; then raises what went wrong with one, the same on all ranks."""
@@ -196,8 +199,9 @@ class Desk:
                     self._look()
                 if self._reason and not self._saved:
                     self._settle()
-                    if time.monotonic() > self._deadline_seconds:
-                        self._give_up("not saved within checkpoint.preemption_seconds")
+                is_late = self._reason and time.monotonic() > self._deadline_seconds
+                if is_late and not self._has_raised:
+                    self._give_up("checkpoint.preemption_seconds are over")
         except Exception:  # nobody would answer a main thread that waits
             log.exception("the thread that waits for signals has failed")
             with self._condition:
@@ -214,8 +218,8 @@ class Desk:
     def _on_signal(self, signum: int) -> None:
         now = time.monotonic()
         since_seconds = self._heard.setdefault(signum, now)
-        if now - since_seconds > REPEATED_SECONDS and not self._saved:
-            self._give_up("asked again before it was saved")
+        if now - since_seconds > REPEATED_SECONDS and not self._has_raised:
+            self._give_up("asked again")
         if not self._reason:
             leader = self._leader()
             rank = leader.collectives.rank if leader is not None else 0
@@ -280,7 +284,10 @@ class Desk:
 
     def _give_up(self, why: str) -> NoReturn:
         """The main thread may be blocked for good: only this ends the process."""
-        os.write(2, f"xds: {self._reason}: {why}; leaving with code {EXIT_CODE}\n".encode())
+        saved = f"saved in {self._saved}" if self._saved else "nothing saved"
+        os.write(
+            2, f"xds: {self._reason}: {why}, {saved}; leaving with code {EXIT_CODE}\n".encode()
+        )
         os._exit(EXIT_CODE)
 
     # -- both -----------------------------------------------------------------------------------------------

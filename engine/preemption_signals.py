@@ -108,11 +108,27 @@ class Signals:
         os.close(self._write_fd)
 
 
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    """A signal to the child must wait until it is the child's own: its byte would go into our pipe."""
+    if _living is not None:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+
+
+def _in_parent() -> None:
+    mask, _forking.mask = getattr(_forking, "mask", None), None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _in_child() -> None:
     """A worker of a data loader that is told to stop must not stop the training."""
     if _living is not None:
         _living.restore()
+    _in_parent()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
