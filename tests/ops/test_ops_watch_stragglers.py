@@ -1,0 +1,114 @@
+"""Who is slow, from tables of step times; and one real run in which a rank sleeps in every step."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+
+import pytest
+import torch.distributed as dist
+from helpers import run_ranks
+from stalled_runs import Lines, engine_of, one_step
+
+from xds.ops.watch.stragglers import Judge, Steps, Verdict
+
+STEP_SECONDS = 0.1
+
+
+def run(computes: list[list[float]], ratio: float = 1.2) -> list[tuple[int, Verdict]]:
+    """What is said, each with the step after which it was: computes[step][rank], all wait for the slowest."""
+    judge, now = Judge(ratio), 0.0
+    steps = [Steps() for _ in computes[0]]
+    waited = [0.0] * len(steps)
+    said = []
+    for number, row in enumerate(computes, 1):
+        now += max(row)
+        for rank, own in enumerate(row):
+            waited[rank] += max(row) - own
+            steps[rank].add(now, waited[rank])
+        verdicts = judge.look({rank: steps[rank].told() for rank in range(len(row))})
+        said += [(number, verdict) for verdict in verdicts]
+    return said
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_a_rank_that_is_30_percent_slower_is_named_within_20_steps(world_size: int) -> None:
+    even = [STEP_SECONDS] * world_size
+    slow = [*even[:-1], 1.3 * STEP_SECONDS]
+    [(number, verdict)] = run([even] * 30 + [slow] * 40)
+    assert 30 < number <= 50
+    assert verdict.is_slow and verdict.rank == world_size - 1
+    assert verdict.told("h2") == (
+        f"rank {world_size - 1} (host h2) is slower than its peers: compute 0.130 s a step, median 0.100; the "
+        "others waited 0.030 s for it"
+    )
+
+
+def test_a_rank_that_recovers_is_named_again_once() -> None:
+    even, slow = [0.1, 0.1, 0.1], [0.1, 0.15, 0.1]
+    (_, first), (number, second) = run([even] * 10 + [slow] * 40 + [even] * 40)
+    assert first.is_slow and not second.is_slow and second.rank == 1
+    assert 50 < number <= 70
+    assert second.told("") == "rank 1 keeps up with its peers again"
+
+
+def test_a_pause_of_one_rank_names_nobody() -> None:
+    even = [0.1, 0.1]
+    pause = [5.0, 0.1]  # it saves a checkpoint, or evaluates
+    assert run(([even] * 24 + [pause]) * 4) == []
+
+
+def test_steps_that_are_unequal_by_chance_name_nobody() -> None:
+    chance = random.Random(3)
+    rows = [[0.1 * chance.uniform(0.7, 1.5) for _ in range(4)] for _ in range(2000)]
+    assert run(rows) == []
+
+
+def test_all_ranks_slower_together_name_nobody() -> None:
+    assert run([[0.1, 0.1]] * 20 + [[0.3, 0.3]] * 40) == []
+
+
+def test_a_rank_for_which_nobody_waited_is_not_named() -> None:
+    """Its compute ran beside the others' (a longer epilogue that overlaps): no step was longer for it."""
+    judge = Judge(1.2)
+    tables = [Steps(), Steps()]
+    for step in range(1, 60):
+        tables[0].add(0.1 * step, 0.03 * step)
+        tables[1].add(0.1 * step, 0.03 * step)
+        assert judge.look({0: tables[0].told(), 1: tables[1].told()}) == []
+
+
+def test_short_steps_that_are_looked_at_seldom_are_compared_over_the_same_ones() -> None:
+    judge, tables = Judge(1.2), [Steps(), Steps()]
+    said: list[Verdict] = []
+    for step in range(1, 20_001):
+        tables[0].add(1.5e-3 * step, 0.5e-3 * step)
+        tables[1].add(1.5e-3 * step, 0.0)
+        if step % 700 == 0:  # once a second, and not at the same moment
+            late = {0: tables[0].told(), 1: tables[1].told()}
+            said += judge.look(late)
+        if step % 700 == 40:
+            early = tables[0].told()
+            said += judge.look({0: early, 1: tables[1].told()})
+    assert [verdict.rank for verdict in said] == [1]
+
+
+def slow_rank() -> list[str]:
+    """Rank 1 sleeps 40 ms in each step from the tenth on."""
+    heard = Lines()
+    logging.getLogger("xds").setLevel(logging.INFO)
+    engine = engine_of(2)
+    for step in range(60):
+        time.sleep(0.06 + (0.06 if engine.global_rank == 1 and step >= 10 else 0.0))
+        one_step(engine, step)
+    dist.barrier()
+    engine.destroy()
+    return [line for line in heard.lines if "slower" in line]
+
+
+def test_a_rank_that_sleeps_in_its_steps_is_named_by_rank_0() -> None:
+    first, second = run_ranks(slow_rank, 2)
+    assert len(first) == 1 and first[0].startswith("xds: rank 1 (host "), first
+    assert " is slower than its peers: compute 0.1" in first[0]
+    assert second == []
