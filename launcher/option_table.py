@@ -98,7 +98,8 @@ OPTIONS = (
         "the config whose elasticity section says which numbers of ranks fit"),
 
     Option("--nnodes", _EACH, "N",
-        "machines, or MIN:MAX of them; with a hostfile: how many hosts run at a time, further ones are spares", is_torchrun=True),
+        "machines, or MIN:MAX of them; with a hostfile: how many hosts run at a time, further ones are spares",
+        is_torchrun=True),
     Option("--node-rank", _EACH, "N", "this machine's number, for the static rendezvous and --no-ssh",
         is_torchrun=True),
     Option("--rdzv-backend", _EACH, "NAME", "static (default), c10d, or another of torch's",

@@ -20,10 +20,10 @@ from typing import Literal, final
 from ..ops.errors import UsageError
 from .hosts import filter_hosts, first_hosts, read_hostfile
 from .job import Host, Job, Remote, Rendezvous, Restarts
+from .meeting import dynamic, num_machines, static
 from .options import Asked
 
 DEFAULT_HOSTFILE = "/job/hostfile"
-_C10D_PORT, _STATIC_PORT = 29400, 29500  # torchrun's
 _ELASTIC_RESTARTS = 100  # deepspeed's
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _MEETING = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone", "local_addr")
@@ -170,25 +170,11 @@ def _fits(config: str) -> Callable[[int], bool] | None:
     return fits(config)
 
 
-def _nnodes(asked: Asked) -> tuple[int, int]:
-    """(min, max) of --nnodes; (0, 0) where it is not given."""
-    text = asked.text("nnodes")
-    found = re.fullmatch("([0-9]{1,6})(?::([0-9]{1,6}))?", text)
-    if not text:
-        return 0, 0
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= least <= most:
-        raise UsageError(
-            f"{asked.spelled['nnodes']} = {text}: must be a number of machines from 1, or MIN:MAX"
-        )
-    return least, most
-
-
 # -- this machine alone -------------------------------------------------------------------------------
 
 
 def _here(asked: Asked) -> Local:
-    least = max(asked.number("num_nodes", 1, least=1), _nnodes(asked)[0])
+    least = max(asked.number("num_nodes", 1, least=1), num_machines(asked)[0])
     if least > 1:
         name = asked.first("num_nodes", "nnodes")
         raise UsageError(f"{name} = {least}: no other hosts are named; give them with --hostfile")
@@ -201,7 +187,7 @@ def _here(asked: Asked) -> Local:
 def _alone(asked: Asked) -> Rendezvous:
     """A free port on the loopback, or the address and port that were asked for."""
     if asked.has("master_port"):
-        return _static(asked, 1)
+        return static(asked, 1)
     return Rendezvous()
 
 
@@ -246,7 +232,7 @@ def _on_slots(asked: Asked, host: Host) -> Local:
     """A hostfile that names this machine alone."""
     job = replace(_job(asked), num_ranks=len(host.slots))
     devices = host.slots if asked.has("include", "exclude") else None
-    return Local(job, _alone(asked), _restarts(asked, *_nnodes(asked)), devices)
+    return Local(job, _alone(asked), _restarts(asked, *num_machines(asked)), devices)
 
 
 # -- hosts that are started from here -----------------------------------------------------------------
@@ -277,13 +263,14 @@ def _all_hosts(
             f"{asked.spelled['nproc_per_node']} = {num_ranks}: hosts have the slots that the"
             " hostfile says; give a number, or leave it out"
         )
-    least, most = _nnodes(asked)
+    least, most = num_machines(asked)
     if least > len(hosts):
         raise UsageError(
             f"{asked.spelled['nnodes']} = {asked.text('nnodes')}: there are {len(hosts)} hosts; ask for"
             " fewer"
         )
-    if most and not asked.has("max_restarts", "elastic_training"):
+    has_restarts = asked.number("max_restarts", 0) > 0 or asked.has("elastic_training")
+    if most and not has_restarts:
         hosts = hosts[:most]  # further ones would be spares
     num_nodes = asked.number("num_nodes", 0, least=1)
     return first_hosts(hosts, num_nodes, 0 if isinstance(num_ranks, str) else num_ranks)
@@ -308,7 +295,7 @@ def _on_hosts(
     if launcher not in BACKENDS:
         backend_named(launcher)  # says why
     job = replace(_job(asked), num_ranks="auto")  # the slots say it
-    restarts = _restarts(asked, *_nnodes(asked))
+    restarts = _restarts(asked, *num_machines(asked))
     if restarts.max_nodes and not restarts.min_nodes:  # not all there are, but all at a time
         restarts = replace(restarts, min_nodes=min(restarts.max_nodes, len(hosts)))
     return Hosts(job, tuple(hosts), remote(asked, environ), launcher, restarts)
@@ -358,7 +345,7 @@ def _one_of(asked: Asked, hosts: Sequence[Host]) -> Local:
         )
     host = hosts[asked.number("node_rank", 0, most=len(hosts) - 1)]
     first = hosts[0].name.rpartition("@")[2]
-    meeting = _static(asked, len(hosts), first)
+    meeting = static(asked, len(hosts), first)
     job = replace(_job(asked), num_ranks=len(host.slots))
     devices = host.slots if asked.has("include", "exclude") else None
     return Local(job, meeting, _restarts(asked), devices)
@@ -366,7 +353,7 @@ def _one_of(asked: Asked, hosts: Sequence[Host]) -> Local:
 
 def _met(asked: Asked) -> Local:
     """torchrun's flags: its rendezvous, with its defaults."""
-    least, most = _nnodes(asked)
+    least, most = num_machines(asked)
     least, most = least or 1, most or 1
     if asked.has("standalone"):
         if least > 1:
@@ -374,86 +361,16 @@ def _met(asked: Asked) -> Local:
         return _here(replace(asked, given={**asked.given, "nnodes": "", "master_port": ""}))
     kind = asked.text("rdzv_backend", "static")
     if kind == "static":
-        meeting = _static(asked, most, asked.text("rdzv_endpoint"))
+        meeting = static(asked, most, asked.text("rdzv_endpoint"))
         if least != most:
             raise UsageError(
                 f"--nnodes = {least}:{most}: machines may come and go only with --rdzv-backend c10d"
                 " and --rdzv-endpoint HOST:PORT"
             )
     else:
-        meeting = _dynamic(asked, kind, least, most)
+        meeting = dynamic(asked, kind, least, most)
     job = _job(asked)
     return Local(job, meeting, _restarts(asked), _named_devices(asked))
-
-
-def _static(asked: Asked, num_nodes: int, endpoint: str = "") -> Rendezvous:
-    """Everybody knows the first machine, and its own number."""
-    address = asked.text("master_addr") or endpoint or "127.0.0.1"
-    host, port = _split_endpoint(address, asked.number("master_port", _STATIC_PORT, 1, 65535))
-    if asked.has("rdzv_endpoint"):  # torchrun's order: an endpoint wins over --master-addr
-        host, port = _split_endpoint(asked.text("rdzv_endpoint"), _STATIC_PORT)
-    return Rendezvous(
-        kind="static",
-        endpoint=_endpoint(host, port),
-        run_id=asked.text("rdzv_id", "none"),
-        min_nodes=num_nodes,
-        max_nodes=num_nodes,
-        node_rank=asked.number("node_rank", 0, most=num_nodes - 1),
-        local_addr=asked.text("local_addr"),
-        settings=_settings(asked),
-    )
-
-
-def _dynamic(asked: Asked, kind: str, least: int, most: int) -> Rendezvous:
-    """The machines find one another at an endpoint."""
-    endpoint = asked.text("rdzv_endpoint")
-    if not endpoint and most > 1:
-        raise UsageError(
-            f"--rdzv-backend = {kind}: several machines need --rdzv-endpoint HOST:PORT, the same on"
-            " each"
-        )
-    if kind == "c10d":
-        host, port = _split_endpoint(endpoint or "127.0.0.1:0", _C10D_PORT)
-        endpoint = _endpoint(host, port)
-    return Rendezvous(
-        kind=kind,
-        endpoint=endpoint,
-        run_id=asked.text("rdzv_id", "none"),
-        min_nodes=least,
-        max_nodes=most,
-        local_addr=asked.text("local_addr"),
-        settings=_settings(asked),
-    )
-
-
-def _split_endpoint(text: str, default_port: int) -> tuple[str, int]:
-    """host, host:port, [address]:port, or an address of IPv6 alone."""
-    found = re.fullmatch(r"\[(.+)\](?::([0-9]{1,5}))?|([^:]+)(?::([0-9]{1,5}))?", text)
-    if found is None:
-        if text.count(":") > 1 and re.fullmatch("[0-9A-Fa-f:.%a-z]+", text):
-            return text, default_port
-        raise UsageError(f"endpoint = {text}: must be HOST:PORT; an address of IPv6 in brackets")
-    port = found[2] or found[4]
-    if port and int(port) > 65535:
-        raise UsageError(f"endpoint = {text}: a port is a number up to 65535")
-    return found[1] or found[3], int(port) if port else default_port
-
-
-def _endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _settings(asked: Asked) -> dict[str, str]:
-    """k=v,k=v"""
-    found = {}
-    for pair in filter(None, asked.text("rdzv_conf").split(",")):
-        key, equals, value = pair.partition("=")
-        if not (key.strip() and equals):
-            raise UsageError(
-                f"--rdzv-conf = {asked.text('rdzv_conf')}: must be KEY=VALUE,KEY=VALUE"
-            )
-        found[key.strip()] = value.strip()
-    return found
 
 
 def _by_environment(asked: Asked, environ: Mapping[str, str]) -> Local | Hosts:
@@ -469,7 +386,7 @@ def _by_environment(asked: Asked, environ: Mapping[str, str]) -> Local | Hosts:
         return Local(_job(merged), meeting, _restarts(merged), _named_devices(merged))
     if not _is_in_step(environ) and len(_allocated(environ)) > 1:
         return _on_hosts(asked, _all_hosts(asked, "", environ), "slurm", environ)
-    if _nnodes(merged)[0] > 1:
+    if num_machines(merged)[0] > 1:
         raise UsageError(
             f"{merged.spelled['nnodes']} = {merged.text('nnodes')}: the machines do not know where to meet;"
             " give each --master-addr and --node-rank, or --rdzv-backend c10d --rdzv-endpoint HOST:PORT,"
