@@ -58,9 +58,12 @@ def _start(words: list[str]) -> int:
     if not asked.command:
         print(help_text(), end="", file=sys.stderr)
         return 2
+    from . import own_allocation
     from .where import where_to_run
 
     notes = judge(asked)
+    if own_allocation.is_asked_for(asked, os.environ):
+        return own_allocation.run(asked, os.environ)
     where = where_to_run(asked, os.environ)
     for note in [] if asked.has("quiet") else notes:
         print(f"xds: {note}", file=sys.stderr)

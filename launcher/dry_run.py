@@ -50,7 +50,7 @@ def dry_run(
     from .roster import choose
     from .start import make_orders
 
-    shown = replace(remote, environment=_without_secrets(remote.environment))
+    shown = replace(remote, environment=without_secrets(remote.environment))
     first = hosts[0].name.rpartition("@")[2]
     address = remote.master_addr or first
     port = remote.master_port or (0 if isinstance(backend, PerHost) else int(_PORT))
@@ -68,7 +68,7 @@ def dry_run(
     elif isinstance(backend, AllAtOnce):
         words = [remote.python, "-u", "-m", "xds.launcher.node", "--orders", encode(_TOKEN, orders)]
         command = backend.command([host for host, _ in chosen], shown, words)
-        extra = _without_secrets(backend.environment(shown))
+        extra = without_secrets(backend.environment(shown))
         prefix = ["env", *(f"{key}={value}" for key, value in extra.items())] if extra else []
         lines.append(shlex.join([*prefix, *command]))
         for order in orders:
@@ -168,5 +168,6 @@ def _order_lines(order: Order) -> Iterator[str]:
         yield f"#     {key}: {json.dumps(value, sort_keys=True)}"
 
 
-def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same variables, with *** for the values of those whose names sound like secrets."""
     return {key: _HIDDEN if is_secret(key) else value for key, value in environment.items()}

@@ -1,35 +1,25 @@
-"""The ways to start the node part on other machines, by the names that `--launcher` takes."""
+"""How the node part is started on other machines: plain ssh, or one command that reaches all of them."""
 
 from __future__ import annotations
 
-from ...ops.errors import UsageError
-from .base import AllAtOnce, Backend, PerHost, node_index
-from .mpich import IntelMpi, Mpich
-from .openmpi import OpenMpi
-from .pdsh import Pdsh
-from .slurm import Slurm
-from .ssh import Ssh
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["BACKENDS", "AllAtOnce", "Backend", "PerHost", "backend_named", "node_index"]
+if TYPE_CHECKING:
+    from .base import AllAtOnce as AllAtOnce
+    from .base import Backend as Backend
+    from .base import PerHost as PerHost
+    from .base import node_index as node_index
+    from .registry import BACKENDS as BACKENDS
+    from .registry import backend_named as backend_named
 
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (Ssh(), Pdsh(), Slurm(), OpenMpi(), Mpich(), IntelMpi())
+_HOMES = {
+    **dict.fromkeys(("AllAtOnce", "Backend", "PerHost", "node_index"), ".base"),
+    **dict.fromkeys(("BACKENDS", "backend_named"), ".registry"),
 }
 
 
-def backend_named(name: str) -> Backend:
-    """The backend of that name, whose program is there.
-
-    Raises:
-        UsageError: there is no such backend, or this machine has not got its program.
-    """
-    if name == "mvapich":
-        raise UsageError(
-            "--launcher = mvapich: its mpirun_rsh is not covered, but its mpiexec is that of MPICH;"
-            " put that into PATH and give --launcher mpich, or use --launcher ssh with the same hostfile"
-        )
-    if name not in BACKENDS:
-        raise UsageError(f"--launcher = {name}: must be one of {', '.join(BACKENDS)}")
-    backend = BACKENDS[name]
-    backend.check()
-    return backend
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)
