@@ -1,7 +1,7 @@
 """Hostfiles and filters: DeepSpeed's grammar, all mistakes at once, names as data."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xds.launcher.hosts import filter_hosts, first_hosts, read_hostfile
@@ -181,6 +181,7 @@ NAMES = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,6}[a-z0-9])?", fullmatch=True)
 FILES = st.dictionaries(NAMES, st.integers(1, 9), min_size=1, max_size=6)
 
 
+@settings(deadline=None)
 @given(slots=FILES, data=st.data())
 def test_include_and_exclude_of_the_same_text_share_the_slots(tmp_path_factory, slots, data):
     path = tmp_path_factory.mktemp("h") / "hosts"
@@ -200,6 +201,7 @@ def test_include_and_exclude_of_the_same_text_share_the_slots(tmp_path_factory, 
         assert excluded == {name: sorted(left) for name, left in rest.items() if left}
 
 
+@settings(deadline=None)
 @given(text=st.text(st.sampled_from("ab0,-:@[] \n\x00é"), max_size=12))
 def test_any_filter_is_met_or_refused(text):
     hosts = [host("a", 2), host("b@a", 1), host("::0", 1)]
@@ -210,6 +212,7 @@ def test_any_filter_is_met_or_refused(text):
     assert found and {each.name for each in found} <= {"a", "b@a", "::0"}
 
 
+@settings(deadline=None)
 @given(data=st.binary(max_size=40))
 def test_any_file_is_read_or_refused(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("h") / "hosts"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xds.launcher import where as place
@@ -17,7 +17,7 @@ from xds.launcher.option_docs import page
 from xds.launcher.option_table import GROUPS, OPTIONS
 from xds.launcher.options import help_text, judge, read
 from xds.launcher.where import Hosts, Local, where_to_run
-from xds.ops.errors import UsageError
+from xds.ops.errors import UsageError, XdsError
 
 HERE = socket.gethostname()
 SLURM = {
@@ -120,6 +120,7 @@ def test_a_forgotten_value_is_told(words):
         read(words)
 
 
+@settings(deadline=None)
 @given(
     words=st.lists(st.sampled_from([*map(lambda o: o.name, OPTIONS), "1", "x", "--", "-H", "-x3"]))
 )
@@ -129,6 +130,53 @@ def test_any_words_are_read_or_refused(words):
     except UsageError:
         return
     assert list(asked.command) == words[len(words) - len(asked.command) :]
+
+
+VALUES = (
+    "",
+    "0",
+    "1",
+    "2",
+    "1:2",
+    "-1",
+    "x",
+    "hosts",
+    "here",
+    "worker-1:0",
+    "a=b",
+    "c10d",
+    "ssh",
+    "slurm",
+    "'",
+)
+ENVIRONMENTS = [
+    {},
+    SLURM,
+    {"PET_NNODES": "2", "PET_RDZV_BACKEND": "c10d"},
+    {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "1"},
+]
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None
+)
+@given(
+    asked=st.lists(st.tuples(st.sampled_from(OPTIONS), st.sampled_from(VALUES)), max_size=5),
+    environ=st.sampled_from(ENVIRONMENTS),
+)
+def test_any_options_are_decided_or_refused(asked, environ):
+    words = [f"{each.name}={value}" if each.value else each.name for each, value in asked]
+    line = read([*words, "t.py"])
+    try:
+        judge(line)
+        found = where_to_run(line, environ, "no such file")
+    except XdsError:
+        return
+    assert found.job.target == "t.py"
+    if isinstance(found, Hosts):
+        assert found.hosts and all(host.slots for host in found.hosts)
+    else:
+        assert 1 <= found.rendezvous.min_nodes <= found.rendezvous.max_nodes
 
 
 @pytest.mark.parametrize(
