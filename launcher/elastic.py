@@ -33,10 +33,11 @@ def launch(
     folder: RunFolder,
     ranks: dict[int, int],
     extra: dict[str, str],
-) -> dict[int, ProcessFailure]:
+) -> tuple[dict[int, ProcessFailure], object]:
     """Run every rank of this host to its end; the ranks that failed, with torch's account of each.
 
     ranks: is filled with rank by local rank as soon as the rendezvous has told them.
+    Also returns what keeps torch's store open after a failure, where it is served from here.
     """
     logging.disable(logging.CRITICAL)  # the agent's own tables about a failure: ours comes once
     meeting = order.rendezvous
@@ -62,8 +63,8 @@ def launch(
     try:
         elastic_launch(config, sys.executable)("-u", *words)
     except ChildFailedError as failed:
-        return dict(failed.failures)
-    return {}
+        return dict(failed.failures), failed  # its frames hold the rendezvous
+    return {}, None
 
 
 def _own_address(meeting: Rendezvous) -> str | None:

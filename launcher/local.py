@@ -13,6 +13,7 @@ from dataclasses import replace
 from ..ops.errors import UsageError, XdsError
 from .failure import first_failure, report, was_preempted
 from .job import Job, Order, Rendezvous, Restarts
+from .peers import Peers
 from .rank_zero import RankZero
 from .run_folder import RunFolder, run_folder
 from .stop import Stop, stop_signals
@@ -43,10 +44,16 @@ def run(job: Job, rendezvous: Rendezvous = _ONE_MACHINE, restarts: Restarts = _N
         max_restarts=restarts.max_restarts,
         agent_restarts=0 if is_alone else restarts.max_restarts,
     )
-    with stop_signals() as stop, run_folder(job.log_dir, rendezvous.run_id) as folder:
+    with stop_signals() as stop, run_folder(job.log_dir) as folder:
+        peers = Peers(rendezvous, stop)
+        if not is_alone:
+            peers.start()
         with RankZero(folder.path, folder.log(0)) as tee:
             outcome = _generations(order, folder, stop, tee)
-        code = _ending(outcome, stop)
+        text, code = _ending(outcome, stop, peers)
+        sys.stderr.write(text)
+        if text and not (is_alone or stop.signum):
+            peers.tell(text, code)
     if outcome.is_agent_alive:  # told to stop while it imports torch, or waits for other machines
         sys.stdout.flush()
         os._exit(code)
@@ -77,16 +84,17 @@ def _generations(order: Order, folder: RunFolder, stop: Stop, tee: RankZero) -> 
         )
 
 
-def _ending(outcome: Outcome, stop: Stop) -> int:
-    """Tell how it ended, and the exit code of that."""
+def _ending(outcome: Outcome, stop: Stop, peers: Peers) -> tuple[str, int]:
+    """What is to be said about the end, and the exit code."""
+    if stop.is_for_peer:
+        return f"xds: another machine says:\n{peers.told['text']}", int(peers.told["exit_code"])
     if stop.signum:
-        return 128 + stop.signum
+        return "", 128 + stop.signum
     if outcome.error:
         raise XdsError(outcome.error)
     if not outcome.failures:
-        return 0
+        return "", 0
+    code = first_failure(outcome.failures).exit_code
     if was_preempted(outcome.failures):
-        sys.stderr.write("xds: every rank has saved and stopped, as it was asked to\n")
-    else:
-        sys.stderr.write(report(outcome.failures, outcome.finished))
-    return first_failure(outcome.failures).exit_code
+        return "xds: every rank has saved and stopped, as it was asked to\n", code
+    return report(outcome.failures, outcome.finished), code

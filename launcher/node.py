@@ -35,7 +35,7 @@ from .network import free_port
 from .rank_zero import RankZero
 from .run_folder import RunFolder, run_folder
 from .stop import Stop, stop_signals
-from .supervise import Outcome, supervise
+from .supervise import Outcome, import_torch, supervise
 
 _BEATS_A_LIMIT = 3  # this host speaks three times in what the head takes for silence
 _USUAL_BEAT_SECONDS = 2.0
@@ -187,8 +187,7 @@ def _serve(stop: Stop) -> int:
     voice = Voice(first["token"], first["host"])
     voice.say("here")
     # first: it may take long, from a cold disk, and holds up every thread meanwhile
-    from . import elastic  # noqa: F401
-
+    import_torch()
     ears = _Ears(stream, stop, first["heartbeat_seconds"])
     _start_beating(voice, first["heartbeat_seconds"], stop)
     voice.say("hello", pid=os.getpid(), address=_own_address(), port=free_port())

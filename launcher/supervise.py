@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import threading
@@ -47,6 +48,7 @@ class Outcome:
     """How the ranks of this host ended.
 
     error: they could not be started, or torch's agent gave up; "" otherwise.
+    held: keeps the store in which the machines met open, where it is served from here.
     is_agent_alive: the agent waits for other hosts (a rendezvous, the end of their ranks) and was left alone.
     """
 
@@ -54,6 +56,7 @@ class Outcome:
     finished: list[int] = field(default_factory=list)
     error: str = ""
     is_agent_alive: bool = False
+    held: object = None
 
 
 def supervise(
@@ -76,7 +79,7 @@ def supervise(
     _supervise(agent, workers, stop, on_failure)
     if agent.error is not None:
         raise agent.error
-    outcome = Outcome(is_agent_alive=agent.is_alive())
+    outcome = Outcome(is_agent_alive=agent.is_alive(), held=agent.held)
     if stop.signum or agent.failures or agent.fault:
         workers.sweep()
     outcome.error = agent.fault
@@ -100,6 +103,7 @@ class _Agent(threading.Thread):
         self.failures: dict[int, ProcessFailure] = {}  # by rank
         self.error: XdsError | None = None
         self.fault = ""
+        self.held: object = None  # see launch
         self.folder, self.order = folder, order
         self._stop_asked, self._extra = stop, extra
         self._ranks: dict[int, int] = {}
@@ -110,17 +114,37 @@ class _Agent(threading.Thread):
 
     def run(self) -> None:
         try:
+            import_torch()
             from .elastic import count_ranks, launch
 
             num_ranks = count_ranks(self.order.job, self.order.num_ranks)
             if not self._stop_asked.signum:
                 self.num_ranks = num_ranks
-                self.failures = launch(self.order, num_ranks, self.folder, self._ranks, self._extra)
+                self.failures, self.held = launch(
+                    self.order, num_ranks, self.folder, self._ranks, self._extra
+                )
         except XdsError as error:
             self.error = error
         except Exception as error:
-            said = str(error).partition("\n")[0]
-            self.fault = f"the ranks cannot be started: {type(error).__name__}: {said}"
+            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self.fault = f"the ranks cannot be started: {said}"
+            if self._ranks and self.order.rendezvous.max_nodes > 1:
+                self.fault = (
+                    f"{self.order.rendezvous.endpoint}, where the machines meet, does not answer any more; its "
+                    f"xds has ended, and told why there ({said})"
+                )
+
+
+def import_torch() -> None:
+    """Import torch such that its C++ part keeps to itself how a peer was lost: the report says it in words."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    asked = os.environ.get(name)
+    os.environ[name] = asked or "FATAL"
+    try:
+        from . import elastic  # noqa: F401
+    finally:
+        if asked is None:
+            del os.environ[name]  # the ranks' own is their business
 
 
 def _supervise(
