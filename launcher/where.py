@@ -21,7 +21,7 @@ from ..ops.errors import UsageError
 from .hosts import filter_hosts, first_hosts, read_hostfile
 from .job import Host, Job, Remote, Rendezvous, Restarts
 from .meeting import dynamic, num_machines, static
-from .options import Asked
+from .options import Asked, judge
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 _ELASTIC_RESTARTS = 100  # deepspeed's
@@ -78,7 +78,7 @@ def _where(asked: Asked, environ: Mapping[str, str], default_hostfile: str) -> L
     if asked.has("no_ssh"):
         return _one_of(asked, _all_hosts(asked, default_hostfile))
     if asked.has(*_MEETING, "node_rank"):
-        return _met(asked.with_defaults(environ))
+        return _met(_with_torchruns(asked, environ))
     if asked.has(*_NAMING_HOSTS) or Path(default_hostfile).is_file():
         hosts = _all_hosts(asked, default_hostfile, environ)
         if asked.has("force_multi", "launcher") or not _is_here(hosts):
@@ -377,8 +377,7 @@ def _by_environment(asked: Asked, environ: Mapping[str, str]) -> Local | Hosts:
     """No flag says where: torchrun's variables, a step of srun's or pods, Slurm, or this machine."""
     from .surroundings import found
 
-    is_in_rank = "TORCHELASTIC_RUN_ID" in environ  # what started the ranks is not ours to repeat
-    merged = asked if is_in_rank else asked.with_defaults(environ)
+    merged = _with_torchruns(asked, environ)
     if merged.has(*_MEETING, "node_rank", "master_addr"):
         return _met(merged)
     meeting = found(environ)
@@ -393,6 +392,15 @@ def _by_environment(asked: Asked, environ: Mapping[str, str]) -> Local | Hosts:
             " or name them all with --hostfile"
         )
     return _here(merged)
+
+
+def _with_torchruns(asked: Asked, environ: Mapping[str, str]) -> Asked:
+    """With torchrun's variables for what was not given, and these judged as options are."""
+    if "TORCHELASTIC_RUN_ID" in environ:  # inside a rank: what started it is not ours to repeat
+        return asked
+    merged = asked.with_defaults(environ)
+    judge(merged)
+    return merged
 
 
 def _is_in_step(environ: Mapping[str, str]) -> bool:

@@ -212,6 +212,10 @@ def test_torchruns_variables_stand_in_for_its_flags():
     assert where("", environ | {"TORCHELASTIC_RUN_ID": "x"}).rendezvous == Rendezvous()
     with pytest.raises(UsageError, match=r"PET_NNODES \(environment\) = x: must be"):
         where("", {"PET_NNODES": "x"})
+    with pytest.raises(
+        UsageError, match=r"PET_VIRTUAL_LOCAL_RANK \(environment\): every rank sees"
+    ):
+        where("", {"PET_VIRTUAL_LOCAL_RANK": "1"})
 
 
 def test_the_page_of_options_is_current():
