@@ -26,6 +26,7 @@ from .handles import Done, Handle, InFlight
 from .pool import BufferPool
 from .watch import Board, Mark, Watch
 from .watch.config import WatchConfig
+from .watch.device import Probe
 from .watch.sentinel import attend, leave
 
 # torch 2.13 renamed these two; the old names warn there and the new ones do not exist in 2.11.
@@ -377,6 +378,8 @@ class Native(Collectives):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device, group.rank(), group.size())
+        if device.type == "cuda":
+            self._watch.probe = Probe(device)
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
         return self._all_gather(self._watch.start(kind, buffer, tensor=shard), flat, shard, kind)

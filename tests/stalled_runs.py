@@ -172,14 +172,23 @@ def never_raise(folder: str) -> None:
     time.sleep(engine.global_rank)  # a rank that ends is not to end the other one's wait
 
 
-def over_tcp(rank: int, world_size: int, port: int, pipe: Any) -> None:
+def swap_blocks() -> dict[str, Any]:
+    """Rank 1 calls the first two blocks the other way round."""
+    zero = {"stage3_max_reuse_distance": 0, "overlap_comm": False}
+    engine = xds.initialize(build("early exit"), config_of(3, **zero))
+    route = (1, 0, 2) if engine.global_rank == 1 else ALL
+    return told(lambda: engine(samples(0, 0), route))
+
+
+def over_tcp(rank: int, world_size: int, port: int, pipe: Any, folder: str) -> None:
     """A rank of its own group over a TCPStore, as launchers make it; rank 0 keeps the store."""
     torch.set_num_threads(1)
     names = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port, "LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
-    os.environ["XDS_TIMEOUT_SECONDS"] = "3"
+    os.environ.update(XDS_TIMEOUT_SECONDS="3", XDS_DUMP_DIR=folder, TORCH_FR_BUFFER_SIZE="16")
     engine = engine_of(2)
     one_step(engine, 0)
+    dist.all_reduce(torch.zeros(2, 3))  # torch's flight recorder keeps it
     found = told(lambda: rank == 1 or one_step(engine, 1))
     if rank == 1:
         time.sleep(4.5)

@@ -72,8 +72,6 @@ def recorded(group: str) -> list[list[object]]:
 
     [] where it is off (TORCH_FR_BUFFER_SIZE) or this torch has none.
     """
-    if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
-        return []
     try:
         c10d: Any = importlib.import_module("torch._C._distributed_c10d")
         entries = json.loads(c10d._dump_fr_trace_json(True, False)).get("entries", [])

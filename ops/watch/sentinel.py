@@ -28,7 +28,10 @@ from .stragglers import Judge
 from .watch import Watch
 
 log = logging.getLogger("xds")
-OVERDUE_SECONDS = 1.0  # beyond the timeout: by then a wait that can raise has raised
+OVERDUE_SECONDS = (
+    5.0  # beyond the timeout: by then a wait that can raise has raised, on a busy machine too
+)
+STUCK_SECONDS = 1.0  # the same for a device's queue, which raises nothing
 EARLY_SECONDS = (
     5.0  # before the timeout a wait of the script's own is told: its error will not tell
 )
@@ -108,7 +111,7 @@ class Sentinel:
         self._beat_seconds = heartbeat_seconds
         self._posts: list[Post] = []
         self._wakes = threading.Event()
-        self._wait_stall, self._own_stall = Stall(), Stall()
+        self._wait_stall, self._own_stall, self._device_stall = Stall(), Stall(), Stall()
         self._cpu_seconds = 0.0
         self._host = socket.gethostname()
         self._thread = threading.Thread(target=self._run, name="xds-watch", daemon=True)
@@ -239,9 +242,9 @@ class Sentinel:
     def _where(self, post: Post, watch: Watch, number: int) -> Report:
         """This rank, as seen from outside."""
         for other in [watch, *(w for w in (p.watch() for p in self._posts) if w is not None)]:
-            waiting = other.waiting
-            if waiting is not None:
-                return replace(other.report_wait(waiting[0]), alarm=number)
+            mark = _waits_in(other, self._device_stall)
+            if mark is not None:
+                return replace(other.report_wait(mark), alarm=number)
         stand = Stand()
         return replace(
             watch.report(place=stand.place, call=stand.call, own=recorded(post.group)), alarm=number
@@ -262,14 +265,34 @@ class Sentinel:
             if seconds > found[0].timeout_seconds + OVERDUE_SECONDS:
                 self._end(found[0], found[1])
             return
-        if waiting:
+        if not waiting:
+            return
+        devices = [pair for pair in waiting if pair[1].probe is not None]
+        if not (devices and self._look_at_device(*devices[0], elapsed_seconds)):
             self._look_at_script(*waiting[0], elapsed_seconds)
+
+    def _look_at_device(self, post: Post, watch: Watch, elapsed_seconds: float) -> bool:
+        """What was queued is not done: said before torch's own watchdog aborts the process. True: it waits."""
+        probe = watch.probe
+        assert probe is not None
+        is_stuck = probe.is_stuck()
+        what = (id(probe), probe.count) if is_stuck else None
+        seconds = self._device_stall.look(what, elapsed_seconds)
+        if not is_stuck or not watch.ring:
+            return False
+        if seconds > _early(post) and not self._device_stall.is_told:
+            self._device_stall.is_told = True
+            self._raise_alarm(post, watch)
+        if seconds > post.timeout_seconds + STUCK_SECONDS:
+            self._end(post, watch)
+        return True
 
     def _end(self, post: Post, watch: Watch) -> None:
         """The main thread sits in a wait that does not raise."""
         told = self._raise_alarm(post, watch)
-        if told and not watch.is_failing and watch.waiting is not None:
-            called = watch.call(watch.waiting[0].key)
+        mark = _waits_in(watch, self._device_stall)
+        if told and not watch.is_failing and mark is not None:
+            called = watch.call(mark.key)
             end_process(
                 f"PeerError: {called} did not end on rank {watch.rank} of {watch.world_size} within "
                 f"{post.timeout_seconds:.0f} s, and cannot raise. Another rank stopped, or went another way "
@@ -284,8 +307,7 @@ class Sentinel:
         is_still = cpu_seconds - before < MAX_CPU_SHARE * self._beat_seconds
         what = (stand.call, stand.moment) if stand.call and is_still else None
         seconds = self._own_stall.look(what, elapsed_seconds)
-        limit = post.timeout_seconds - min(EARLY_SECONDS, post.timeout_seconds / 4)
-        if seconds > limit and not self._own_stall.is_told:
+        if seconds > _early(post) and not self._own_stall.is_told:
             self._own_stall.is_told = True
             self._raise_alarm(post, watch)
 
@@ -319,6 +341,19 @@ class Sentinel:
 def _explained(exchange: Exchange, reports: Reports) -> str:
     silences = exchange.silences(reports)
     return explain(list(reports.values()), exchange.world_size, silences)
+
+
+def _early(post: Post) -> float:
+    """After so many seconds something is told that ends without our words."""
+    return post.timeout_seconds - min(EARLY_SECONDS, post.timeout_seconds / 4)
+
+
+def _waits_in(watch: Watch, device: Stall) -> Mark | None:
+    """The collective in which a rank is; on a device the last one of those that are not done."""
+    if watch.waiting is not None:
+        return watch.waiting[0]
+    is_stuck = watch.probe is not None and device.seconds > 0 and len(watch.ring) > 0
+    return watch.ring[-1] if is_stuck else None
 
 
 def _main_cpu_seconds() -> float:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 from ..errors import PeerError
 from .board import Board
+from .device import Probe
 from .diagnosis import Report, explain
 from .exchange import PATIENCE_SECONDS, Exchange
 from .ring import Mark, place_of_caller, told_place
@@ -56,6 +57,7 @@ class Watch:
         self.waited_seconds = 0.0
         self.steps = Steps()
         self.asker: Asker | None = None
+        self.probe: Probe | None = None  # where a wait returns before the work is done
         self._names: dict[int, str] = {}
         self._counts: dict[tuple[str, int, str], int] = {}
         self._serial = 0

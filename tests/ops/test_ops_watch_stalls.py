@@ -131,6 +131,18 @@ def test_every_rank_ends_soon_after_the_timeout(name: str, runs: Runs) -> None:
             assert found["seconds"] < END_SECONDS, (rank, found)
 
 
+def test_units_in_another_order_are_named() -> None:
+    one, two = "all_gather of unit 'blocks.0'", "all_gather of unit 'blocks.1'"
+    for found in run_ranks(stalled_runs.swap_blocks, 2, timeout_seconds=TIMEOUT_SECONDS):
+        assert (
+            f"rank 0 waits in {one}, for the 1st time, which rank 1 never started" in found["error"]
+        )
+        assert (
+            f"rank 1 waits in {two}, for the 1st time, which rank 0 never started" in found["error"]
+        )
+        assert "the 2nd all_gather is the first that differs" in found["error"]
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_with_other_shapes_are_refused_by_name(stage: int) -> None:
     for found in run_ranks(stalled_runs.other_shapes, 2, stage):
@@ -152,7 +164,7 @@ def test_a_wait_that_cannot_raise_ends_its_process_and_tells_the_launcher(tmp_pa
     assert record["xds"]["text"] == f"{text}\n"
 
 
-def test_a_store_over_tcp_is_asked_through_a_connection_of_its_own() -> None:
+def test_a_store_over_tcp_is_asked_through_a_connection_of_its_own(tmp_path: Path) -> None:
     context = mp.get_context("forkserver")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -160,7 +172,8 @@ def test_a_store_over_tcp_is_asked_through_a_connection_of_its_own() -> None:
     ranks = []
     for rank in range(2):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=stalled_runs.over_tcp, args=(rank, 2, port, there))
+        args = (rank, 2, port, there, str(tmp_path))
+        process = context.Process(target=stalled_runs.over_tcp, args=args)
         process.start()
         there.close()
         ranks.append((process, here))
@@ -172,4 +185,6 @@ def test_a_store_over_tcp_is_asked_through_a_connection_of_its_own() -> None:
     assert (
         "rank 1 waits in no collective: the script is at tests/stalled_runs.py:" in first["error"]
     )
+    kept = json.loads((tmp_path / "rank1.collectives.json").read_text())
+    assert kept["script_collectives"][-1][1:] == ["all_reduce", "[[2, 3]]"]
     assert "xds-watch" not in [*first["threads"], *second["threads"]]
