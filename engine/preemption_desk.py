@@ -120,6 +120,13 @@ class Desk:
                     f'checkpoint.preemption_save_dir = "{seat.save_dir}": another engine of this process '
                     "saves there; give each its own folder, or destroy() the other one first"
                 )
+            mine, others = seat.collectives, other.collectives
+            if (mine.rank, mine.world_size) != (others.rank, others.world_size):
+                raise UsageError(
+                    f'checkpoint.preemption_save_dir = "{seat.save_dir}": this engine is rank {mine.rank} of '
+                    f"{mine.world_size}, another one of this process {others.rank} of {others.world_size}; "
+                    "engines that are saved together need the same ranks: leave it empty for one of them"
+                )
 
     def leave(self, seat: Seat) -> bool:
         """`seat` takes no more steps. True: it was the last, and nothing is to be waited for."""

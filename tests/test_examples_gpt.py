@@ -141,3 +141,42 @@ def test_killed_in_saves_and_resumed_it_equals_the_run_that_never_stopped(tmp_pa
     rows = curve_of(torn)
     assert rows[:8] == curve_of(whole)[:8] and rows[8:] != curve_of(whole)[8:]
     assert [row["step"] for row in rows] == [str(step) for step in range(1, 15)]
+
+
+# -- asked to stop, and started again on other ranks --------------------------------------------------------
+
+ELASTIC = "--config elastic.json --checkpoints runs/gpt/checkpoints --save-every 1000 --resume auto"
+
+
+def elastic(folder: Path, num_ranks: int, steps: int) -> list[str]:
+    text = folder / "text.py"
+    text.write_text((EXAMPLE / "train.py").read_text() * 3)
+    (folder / "elastic.json").write_text((EXAMPLE / "elastic.json").read_text())
+    start = [*TWO_RANKS[:-1], str(num_ranks), str(EXAMPLE / "train.py")]
+    sizes = f"{TINY} --sample 0 --steps {steps} --validate-every 1000 --data {text}"
+    return [*start, *sizes.split(), *ELASTIC.split()]
+
+
+def test_an_elastic_run_asked_to_stop_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    for folder in (whole, torn):
+        folder.mkdir()
+    finish(elastic(whole, 2, 30), whole)
+    with (torn / "output.txt").open("w") as output:
+        run = subprocess.Popen(
+            elastic(torn, 2, 30), cwd=torn, env=ENV, stdout=output, stderr=output
+        )
+    curve = torn / "runs" / "gpt" / "loss.csv"
+    while run.poll() is None and not (curve.exists() and curve.read_text().count("\n") > 4):
+        time.sleep(0.002)
+    run.send_signal(signal.SIGTERM)
+    said = (torn / "output.txt").read_text
+    assert run.wait(60) == 143, said()
+    (checkpoint,) = (torn / "runs" / "gpt" / "checkpoints").glob("global_step*")
+    assert f"saved runs/gpt/checkpoints/{checkpoint.name} in" in said()
+    assert len(curve_of(torn)) == int(checkpoint.name.removeprefix("global_step"))
+    finish(elastic(torn, 3, 30), torn)
+    rows, others = curve_of(torn), curve_of(whole)
+    assert [row["step"] for row in rows] == [row["step"] for row in others]
+    for row, other in zip(rows, others, strict=True):
+        assert float(row["loss"]) == pytest.approx(float(other["loss"]), rel=1e-3)
