@@ -288,7 +288,8 @@ class _Stream(threading.Thread):
         """Make way for the next start of rank 0."""
         with self._lock:
             if self._reader >= 0 and self._held < 0:
-                self._held = os.open(self.path, os.O_WRONLY | os.O_NOCTTY)
+                with contextlib.suppress(FileNotFoundError):  # somebody removed the run's folder
+                    self._held = os.open(self.path, os.O_WRONLY | os.O_NOCTTY)
         self._resume.set()
 
     def leave(self) -> None:

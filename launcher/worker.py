@@ -96,8 +96,9 @@ def _take_streams(out: str, err: str) -> None:
     for number, path in ((1, out), (2, err)):
         if path and path not in opened:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY
-            opened[path] = os.open(path, flags, 0o644)
-        if path:
+            with contextlib.suppress(FileNotFoundError):  # somebody removed the run's folder
+                opened[path] = os.open(path, flags, 0o644)
+        if path in opened:
             os.dup2(opened[path], number)
     for descriptor in opened.values():
         os.close(descriptor)
