@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from typing import Literal
 
 from ..ops.errors import UsageError, XdsError
 from .failure import first_failure, report, was_preempted
@@ -17,7 +18,7 @@ from .peers import Peers
 from .rank_zero import RankZero
 from .run_folder import RunFolder, run_folder
 from .stop import Stop, stop_signals
-from .supervise import Outcome, supervise
+from .supervise import Outcome, import_torch, supervise
 
 _DRAIN_SECONDS = 1.0
 
@@ -40,7 +41,7 @@ def run(job: Job, rendezvous: Rendezvous = _ONE_MACHINE, restarts: Restarts = _N
     order = Order(
         job,
         rendezvous,
-        job.num_ranks,
+        _fitting_ranks(job, restarts) if is_alone else job.num_ranks,
         max_restarts=restarts.max_restarts,
         agent_restarts=0 if is_alone else restarts.max_restarts,
     )
@@ -60,6 +61,23 @@ def run(job: Job, rendezvous: Rendezvous = _ONE_MACHINE, restarts: Restarts = _N
     return code
 
 
+def _fitting_ranks(job: Job, restarts: Restarts) -> int | Literal["auto", "gpu", "cpu"]:
+    """As many ranks as were asked for, or where the config's elasticity section counts, the most that fit."""
+    if restarts.fits is None:
+        return job.num_ranks
+    import_torch()
+    from .elastic import count_ranks
+
+    most = count_ranks(job, job.num_ranks)
+    fitting = next((count for count in range(most, 0, -1) if restarts.fits(count)), 0)
+    if not fitting:
+        raise UsageError(
+            f"no number of ranks up to {most} fits the elasticity section of the config; "
+            "`xds elastic config.json` prints those that do"
+        )
+    return fitting
+
+
 def check_target(job: Job) -> None:
     """Raise a UsageError where there is no such script."""
     if job.kind == "script" and not os.path.exists(job.target):
@@ -71,7 +89,7 @@ def _generations(order: Order, folder: RunFolder, stop: Stop, tee: RankZero) -> 
     allowed = 0 if order.agent_restarts else order.max_restarts
     while True:
         outcome = supervise(order, folder, stop, tee.environment)
-        tee.drain(_DRAIN_SECONDS)
+        tee.drain(_DRAIN_SECONDS, lambda: bool(stop.signum))
         is_over = bool(stop.signum) or not outcome.failures or was_preempted(outcome.failures)
         if is_over or order.generation >= allowed:
             return outcome

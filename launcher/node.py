@@ -151,7 +151,7 @@ class _Here:
         with RankZero(folder.path, folder.log(0), write=self._voice.write) as tee:
             failed = partial(self._voice.say, "failed", generation=order.generation)
             outcome = supervise(order, folder, stop, tee.environment, failed)
-            tee.drain(_DRAIN_SECONDS)
+            tee.drain(_DRAIN_SECONDS, lambda: bool(stop.signum))
         return outcome
 
     def leave(self) -> None:
