@@ -15,6 +15,7 @@ script is told when it begins the next one, so that it has written down what it 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -111,6 +112,7 @@ class Desk:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="xds-preemption", daemon=True)
             self._thread.start()
+            atexit.register(self._stop)  # a thread must not ask a store while the interpreter ends
         self._ask_for_grace(max(each.seconds for each in self._seats) + MARGIN_SECONDS)
 
     def _check(self, seat: Seat) -> None:
@@ -142,13 +144,18 @@ class Desk:
             self._signals.restore()
             if self._reason and not self._saved:
                 return False  # the thread stays until the deadline
-            self._is_closing = True
-        self._signals.wake()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        self._stop()
+        atexit.unregister(self._stop)
         self._signals.close()
         self._ask_for_grace(0)
         return True
+
+    def _stop(self) -> None:
+        """Nobody listens any more."""
+        self._is_closing = True
+        if self._thread is not None and self._thread.is_alive():
+            self._signals.wake()
+            self._thread.join()
 
     def boundary(self, seat: Seat) -> None:
         """A step of `seat`'s engine is over. Saves, if it is the step that was agreed on."""
