@@ -1,37 +1,48 @@
 """How a head and its nodes talk in one stream with rank 0's output: frames between the bytes of the user.
 
-    bytes of rank 0 ... | 0x1e token part/parts SP text 0x1f LF | ... bytes of rank 0
+    bytes of rank 0 ... | 0x1e token sender part/parts text padding 0x1f LF | ... bytes of rank 0
 
 A frame is one JSON object. It carries the run's random token, so nothing that a script prints is taken for
-one, and is cut into parts that a pipe takes whole (POSIX: PIPE_BUF is at least 512, 4096 on Linux), so that
-launchers which merge the streams of several hosts cannot tear it. Everything else passes unchanged.
+one. It is cut into parts of 1024 bytes each, so that launchers which merge the streams of several hosts do
+not tear it: srun passes lines on up to that length, mpirun whatever a read of up to 4096 bytes gives, which is
+whole parts where nothing else is in the pipe. A part with whole parts of other hosts inside is mended; one
+that is damaged in another way is dropped. Everything else passes unchanged.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
-PART_CHARS = 1800
+PART_BYTES = 1024
 _BEGIN, _END = b"\x1e", b"\x1f\n"
+_SENDER_CHARS = 40
 
 
 def encode(token: str, message: Mapping[str, Any]) -> bytes:
     """The bytes of one message; `sender` in it tells messages of merged streams apart.
 
-    >>> encode("ab", {"kind": "beat"})
-    b'\\x1eab - 1/1 {"kind":"beat"}\\x1f\\n'
+    >>> frame = encode("ab", {"kind": "beat"})
+    >>> frame[:29], frame[-4:], len(frame)
+    (b'\\x1eab - 0001/0001 {"kind":"beat', b'  \\x1f\\n', 1024)
     """
     text = json.dumps(message, separators=(",", ":"))  # ASCII, without line ends
-    sender = re.sub(r"[^\w.]", "_", str(message.get("sender", "")), flags=re.ASCII) or "-"
-    cuts = range(0, max(1, len(text)), PART_CHARS)
+    head = f"{token} {_as_word(str(message.get('sender', '')))} "
+    room = PART_BYTES - len(_BEGIN + _END) - len(f"{head}0001/0001 ")
+    cuts = range(0, max(1, len(text)), room)
     parts = [
-        f"{token} {sender} {number}/{len(cuts)} {text[at : at + PART_CHARS]}".encode()
+        f"{head}{number:04}/{len(cuts):04} {text[at : at + room]:<{room}}".encode()
         for number, at in enumerate(cuts, start=1)
     ]
     return b"".join(_BEGIN + part + _END for part in parts)
+
+
+def _as_word(sender: str) -> str:
+    word = re.sub(r"[^\w.]", "_", sender, flags=re.ASCII) or "-"
+    return word if len(word) <= _SENDER_CHARS else f"{word[:30]}_{zlib.crc32(sender.encode()):08x}"
 
 
 @final
@@ -61,26 +72,58 @@ class Decoder:
                 yield data[:1]
                 data = data[1:]
                 continue
-            end = data.find(_END)
-            if end < 0:
+            length = self._part_length(data)
+            if length == 0:
                 self._held = data
                 return
-            message = self._take(data[len(self._start) : end].decode(errors="replace"))
-            data = data[end + len(_END) :]
+            if length < 0:  # whole parts of another host stand in it: they first
+                data = (
+                    data[-length : PART_BYTES - length]
+                    + data[:-length]
+                    + data[PART_BYTES - length :]
+                )
+                length = PART_BYTES
+            message = self._take(data[len(self._start) : length - len(_END)])
+            data = data[length:]
             if message is not None:
                 yield message
+
+    def _part_length(self, data: bytes) -> int:
+        """How long the part at the begin of `data` is; 0 if more has to come, -n if at n another one begins.
+
+        A part that is torn is as long as what is certainly no output.
+        """
+        reach = PART_BYTES + len(self._start) - 1
+        inner = data.find(self._start, 1, reach)
+        if inner < 0:
+            is_whole = data.startswith(_END, PART_BYTES - len(_END))
+            if is_whole or len(data) >= reach:
+                return PART_BYTES if is_whole else len(self._start)
+            return 0
+        end = inner + PART_BYTES
+        if inner == PART_BYTES and data.startswith(_END, PART_BYTES - len(_END)):
+            return PART_BYTES
+        if len(data) < end:
+            return 0
+        return -inner if data.startswith(_END, end - len(_END)) else inner
 
     def rest(self) -> bytes:
         """What was kept back when the stream ended."""
         held, self._held = self._held, b""
         return held
 
-    def _take(self, part: str) -> dict[str, Any] | None:
-        sender, number, text = part.split(" ", 2)
-        kept = self._parts.setdefault(sender, [])
-        kept.append(text)
-        at, _, of = number.partition("/")
-        if at != of:
+    def _take(self, data: bytes) -> dict[str, Any] | None:
+        """One part; the message that it ends, if all of its parts are there."""
+        try:
+            sender, number, text = data.decode("ascii").split(" ", 2)
+            at, of = map(int, number.split("/"))
+            kept = self._parts.setdefault(sender, [])
+            if at == 1:
+                kept.clear()
+            kept.append(text)
+            if at != of:
+                return None
+            message = json.loads("".join(self._parts.pop(sender))) if len(kept) == of else None
+        except ValueError:
             return None
-        message: dict[str, Any] = json.loads("".join(self._parts.pop(sender)))
-        return message
+        return message if isinstance(message, dict) else None

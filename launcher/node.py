@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any, BinaryIO, final
 
 from ..ops.errors import XdsError
-from .frames import encode
+from .frames import PART_BYTES, encode
 from .job import Order
 from .network import free_port
 from .rank_zero import RankZero
@@ -40,6 +40,7 @@ from .supervise import Outcome, import_torch, supervise
 _BEATS_A_LIMIT = 3  # this host speaks three times in what the head takes for silence
 _USUAL_BEAT_SECONDS = 2.0
 _DRAIN_SECONDS = 1.0
+_PART_SECONDS = 0.002  # before each part of a message: mpirun hands on what one read gives, torn or not
 _LEAVE_SECONDS = 20.0  # then whatever still hangs is left to the kernel
 
 
@@ -66,11 +67,16 @@ class Voice:
     def __init__(self, token: str, sender: str) -> None:
         self._token, self._sender = token, sender
         self._lock = threading.Lock()
+        self._saying = threading.Lock()
 
     def say(self, kind: str, **more: Any) -> None:
         """Send a message. A head that is gone shows by an OSError."""
         message = {"kind": kind, "sender": self._sender, "now": time.time(), **more}
-        self.write(1, encode(self._token, message))
+        data = encode(self._token, message)
+        with self._saying:  # parts of two messages of one sender must not mix
+            for at in range(0, len(data), PART_BYTES):
+                time.sleep(_PART_SECONDS)
+                self.write(1, data[at : at + PART_BYTES])
 
     def write(self, descriptor: int, data: bytes) -> None:
         """Write bytes of rank 0 (or frames), whole."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xds.launcher.frames import PART_CHARS, Decoder, encode
+from xds.launcher.frames import PART_BYTES, Decoder, encode
 
 TOKEN = "0a1b2c"
 
@@ -34,7 +34,7 @@ pieces = st.lists(
 )
 
 
-@given(pieces, st.lists(st.integers(0, 300), max_size=6))
+@given(pieces, st.lists(st.integers(0, 3000), max_size=6))
 def test_any_mixture_cut_anywhere_comes_apart_again(parts, cuts):
     stream = b"".join(p if isinstance(p, bytes) else encode(TOKEN, p) for p in parts)
     user, messages = taken_apart(stream, [min(cut, len(stream)) for cut in cuts])
@@ -44,15 +44,32 @@ def test_any_mixture_cut_anywhere_comes_apart_again(parts, cuts):
 
 
 def test_a_long_message_is_cut_into_parts_that_other_hosts_may_come_between():
-    one = {"sender": "a", "text": "x" * 3 * PART_CHARS}
-    two = {"sender": "b", "text": "y" * 2 * PART_CHARS}
+    one = {"sender": "a", "text": "x" * 3 * PART_BYTES}
+    two = {"sender": "b", "text": "y" * 2 * PART_BYTES}
     first = encode(TOKEN, one).split(b"\x1f\n")[:-1]
     second = encode(TOKEN, two).split(b"\x1f\n")[:-1]
-    assert all(len(part) < 4096 for part in first + second)
+    assert all(len(part) + 2 == 1024 for part in first + second), "a line that srun passes on whole"
     merged = [part for pair in zip(first, second, strict=False) for part in pair]
     merged += first[len(second) :]
     user, messages = taken_apart(b"".join(part + b"\x1f\n" for part in merged), [])
     assert (user, messages) == (b"", [two, one])
+
+
+def test_a_part_that_another_host_s_come_into_is_mended():
+    one, two, three = ({"sender": name, "text": "x" * 400} for name in "abc")
+    whole = encode(TOKEN, one)
+    for cut in (20, 700, 1023):
+        middle = whole[:cut] + encode(TOKEN, two) + encode(TOKEN, three) + whole[cut:]
+        user, messages = taken_apart(b"before" + middle + b"after", [5, 300, 1100, 2000])
+        assert sorted(messages, key=str) == [one, two, three], cut
+        assert user == b"beforeafter"
+
+
+def test_a_part_that_is_torn_is_dropped_and_what_follows_is_not():
+    one, two = {"sender": "a", "text": "x" * 3000}, {"sender": "a", "kind": "beat"}
+    torn = encode(TOKEN, one)
+    stream = torn[:1500] + b"output" + torn[1500:] + encode(TOKEN, two) + torn
+    assert taken_apart(stream, [])[1] == [two, one]
 
 
 def test_what_a_script_prints_is_not_taken_for_a_frame():
