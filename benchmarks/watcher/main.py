@@ -61,10 +61,10 @@ def time_both(rank: int, _: int, stage: int, plan: Plan) -> dict[str, Any]:
     from model import make_batches, make_model
 
     batches = make_batches("11M", rank, plan.warmup + plan.rounds * plan.block)
-    steps = {}
-    for name in ("watched", "unwatched"):
+    steps, spent = {}, {"watched": [], "unwatched": []}
+    for name in spent:
         step = build(f"xds-{stage}", make_model("11M"), batches[0], False)
-        steps[name] = lambda i, step=step: step(batches[i])
+        steps[name] = timed(step, batches, spent[name])
     engines = engines_made()
     collectives = engines[1]._sharded.collectives
     collectives.leave()
@@ -77,9 +77,22 @@ def time_both(rank: int, _: int, stage: int, plan: Plan) -> dict[str, Any]:
     marks = engines[0]._sharded.collectives._watch._serial
     return {
         "seconds": seconds,
+        "spent": {name: values[plan.warmup :] for name, values in spent.items()},
         "share": cpu / wall,
         "marks": marks / (plan.warmup + plan.rounds * plan.block),
     }
+
+
+def timed(step: Any, batches: list[Any], spent: list[float]) -> Any:
+    """The step of batch i; the main thread's CPU time of each is added to `spent`."""
+
+    def run(i: int) -> Any:
+        begin = time.thread_time()
+        loss = step(batches[i])
+        spent.append(time.thread_time() - begin)
+        return loss
+
+    return run
 
 
 def engines_made() -> list[Any]:
@@ -134,9 +147,14 @@ def main() -> int:
         seconds = slowest([rank["seconds"] for rank in ranks])
         watched, unwatched = seconds["watched"], seconds["unwatched"]
         note = f"{ranks[0]['marks']:.0f} collectives a step, {1e3 * min(unwatched):.0f} ms"
-        row = ratio_row(f"11M stage {stage}: watched / not", watched, unwatched, must=MUST, note=note)
+        row = ratio_row(
+            f"11M stage {stage}: watched / not", watched, unwatched, must=MUST, note=note
+        )
         row.others_busy = watch.others
         rows.append(row)
+        spent = slowest([rank["spent"] for rank in ranks])
+        name = f"11M stage {stage}: CPU time of the main thread"
+        rows.append(ratio_row(name, spent["watched"], spent["unwatched"], must=MUST))
         share = 100 * max(rank["share"] for rank in ranks)
         rows.append(Row(f"11M stage {stage}: the thread", share, unit=" % of a core", must=1.0))
     return finish(HERE, rows, keeps=args.keep)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any, final
 
 from .board import Board
@@ -70,11 +71,17 @@ class Exchange:
                 found[rank] = None if beat.get("left") else max(0.0, time.time() - beat["at"])
         return found
 
-    def collect(self, mine: Report, deadline: float, alarm: int = 0) -> dict[int, Report]:
-        """Everybody's reports, this rank's too, by rank; returns early when nobody is missing."""
+    def collect(
+        self,
+        mine: Report,
+        deadline: float,
+        alarm: int = 0,
+        stops: Callable[[], bool] = lambda: False,
+    ) -> dict[int, Report]:
+        """Everybody's reports, by rank; returns early when nobody is missing, or at `stops`."""
         reports = {self.rank: mine}
         try:
-            while self._add(reports, alarm) and time.monotonic() < deadline:
+            while self._add(reports, alarm) and time.monotonic() < deadline and not stops():
                 time.sleep(POLL_SECONDS)
         except RuntimeError:
             pass  # the store went with its rank: what was read so far is what there is

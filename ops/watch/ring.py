@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, final
@@ -116,10 +115,9 @@ def told_line(code: CodeType, line: int) -> str:
     return f"{path if near.startswith('..') else near}:{line}{name}"
 
 
-def _main_frames() -> Iterator[FrameType]:
-    """Of the main thread, the innermost first."""
-    ident = threading.main_thread().ident
-    frame = sys._current_frames().get(ident) if ident is not None else None
+def _frames(thread: int) -> Iterator[FrameType]:
+    """Of a thread, the innermost first."""
+    frame = sys._current_frames().get(thread)
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -127,17 +125,17 @@ def _main_frames() -> Iterator[FrameType]:
 
 @final
 class Stand:
-    """Where the main thread is at this moment.
+    """Where a thread is at this moment.
 
     place: e.g. "train.py:31 in main"; call: a collective of the script's own in which it is, e.g.
     "torch.distributed.all_reduce of float32[7]", or "". moment: equal where it has not moved.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thread: int) -> None:
         self.place, self.call = "", ""
         self.moment: tuple[int, int] = (0, 0)
         collective: FrameType | None = None
-        for depth, frame in enumerate(_main_frames()):
+        for depth, frame in enumerate(_frames(thread)):
             if depth == 0:
                 self.moment = id(frame), frame.f_lasti
             path = frame.f_code.co_filename

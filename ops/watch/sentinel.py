@@ -75,7 +75,7 @@ class Post:
         request = self.request = Request(report)
         assert self.wakes is not None
         self.wakes.set()
-        if request.done.wait(PATIENCE_SECONDS + 1.0):
+        if request.done.wait(PATIENCE_SECONDS + 1.5):
             return request.answer
         return explain([report], self.watch_size) + " (the store of the group does not answer)"
 
@@ -124,7 +124,7 @@ class Sentinel:
 
     def remove(self, watch: Watch) -> None:
         """Say good-bye for `watch`; returns when its connection is closed, and after the last the thread."""
-        for post in self._posts:
+        for post in list(self._posts):
             if post.watch() is watch:
                 post.is_leaving = True
         self._wakes.set()
@@ -138,7 +138,7 @@ class Sentinel:
 
     def end(self) -> None:
         """The process ends: a thread that came back from the store then would abort it."""
-        for post in self._posts:
+        for post in list(self._posts):
             post.is_leaving = True
         self._wakes.set()
         self._thread.join(REPLY_SECONDS)
@@ -230,14 +230,18 @@ class Sentinel:
         exchange.answer(mine)
         write_ring(watch, mine)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        reports = exchange.collect(mine, deadline, number)
-        if post.request is not None:  # it failed meanwhile
+        reports = exchange.collect(mine, deadline, number, stops=self._is_asked)
+        if self._is_asked():  # a wait failed meanwhile: its error will tell
             return ""
         exchange.board.set(f"xds/read/{watch.rank}", "")
         told = _explained(exchange, reports)
-        if watch.rank == min(reports) and not watch.is_failing:
+        will_raise = bool(mine.waits_in) and watch.probe is None
+        if watch.rank == min(reports) and not will_raise and not watch.is_failing:
             log.error("xds: %s", told)
         return told
+
+    def _is_asked(self) -> bool:
+        return any(post.request is not None for post in self._posts)
 
     def _where(self, post: Post, watch: Watch, number: int) -> Report:
         """This rank, as seen from outside."""
@@ -245,7 +249,7 @@ class Sentinel:
             mark = _waits_in(other, self._device_stall)
             if mark is not None:
                 return replace(other.report_wait(mark), alarm=number)
-        stand = Stand()
+        stand = Stand(watch.thread)
         return replace(
             watch.report(place=stand.place, call=stand.call, own=recorded(post.group)), alarm=number
         )
@@ -301,11 +305,11 @@ class Sentinel:
 
     def _look_at_script(self, post: Post, watch: Watch, elapsed_seconds: float) -> None:
         """A collective of the script's own that waits too long: its error will name a socket."""
-        cpu_seconds, before = _main_cpu_seconds(), self._cpu_seconds
-        self._cpu_seconds = cpu_seconds
-        stand = Stand()
-        is_still = cpu_seconds - before < MAX_CPU_SHARE * self._beat_seconds
-        what = (stand.call, stand.moment) if stand.call and is_still else None
+        stand, what = Stand(watch.thread), None
+        if stand.call:
+            before, self._cpu_seconds = self._cpu_seconds, _cpu_seconds(watch.thread)
+            if self._cpu_seconds - before < MAX_CPU_SHARE * self._beat_seconds:
+                what = (stand.call, stand.moment)  # it waits, and not again and again
         seconds = self._own_stall.look(what, elapsed_seconds)
         if seconds > _early(post) and not self._own_stall.is_told:
             self._own_stall.is_told = True
@@ -356,12 +360,10 @@ def _waits_in(watch: Watch, device: Stall) -> Mark | None:
     return watch.ring[-1] if is_stuck else None
 
 
-def _main_cpu_seconds() -> float:
-    ident = threading.main_thread().ident
+def _cpu_seconds(thread: int) -> float:
+    """Of a thread that lives."""
     clock = getattr(time, "pthread_getcpuclockid", None)
-    if ident is None or clock is None:
-        return 0.0
-    return time.clock_gettime(clock(ident))
+    return 0.0 if clock is None else time.clock_gettime(clock(thread))
 
 
 # -- one for each process -------------------------------------------------------------------------------

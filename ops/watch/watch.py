@@ -8,6 +8,7 @@ formatted and nothing is sent before something fails.
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 from collections import Counter, deque
@@ -56,6 +57,7 @@ class Watch:
         self.is_failing = False
         self.waited_seconds = 0.0
         self.steps = Steps()
+        self.thread = threading.main_thread().ident or 0  # that trains
         self.asker: Asker | None = None
         self.probe: Probe | None = None  # where a wait returns before the work is done
         self._names: dict[int, str] = {}
@@ -101,6 +103,7 @@ class Watch:
 
     def step(self) -> None:
         """A step is over."""
+        self.thread = threading.get_ident()
         self.steps.add(time.monotonic(), self.waited_seconds)
 
     def failed(self, mark: Mark, error: RuntimeError, peer: int | None) -> PeerError:
