@@ -324,4 +324,6 @@ def _saver(config: Config, collectives: Collectives) -> Saver:
 
 def _preemption(config: Config, collectives: Collectives, trains: bool) -> Preemption:
     section = config.checkpoint
-    return SavesFirst(section, collectives) if section.preemption_save_dir and trains else NotAsked()
+    return (
+        SavesFirst(section, collectives) if section.preemption_save_dir and trains else NotAsked()
+    )
