@@ -78,7 +78,7 @@ def _deaf_to_suspension() -> Iterator[None]:
 
 
 @final
-@dataclass
+@dataclass(eq=False)  # itself: it is looked for among thousands at every message
 class _Member:
     """A host and how things stand with it.
 

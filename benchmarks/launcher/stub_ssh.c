@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #define LINE_BYTES (1 << 20)
+#define PART_BYTES 1024
 
 static char token[64], host[256], line[LINE_BYTES];
 static size_t filled;
@@ -26,14 +27,18 @@ static void note(const char *sign) {
     close(file);
 }
 
+/* One part of 1024 bytes, as launcher/frames.py makes them. */
 static void say(const char *kind, const char *more) {
-    char frame[2048];
+    char frame[PART_BYTES + 1];
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     int length = snprintf(frame, sizeof frame,
-        "\x1e%s %s 1/1 {\"kind\":\"%s\",\"sender\":\"%s\",\"now\":%ld.%03ld%s}\x1f\n", token, host, kind,
+        "\x1e%s %s 0001/0001 {\"kind\":\"%s\",\"sender\":\"%s\",\"now\":%ld.%03ld%s}", token, host, kind,
         host, (long)now.tv_sec, now.tv_nsec / 1000000, more);
-    if (write(1, frame, (size_t)length) < 0) exit(1);
+    if (length < 0 || length > PART_BYTES - 2) exit(4);
+    memset(frame + length, ' ', (size_t)(PART_BYTES - 2 - length));
+    memcpy(frame + PART_BYTES - 2, "\x1f\n", 2);
+    if (write(1, frame, PART_BYTES) < 0) exit(1);
 }
 
 /* The text between the quotes, or the digits, after "key": */
@@ -52,9 +57,10 @@ static void value(const char *key, char *into, size_t size) {
 }
 
 static void obey(int is_first) {
-    char kind[32], number[32], more[160];
+    char kind[32], number[32], more[200];
     if (is_first) {
         value("token", token, sizeof token);
+        say("here", "");
         say("hello", ",\"pid\":1,\"address\":\"127.0.0.1\",\"port\":29500");
         note("-");
         return;
@@ -64,7 +70,8 @@ static void obey(int is_first) {
     if (strcmp(kind, "run") && strcmp(kind, "stop")) return;
     value("generation", number, sizeof number);
     snprintf(more, sizeof more,
-        ",\"generation\":%s,\"failures\":[],\"finished\":[],\"error\":\"\",\"port\":29500",
+        ",\"generation\":%s,\"failures\":[],\"finished\":[],\"error\":\"\",\"port\":29500"
+        ",\"was_stopped_here\":false",
         number[0] ? number : "0");
     say("ended", more);
 }
