@@ -40,7 +40,9 @@ from .supervise import Outcome, import_torch, supervise
 _BEATS_A_LIMIT = 3  # this host speaks three times in what the head takes for silence
 _USUAL_BEAT_SECONDS = 2.0
 _DRAIN_SECONDS = 1.0
-_PART_SECONDS = 0.002  # before each part of a message: mpirun hands on what one read gives, torn or not
+_PART_SECONDS = (
+    0.002  # before each part of a message: mpirun hands on what one read gives, torn or not
+)
 _LEAVE_SECONDS = 20.0  # then whatever still hangs is left to the kernel
 
 
@@ -170,8 +172,9 @@ def _obey_once(words: list[str], stop: Stop) -> int:
     from .backends import node_index
     from .backends.orders import decode
 
-    index = int(words[3]) if words[2:3] == ["--index"] else node_index(os.environ)
-    token, order = decode(words[1], index)
+    is_told = words[2:3] == ["--index"]
+    index = int(words[3]) if is_told else node_index(os.environ)
+    token, order = decode(words[1], index, None if is_told else os.environ)
     voice = Voice(token, order.host)
     _start_beating(voice, order.heartbeat_seconds, stop)
     voice.say("hello", pid=os.getpid(), address=_own_address(), port=0)

@@ -42,18 +42,18 @@ def encode(token: str, orders: Sequence[Order]) -> str:
 
 
 def decode(
-    text: str, index: int | None, environ: Mapping[str, str] = os.environ
+    text: str, index: int | None, environ: Mapping[str, str] | None = os.environ
 ) -> tuple[str, Order]:
     """The token and the order of this host: the one with its name, or else number `index`.
 
     Slurm and mpirun number hosts in orders of their own, so a name that fits one host alone is believed
-    before a number. One order alone needs neither.
+    before a number, unless `environ` is None. One order alone needs neither.
 
     Raises:
         UsageError: the text is damaged, or no order is for this host.
     """
     whole = _unpacked(text)
-    place = _place_by_name(whole, environ)
+    place = None if environ is None else _place_by_name(whole, environ)
     if place is None:
         place = index
     own = whole["own"]

@@ -49,6 +49,7 @@ def test_a_name_that_fits_is_believed_before_a_number(monkeypatch: pytest.Monkey
     assert decode(text, None, {"SLURMD_NODENAME": "node0002"})[1] == made[2]
     monkeypatch.setattr(socket, "gethostname", lambda: "node0001.cluster")
     assert decode(text, 0, {})[1] == made[1]
+    assert decode(text, 0, None)[1] == made[0], "a number that is certain, from pdsh"
     twice = [replace(order, host="node0001") for order in made]
     assert decode(encode("token", twice), 2, {})[1] == twice[2]
 
