@@ -56,4 +56,6 @@ def _lines(model: nn.Module, section: ZeroConfig) -> list[str]:
 
 
 def _told(tensor: torch.Tensor) -> str:
+    if nn.parameter.is_lazy(tensor):
+        return "without a shape"  # refused a little later, with its remedy
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
