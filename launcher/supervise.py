@@ -12,6 +12,7 @@ second signal in that time makes it forget its workers.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -74,6 +75,8 @@ def supervise(
     Raises:
         XdsError: this host has not got what was asked for.
     """
+    if order.generation:
+        gc.collect()  # torch keeps the store of a start, its thread and its sockets, in a cycle
     agent, workers = _Agent(order, folder, stop, extra), Workers()
     agent.start()
     _supervise(agent, workers, stop, on_failure)
