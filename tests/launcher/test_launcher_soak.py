@@ -1,0 +1,13 @@
+"""A training on four hosts, hurt at random for a minute: it comes to its end by itself, and nothing is left."""
+
+import pytest
+from real_hosts import why_not
+from soak_runs import Plan, soak
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
+
+
+def test_a_training_that_is_hurt_for_a_minute_ends_with_the_loss_of_an_undisturbed_one():
+    tally = soak(Plan(seconds=50, every_seconds=10, num_steps=60, stage=3))
+    assert tally.problems == []
+    assert tally.hurts.total() >= 1  # a busy machine takes its time to start again
