@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import queue
+import select
 import signal
 import socket
 import sys
@@ -89,8 +90,12 @@ class Voice:
 
 
 def _beat(voice: Voice, seconds: float, stop: Stop) -> None:
+    gone = select.poll()
+    gone.register(1, 0)  # tells nothing but that the other end is closed, and that at once
     while True:
-        time.sleep(seconds)
+        if gone.poll(seconds * 1000):
+            _lost(stop)
+            return
         try:
             voice.say("beat")
         except OSError:
