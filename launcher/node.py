@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve one head until it is gone or content; 0, or the exit code of the first failure here."""
     words = list(sys.argv[1:] if argv is None else argv)
     os.environ.pop("PYTHONSAFEPATH", None)  # for this process alone, see backends
-    with stop_signals() as stop:
+    with stop_signals(says_so=False) as stop:  # the head does
         if words[:1] == ["--orders"]:
             code = _obey_once(words, stop)
         else:

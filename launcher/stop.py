@@ -75,12 +75,12 @@ class Stop:
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[Stop]:
-    """Signals to this process become requests, until the context ends."""
+def stop_signals(*, says_so: bool = True) -> Iterator[Stop]:
+    """Signals to this process become requests, until the context ends; the first is told on standard error."""
     stop = Stop()
 
     def asked(signum: int, frame: FrameType | None) -> None:
-        if stop.ask(signum):
+        if stop.ask(signum) and says_so:
             # not print: a handler may interrupt another write
             os.write(2, f"\nxds: {signal.Signals(signum).name}: stopping every rank\n".encode())
 
