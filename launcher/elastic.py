@@ -24,6 +24,7 @@ from .job import Job, Order, Rendezvous
 from .network import interface_towards
 from .run_folder import RunFolder
 
+_FLIGHT_RECORDER_ENTRIES = "64"  # torch's: for the script's own collectives, which the watcher names
 _WORKER = str(Path(__file__).with_name("worker.py"))
 
 
@@ -151,6 +152,8 @@ def _environment(order: Order, num_ranks: int) -> dict[str, str]:
         # not left to gloo, which looks up the machine's name
         interface = interface_towards(order.rendezvous.endpoint)
         found |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    if "TORCH_FR_BUFFER_SIZE" not in os.environ:
+        found["TORCH_FR_BUFFER_SIZE"] = _FLIGHT_RECORDER_ENTRIES
     if not order.agent_restarts:  # each start is a launch of its own
         found["TORCHELASTIC_RESTART_COUNT"] = str(order.generation)
         found["TORCHELASTIC_MAX_RESTARTS"] = str(order.max_restarts)
