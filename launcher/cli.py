@@ -25,7 +25,7 @@ _COMMANDS = {
     "check": ".check",
     "checkpoint": ".checkpoint",
     "elastic": ".elasticity",
-    "env": ".environment",
+    "env": ".environment.command",
     "ops": ".native_ops",
 }
 

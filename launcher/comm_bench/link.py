@@ -20,8 +20,8 @@ import torch
 
 from ...ops import raw_collectives as raw
 from ...ops.collectives import Collectives
+from ..environment.probes.network import ipv4
 from ..network import address_towards
-from ..probes.network import ipv4
 from .plan import Link
 
 _BLOCK_BYTES = 1 << 20

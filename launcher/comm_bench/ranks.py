@@ -75,7 +75,7 @@ def describe(place: Place, plan: Plan) -> dict[str, Any]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    from ..probes.cpu import cpu_info
+    from ..environment.probes.cpu import cpu_info
 
     return f"{os.cpu_count()} cores of {cpu_info().get('brand_raw') or platform.machine()}"
 
@@ -186,7 +186,7 @@ def _free_bytes(place: Place) -> int:
         return 1 << 62
     free = re.search(r"(?m)^MemAvailable:\s+(\d+) kB", text)
     available = int(free[1]) * 1024 if free else 1 << 62
-    from ..probes.machine import container_limit_bytes
+    from ..environment.probes.machine import container_limit_bytes
 
     return min(available, container_limit_bytes() or available) // ranks_here
 

@@ -9,9 +9,10 @@ from collections import namedtuple
 
 import pytest
 
-from xds.launcher import cli, environment
-from xds.launcher.probes import cpu as cpu_probe
-from xds.launcher.probes import machine, network, software
+from xds.launcher import cli
+from xds.launcher.environment import here
+from xds.launcher.environment.probes import cpu as cpu_probe
+from xds.launcher.environment.probes import machine, network, software
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def cpu(own_cache):
 
 
 def values():
-    return {line.key: line for line in environment.lines()}
+    return {line.key: line for line in here.lines()}
 
 
 def test_every_line_is_key_and_value(cpu, capsys):

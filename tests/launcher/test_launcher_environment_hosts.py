@@ -10,10 +10,10 @@ import time
 import pytest
 
 from xds.launcher import cli
-from xds.launcher.environment_compare import compare, named, report
-from xds.launcher.environment_hosts import _check_slots, parsed
+from xds.launcher.environment.compare import compare, named, report
+from xds.launcher.environment.hosts import _check_slots, parsed
+from xds.launcher.environment.probes.line import Line
 from xds.launcher.job import Host, Job, Remote
-from xds.launcher.probes.line import Line
 from xds.launcher.where import Hosts
 
 NOW = 1_000_000.0

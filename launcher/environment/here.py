@@ -1,20 +1,16 @@
-"""`xds env`: versions, devices and limits of this machine, a line each, and remedies for bad ones.
+"""Versions, devices and limits of this machine, a line each, and remedies for bad ones.
 
 It has to work where things are broken: a part that is missing or fails gives a line that says so.
-With a hostfile every host of it is asked at once, and what differs is marked (environment_hosts.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from ..ops.errors import UsageError
 from .probes import cpu, machine, network, software
 from .probes.line import Line
-
-__all__ = ["Line", "as_json", "lines", "main"]
 
 _PROBES: tuple[Callable[[], Iterator[Line]], ...] = (
     software.xds,
@@ -37,15 +33,9 @@ _PROBES: tuple[Callable[[], Iterator[Line]], ...] = (
 )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the lines. Of one machine always 0: a bad value is for the reader to weigh."""
-    if any(word.startswith("-") and word != "--json" for word in argv):
-        from .environment_hosts import main as on_hosts
-
-        return on_hosts(argv)
-    if set(argv) - {"--json"}:
-        raise UsageError(f"xds env = {' '.join(argv)}: takes options only; see `xds env --help`")
-    if argv:
+def show(*, as_one_line: bool) -> int:
+    """Print the lines, or one of JSON; always 0: a bad value is for the reader to weigh."""
+    if as_one_line:
         print(as_json(lines()), flush=True)
         return 0
     for line in lines():

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
-from ...ops.build_plan import Library
-from ...ops.errors import BuildError
+from .... import __version__
+from ....ops.build_plan import Library
+from ....ops.errors import BuildError
 from .line import Line, first_output, output
 
 _MIN_TORCH = (2, 11)
@@ -30,7 +30,7 @@ _SLOW = "native ops fall back to torch, which is slower"
 def xds() -> Iterator[Line]:
     """The version that runs, and from where."""
     yield Line("xds", __version__)
-    yield Line("xds folder", str(Path(__file__).resolve().parents[2]))
+    yield Line("xds folder", str(Path(__file__).resolve().parents[3]))
 
 
 def python() -> Iterator[Line]:
@@ -117,14 +117,14 @@ def _nvcc_version() -> str:
 
 def native_ops() -> Iterator[Line]:
     """Each native library: built, would be compiled on first use, or cannot be and why."""
-    from ...ops import libraries
+    from ....ops import libraries
 
     for library in libraries.LIBRARIES.values():
         yield _native_op(library)
 
 
 def _native_op(library: Library) -> Line:
-    from ...ops import build, libraries
+    from ....ops import build, libraries
 
     key = f"ops {library.name}"
     reason = libraries.why_not(library)

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
-from ..ops.errors import UsageError
-from .environment_compare import Comparison, compare, report
-from .fan_out import Answer, fan_out
+from ...ops.errors import UsageError
+from ..fan_out import Answer, fan_out
+from . import here
+from .compare import Comparison, compare, report
 from .probes.line import Line
 
 if TYPE_CHECKING:
-    from .where import Hosts
+    from ..where import Hosts
 
 DONE, DIFFERENT, INTERRUPTED = 0, 1, 130
 _MODULE = "xds.launcher.cli"
@@ -43,9 +44,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--timeout = {asked.timeout:g}: must be a number of seconds above 0")
     hosts = _hosts(words)
     if hosts is None:
-        from .environment import main as of_this_machine
-
-        return of_this_machine(["--json"] * asked.json)
+        return here.show(as_one_line=asked.json)
     commands = _commands(hosts)
     try:
         told, unreached = _read(fan_out(commands, asked.timeout))
@@ -86,8 +85,8 @@ def _hosts(words: Sequence[str]) -> Hosts | None:
     Raises:
         UsageError: options that are wrong, or a launcher that does not reach one host alone.
     """
-    from .options import judge, read
-    from .where import Hosts, where_to_run
+    from ..options import judge, read
+    from ..where import Hosts, where_to_run
 
     asked = read([*words, "--module", _MODULE, *_WORDS])
     if asked.command != (_MODULE, *_WORDS):
@@ -98,7 +97,7 @@ def _hosts(words: Sequence[str]) -> Hosts | None:
 
 
 def _commands(hosts: Hosts) -> dict[str, list[str]]:
-    from .backends import PerHost, backend_named
+    from ..backends import PerHost, backend_named
 
     backend = backend_named(hosts.launcher)
     if not isinstance(backend, PerHost):
