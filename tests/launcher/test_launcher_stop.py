@@ -1,0 +1,51 @@
+"""What ranks are sent, and when, once somebody has asked them to stop."""
+
+import signal
+import time
+
+import pytest
+
+from xds.launcher.stop import Stop
+
+
+def due_after(seconds, signum, grace_seconds=0.0, **how):
+    stop = Stop()
+    stop.ask(signum, **how)
+    stop.since_seconds = time.monotonic() - seconds
+    return stop.due(grace_seconds)
+
+
+@pytest.mark.parametrize(
+    "seconds, signum, grace, expected",
+    [
+        (0.1, signal.SIGINT, 0.0, signal.SIGINT),
+        (2.0, signal.SIGINT, 0.0, signal.SIGTERM),
+        (4.0, signal.SIGINT, 0.0, signal.SIGKILL),
+        (4.0, signal.SIGTERM, 0.0, signal.SIGKILL),
+        (4.0, signal.SIGTERM, 30.0, signal.SIGTERM),  # the ranks save
+        (31.0, signal.SIGTERM, 30.0, signal.SIGKILL),
+        (4.0, signal.SIGINT, 30.0, signal.SIGKILL),  # Ctrl-C does not
+    ],
+)
+def test_the_signal_gets_harder(seconds, signum, grace, expected):
+    assert due_after(seconds, signum, grace) == expected
+
+
+def test_ranks_whose_peer_failed_elsewhere_are_gone_within_five_seconds_whatever_they_asked_for():
+    assert due_after(1.0, signal.SIGTERM, 30.0, is_for_peer=True) == signal.SIGTERM
+    assert due_after(3.5, signal.SIGTERM, 30.0, is_for_peer=True) == signal.SIGKILL
+
+
+def test_asking_twice_is_urgent_and_nothing_is_due_before():
+    stop = Stop()
+    assert stop.due(0.0) == 0
+    assert stop.ask(signal.SIGINT) and not stop.ask(signal.SIGINT)
+    assert stop.due(0.0) == signal.SIGKILL
+
+
+def test_a_follower_hears_the_same():
+    follower = Stop()
+    stop = Stop(follower)
+    stop.ask(signal.SIGTERM)
+    stop.forward(signal.SIGUSR1)
+    assert follower.signum == signal.SIGTERM and follower.forwards == [signal.SIGUSR1]
