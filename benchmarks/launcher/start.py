@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,19 +27,26 @@ MUST = 1.1
 MODULES = {"xds": "xds.launcher.cli", "torchrun": "torch.distributed.run"}
 
 
-def seconds_of(module: str, num_ranks: int, script: Path) -> float:
-    """One whole run, from the shell's point of view."""
+def seconds_of(module: str, num_ranks: int, script: Path) -> tuple[float, float]:
+    """One whole run, from the shell's point of view: seconds on the clock, and of CPU."""
     words = [sys.executable, "-m", module, "--nproc-per-node", str(num_ranks), str(script)]
     environment = {**os.environ, **ONE_THREAD, "PYTHONSAFEPATH": "1"}
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), cpu_seconds()
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{module}: exit code {done.returncode}\n{done.stderr}")
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, cpu_seconds() - used
 
 
-def measure(num_ranks: int, rounds: int) -> Row:
-    """The ratio of neighbouring turns; who goes first alternates."""
+def cpu_seconds() -> float:
+    """Of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def measure(num_ranks: int, rounds: int) -> list[Row]:
+    """The ratios of neighbouring turns; who goes first alternates."""
+    cpu: dict[str, list[float]] = {name: [] for name in MODULES}
     seconds: dict[str, list[float]] = {name: [] for name in MODULES}
     with tempfile.TemporaryDirectory() as folder, Watch() as watch:
         script = Path(folder, "meet.py")
@@ -47,18 +56,17 @@ def measure(num_ranks: int, rounds: int) -> Row:
         for turn in range(rounds):
             names = list(MODULES) if turn % 2 == 0 else list(reversed(MODULES))
             for name in names:
-                seconds[name].append(seconds_of(MODULES[name], num_ranks, script))
-    ours, theirs = seconds["xds"], seconds["torchrun"]
-    middle = sorted(ours)[rounds // 2]
-    return ratio_row(
-        f"start of {num_ranks} ranks / torchrun",
-        ours,
-        theirs,
-        must=MUST,
-        note=f"{middle:.2f} s",
-        samples=seconds,
-        others_busy=watch.others,
-    )
+                clock, used = seconds_of(MODULES[name], num_ranks, script)
+                seconds[name].append(clock)
+                cpu[name].append(used)
+    rest = {"must": MUST, "others_busy": watch.others}
+    title = f"{num_ranks} ranks / torchrun"
+    rows = []
+    for what, taken in ((f"start of {title}", seconds), (f"CPU of a start of {title}", cpu)):
+        ours, theirs = taken["xds"], taken["torchrun"]
+        note = f"{statistics.median(ours):.2f} s"
+        rows.append(ratio_row(what, ours, theirs, note=note, samples=taken, **rest))
+    return rows
 
 
 def main() -> int:
@@ -70,7 +78,7 @@ def main() -> int:
     parser.add_argument("--no-save", action="store_true")
     asked = parser.parse_args()
     wait_until_quiet(asked.quiet_minutes)
-    return finish(FOLDER, [measure(asked.ranks, asked.rounds)], keeps=not asked.no_save)
+    return finish(FOLDER, measure(asked.ranks, asked.rounds), keeps=not asked.no_save)
 
 
 if __name__ == "__main__":
