@@ -46,6 +46,7 @@ class Plan:
     seconds: for about this long a hurt comes about every `every_seconds`; then the run may end in peace.
     num_steps: what has to be reached. Steps are slowed so that this takes longer than the hurts.
     is_ruthless: now and then hurt a start that has not come to a step.
+    longest_cut_seconds: of a link; the longer, the more is trained on fewer hosts.
     """
 
     seconds: float
@@ -57,6 +58,7 @@ class Plan:
     save_every: int = 1
     step_seconds: float = 0.2
     is_ruthless: bool = False
+    longest_cut_seconds: float = 7.5
 
 
 @dataclass
@@ -195,13 +197,13 @@ class _Soak:
         ]
         if not ranks:
             return (self._folder / "final").exists() is False
-        kind = self._queue.pop()
+        kind, plan = self._queue.pop(), self._plan
         name, pid = self._random.choice(ranks)
         self._say(f"{kind} on {name} at step {self._num_steps()}")
         if kind == "cut":
             self._mend()
             self._hosts.cut(name)
-            self._cut = name, time.monotonic() + self._random.uniform(0.5, 2.5) * _HEARTBEAT_SECONDS
+            self._cut = name, time.monotonic() + self._random.uniform(1.5, plan.longest_cut_seconds)
         else:
             try:
                 os.kill(pid, _SIGNALS[kind])

@@ -86,6 +86,7 @@ def main() -> int:
         num_steps=int(asked.seconds * SHARE_OF_STEPS / STEP_SECONDS),
         step_seconds=STEP_SECONDS,
         is_ruthless=True,
+        longest_cut_seconds=60.0,
     )
     print(f"seed {plan.seed}, {plan.num_steps} steps", flush=True)
     tally = soak(plan, lambda text: print(time.strftime("%H:%M:%S"), text, flush=True))
