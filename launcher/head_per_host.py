@@ -34,7 +34,7 @@ from .stop import Stop, stop_signals
 CONNECTING_AT_ONCE = 64
 _BEATS_A_LIMIT = 3
 _TICK_SECONDS = 0.1
-_HELLO_SECONDS = 120.0  # to log in there, or to import torch
+_LIMITS_SECONDS = {"connecting": 30.0, "preparing": 120.0}  # to log in there; to import torch
 _RETRY_SECONDS = 5.0  # between attempts to reach a lost host
 _RETURN_SECONDS = 300.0  # how long too few hosts are waited for
 _FILES_A_LINK = 4
@@ -326,9 +326,9 @@ class _Head:
     def _look_for_silence(self, now: float) -> None:
         for link, member in list(self._by_link.items()):
             silent_seconds = now - link.heard
-            is_slow = member.state in ("connecting", "preparing")
-            if is_slow and silent_seconds > _HELLO_SECONDS:
-                self._lose(member, f"no answer for {_HELLO_SECONDS:.0f} s")
+            slow_seconds = _LIMITS_SECONDS.get(member.state)
+            if slow_seconds is not None and silent_seconds > slow_seconds:
+                self._lose(member, f"no answer for {slow_seconds:.0f} s")
             elif member.state in ("ready", "running") and silent_seconds > self._limit_seconds:
                 self._lose(member, f"no sign of life for {silent_seconds:.0f} s")
 

@@ -104,8 +104,8 @@ def _beat(voice: Voice, seconds: float, stop: Stop) -> None:
 
 
 def _lost(stop: Stop) -> None:
-    """The head is gone: end the ranks at once, and this process even if something hangs."""
-    stop.ask(signal.SIGTERM)
+    """The head is gone: end the ranks in seconds, and this process even if something hangs."""
+    stop.ask(signal.SIGTERM, is_for_peer=True)
     timer = threading.Timer(_LEAVE_SECONDS, os._exit, (1,))
     timer.daemon = True
     timer.start()
@@ -267,9 +267,7 @@ class _Ears(threading.Thread):
         self._deaf()
 
     def _deaf(self) -> None:
-        """Nobody will hear how it ends: no time is given."""
-        if self._process_stop.follower is not None:
-            self._process_stop.follower.ask(signal.SIGTERM, is_for_peer=True)
+        """Nobody will hear how it ends."""
         self.orders.put(None)
         _lost(self._process_stop)
 
