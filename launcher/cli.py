@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from ..ops.errors import UsageError, XdsError
 
 if TYPE_CHECKING:
-    from .options import Asked
-    from .where import Hosts, Local
+    from .command_line.options import Asked
+    from .command_line.where import Hosts, Local
 
 # subcommands import what they need themselves: `check` reads configs, `env` asks torch
 _COMMANDS = {
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(words: list[str]) -> int:
-    from .options import help_text, judge, read
+    from .command_line.options import help_text, judge, read
 
     asked = read(words)
     if asked.has("help"):
@@ -58,8 +58,8 @@ def _start(words: list[str]) -> int:
     if not asked.command:
         print(help_text(), end="", file=sys.stderr)
         return 2
-    from . import own_allocation
-    from .where import where_to_run
+    from .command_line import own_allocation
+    from .command_line.where import where_to_run
 
     notes = judge(asked)
     if own_allocation.is_asked_for(asked, os.environ):
@@ -72,18 +72,18 @@ def _start(words: list[str]) -> int:
 
 
 def _run(where: Local | Hosts, *, is_dry: bool) -> int:
-    from .where import Hosts
+    from .command_line.where import Hosts
 
     if is_dry:
-        code: int = import_module(".dry_run", __package__).show(where)
+        code: int = import_module(".command_line.dry_run", __package__).show(where)
         return code
     if isinstance(where, Hosts):
-        from . import head
-        from .backends import backend_named
+        from .remote import head
+        from .remote.backends import backend_named
 
         backend = backend_named(where.launcher)
         return head.run(where.job, where.hosts, where.remote, backend, where.restarts)
-    from . import local
+    from .ranks import local
 
     if (
         where.devices is not None

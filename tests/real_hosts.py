@@ -50,6 +50,10 @@ mount -t tmpfs none /run
 mkdir -m 755 /run/sshd
 mount --bind {folder}/shadow /etc/shadow
 {sshd} -f {own}/sshd_config -E {own}/sshd.log
+for try in {{1..400}}; do  # it listens only once it has gone to the background
+    (exec 3<>/dev/tcp/127.0.0.1/22) 2> /dev/null && break
+    sleep 0.05
+done
 """
 _REACH = "mount --bind {folder}/ssh_config /etc/ssh/ssh_config\n"
 _STAY = "echo ready\nread -r || :\n"

@@ -259,7 +259,7 @@ class _Soak:
         found = [("head", head)]
         for name in self._hosts.names:
             for pid, words in self._hosts.processes(name).items():
-                if "xds.launcher.node" in words and Path(f"/proc/{pid}/exe").exists():
+                if "xds.launcher.remote.node" in words and Path(f"/proc/{pid}/exe").exists():
                     found.append((f"node part on {name}", pid))
         for title, pid in found:
             try:

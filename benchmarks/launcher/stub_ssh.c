@@ -1,4 +1,4 @@
-/* Called as ssh is, it plays the node part (launcher/node.py): says hello, beats, ends each start well.
+/* Called as ssh is, it plays the node part (launcher/remote/node.py): says hello, beats, ends each start well.
  *
  * STUB_LOG: a file; each call appends "+<host>" and, when it has said hello, "-<host>".
  * STUB_BAD: a host that does not let in (STUB_HOW=denied) or never answers (STUB_HOW=silent).
@@ -27,7 +27,7 @@ static void note(const char *sign) {
     close(file);
 }
 
-/* One part of 1024 bytes, as launcher/frames.py makes them. */
+/* One part of 1024 bytes, as launcher/remote/frames.py makes them. */
 static void say(const char *kind, const char *more) {
     char frame[PART_BYTES + 1];
     struct timespec now;

@@ -21,7 +21,7 @@ import torch
 from ...ops import raw_collectives as raw
 from ...ops.collectives import Collectives
 from ..environment.probes.network import ipv4
-from ..network import address_towards
+from ..ranks.network import address_towards
 from .plan import Link
 
 _BLOCK_BYTES = 1 << 20

@@ -10,13 +10,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from ...ops.errors import UsageError
-from ..fan_out import Answer, fan_out
+from ..remote.fan_out import Answer, fan_out
 from . import here
 from .compare import Comparison, compare, report
 from .probes.line import Line
 
 if TYPE_CHECKING:
-    from ..where import Hosts
+    from ..command_line.where import Hosts
 
 DONE, DIFFERENT, INTERRUPTED = 0, 1, 130
 _MODULE = "xds.launcher.cli"
@@ -85,8 +85,8 @@ def _hosts(words: Sequence[str]) -> Hosts | None:
     Raises:
         UsageError: options that are wrong, or a launcher that does not reach one host alone.
     """
-    from ..options import judge, read
-    from ..where import Hosts, where_to_run
+    from ..command_line.options import judge, read
+    from ..command_line.where import Hosts, where_to_run
 
     asked = read([*words, "--module", _MODULE, *_WORDS])
     if asked.command != (_MODULE, *_WORDS):
@@ -97,7 +97,7 @@ def _hosts(words: Sequence[str]) -> Hosts | None:
 
 
 def _commands(hosts: Hosts) -> dict[str, list[str]]:
-    from ..backends import PerHost, backend_named
+    from ..remote.backends import PerHost, backend_named
 
     backend = backend_named(hosts.launcher)
     if not isinstance(backend, PerHost):

@@ -9,7 +9,7 @@ import time
 import pytest
 from real_hosts import Hosts, why_not
 
-from xds.launcher.backends import BACKENDS
+from xds.launcher.remote.backends import BACKENDS
 from xds.ops.errors import UsageError
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")

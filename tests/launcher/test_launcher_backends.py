@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launcher_stubs import calls, make_stub, with_stub
 
-from xds.launcher.backends import BACKENDS, backend_named, node_index
-from xds.launcher.backends.base import AllAtOnce, PerHost, shell_line, shell_words
-from xds.launcher.backends.slurm import Slurm
 from xds.launcher.job import Host, Remote
+from xds.launcher.remote.backends import BACKENDS, backend_named, node_index
+from xds.launcher.remote.backends.base import AllAtOnce, PerHost, shell_line, shell_words
+from xds.launcher.remote.backends.slurm import Slurm
 from xds.ops.errors import UsageError
 
 HOSTILE = (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from xds.launcher.carried import carried, is_secret
+from xds.launcher.command_line.carried import carried, is_secret
 from xds.ops.errors import UsageError
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import xds
-from xds.launcher import cli, head, local
+from xds.launcher import cli
 from xds.launcher.job import Host, Job, Rendezvous, Restarts
+from xds.launcher.ranks import local
+from xds.launcher.remote import head
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from launcher_stubs import calls, make_stub, with_stub
 
-from xds.launcher.backends import BACKENDS
 from xds.launcher.cli import main
-from xds.launcher.dry_run import dry_run, dry_run_here
+from xds.launcher.command_line.dry_run import dry_run, dry_run_here
 from xds.launcher.job import Host, Job, Remote, Rendezvous, Restarts
+from xds.launcher.remote.backends import BACKENDS
 
 JOB = Job("script", "train it.py", ("--name", "$(touch evil); 'x'\n"), num_ranks=2)
 HOSTS = (Host("h1", (0, 1)), Host("h2", (3,)))
@@ -53,8 +53,10 @@ def test_a_line_that_is_copied_runs_what_xds_would(
     done = subprocess.run(
         ["sh", "-c", line], env=with_stub(tmp_path), capture_output=True, text=True, check=True
     )
-    assert done.stdout == "-u -m xds.launcher.node\n"
-    words = BACKENDS["ssh"].command(HOSTS[0], remote, ["echo", "-u", "-m", "xds.launcher.node"])  # type: ignore[attr-defined]
+    assert done.stdout == "-u -m xds.launcher.remote.node\n"
+    words = BACKENDS["ssh"].command(
+        HOSTS[0], remote, ["echo", "-u", "-m", "xds.launcher.remote.node"]
+    )  # type: ignore[attr-defined]
     (call,) = calls(record)
     assert call["argv"][1:] == words[1:]  # type: ignore[index]
 

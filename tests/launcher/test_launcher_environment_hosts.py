@@ -10,11 +10,11 @@ import time
 import pytest
 
 from xds.launcher import cli
+from xds.launcher.command_line.where import Hosts
 from xds.launcher.environment.compare import compare, named, report
 from xds.launcher.environment.hosts import _check_slots, parsed
 from xds.launcher.environment.probes.line import Line
 from xds.launcher.job import Host, Job, Remote
-from xds.launcher.where import Hosts
 
 NOW = 1_000_000.0
 

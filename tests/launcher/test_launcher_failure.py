@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from xds.launcher.failure import (
+from xds.launcher.ranks.failure import (
     Failure,
     Kind,
     first_failure,

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from xds.launcher.fan_out import fan_out
+from xds.launcher.remote.fan_out import fan_out
 
 
 def test_answers_come_by_name_with_both_streams_and_the_code():
@@ -41,7 +41,7 @@ def test_what_is_out_of_time_is_killed_with_what_it_started(tmp_path):
 
 def test_an_interrupt_ends_what_runs(tmp_path):
     program = (
-        "from xds.launcher.fan_out import fan_out\n"
+        "from xds.launcher.remote.fan_out import fan_out\n"
         f"fan_out({{'a': ['sh', '-c', 'echo $$ > {tmp_path}/pid; exec sleep 60']}}, 60)\n"
     )
     head = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)

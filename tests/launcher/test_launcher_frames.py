@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xds.launcher.frames import PART_BYTES, Decoder, encode
+from xds.launcher.remote.frames import PART_BYTES, Decoder, encode
 
 TOKEN = "0a1b2c"
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xds.launcher.hosts import filter_hosts, first_hosts, read_hostfile
+from xds.launcher.command_line.hosts import filter_hosts, first_hosts, read_hostfile
 from xds.launcher.job import Host
 from xds.ops.errors import UsageError
 

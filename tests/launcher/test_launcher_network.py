@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from xds.launcher.elastic import read_cores, share_cores
-from xds.launcher.network import address_towards, free_port, interface_towards, split_endpoint
+from xds.launcher.ranks.elastic import read_cores, share_cores
+from xds.launcher.ranks.network import address_towards, free_port, interface_towards, split_endpoint
 from xds.ops.errors import UsageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux's interfaces and affinity")

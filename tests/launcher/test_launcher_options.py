@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from xds.launcher import where as place
+from xds.launcher.command_line import where as place
+from xds.launcher.command_line.option_docs import page
+from xds.launcher.command_line.option_table import GROUPS, OPTIONS
+from xds.launcher.command_line.options import help_text, judge, read
+from xds.launcher.command_line.where import Hosts, Local, where_to_run
 from xds.launcher.job import Rendezvous, Restarts
-from xds.launcher.option_docs import page
-from xds.launcher.option_table import GROUPS, OPTIONS
-from xds.launcher.options import help_text, judge, read
-from xds.launcher.where import Hosts, Local, where_to_run
 from xds.ops.errors import UsageError, XdsError
 
 HERE = socket.gethostname()
@@ -220,7 +220,9 @@ def test_torchruns_variables_stand_in_for_its_flags():
 
 def test_the_page_of_options_is_current():
     file = Path(__file__).parents[2] / "docs" / "options.md"
-    assert file.read_text() == page(), "run: python -m xds.launcher.option_docs > docs/options.md"
+    assert file.read_text() == page(), (
+        "run: python -m xds.launcher.command_line.option_docs > docs/options.md"
+    )
     assert all(f"`{option.name}" in page() for option in OPTIONS)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from xds.launcher.rank_zero import RankZero
+from xds.launcher.ranks.rank_zero import RankZero
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="terminals as Linux has them")
 
@@ -38,7 +38,7 @@ for descriptor in opened.values():
 LAUNCHER = """
 import os, subprocess, sys
 from pathlib import Path
-from xds.launcher.rank_zero import RankZero
+from xds.launcher.ranks.rank_zero import RankZero
 
 TAKE_STREAMS = {take!r}
 folder = Path({folder!r})

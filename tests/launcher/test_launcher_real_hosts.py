@@ -229,7 +229,11 @@ def test_kill_of_a_node_part_ends_the_run_and_its_ranks(hosts, two, start, tmp_p
     process = start("for_ever()", "--hostfile", str(two))
     all_there(tmp_path / "shared")
     found = hosts.processes("host1").items()
-    nodes = [pid for pid, words in found if "xds.launcher.node" in words and "python" in words[:60]]
+    nodes = [
+        pid
+        for pid, words in found
+        if "xds.launcher.remote.node" in words and "python" in words[:60]
+    ]
     os.kill(min(nodes), signal.SIGKILL)
     code, _, err = end(process)
     assert code != 0

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from xds.launcher.network import free_port
+from xds.launcher.ranks.network import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

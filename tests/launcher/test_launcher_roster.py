@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xds.launcher.job import Host, Restarts
-from xds.launcher.roster import choose
+from xds.launcher.remote.roster import choose
 
 
 def hosts(*slots):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from xds.launcher.stop import Stop
+from xds.launcher.ranks.stop import Stop
 
 
 def due_after(seconds, signum, grace_seconds=0.0, **how):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from xds.launcher.command_line.surroundings import found, in_slurm_allocation
 from xds.launcher.job import Host, Rendezvous
-from xds.launcher.surroundings import found, in_slurm_allocation
 from xds.ops.errors import UsageError
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "MASTER_ADDR": "train-0.train"}

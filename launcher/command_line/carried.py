@@ -1,0 +1,135 @@
+"""Which environment variables go along to other machines: a list of names, and what files ask for.
+
+Nothing else goes: another machine's PATH, HOME and devices are its own, and secrets stay where they are,
+unless a file names them. The files are DeepSpeed's `.deepspeed_env` (or the one in DS_ENV_FILE) and
+`.xds_env` (or the one in XDS_ENV_FILE), in the home folder and in the working folder; the latter wins.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ...ops.errors import UsageError
+
+# DeepSpeed's list, and what decides about speed and results of torch, its networks and its kernels
+_PREFIXES = (
+    *("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"),
+    *(
+        "XDS_",
+        "GLOO_",
+        "TORCH_",
+        "TORCHINDUCTOR_",
+        "PYTORCH_",
+        "CUDA_",
+        "CUBLAS_",
+        "CUDNN_",
+        "TRITON_",
+    ),
+    *(
+        "OMP_",
+        "MKL_",
+        "KMP_",
+        "FI_",
+        "HF_",
+        "TRANSFORMERS_",
+        "WANDB_",
+        "TOKENIZERS_",
+        "NVIDIA_TF32_",
+    ),
+)
+_NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
+# numbers of devices differ by machine; the rest is about this process, or was read here already
+_NEVER = re.compile(
+    "CUDA_VISIBLE_DEVICES|CUDA_MPS_.*|PYTHON(STARTUP|INSPECT|BREAKPOINT|_HISTORY)"
+    "|XDS_(SSH|ENV_FILE|RUN_FOLDER|GRACE_FILE|HEARTBEAT_SECONDS|LAUNCHER_PID|RANK_.*)"
+    "|(.*_)?(TOKENS?|(API)?KEYS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(_.*)?"
+)
+_FILES = ((".deepspeed_env", "DS_ENV_FILE"), (".xds_env", "XDS_ENV_FILE"))
+_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+_MAX_FILE_BYTES = 1 << 20
+
+
+def carried(environ: Mapping[str, str], folder: str | Path, home: str | Path) -> dict[str, str]:
+    """The variables that are set on every other machine.
+
+    Args:
+        environ: this process's; folder: the working folder; home: the home folder.
+    Raises:
+        UsageError: a line of a file is no KEY=value, or a file that a variable names is not there.
+    """
+    along = {key: value for key, value in environ.items() if _goes(key)}
+    for name, key in _FILES:
+        for path in _files(name, environ.get(key, ""), Path(folder), Path(home)):
+            along.update(_read(path))
+    return along
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's value is better not shown.
+
+    >>> is_secret("WANDB_API_KEY"), is_secret("NCCL_DEBUG")
+    (True, False)
+    """
+    return bool(re.search("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", name.upper()))
+
+
+def _goes(key: str) -> bool:
+    if not _NAME.fullmatch(key) or _NEVER.fullmatch(key):
+        return False
+    return key in _NAMES or key.startswith(_PREFIXES)
+
+
+def _files(name: str, asked: str, folder: Path, home: Path) -> Iterator[Path]:
+    """The files to read, the strongest last. One that is asked for by a path is the only one."""
+    if os.sep in asked:
+        yield Path(asked)
+        return
+    name = asked or name
+    paths = [home / name] if _same(home, folder) else [home / name, folder / name]
+    there = [path for path in paths if path.is_file()]
+    if asked and not there:
+        yield paths[-1]  # reading it tells that it is missing
+    yield from there
+
+
+def _same(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        what = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(
+            f"environment file = {str(path)!r}: {what}; give a text file of lines KEY=value"
+        ) from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise UsageError(
+            f"environment file = {str(path)!r}: longer than 1 MiB; is it the right file?"
+        )
+    pairs: dict[str, str] = {}
+    for number, line in enumerate(re.split("\r\n|\n|\r", text), 1):
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        key, equals, value = stripped.removeprefix("export ").partition("=")
+        key = key.strip()
+        if not equals or not _NAME.fullmatch(key) or "\0" in value:
+            raise UsageError(
+                f"environment file = {str(path)!r}, line {number}: {_shown(stripped)!r} is no KEY=value;"
+                " correct it, or begin it with # to leave it out"
+            )
+        pairs[key] = value.strip()
+    return pairs
+
+
+def _shown(line: str) -> str:
+    """Enough of a bad line to find it, and not what may be a secret in it."""
+    key, equals, _ = line.partition("=")
+    return f"{key[:40]}{equals}..." if equals or len(line) > 40 else line

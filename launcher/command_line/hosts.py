@@ -1,0 +1,246 @@
+"""Which machines, and which of their slots: hostfiles and filters in DeepSpeed's grammar.
+
+A hostfile has a line for each host: `worker-1 slots=8`. A filter names hosts and slots of it:
+`worker-1@worker-2:0,2-4`. A name with a colon or an @ in it may stand in brackets: `[fe80::1]:0`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import final
+
+from ...ops.errors import UsageError
+from ..job import Host
+
+_MAX_SLOTS = 4096
+_NEAR = 3  # how many known names an error lists when none is near
+_MAX_TOLD = 20  # mistakes of one file that are listed
+
+
+def read_hostfile(path: str | Path) -> list[Host]:
+    """The hosts of a hostfile, in its order.
+
+    Raises:
+        UsageError: it cannot be read, or lines of it are wrong: all of them, each with its number.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        what = error.strerror if isinstance(error, OSError) else f"not UTF-8 text ({error})"
+        raise UsageError(
+            f"hostfile = {str(path)!r}: {what}; give a text file of lines such as `worker-1 slots=8`"
+        ) from None
+    reader = _Reader()
+    for number, line in enumerate(re.split("\r\n|\n|\r", text), 1):
+        reader.read(number, line)
+    if not (reader.hosts or reader.mistakes):
+        reader.mistakes.append("no host in it; write a line such as `worker-1 slots=8` for each")
+    if reader.mistakes:
+        told, num_more = reader.mistakes[:_MAX_TOLD], len(reader.mistakes) - _MAX_TOLD
+        if num_more > 0:
+            told.append(f"... and {num_more} more")
+        raise UsageError(f"hostfile = {str(path)!r}: " + "\n  ".join(told))
+    return list(reader.hosts.values())
+
+
+@final
+class _Reader:
+    """Takes a hostfile's lines one by one; keeps its hosts and its mistakes."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, Host] = {}
+        self.mistakes: list[str] = []
+        self._lines: dict[str, int] = {}
+
+    def read(self, number: int, line: str) -> None:
+        words = re.split("[ \t]+", line.partition("#")[0].strip(" \t"))
+        if words == [""]:
+            return
+        try:
+            name, num_slots = host_name(words[0]), _num_slots(words)
+            if name in self.hosts:
+                raise UsageError(
+                    f"{name!r} is in line {self._lines[name]} already; name each host once,"
+                    " with all of its slots"
+                )
+        except UsageError as error:
+            self.mistakes.append(f"line {number}: {error}")
+            return
+        self.hosts[name] = Host(name, tuple(range(num_slots)))
+        self._lines[name] = number
+
+
+def host_name(text: str) -> str:
+    """`text` as a host's name or address, perhaps `user@name`; brackets around it are dropped.
+
+    It stays data wherever it goes, so nearly everything is a name; but what begins with a dash
+    would be taken for an option by ssh and its like, and nothing is named with a space.
+    """
+    user, at, name = text.rpartition("@")
+    if name.startswith("[") and name.endswith("]"):
+        name = name[1:-1]
+    if not name or (at and not user):
+        raise UsageError(f"host = {text!r}: must be a name, an address or user@name")
+    if user.startswith("-") or name.startswith("-"):
+        raise UsageError(
+            f"host = {text!r}: a host's name cannot begin with '-' (it would be taken for an"
+            " option); give its address"
+        )
+    if not text.isprintable() or any(char.isspace() for char in text):
+        raise UsageError(f"host = {text!r}: a host's name has no spaces and control characters")
+    if "[" in name or "]" in name:
+        raise UsageError(
+            f"host = {text!r}: ranges of hosts are not known here; write a line for each"
+        )
+    return f"{user}{at}{name}"
+
+
+def _num_slots(words: list[str]) -> int:
+    need = "needs `slots=N`, such as `worker-1 slots=8`"
+    if len(words) < 2:
+        raise UsageError(f"{words[0]!r}: {need}")
+    name, _, number = words[1].partition("=")
+    if name != "slots":
+        raise UsageError(f"{words[1]!r}: {need}")
+    # OpenMPI's own files may say max_slots too, for which there is no use here
+    more = [word for word in words[2:] if not re.fullmatch(r"max[-_]slots=[0-9]+", word)]
+    if more:
+        raise UsageError(f"{more[0]!r}: unknown behind slots=; comments begin with #")
+    if not re.fullmatch("[0-9]{1,9}", number) or not 1 <= int(number) <= _MAX_SLOTS:
+        raise UsageError(
+            f"slots={number}: must be a number from 1 to {_MAX_SLOTS}"
+            "; to leave a host out, begin its line with #"
+        )
+    return int(number)
+
+
+def filter_hosts(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[Host]:
+    """What `include` names of `hosts`, or all but what `exclude` names; in the order of `hosts`.
+
+    A host named without slots means all of them. A host without slots that are left is left out.
+
+    Raises:
+        UsageError: both are given, or one names what is not there, or nothing is left.
+    """
+    if include and exclude:
+        raise UsageError("--include and --exclude exclude one another; drop one of them")
+    if not (include or exclude):
+        return list(hosts)
+    named = _named("--include" if include else "--exclude", include or exclude, hosts)
+    kept = []
+    for host in hosts:
+        is_kept = named.get(host.name, set()).__contains__
+        slots = tuple(slot for slot in host.slots if is_kept(slot) == bool(include))
+        if slots:
+            kept.append(replace(host, slots=slots))
+    if not kept:
+        raise UsageError(f"--exclude = {exclude}: leaves no host; exclude less")
+    return kept
+
+
+def first_hosts(hosts: Sequence[Host], num_nodes: int = 0, num_gpus: int = 0) -> list[Host]:
+    """The first `num_nodes` of `hosts`, each with its first `num_gpus` slots; 0 is all.
+
+    Raises:
+        UsageError: there are not so many hosts, or one of them has not so many slots.
+    """
+    if num_nodes > len(hosts):
+        raise UsageError(f"--num-nodes = {num_nodes}: there are {len(hosts)} hosts; ask for fewer")
+    taken = list(hosts[: num_nodes or None])
+    for host in taken if num_gpus else ():
+        if num_gpus > len(host.slots):
+            raise UsageError(
+                f"--num-gpus = {num_gpus}: host {host.name!r} has {len(host.slots)} slots;"
+                " ask for fewer, or name the slots with --include"
+            )
+    return [replace(host, slots=host.slots[: num_gpus or None]) for host in taken]
+
+
+def _named(setting: str, text: str, hosts: Sequence[Host]) -> dict[str, set[int]]:
+    """The slots that `text` names, by host."""
+    known = {host.name: host for host in hosts}
+    found: dict[str, set[int]] = {}
+    for spec in _specs(text, known):
+        if not spec:
+            raise UsageError(f"{setting} = {text}: an empty name; write host:slot,slot@host")
+        name, slots = _name_and_slots(spec, known)
+        if name not in known:
+            raise UsageError(
+                f"{setting} = {text}: no host {name!r} here; {_nearest(name, list(known))}"
+            )
+        try:
+            numbers = set(_numbers(slots)) if slots is not None else set(known[name].slots)
+        except ValueError:
+            raise UsageError(
+                f"{setting} = {text}: {slots!r}: slots are numbers, such as 0,2 or 0-3"
+            ) from None
+        unknown = sorted(numbers.difference(known[name].slots))
+        if unknown:
+            raise UsageError(
+                f"{setting} = {text}: no slot {unknown[0]} on host {name!r}; it has"
+                f" {_ranges(known[name].slots)}"
+            )
+        found.setdefault(name, set()).update(numbers)
+    return found
+
+
+def _specs(text: str, known: dict[str, Host]) -> Iterator[str]:
+    """Cut `text` at each @ that is neither in brackets nor in a known user@host."""
+    parts = re.findall(r"(?:\[[^\]]*\]|[^@\[]|\[)+|(?<=@)(?=@|$)|^(?=@|$)", text)
+    position = 0
+    while position < len(parts):
+        spec = parts[position]
+        joined = "@".join(parts[position : position + 2])
+        is_user = _name_and_slots(spec, known)[0] not in known
+        if is_user and joined != spec and _name_and_slots(joined, known)[0] in known:
+            spec = joined
+            position += 1
+        position += 1
+        yield spec
+
+
+def _name_and_slots(spec: str, known: dict[str, Host]) -> tuple[str, str | None]:
+    """The host and, where some are named, the slots of `host:slots`."""
+    if spec in known:  # an address of IPv6 is full of colons
+        return spec, None
+    bracketed = re.fullmatch(r"(.*@)?\[(.*)\](?::(.*))?", spec, re.DOTALL)
+    if bracketed:
+        return (bracketed[1] or "") + bracketed[2], bracketed[3]
+    name, colon, slots = spec.rpartition(":")
+    return (name, slots) if colon else (spec, None)
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """0,2,4-7 as numbers.
+
+    Raises:
+        ValueError: it is none.
+    """
+    for part in text.split(","):
+        found = re.fullmatch("([0-9]{1,6})(?:-([0-9]{1,6}))?", part.strip(" "))
+        if not found or int(found[2] or found[1]) < int(found[1]):
+            raise ValueError(part)
+        yield from range(int(found[1]), int(found[2] or found[1]) + 1)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers as text: 0-3,7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    more = ", ..." if len(known) > _NEAR else ""
+    return "there are " + ", ".join(map(repr, known[:_NEAR])) + more

@@ -1,0 +1,95 @@
+"""torchrun's rendezvous, from its flags: who meets, where, and how."""
+
+from __future__ import annotations
+
+import re
+
+from ...ops.errors import UsageError
+from ..job import Rendezvous
+from .options import Asked
+
+_C10D_PORT, _STATIC_PORT = 29400, 29500  # torchrun's
+
+
+def num_machines(asked: Asked) -> tuple[int, int]:
+    """(min, max) of --nnodes; (0, 0) where it is not given."""
+    text = asked.text("nnodes")
+    found = re.fullmatch("([0-9]{1,6})(?::([0-9]{1,6}))?", text)
+    if not text:
+        return 0, 0
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise UsageError(
+            f"{asked.spelled['nnodes']} = {text}: must be a number of machines from 1, or MIN:MAX"
+        )
+    return least, most
+
+
+def static(asked: Asked, num_nodes: int, endpoint: str = "") -> Rendezvous:
+    """Everybody knows the first machine, and its own number."""
+    address = asked.text("master_addr") or endpoint or "127.0.0.1"
+    host, port = _split_endpoint(address, asked.number("master_port", _STATIC_PORT, 1, 65535))
+    if asked.has("rdzv_endpoint"):  # torchrun's order: an endpoint wins over --master-addr
+        host, port = _split_endpoint(asked.text("rdzv_endpoint"), _STATIC_PORT)
+    return Rendezvous(
+        kind="static",
+        endpoint=_endpoint(host, port),
+        run_id=asked.text("rdzv_id", "none"),
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        node_rank=asked.number("node_rank", 0, most=num_nodes - 1),
+        local_addr=asked.text("local_addr"),
+        settings=_settings(asked),
+    )
+
+
+def dynamic(asked: Asked, kind: str, least: int, most: int) -> Rendezvous:
+    """The machines find one another at an endpoint."""
+    endpoint = asked.text("rdzv_endpoint")
+    if not endpoint and most > 1:
+        raise UsageError(
+            f"--rdzv-backend = {kind}: several machines need --rdzv-endpoint HOST:PORT, the same on"
+            " each"
+        )
+    if kind == "c10d":
+        host, port = _split_endpoint(endpoint or "127.0.0.1:0", _C10D_PORT)
+        endpoint = _endpoint(host, port)
+    return Rendezvous(
+        kind=kind,
+        endpoint=endpoint,
+        run_id=asked.text("rdzv_id", "none"),
+        min_nodes=least,
+        max_nodes=most,
+        local_addr=asked.text("local_addr"),
+        settings=_settings(asked),
+    )
+
+
+def _split_endpoint(text: str, default_port: int) -> tuple[str, int]:
+    """host, host:port, [address]:port, or an address of IPv6 alone."""
+    found = re.fullmatch(r"\[(.+)\](?::([0-9]{1,5}))?|([^:]+)(?::([0-9]{1,5}))?", text)
+    if found is None:
+        if text.count(":") > 1 and re.fullmatch("[0-9A-Fa-f:.%a-z]+", text):
+            return text, default_port
+        raise UsageError(f"endpoint = {text}: must be HOST:PORT; an address of IPv6 in brackets")
+    port = found[2] or found[4]
+    if port and int(port) > 65535:
+        raise UsageError(f"endpoint = {text}: a port is a number up to 65535")
+    return found[1] or found[3], int(port) if port else default_port
+
+
+def _endpoint(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _settings(asked: Asked) -> dict[str, str]:
+    """k=v,k=v"""
+    found = {}
+    for pair in filter(None, asked.text("rdzv_conf").split(",")):
+        key, equals, value = pair.partition("=")
+        if not (key.strip() and equals):
+            raise UsageError(
+                f"--rdzv-conf = {asked.text('rdzv_conf')}: must be KEY=VALUE,KEY=VALUE"
+            )
+        found[key.strip()] = value.strip()
+    return found

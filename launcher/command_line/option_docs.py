@@ -1,0 +1,74 @@
+"""Writes docs/options.md from the table, to standard output."""
+
+from __future__ import annotations
+
+from .option_table import GROUPS, OPTIONS, Option
+
+_HEAD = """\
+# The options of `xds`
+
+Made from launcher/command_line/option_table.py. `xds [options] script.py [arguments]` takes the options of
+`deepspeed` and of `torchrun`, and a few of its own. Each long one may be written with dashes or underscores,
+with its value as the next word or behind `=`. Options end at the script (or at `--`): what follows is the
+script's. Flags win over the environment. Where an option marked † is not given, torchrun's variable `PET_<NAME>` counts.
+
+Where a command line runs is decided in this order:
+
+1. `--launcher local`: on this machine.
+2. `--no-ssh`, or torchrun's rendezvous (`--node-rank`, `--rdzv-*`, `--standalone`, `--local-addr`): this
+   machine's part.
+3. `--hostfile`, or /job/hostfile where it exists, `--launcher`, `--force-multi`: on those hosts, over ssh or
+   the launcher named. A hostfile that names this machine alone runs here.
+4. torchrun's variables (`PET_*`), a cluster that starts one xds on each machine (Kubernetes, `srun`, `mpirun`):
+   this machine's part.
+5. An allocation of Slurm's with several machines, outside of a step: on all of them, through `srun`.
+6. On this machine.
+
+What differs from `deepspeed`, on purpose: a hostfile that is named but missing is an error, not a run on this
+machine; a hostfile with one other machine runs there; `--num_gpus` and `--num_nodes` beyond what the hostfile
+has are errors; `--local_rank=N` is never added to the script's arguments (the number is in `LOCAL_RANK`): a
+script that does not expect it would stop there; ssh is the default launcher, and needs no pdsh; the port is a
+free one unless it is given.
+
+What differs from `torchrun`: `--nproc-per-node` is `auto` unless given; several machines that are not told
+where to meet are an error rather than a wait; the ranks' files are in `--log-dir` itself; `OMP_NUM_THREADS` is
+cores divided by ranks.
+"""
+
+
+def page() -> str:
+    """The text of docs/options.md."""
+    parts = [_HEAD]
+    for group in GROUPS:
+        rows = [option for option in OPTIONS if option.group == group and option.help]
+        parts.append(_table(group.capitalize(), "meaning", [(each, each.help) for each in rows]))
+    told = " (xds says so)"
+    silent = [
+        (each, each.reason or each.note + told) for each in OPTIONS if each.reason or each.note
+    ]
+    parts.append(_table("Accepted without effect", "because", silent))
+    refused = [(each, each.refusal) for each in OPTIONS if each.refusal]
+    parts.append(_table("Refused", "because", refused))
+    return "\n".join(parts)
+
+
+def _table(title: str, column: str, rows: list[tuple[Option, str]]) -> str:
+    lines = [f"## {title}", "", f"| option | also | {column} |", "|---|---|---|"]
+    lines += [f"| {_name(option)} | {_also(option)} | {_cell(text)} |" for option, text in rows]
+    return "\n".join([*lines, ""])
+
+
+def _name(option: Option) -> str:
+    return f"`{_cell(f'{option.name} {option.value}'.strip())}`" + " †" * option.is_torchrun
+
+
+def _also(option: Option) -> str:
+    return ", ".join(f"`{alias}`" for alias in option.aliases)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,197 @@
+"""The options of `xds`: those of deepspeed and torchrun, with their meanings, and a few of its own.
+
+One table says of each option how it is spelled, whether it takes a value, and what becomes of it: it works, it
+is accepted because xds does so anyway, or it is refused with a remedy. Every long option may be written with
+dashes or underscores. The words behind the script are the script's.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import final
+
+from ...ops.errors import UsageError
+from .option_table import GROUPS, OPTIONS, Option
+
+_USAGE = """\
+usage: xds [options] script.py [arguments of the script]
+       xds check config.json [--world-size N]   print the resolved config and what each choice does
+       xds elastic config.json                  print the numbers of ranks that fit its elasticity
+       xds checkpoint info|verify|export|import|diff   look into checkpoints, take models out and in
+       xds ops build|list|clean                 compile the native ops ahead of time, look at them
+       xds env [--hostfile FILE]                print versions, devices, limits; of all hosts at once
+       xds bench comm                           time the collectives against the link's own speed
+
+Train PyTorch models on every device of this machine, or of many.
+"""
+
+_EPILOG = """
+The options of deepspeed and torchrun that are not listed are accepted where xds does so anyway, and refused
+with a reason where it cannot; each may be written with - or _. Rank 0 writes to the terminal, every rank to
+a file of its own. The first rank that fails is reported once, and its exit code is that of xds (128 + signal
+when it was killed). Everything after the script belongs to the script; a script that is named like a
+subcommand is started as ./check.
+
+  xds examples/gpt/train.py --config examples/gpt/zero3.json
+  xds --nproc-per-node 4 --module project.train --lr 1e-3
+  xds --hostfile hosts --include a@b:0-3 --max-restarts 10 train.py
+  xds --nnodes 2 --node-rank 0 --master-addr a train.py      (and the same with --node-rank 1 on the other)
+"""
+
+_HELP_COLUMN = 28
+
+
+@final
+@dataclass(frozen=True)
+class Asked:
+    """A command line, taken apart: the value of each option given, by its table name without dashes.
+
+    spelled: how the user wrote it, for errors. A switch has the value "1".
+    """
+
+    given: Mapping[str, str] = field(default_factory=dict)
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+
+    def has(self, *names: str) -> bool:
+        """Whether one of these was given, and not as an empty value."""
+        return any(self.given.get(name, "") for name in names)
+
+    def text(self, name: str, default: str = "") -> str:
+        return self.given.get(name) or default
+
+    def number(self, name: str, default: int, least: int = 0, most: int = 2**31) -> int:
+        """The value as a number in [least, most]; -1 stands for "not given", as in deepspeed.
+
+        Raises:
+            UsageError: it is none.
+        """
+        text = self.text(name)
+        if text in ("", "-1"):
+            return default
+        if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
+            bound = f"from {least}" + (f" to {most}" if most < 2**31 else "")
+            raise UsageError(f"{self.spelled[name]} = {text}: must be a number {bound}")
+        return int(text)
+
+    def first(self, *names: str) -> str:
+        """How the user wrote the first of these that was given, "" for none."""
+        return next((self.spelled[name] for name in names if self.has(name)), "")
+
+    def with_defaults(self, environ: Mapping[str, str]) -> Asked:
+        """What torchrun's variables (PET_NNODES, ...) add for options that were not given."""
+        given, spelled = dict(self.given), dict(self.spelled)
+        for option in OPTIONS:
+            text = environ.get(f"PET_{option.key.upper()}", "")
+            if option.is_torchrun and text and option.key not in given:
+                is_off = not option.value and text in ("0", "false", "False")
+                given[option.key] = "" if is_off else text
+                spelled[option.key] = f"PET_{option.key.upper()} (environment)"
+        return replace(self, given=given, spelled=spelled)
+
+
+def read(words: Sequence[str]) -> Asked:
+    """Take a command line apart.
+
+    Raises:
+        UsageError: an unknown option, or one without its value.
+    """
+    given: dict[str, str] = {}
+    spelled: dict[str, str] = {}
+    position = 0
+    while position < len(words) and words[position].startswith("-") and words[position] != "-":
+        word = words[position]
+        position += 1
+        if word == "--":
+            break
+        name, equals, value = _cut(word)
+        option = _BY_NAME.get(name)
+        if option is None:
+            raise UsageError(f"unknown option {name}{_nearest(name)}")
+        if not option.value and equals:
+            raise UsageError(f"{name} = {value}: takes no value; write {name} alone")
+        if option.value and not equals:
+            value = _value(name, option, words[position : position + 1])
+            position += 1
+        given[option.key], spelled[option.key] = value if option.value else "1", name
+    return Asked(given, spelled, tuple(words[position:]))
+
+
+def judge(asked: Asked) -> list[str]:
+    """What is to be said about options that were given, but have no effect.
+
+    Raises:
+        UsageError: an option that is refused here, or a value that is none of its choices.
+    """
+    notes = []
+    for option in OPTIONS:
+        text, name = asked.given.get(option.key, ""), asked.spelled.get(option.key, "")
+        if text in ("", *option.harmless):
+            continue
+        if option.refusal:
+            shown = name if not option.value else f"{name} = {text}"
+            raise UsageError(f"{shown}: {option.refusal}")
+        if option.choices and text not in option.choices:
+            raise UsageError(f"{name} = {text}: must be one of {', '.join(option.choices)}")
+        if option.note:
+            notes.append(f"{name} has no effect: {option.note}")
+    return notes
+
+
+def help_text() -> str:
+    """What `xds --help` prints."""
+    width = min(112, max(72, shutil.get_terminal_size((100, 24)).columns))
+    parts = [_USAGE]
+    for group in GROUPS:
+        parts.append(f"\n{group}:\n")
+        shown = [option for option in OPTIONS if option.group == group and option.help]
+        parts += [_help_line(option, width) for option in shown]
+    return "".join([*parts, _EPILOG])
+
+
+def _help_line(option: Option, width: int) -> str:
+    short = [alias for alias in option.aliases if not alias.startswith("--")]
+    names = ", ".join([*short, option.name]) + (f" {option.value}" if option.value else "")
+    head = f"  {names}".ljust(_HELP_COLUMN)
+    is_long = len(head) > _HELP_COLUMN
+    indent = " " * _HELP_COLUMN
+    text = textwrap.fill(
+        option.help, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+    return f"{head}\n{text}\n" if is_long else f"{head}{text[_HELP_COLUMN:]}\n"
+
+
+def _spellings(option: Option) -> set[str]:
+    names = {option.name, *option.aliases}
+    return names | {f"--{name[2:].replace('-', '_')}" for name in names if name.startswith("--")}
+
+
+_BY_NAME = {name: option for option in OPTIONS for name in _spellings(option)}
+
+
+def _cut(word: str) -> tuple[str, str, str]:
+    """--name=value, or -n3, in parts."""
+    if word.startswith("--"):
+        return word.partition("=")
+    option = _BY_NAME.get(word[:2])
+    if option is not None and option.value and len(word) > 2:
+        return word[:2], "=", word[2:].removeprefix("=")
+    return word, "", ""
+
+
+def _value(name: str, option: Option, following: Sequence[str]) -> str:
+    """The word behind an option; another option there means that the value was forgotten."""
+    is_option = bool(following) and _cut(following[0])[0] in _BY_NAME
+    if not following or (is_option and not option.is_free):
+        raise UsageError(f"{name}: needs a value, {option.value}")
+    return following[0]
+
+
+def _nearest(name: str) -> str:
+    near = get_close_matches(name, list(_BY_NAME), n=1)
+    return f"; did you mean {near[0]}?" if near else "; see `xds --help`"

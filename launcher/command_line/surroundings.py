@@ -1,0 +1,156 @@
+"""What started this xds: whether others run on other machines, and where they meet; or which hosts are there.
+
+Three kinds of surroundings are known, all by their variables: a cluster that starts one xds on each machine
+and says where the first is (Kubernetes, or a hand), an srun or mpirun that does so, and an allocation of
+Slurm's in which one xds starts the others. torchrun's own variables, PET_*, are options: options.py.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+
+from ...engine.foreign_launcher import (
+    USUAL_PORT,
+    Place,
+    place,
+    slurm_name,
+    slurm_nodes,
+)
+from ...ops.errors import UsageError
+from ..job import Host, Rendezvous
+
+_USUAL_RANKS = 2  # of a machine without GPUs, as on one alone
+_LAST_PORT = 65535
+
+
+def found(environ: Mapping[str, str]) -> Rendezvous | None:
+    """Where this xds meets those that something else started on other machines; None where it is alone.
+
+    Raises:
+        UsageError: the variables contradict one another, or some are missing.
+    """
+    if (
+        "TORCHELASTIC_RUN_ID" in environ
+    ):  # inside a rank: what started the ranks is not ours to repeat
+        return None
+    told = place(
+        {key: value for key, value in environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    )
+    if told is not None:
+        return _beside(told, environ)
+    if _number(environ, "NNODES") > 1:
+        return _told(environ, "NNODES")
+    # a job of Kubeflow's PyTorch operator, where the nodes are counted as if they were ranks
+    is_pod = "KUBERNETES_SERVICE_HOST" in environ and "LOCAL_RANK" not in environ
+    if is_pod and "MASTER_ADDR" in environ and _number(environ, "WORLD_SIZE") > 1:
+        return _told(environ, "WORLD_SIZE")
+    return None
+
+
+def in_slurm_allocation(environ: Mapping[str, str]) -> list[Host]:
+    """The machines that this allocation of Slurm's holds, in Slurm's order; empty outside of one.
+
+    The slots of a machine are its GPUs as far as Slurm tells, else the 2 of a machine without.
+
+    Raises:
+        UsageError: the list of machines cannot be read.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ or "SLURM_JOB_ID" not in environ:
+        return []
+    slots = tuple(range(_slots(environ)))
+    # the step's list would be one machine in a shell of `srun --pty`
+    job = {key: value for key, value in environ.items() if key != "SLURM_STEP_NODELIST"}
+    return [Host(name, slots) for name in slurm_nodes(job)]
+
+
+def _told(environ: Mapping[str, str], size_key: str) -> Rendezvous:
+    """Kubernetes and hands: MASTER_ADDR, how many, and which of them this is."""
+    num_nodes = _number(environ, size_key)
+    master = environ.get("MASTER_ADDR", "")
+    rank_key, node_rank = _node_rank(environ, size_key)
+    missing = [
+        name for name, is_there in (("MASTER_ADDR", master), (rank_key, rank_key)) if not is_there
+    ]
+    if missing or node_rank is None:
+        names = [name or "NODE_RANK" for name in missing]
+        what = " and ".join(names) + (" are" if len(names) > 1 else " is")
+        raise UsageError(
+            f"{size_key} = {num_nodes}, but {what} not set: give each machine MASTER_ADDR (the first one's"
+            f" address), and NODE_RANK from 0 to {num_nodes - 1}; or unset {size_key} to run on this one alone"
+        )
+    if node_rank >= num_nodes:
+        raise UsageError(
+            f"{rank_key} = {node_rank}, but {size_key} = {num_nodes}: must be from 0 to {num_nodes - 1};"
+            " give every machine a number of its own"
+        )
+    port = _number(environ, "MASTER_PORT") or USUAL_PORT
+    if port > _LAST_PORT:
+        raise UsageError(f"MASTER_PORT = {port}: must be a port, at most {_LAST_PORT}")
+    return _meeting(master, port, num_nodes, node_rank, "xds")
+
+
+def _node_rank(environ: Mapping[str, str], size_key: str) -> tuple[str, int | None]:
+    """(the variable that tells, which machine this is); ("", None) where none does."""
+    keys = ("NODE_RANK", "GROUP_RANK", "JOB_COMPLETION_INDEX")
+    for key in ("RANK", *keys) if size_key == "WORLD_SIZE" else keys:
+        if environ.get(key):
+            return key, _number(environ, key)
+    if "KUBERNETES_SERVICE_HOST" in environ:  # a StatefulSet numbers its pods in their names
+        name = environ.get("HOSTNAME") or socket.gethostname()
+        ordinal = re.search(r"-(\d{1,9})$", name.partition(".")[0])
+        if ordinal:
+            return "HOSTNAME", int(ordinal[1])
+    return "", None
+
+
+def _beside(told: Place, environ: Mapping[str, str]) -> Rendezvous | None:
+    """One xds on each machine, started by srun or mpirun."""
+    nodes = slurm_nodes(environ)
+    is_slurm = told.by == "SLURM_STEP_NUM_TASKS"
+    num_nodes = len(nodes) if is_slurm else told.world_size
+    if told.local_size > 1 or num_nodes != told.world_size:
+        once = "srun --ntasks-per-node=1" if is_slurm else "mpirun --map-by ppr:1:node"
+        raise UsageError(
+            f"{told.by} = {told.world_size}: xds was started several times on one machine; start it once on"
+            f" each, `{once} xds ...`, and it starts the ranks; or start the script itself for each rank"
+        )
+    master = environ.get("MASTER_ADDR") or told.master
+    if not master:
+        raise UsageError(
+            f"{told.by} = {told.world_size}, but MASTER_ADDR is not set: mpirun does not tell where the first"
+            " machine is; give its address (mpirun -x MASTER_ADDR=10.0.0.1 ...), or let xds start mpirun:"
+            " `xds --launcher openmpi --hostfile hosts script.py`"
+        )
+    port = _number(environ, "MASTER_PORT") or told.port
+    name = slurm_name(environ) if is_slurm else environ.get("PMIX_NAMESPACE", "") or "xds"
+    return _meeting(master, port, told.world_size, told.rank, re.sub(r"[^\w.]", "_", name))
+
+
+def _meeting(master: str, port: int, num_nodes: int, node_rank: int, run_id: str) -> Rendezvous:
+    return Rendezvous(
+        kind="static",
+        endpoint=f"[{master}]:{port}" if ":" in master else f"{master}:{port}",
+        run_id=run_id,
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        node_rank=node_rank,
+    )
+
+
+def _slots(environ: Mapping[str, str]) -> int:
+    for key in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        count = environ.get(key, "").rpartition(":")[2]  # "8", or "a100:8"
+        if count.isascii() and count.isdigit() and int(count):
+            return int(count)
+    if environ.get("SLURM_NTASKS_PER_NODE", "").isdigit():  # asked for by name: one for each rank
+        return max(1, int(environ["SLURM_NTASKS_PER_NODE"]))
+    return _USUAL_RANKS
+
+
+def _number(environ: Mapping[str, str], key: str) -> int:
+    text = environ.get(key, "").strip()
+    if text and not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise UsageError(f"{key} = {text!r}: must be a number from 0; correct it, or unset it")
+    return int(text or 0)

@@ -1,0 +1,216 @@
+"""Hands a job to torch's elastic launcher: the one file of the launcher that imports torch.
+
+torch does the rendezvous, the ranks' environment, and the watch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import uuid
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ...ops.errors import UsageError
+from ..job import Job, Order, Rendezvous
+from .network import interface_towards
+from .run_folder import RunFolder
+
+_FLIGHT_RECORDER_ENTRIES = (
+    "64"  # torch's: for the script's own collectives, which the watcher names
+)
+_WORKER = str(Path(__file__).with_name("worker.py"))
+
+
+def launch(
+    order: Order,
+    num_ranks: int,
+    folder: RunFolder,
+    ranks: dict[int, int],
+    extra: dict[str, str],
+) -> tuple[dict[int, ProcessFailure], object]:
+    """Run every rank of this host to its end; the ranks that failed, with torch's account of each.
+
+    ranks: is filled with rank by local rank as soon as the rendezvous has told them.
+    Also returns what keeps torch's store open after a failure, where it is served from here.
+    """
+    logging.disable(logging.CRITICAL)  # the agent's own tables about a failure: ours comes once
+    meeting = order.rendezvous
+    settings = dict(meeting.settings)
+    config = LaunchConfig(
+        min_nodes=meeting.min_nodes,
+        max_nodes=meeting.max_nodes,
+        nproc_per_node=num_ranks,
+        run_id=meeting.run_id or uuid.uuid4().hex,
+        rdzv_backend=meeting.kind,
+        rdzv_endpoint=meeting.endpoint,
+        rdzv_configs=settings
+        if meeting.node_rank is None
+        else {"rank": meeting.node_rank, **settings},
+        local_addr=meeting.local_addr or _own_address(meeting),
+        max_restarts=order.agent_restarts,
+        monitor_interval=0.1,
+        logs_specs=_RankFiles(folder, order, num_ranks, ranks, extra),
+    )
+    job = order.job
+    # torch fills in templates in arguments: "$$" is a dollar that stays one
+    words = [word.replace("$", "$$") for word in (_WORKER, job.kind, job.target, *job.args)]
+    try:
+        elastic_launch(config, sys.executable)("-u", *words)
+    except ChildFailedError as failed:
+        return dict(failed.failures), failed  # its frames hold the rendezvous
+    return {}, None
+
+
+def _own_address(meeting: Rendezvous) -> str | None:
+    """The loopback where the run is on one machine: its own name may resolve slowly, wrongly, or not at all."""
+    return "127.0.0.1" if meeting.max_nodes == 1 else None
+
+
+def count_ranks(job: Job, asked: int | str) -> int:
+    """How many ranks `job` gets here (`asked`: a number, auto, gpu or cpu) if its backend can serve them.
+
+    Raises:
+        UsageError: GPUs or a backend asked for that are not here.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked == "gpu" and not num_gpus:
+        raise UsageError("--nproc-per-node = gpu: no GPU is visible here; give a number, or cpu")
+    by_name = {"auto": num_gpus or 2, "gpu": num_gpus, "cpu": num_cores()}
+    num_ranks = by_name[asked] if isinstance(asked, str) else asked
+    if job.backend == "nccl" and not (dist.is_nccl_available() and num_gpus >= num_ranks):
+        raise UsageError(
+            f"--backend = nccl: needs a GPU for each of the {num_ranks} ranks, {num_gpus} visible"
+            " here; take --backend gloo, or fewer ranks with --nproc-per-node"
+        )
+    if job.backend == "mpi" and not dist.is_mpi_available():
+        raise UsageError("--backend = mpi: this torch is built without MPI; take --backend gloo")
+    if job.backend == "mpi":  # its ranks come from MPI, not from the environment
+        command = f"XDS_BACKEND=mpi mpirun -n {num_ranks} python {job.target}"
+        raise UsageError(f"--backend = mpi: MPI starts its processes itself; run `{command}`")
+    return num_ranks
+
+
+def share_cores(core_list: str, num_ranks: int) -> list[list[int]]:
+    """Equal slices of the cores for `num_ranks` ranks, in order; core_list as in "0-3,8", "" for all.
+
+    Raises:
+        UsageError: a core that this process may not use, or fewer cores than ranks.
+    """
+    usable = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+    asked = read_cores(core_list) if core_list else usable
+    wrong = sorted(set(asked) - set(usable))
+    if wrong:
+        raise UsageError(
+            f"--bind_core_list = {core_list}: core {wrong[0]} is not this process's; usable: "
+            f"{','.join(map(str, usable))}"
+        )
+    each = len(asked) // num_ranks
+    if not each:
+        raise UsageError(
+            f"--bind_cores_to_rank: {num_ranks} ranks need as many cores, {len(asked)} are given; "
+            "start fewer ranks, or leave it out"
+        )
+    return [asked[rank * each : (rank + 1) * each] for rank in range(num_ranks)]
+
+
+def read_cores(core_list: str) -> list[int]:
+    """The numbers of "0-3,8"; UsageError where it is none."""
+    cores: list[int] = []
+    for part in core_list.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None:
+            raise UsageError(f"--bind_core_list = {core_list}: must be cores as in 0-3,8")
+        cores += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return sorted(set(cores))
+
+
+def num_cores() -> int:
+    """CPU cores this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _environment(order: Order, num_ranks: int) -> dict[str, str]:
+    """What every rank of this host finds in its environment beside torch's own variables."""
+    job = order.job
+    found = {"XDS_LAUNCHER_PID": str(os.getpid())}
+    if job.threads_per_rank is not None:
+        found["OMP_NUM_THREADS"] = str(job.threads_per_rank)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        found["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
+    if job.backend is not None:
+        found["XDS_BACKEND"] = job.backend
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        # not left to gloo, which looks up the machine's name
+        interface = interface_towards(order.rendezvous.endpoint)
+        found |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    if "TORCH_FR_BUFFER_SIZE" not in os.environ:
+        found["TORCH_FR_BUFFER_SIZE"] = _FLIGHT_RECORDER_ENTRIES
+    if not order.agent_restarts:  # each start is a launch of its own
+        found["TORCHELASTIC_RESTART_COUNT"] = str(order.generation)
+        found["TORCHELASTIC_MAX_RESTARTS"] = str(order.max_restarts)
+    return found
+
+
+@final
+class _RankFiles(LogsSpecs):
+    """Tells the agent and each rank which files of the run's folder are whose.
+
+    Nothing is redirected here: rank 0's streams go through rank_zero.py, and worker.py opens the log of any
+    other rank itself, so that both of its streams share one file in the right order.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        order: Order,
+        num_ranks: int,
+        ranks: dict[int, int],
+        extra: dict[str, str],
+    ) -> None:
+        super().__init__(log_dir=str(folder.path))
+        self._folder, self._order, self._ranks, self._extra = folder, order, ranks, extra
+        self._environment = _environment(order, num_ranks)
+        cores = share_cores(order.job.core_list, num_ranks) if order.job.bind_cores else []
+        self._cores = [",".join(map(str, each)) for each in cores]
+        self._is_first = order.generation == 0
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._folder.path)
+
+    def reify(self, envs: dict[int, dict[str, Any]]) -> LogsDest:
+        self._ranks.clear()
+        self._ranks.update({local_rank: int(env["RANK"]) for local_rank, env in envs.items()})
+        self._folder.prepare(list(self._ranks.values()), is_first=self._is_first)
+        self._is_first = False
+        errors = {}
+        for local_rank, env in envs.items():
+            rank = self._ranks[local_rank]
+            errors[local_rank] = str(self._folder.error(rank))
+            env.update(self._environment)
+            env["TORCHELASTIC_ERROR_FILE"] = errors[local_rank]
+            env["XDS_RANK_FILES"] = str(self._folder.path / f"rank{rank}")
+            env["XDS_RUN_FOLDER"] = str(self._folder.path)
+            env["XDS_GRACE_FILE"] = str(self._folder.grace(rank))
+            # DeepSpeed's names
+            env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"]
+            env["CROSS_RANK"], env["CROSS_SIZE"] = env["GROUP_RANK"], env["GROUP_WORLD_SIZE"]
+            if rank == 0:
+                env.update(self._extra)
+            if self._cores:
+                env["XDS_RANK_CORES"] = self._cores[local_rank]
+                if self._order.job.threads_per_rank is None:
+                    env["OMP_NUM_THREADS"] = str(self._cores[local_rank].count(",") + 1)
+        terminal = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=terminal, stderrs=dict(terminal), error_files=errors)

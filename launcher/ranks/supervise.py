@@ -1,0 +1,266 @@
+"""Runs the ranks of one host once, from their start to the end of the last one, and says how that went.
+
+    main thread                         agent thread
+    signals, deadlines                  elastic.py: torch's rendezvous, start and watch
+          |                                   |
+          +----- finds, signals, sweeps ------+-----> worker.py, one for each rank, each a session
+
+The agent has a thread of its own so that signals reach us instead: torch's handling may take 30 s, and a
+second signal in that time makes it forget its workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from ...ops.errors import XdsError
+from ..job import Order
+from .failure import Failure, last_lines
+from .processes import Workers
+from .run_folder import RunFolder
+from .stop import Stop
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_TICK_SECONDS = 0.05
+# After a failure: how long the rank may tidy up (flush logs, send metrics), and then its peers.
+_FAILED_RANK_SECONDS = 6.0
+_PEERS_SECONDS = 3.5
+_GIVE_UP_AFTER_SECONDS = 10.0
+_STUCK_AGENT_SECONDS = 1.0
+_FAULT_CHARS = 16_384
+
+
+@final
+@dataclass
+class Outcome:
+    """How the ranks of this host ended.
+
+    error: they could not be started, or torch's agent gave up; "" otherwise.
+    held: keeps the store in which the machines met open, where it is served from here.
+    is_agent_alive: the agent waits for other hosts (a rendezvous, the end of their ranks) and was left alone.
+    """
+
+    failures: list[Failure] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    error: str = ""
+    is_agent_alive: bool = False
+    held: object = None
+
+
+def supervise(
+    order: Order,
+    folder: RunFolder,
+    stop: Stop,
+    extra: dict[str, str],
+    on_failure: Callable[[], None] | None = None,
+) -> Outcome:
+    """Run the ranks of `order` to their end, or until `stop` asks for it.
+
+    Args:
+        extra: for the environment of the ranks here.
+        on_failure: called once, as soon as the first rank has failed; others may still run.
+    Raises:
+        XdsError: this host has not got what was asked for.
+    """
+    if order.generation:
+        gc.collect()  # torch keeps the store of a start, its thread and its sockets, in a cycle
+    agent, workers = _Agent(order, folder, stop, extra), Workers()
+    agent.start()
+    _supervise(agent, workers, stop, on_failure)
+    if agent.error is not None:
+        raise agent.error
+    outcome = Outcome(is_agent_alive=agent.is_alive(), held=agent.held)
+    if stop.signum or agent.failures or agent.fault:
+        workers.sweep()
+    outcome.error = agent.fault
+    if outcome.is_agent_alive:
+        outcome.failures = _seen_failures(agent, folder)
+    else:
+        failed = agent.failures.items()
+        outcome.failures = [_failure(rank, told, workers, folder) for rank, told in failed]
+    ranks = agent.ranks()
+    outcome.finished = [rank for rank in ranks.values() if folder.ended(rank).exists()]
+    return outcome
+
+
+@final
+class _Agent(threading.Thread):
+    """Runs torch's agent, and keeps what came of it."""
+
+    def __init__(self, order: Order, folder: RunFolder, stop: Stop, extra: dict[str, str]) -> None:
+        super().__init__(name="xds-agent", daemon=True)
+        self.num_ranks = 0  # until it is known
+        self.failures: dict[int, ProcessFailure] = {}  # by rank
+        self.error: XdsError | None = None
+        self.fault = ""
+        self.held: object = None  # see launch
+        self.folder, self.order = folder, order
+        self._stop_asked, self._extra = stop, extra
+        self._ranks: dict[int, int] = {}
+
+    def ranks(self) -> dict[int, int]:
+        """Rank by local rank; empty until the rendezvous is over."""
+        return dict(self._ranks)
+
+    def run(self) -> None:
+        try:
+            import_torch()
+            from .elastic import count_ranks, launch
+
+            num_ranks = count_ranks(self.order.job, self.order.num_ranks)
+            if not self._stop_asked.signum:
+                self.num_ranks = num_ranks
+                self.failures, self.held = launch(
+                    self.order, num_ranks, self.folder, self._ranks, self._extra
+                )
+        except XdsError as error:
+            self.error = error
+        except Exception as error:
+            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self.fault = f"the ranks cannot be started: {said}"
+            if self._ranks and self.order.rendezvous.max_nodes > 1:
+                self.fault = (
+                    f"{self.order.rendezvous.endpoint}, where the machines meet, does not answer any more; its "
+                    f"xds has ended, and told why there ({said})"
+                )
+
+
+def import_torch() -> None:
+    """Import torch such that its C++ part keeps to itself how a peer was lost: the report says it in words."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    asked = os.environ.get(name)
+    os.environ[name] = asked or "FATAL"
+    try:
+        from . import elastic  # noqa: F401
+    finally:
+        if asked is None:
+            del os.environ[name]  # the ranks' own is their business
+
+
+def _supervise(
+    agent: _Agent, workers: Workers, stop: Stop, on_failure: Callable[[], None] | None
+) -> None:
+    """Wait for the agent; send the workers the signals that are due."""
+    sent: set[tuple[int, int]] = set()
+    stopped_since = 0.0
+    while agent.is_alive():
+        agent.join(_TICK_SECONDS)
+        workers.find()
+        _forward(workers, stop)
+        for pid, signum in _signals_due(agent, workers, stop):
+            if (pid, signum) not in sent:
+                sent.add((pid, signum))
+                workers.send(pid, signum)
+        if on_failure is not None and _failed_at(agent, workers) is not None:
+            on_failure()
+            on_failure = None
+        if not stop.signum:
+            continue
+        if not agent.num_ranks:
+            return  # torch is being imported; no rank will be started after it
+        now = time.monotonic()
+        stopped_since = 0.0 if workers.alive() else stopped_since or now
+        if stopped_since and now - stopped_since > _STUCK_AGENT_SECONDS:
+            return  # it waits for other hosts
+        if now - stop.since_seconds > _GIVE_UP_AFTER_SECONDS + agent.folder.grace_seconds():
+            return  # a rank in uninterruptible sleep: the kernel frees it when it can
+
+
+def _forward(workers: Workers, stop: Stop) -> None:
+    while stop.forwards:
+        signum = stop.forwards.pop(0)
+        for pid in workers.alive():
+            workers.send(pid, signum)
+
+
+def _signals_due(agent: _Agent, workers: Workers, stop: Stop) -> list[tuple[int, int]]:
+    """(pid, signal) that living workers should have had by now."""
+    if stop.signum:
+        due = stop.due(agent.folder.grace_seconds())
+        return [(pid, due) for pid in workers.alive()]
+    # when a rank is gone the agent stops its peers, with 30 s of patience; before that it waits
+    late: list[int] = []
+    gone_at = workers.first_bad_exit_seconds()
+    if gone_at is not None and time.time() - gone_at > _PEERS_SECONDS:
+        late += workers.alive(found_before_seconds=gone_at)
+    told_at = agent.folder.first_error_seconds(list(agent.ranks().values()))
+    if told_at is not None and time.time() - told_at > _FAILED_RANK_SECONDS:
+        late += workers.alive(found_before_seconds=told_at)
+    return [(pid, int(signal.SIGKILL)) for pid in late]
+
+
+def _failed_at(agent: _Agent, workers: Workers) -> float | None:
+    gone_at = workers.first_bad_exit_seconds()
+    told_at = agent.folder.first_error_seconds(list(agent.ranks().values()))
+    return min((at for at in (gone_at, told_at) if at is not None), default=None)
+
+
+def _seen_failures(agent: _Agent, folder: RunFolder) -> list[Failure]:
+    """The failures of ranks whose agent does not answer: what they wrote themselves."""
+    found = []
+    for rank in agent.ranks().values():
+        try:
+            record = json.loads(folder.error(rank).read_text())
+        except (OSError, ValueError):
+            continue
+        found.append(_told_failure(rank, 0, record["xds"], folder))
+    return found
+
+
+def _told_failure(rank: int, pid: int, kept: dict[str, Any], folder: RunFolder) -> Failure:
+    """What a rank wrote about its end (worker.py) counts more than an abort on the way out."""
+    failure = Failure(rank, pid, kept["exit_code"], kept["time_seconds"], text=kept["text"])
+    return _placed(failure, folder)
+
+
+def _failure(rank: int, told: ProcessFailure, workers: Workers, folder: RunFolder) -> Failure:
+    """One rank's end, from what it wrote itself, what the kernel showed, and what torch noted."""
+    kept = told.error_file_data.get("xds")
+    if kept is not None:
+        return _told_failure(rank, told.pid, kept, folder)
+    seen = workers.exits.get(told.pid)
+    signum = max(0, -told.exitcode)
+    failure = Failure(
+        rank=rank,
+        pid=told.pid,
+        exit_code=128 + signum if signum else told.exitcode,
+        time_seconds=seen.time_seconds if seen else float(told.timestamp),
+        signum=signum,
+        text=_frames(folder.fault(rank)),
+        was_killed_by_us=told.pid in workers.killed,
+    )
+    return _placed(failure, folder)
+
+
+def _placed(failure: Failure, folder: RunFolder) -> Failure:
+    log = folder.log(failure.rank)
+    has_log = log.exists() and log.stat().st_size > 0
+    return replace(
+        failure,
+        host=socket.gethostname(),
+        log=str(log) if has_log else "",
+        tail=() if failure.text else last_lines(log),
+    )
+
+
+def _frames(fault_file: Path) -> str:
+    """What Python wrote when it crashed, without our own frames and its list of libraries."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = fault_file.read_text(errors="replace")[:_FAULT_CHARS].splitlines()
+    own = str(Path(__file__).with_name("worker.py"))
+    kept = [line for line in lines if own not in line and not line.startswith("Extension modules:")]
+    return "\n".join(kept)

@@ -1,0 +1,1 @@
+"""Ranks on other machines: a head, a node part on each, and the ways between them."""

@@ -1,0 +1,36 @@
+"""Open MPI's mpirun as a way to start processes: one on each host, that never calls MPI itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from ...job import Host, Remote
+from .base import AllAtOnce, check_host_name, refuse_other_program, shell_words
+
+
+@final
+class OpenMpi(AllAtOnce):
+    """`mpirun -n 2 --map-by ppr:1:node --host a:1,b:1 ...`, with no network and no transport named."""
+
+    name = "openmpi"
+    program = "mpirun"
+    remedy = "install Open MPI on every host, or use --launcher ssh, which needs nothing but ssh"
+
+    def check(self) -> None:
+        """Raise a UsageError where mpirun is missing, or is not Open MPI's."""
+        super().check()
+        refuse_other_program(self, not_these={"mpich": "HYDRA", "impi": "Intel(R) MPI"})
+
+    def command(self, hosts: Sequence[Host], remote: Remote, words: Sequence[str]) -> list[str]:
+        """The argv of mpirun; it hands the words over as they are, without a shell."""
+        for host in hosts:
+            check_host_name(host.name, also=", : + @ /")
+        return [
+            *(self.program, "-n", str(len(hosts)), "--map-by", "ppr:1:node"),
+            *("--host", ",".join(f"{host.name}:1" for host in hosts)),
+            *("--bind-to", "none"),  # else every rank of a host would be held on one core
+            *("--stdin", "none", "--quiet"),
+            *remote.launcher_args,
+            *shell_words(remote, words),
+        ]

@@ -1,0 +1,95 @@
+"""The orders of all hosts in one word of a command line: what is common once, packed, and never executed."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import socket
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ....ops.errors import UsageError
+from ...job import Order
+
+MAX_BYTES = 120 * 1024  # Linux takes 128 KiB for one argument, with what quoting adds
+_MAX_UNPACKED_BYTES = 64 * 2**20
+
+
+def encode(token: str, orders: Sequence[Order]) -> str:
+    """The run's token and the orders, by place, as letters that no shell treats specially.
+
+    Raises:
+        UsageError: an operating system would not take so long a word.
+    """
+    said = [order.as_dict() for order in orders]
+    common = {
+        key: value for key, value in said[0].items() if all(one[key] == value for one in said)
+    }
+    own = [{key: value for key, value in one.items() if key not in common} for one in said]
+    whole = {"token": token, "common": common, "own": own}
+    packed = zlib.compress(json.dumps(whole, separators=(",", ":")).encode(), 9)
+    text = base64.urlsafe_b64encode(packed).decode()
+    if len(text) > MAX_BYTES:
+        raise UsageError(
+            f"the orders for {len(orders)} hosts are {len(text)} bytes long, and one argument holds"
+            f" {MAX_BYTES}: carry less environment, pass shorter arguments, or use --launcher ssh,"
+            " which sends them over its connection"
+        )
+    return text
+
+
+def decode(
+    text: str, index: int | None, environ: Mapping[str, str] | None = os.environ
+) -> tuple[str, Order]:
+    """The token and the order of this host: the one with its name, or else number `index`.
+
+    Slurm and mpirun number hosts in orders of their own, so a name that fits one host alone is believed
+    before a number, unless `environ` is None. One order alone needs neither.
+
+    Raises:
+        UsageError: the text is damaged, or no order is for this host.
+    """
+    whole = _unpacked(text)
+    place = None if environ is None else _place_by_name(whole, environ)
+    if place is None:
+        place = index
+    own = whole["own"]
+    if place is None and len(own) > 1:
+        raise UsageError(
+            f"orders for {len(own)} hosts, and nothing says which of them this is: --index is not given,"
+            " and neither OMPI_COMM_WORLD_RANK, PMI_RANK, PMIX_RANK nor SLURM_PROCID is set"
+        )
+    place = place or 0
+    if not 0 <= place < len(own):
+        raise UsageError(f"host number {place}, but the orders are for {len(own)} hosts")
+    return whole["token"], Order.from_dict({**whole["common"], **own[place]})
+
+
+def _place_by_name(whole: dict[str, Any], environ: Mapping[str, str]) -> int | None:
+    names = [own.get("host") for own in whole["own"]]
+    for name in (environ.get("SLURMD_NODENAME"), socket.gethostname()):
+        if name and names.count(name) == 1:
+            return names.index(name)
+    shorts = [str(name).partition("@")[2] or str(name) for name in names]
+    shorts = [name if name[:1].isdigit() else name.partition(".")[0] for name in shorts]
+    short = socket.gethostname().partition(".")[0]
+    return shorts.index(short) if shorts.count(short) == 1 else None
+
+
+def _unpacked(text: str) -> dict[str, Any]:
+    try:
+        packed = base64.b64decode(text.encode(), altchars=b"-_", validate=True)
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(packed, _MAX_UNPACKED_BYTES)
+        if not unpacker.eof:
+            raise ValueError("cut off")
+        whole = json.loads(data)
+        if not (isinstance(whole["token"], str) and isinstance(whole["own"], list)):
+            raise ValueError("no orders")
+    except (ValueError, KeyError, TypeError, binascii.Error, zlib.error) as error:
+        raise UsageError(f"the orders in the command line cannot be read ({error})") from error
+    else:
+        return dict(whole)

@@ -1,0 +1,44 @@
+"""Runs a job on hosts that are started from here, in the way that the backend takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...ops.errors import UsageError
+from ..job import Host, Job, Remote, Restarts
+from .backends.base import AllAtOnce, Backend, PerHost
+from .roster import choose
+
+
+def run(
+    job: Job, hosts: Sequence[Host], remote: Remote, backend: Backend, restarts: Restarts
+) -> int:
+    """Run `job` on `hosts` to its end; the exit code of the first rank that failed, 0 when none did.
+
+    Rank 0 is on the first host and writes to this process's streams; the others write to files there.
+
+    Raises:
+        UsageError: the backend's program is missing, or numbers of hosts and ranks cannot be met.
+    """
+    backend.check()
+    if not choose(hosts, len(hosts), restarts):
+        raise UsageError(_unfit(hosts, restarts))
+    if isinstance(backend, AllAtOnce):
+        from .head_at_once import run_at_once
+
+        return run_at_once(job, hosts, remote, backend, restarts)
+    from .head_per_host import run_per_host
+
+    assert isinstance(backend, PerHost)
+    return run_per_host(job, hosts, remote, backend, restarts)
+
+
+def _unfit(hosts: Sequence[Host], restarts: Restarts) -> str:
+    ranks = sum(len(host.slots) for host in hosts)
+    least = restarts.min_nodes or len(hosts)
+    if len(hosts) < least:
+        return f"{len(hosts)} host(s) are given, {least} are needed; name more, or lower --nnodes"
+    return (
+        f"no number of ranks up to {ranks} (all slots of {len(hosts)} hosts) fits the elasticity section "
+        "of the config; `xds elastic config.json` prints those that do"
+    )

@@ -1,0 +1,171 @@
+"""Starts a job through one command that reaches every host by itself: pdsh, srun, mpirun.
+
+The orders are in its arguments, so nothing can be said later: ranks are stopped by a signal to the command,
+and a restart is a new command. What the hosts say comes back over its output.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+from ..job import Host, Job, Remote, Rendezvous, Restarts
+from ..ranks.failure import Failure, first_failure, was_preempted
+from ..ranks.stop import Stop, stop_signals
+from .backends.base import AllAtOnce
+from .backends.orders import encode
+from .link import Link
+from .roster import choose
+from .start import Lost, make_orders, tell, write_all
+
+_TICK_SECONDS = 0.1
+# After the first failure: for the other hosts' ranks to end, and for what they say about it to arrive.
+_OTHERS_SECONDS = 2.0
+_SIGKILL_AFTER_SECONDS = 6.0
+_FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below the kernel's own range of passing ports
+
+
+@final
+@dataclass
+class _Start:
+    """What is known of one start."""
+
+    said: dict[str, float] = field(default_factory=dict)  # host to when it was heard last
+    ahead_seconds: dict[str, float] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    failures: list[Failure] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+    failed_at: float = 0.0
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Note one message of one host."""
+        host, kind = message["sender"], message["kind"]
+        self.said[host] = time.time()
+        if kind == "hello":
+            self.ahead_seconds[host] = message["now"] - time.time()
+        elif kind == "failed":
+            self.failed_at = self.failed_at or time.monotonic()
+        elif kind == "ended":
+            self.ended.add(host)
+            self.finished += message["finished"]
+            for said in message["failures"]:
+                failure = Failure.from_dict(said)
+                at = failure.time_seconds - self.ahead_seconds.get(host, 0.0)
+                self.failures.append(replace(failure, time_seconds=at, host=host))
+            if message["error"]:
+                self.errors[host] = message["error"]
+                self.failed_at = self.failed_at or time.monotonic()
+
+
+def run_at_once(
+    job: Job, hosts: Sequence[Host], remote: Remote, backend: AllAtOnce, restarts: Restarts
+) -> int:
+    """Run `job` on `hosts` to its end; the exit code of the first rank that failed, 0 when none did."""
+    generation = 0
+    with stop_signals() as stop:
+        while True:
+            start, code = _one_start(job, hosts, remote, backend, restarts, generation, stop)
+            if stop.signum:
+                return 128 + stop.signum
+            if code == 0 and not (start.failures or start.errors):
+                return 0
+            if was_preempted(start.failures):
+                sys.stderr.write("xds: every rank has saved and stopped, as it was asked to\n")
+                return first_failure(start.failures).exit_code
+            lost = _unheard(hosts, start, code, backend.name)
+            text, code = tell(start.failures, start.finished, start.errors, lost)
+            sys.stderr.write(text)
+            if generation >= restarts.max_restarts:
+                return code
+            generation += 1
+            print(
+                f"xds: starting every rank again ({generation} of {restarts.max_restarts})",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _unheard(hosts: Sequence[Host], start: _Start, code: int, program: str) -> list[Lost]:
+    """Hosts that never said how their ranks ended, where nobody else told of a failure."""
+    if start.failures or start.errors:
+        return []
+    missing = [host.name for host in hosts if host.name not in start.ended]
+    why = f"{program} ended with exit code {code} before it was done"
+    return [
+        Lost(name, why, start.said.get(name, 0.0), code or 1, name in start.said)
+        for name in missing or [hosts[0].name]
+    ]
+
+
+def _one_start(
+    job: Job,
+    hosts: Sequence[Host],
+    remote: Remote,
+    backend: AllAtOnce,
+    restarts: Restarts,
+    generation: int,
+    stop: Stop,
+) -> tuple[_Start, int]:
+    """One command from its start to its end, and its exit code."""
+    token = secrets.token_hex(8)
+    chosen = choose(hosts, len(hosts), restarts)
+    address = remote.master_addr or hosts[0].name.rpartition("@")[2]
+    port = remote.master_port or _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
+    meeting = Rendezvous(
+        kind="static",
+        endpoint=f"[{address}]:{port}" if ":" in address else f"{address}:{port}",
+        run_id=f"{token}.{generation}",
+    )
+    orders = [
+        replace(order, generation=generation, max_restarts=restarts.max_restarts)
+        for order in make_orders(job, chosen, remote, meeting)
+    ]
+    words = [
+        remote.python,
+        "-u",
+        "-m",
+        "xds.launcher.remote.node",
+        "--orders",
+        encode(token, orders),
+    ]
+    command = backend.command([host for host, _ in chosen], remote, words)
+    selector = selectors.DefaultSelector()
+    environment = dict(os.environ) | backend.environment(remote)
+    link = Link(backend.name, command, token, selector, write_all, environment)
+    link.close_input()
+    start = _Start()
+    asked: set[int] = set()
+    while not link.has_ended:
+        for key, _ in selector.select(_TICK_SECONDS):
+            for message in link.read(key.fd):
+                start.take(message)
+        while stop.forwards:
+            link.signal(stop.forwards.pop(0))
+        due = _signal_due(start, stop)
+        if due and due not in asked:
+            asked.add(due)
+            link.signal(due)
+    link.end(_SIGKILL_AFTER_SECONDS)
+    selector.close()
+    return start, link.exit_code() or 0
+
+
+def _signal_due(start: _Start, stop: Stop) -> int:
+    """The signal that the command should have had by now, 0 for none."""
+    if stop.signum:
+        # the command passes it on; the nodes know how long their ranks may take to save
+        return signal.SIGKILL if stop.is_urgent else stop.signum
+    if not start.failed_at:
+        return 0
+    waited_seconds = time.monotonic() - start.failed_at
+    if waited_seconds > _SIGKILL_AFTER_SECONDS:
+        return signal.SIGKILL
+    return signal.SIGTERM if waited_seconds > _OTHERS_SECONDS else 0
