@@ -10,7 +10,8 @@ _HEAD = """\
 Made from launcher/command_line/option_table.py. `xds [options] script.py [arguments]` takes the options of
 `deepspeed` and of `torchrun`, and a few of its own. Each long one may be written with dashes or underscores,
 with its value as the next word or behind `=`. Options end at the script (or at `--`): what follows is the
-script's. Flags win over the environment. Where an option marked † is not given, torchrun's variable `PET_<NAME>` counts.
+script's. Flags win over the environment. Where an option marked † is not given, torchrun's variable
+`PET_<NAME>` counts.
 
 Where a command line runs is decided in this order:
 
