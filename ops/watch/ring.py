@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Iterator
+import tempfile
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, final
 
@@ -109,45 +111,77 @@ def told_place(place: Place | None) -> str:
 
 
 def told_line(code: CodeType, line: int) -> str:
-    path = code.co_filename
+    return _told(code.co_filename, line, code.co_name)
+
+
+def _told(path: str, line: int, name: str) -> str:
     near = os.path.relpath(path) if os.path.isabs(path) else path
-    name = "" if code.co_name == "<module>" else f" in {code.co_name}"
+    name = "" if name == "<module>" else f" in {name}"
     return f"{path if near.startswith('..') else near}:{line}{name}"
-
-
-def _frames(thread: int) -> Iterator[FrameType]:
-    """Of a thread, the innermost first."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 @final
 class Stand:
-    """Where a thread is at this moment.
+    """Where another thread is at this moment, told by faulthandler.
 
     place: e.g. "train.py:31 in main"; call: a collective of the script's own in which it is, e.g.
-    "torch.distributed.all_reduce of float32[7]", or "". moment: equal where it has not moved.
+    "torch.distributed.all_reduce"; moment: equal where the thread has not moved.
+
+    Frame objects of a thread that runs are not touched: torch.compile changes frames while it works, and a
+    reference to one of them at the wrong moment was seen to end the process. faulthandler makes none.
     """
 
     def __init__(self, thread: int) -> None:
         self.place, self.call = "", ""
-        self.moment: tuple[int, int] = (0, 0)
-        collective: FrameType | None = None
-        for depth, frame in enumerate(_frames(thread)):
-            if depth == 0:
-                self.moment = id(frame), frame.f_lasti
-            path = frame.f_code.co_filename
-            if path.startswith(DISTRIBUTED) and not frame.f_code.co_name.startswith(("_", "wrap")):
-                collective = frame
+        self.moment = _lines(thread)
+        for line in self.moment:
+            match = _FRAME.fullmatch(line)
+            if match is None:
+                continue
+            path, number, name = match.groups()
+            if path.startswith(DISTRIBUTED) and not name.startswith(("_", "wrap")):
+                self.call = f"torch.distributed.{name}"
             elif not _look(path):
-                self.place = told_line(frame.f_code, frame.f_lineno)
+                self.place = _told(path, int(number), name)
                 break
             elif path.startswith(ROOT):
-                collective = None  # xds called it
-        if collective is not None:
-            self.call = f"torch.distributed.{collective.f_code.co_name}{_told_tensor(collective)}"
+                self.call = ""  # xds called it
+
+
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def _lines(thread: int) -> tuple[str, ...]:
+    """What faulthandler says of one thread, a line for each frame, the innermost first."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    found: list[str] = []
+    is_it = False
+    for line in text.splitlines():
+        match = _THREAD.match(line)
+        if match is not None:
+            is_it = int(match[1], 16) == thread
+        elif is_it:
+            found.append(line)
+    return tuple(found)
+
+
+def tensor_of_call(thread: int) -> str:
+    """E.g. " of float32[7]": what a thread that has long not moved gives to a collective of its own."""
+    frame = sys._current_frames().get(thread)
+    collective: FrameType | None = None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(DISTRIBUTED):
+            if not code.co_name.startswith(("_", "wrap")):
+                collective = frame
+        elif collective is not None:
+            return _told_tensor(collective)
+        frame = frame.f_back
+    return ""
 
 
 def _told_tensor(frame: FrameType) -> str:

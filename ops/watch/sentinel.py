@@ -23,7 +23,7 @@ from .config import WatchConfig
 from .diagnosis import Report, explain
 from .dump import end_process, recorded, write_ring
 from .exchange import PATIENCE_SECONDS, Exchange
-from .ring import Mark, Stand
+from .ring import Mark, Stand, tensor_of_call
 from .stragglers import Judge
 from .watch import Watch
 
@@ -37,6 +37,7 @@ EARLY_SECONDS = (
 )
 FRESH_SECONDS = EARLY_SECONDS + 2.0  # answers to an alarm are true for so long: their ranks may end
 MAX_CPU_SHARE = 0.05  # of a beat that a thread uses while it only waits
+LOOK_AFTER_SHARE = 0.5  # of the time after which a wait is told
 MANY = 64  # ranks above which the times of all are read more seldom
 Reports = dict[int, Report]
 
@@ -112,6 +113,7 @@ class Sentinel:
         self._posts: list[Post] = []
         self._wakes = threading.Event()
         self._wait_stall, self._own_stall, self._device_stall = Stall(), Stall(), Stall()
+        self._idle_stall = Stall()
         self._cpu_seconds = 0.0
         self._host = socket.gethostname()
         self._thread = threading.Thread(target=self._run, name="xds-watch", daemon=True)
@@ -249,9 +251,12 @@ class Sentinel:
             mark = _waits_in(other, self._device_stall)
             if mark is not None:
                 return replace(other.report_wait(mark), alarm=number)
-        stand = Stand(watch.thread)
+        stand, call = Stand(watch.thread), ""
+        if stand.call:
+            has_moved = self._own_stall.seconds == 0.0
+            call = stand.call + ("" if has_moved else tensor_of_call(watch.thread))
         return replace(
-            watch.report(place=stand.place, call=stand.call, own=recorded(post.group)), alarm=number
+            watch.report(place=stand.place, call=call, own=recorded(post.group)), alarm=number
         )
 
     # -- stalls -----------------------------------------------------------------------------------------
@@ -266,6 +271,7 @@ class Sentinel:
         seconds = self._wait_stall.look(found and found[2], elapsed_seconds)
         if found is not None:
             self._own_stall.look(None, 0.0)
+            self._idle_stall.look(None, 0.0)
             if seconds > found[0].timeout_seconds + OVERDUE_SECONDS:
                 self._end(found[0], found[1])
             return
@@ -304,16 +310,22 @@ class Sentinel:
             )
 
     def _look_at_script(self, post: Post, watch: Watch, elapsed_seconds: float) -> None:
-        """A collective of the script's own that waits too long: its error will name a socket."""
-        stand, what = Stand(watch.thread), None
-        if stand.call:
-            before, self._cpu_seconds = self._cpu_seconds, _cpu_seconds(watch.thread)
-            if self._cpu_seconds - before < MAX_CPU_SHARE * self._beat_seconds:
-                what = (stand.call, stand.moment)  # it waits, and not again and again
-        seconds = self._own_stall.look(what, elapsed_seconds)
-        if seconds > _early(post) and not self._own_stall.is_told:
-            self._own_stall.is_told = True
-            self._raise_alarm(post, watch)
+        """A collective of the script's own that waits too long: its error will name a socket.
+
+        Only a thread that has been idle for most of the time is looked at: it waits, and does not move.
+        """
+        before, self._cpu_seconds = self._cpu_seconds, _cpu_seconds(watch.thread)
+        is_idle = self._cpu_seconds - before < MAX_CPU_SHARE * self._beat_seconds
+        idle_seconds = self._idle_stall.look(is_idle or None, elapsed_seconds)
+        what = None
+        if idle_seconds > LOOK_AFTER_SHARE * _early(post):
+            stand = Stand(watch.thread)
+            what = stand.moment if stand.call else None
+        self._own_stall.look(what, elapsed_seconds)
+        if what is not None and idle_seconds > _early(post) and not self._own_stall.is_told:
+            if self._own_stall.seconds:  # the same as at the look before
+                self._own_stall.is_told = True
+                self._raise_alarm(post, watch)
 
     def _raise_alarm(self, post: Post, watch: Watch) -> str:
         exchange = post.exchange
@@ -361,9 +373,11 @@ def _waits_in(watch: Watch, device: Stall) -> Mark | None:
 
 
 def _cpu_seconds(thread: int) -> float:
-    """Of a thread that lives."""
+    """Of a thread; 0 where it is gone: its clock may not be asked for then."""
     clock = getattr(time, "pthread_getcpuclockid", None)
-    return 0.0 if clock is None else time.clock_gettime(clock(thread))
+    if clock is None or thread not in [each.ident for each in threading.enumerate()]:
+        return 0.0
+    return time.clock_gettime(clock(thread))
 
 
 # -- one for each process -------------------------------------------------------------------------------
