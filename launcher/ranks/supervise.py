@@ -158,7 +158,8 @@ def _supervise(
     stopped_since = 0.0
     while agent.is_alive():
         agent.join(_TICK_SECONDS)
-        workers.find()
+        if stop.signum or len(workers.alive()) < agent.num_ranks:  # a look at all processes
+            workers.find()
         _forward(workers, stop)
         for pid, signum in _signals_due(agent, workers, stop):
             if (pid, signum) not in sent:
