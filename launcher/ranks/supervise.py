@@ -19,6 +19,7 @@ import signal
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -144,7 +145,9 @@ def import_torch() -> None:
     asked = os.environ.get(name)
     os.environ[name] = asked or "FATAL"
     try:
-        from . import elastic  # noqa: F401
+        with warnings.catch_warnings():  # a torch without NumPy says so: the ranks' business, again
+            warnings.simplefilter("ignore")
+            from . import elastic  # noqa: F401
     finally:
         if asked is None:
             del os.environ[name]  # the ranks' own is their business

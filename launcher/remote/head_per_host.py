@@ -312,7 +312,10 @@ class _Head:
                 continue
             words = [self._remote.python, "-u", "-m", "xds.launcher.remote.node"]
             command = self._backend.command(member.host, self._remote, words)
-            link = Link(member.host.name, command, self._token, self._selector, write_all)
+            link = Link(
+                *(member.host.name, command, self._token, self._selector, write_all),
+                holds_back=True,
+            )
             member.state, member.link = "connecting", link
             self._by_link[link] = member
             link.introduce(member.host.name, self._limit_seconds)

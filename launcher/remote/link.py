@@ -35,12 +35,16 @@ class Link:
         selector: selectors.BaseSelector,
         write: Write,
         environment: Mapping[str, str] | None = None,
+        *,
+        holds_back: bool = False,
     ) -> None:
+        """holds_back: keep standard error for `last_words` until the first message: then it is reached."""
         self.name = name
         self.heard = self.started = time.monotonic()
         self.has_ended = False  # the streams are closed
         self._token, self._selector, self._write = token, selector, write
         self._decoder = Decoder(token)
+        self._holds_back = holds_back
         self._queue: deque[bytes] = deque()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         # a session of its own: Ctrl-C at the terminal reaches the head alone. Nothing here is inheritable,
@@ -118,7 +122,8 @@ class Link:
         self.heard = time.monotonic()
         if self._open[descriptor] == 2:
             self._keep(data)
-            self._write(2, data)
+            if not self._holds_back:
+                self._write(2, data)
             return []
         messages = []
         for piece in self._decoder.feed(data):
@@ -126,6 +131,7 @@ class Link:
                 self._write(1, piece)
             else:
                 messages.append(piece)
+                self._holds_back = False
         return messages
 
     def _keep(self, data: bytes) -> None:
