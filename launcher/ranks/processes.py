@@ -37,21 +37,21 @@ class Workers:
     def __init__(self) -> None:
         self.exits: dict[int, Exit] = {}
         self.killed: set[int] = set()  # by us, so their end says nothing about the cause
-        self._watched: dict[int, float] = {}  # pid to the time it was found
+        self._watched: dict[int, float] = {}  # pid to the time it was started
 
     def find(self) -> None:
         """Take note of workers that have started since the last call."""
-        for pid in _session_leading_children():
+        for pid, started_at in _session_leading_children().items():
             if pid not in self._watched:
-                self._watched[pid] = time.time()
+                self._watched[pid] = started_at
                 threading.Thread(target=self._watch, args=(pid,), daemon=True).start()
 
-    def alive(self, found_before_seconds: float = math.inf) -> list[int]:
-        """Workers that run; those found before a time (wall clock) only: what starts later is a restart."""
+    def alive(self, started_before_seconds: float = math.inf) -> list[int]:
+        """Workers that run; those started before a time (wall clock) only: a later one is a restart."""
         return [
             pid
-            for pid, found_at in self._watched.items()
-            if pid not in self.exits and found_at < found_before_seconds
+            for pid, started_at in self._watched.items()
+            if pid not in self.exits and started_at < started_before_seconds
         ]
 
     def first_bad_exit_seconds(self) -> float | None:
@@ -98,18 +98,21 @@ class Workers:
         self.exits[pid] = Exit(time.time(), status)
 
 
-def _session_leading_children() -> list[int]:
+def _session_leading_children() -> dict[int, float]:
+    """By process id, when each was started (wall clock, to 10 ms)."""
     own_pid = os.getpid()
-    found = []
+    booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    ticks_a_second = os.sysconf("SC_CLK_TCK")
+    found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             stat = (entry / "stat").read_text(errors="replace")
         except OSError:  # gone meanwhile
             continue
         # "pid (name) state ppid pgrp session ...": the name may hold spaces and brackets
-        _state, parent, _group, session = stat.rpartition(")")[2].split()[:4]
-        if int(parent) == own_pid and int(session) == int(entry.name):
-            found.append(int(entry.name))
+        fields = stat.rpartition(")")[2].split()
+        if int(fields[1]) == own_pid and int(fields[3]) == int(entry.name):
+            found[int(entry.name)] = booted_at + int(fields[19]) / ticks_a_second
     return found
 
 

@@ -199,10 +199,10 @@ def _signals_due(agent: _Agent, workers: Workers, stop: Stop) -> list[tuple[int,
     late: list[int] = []
     gone_at = workers.first_bad_exit_seconds()
     if gone_at is not None and time.time() - gone_at > _PEERS_SECONDS:
-        late += workers.alive(found_before_seconds=gone_at)
+        late += workers.alive(started_before_seconds=gone_at)
     told_at = agent.folder.first_error_seconds(list(agent.ranks().values()))
     if told_at is not None and time.time() - told_at > _FAILED_RANK_SECONDS:
-        late += workers.alive(found_before_seconds=told_at)
+        late += workers.alive(started_before_seconds=told_at)
     return [(pid, int(signal.SIGKILL)) for pid in late]
 
 
