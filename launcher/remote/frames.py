@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 PART_BYTES = 1024
+BEATS_A_LIMIT = 3  # head and node each speak so often in what the other takes for silence
 _BEGIN, _END = b"\x1e", b"\x1f\n"
 _SENDER_CHARS = 40
 

@@ -27,12 +27,12 @@ from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
 from .backends.base import PerHost
+from .frames import BEATS_A_LIMIT
 from .link import Link
 from .roster import choose
 from .start import Lost, heartbeat_seconds, make_orders, tell, write_all
 
 CONNECTING_AT_ONCE = 64
-_BEATS_A_LIMIT = 3
 _TICK_SECONDS = 0.1
 _LIMITS_SECONDS = {"connecting": 30.0, "preparing": 120.0}  # to log in there; to import torch
 _RETRY_SECONDS = 5.0  # between attempts to reach a lost host
@@ -289,7 +289,7 @@ class _Head:
             self._look_for_silence(now)
             self._forward()
         if now >= self._next_beat:
-            self._next_beat = now + self._limit_seconds / _BEATS_A_LIMIT
+            self._next_beat = now + self._limit_seconds / BEATS_A_LIMIT
             for link in self._by_link:
                 link.send("beat")
 

@@ -32,13 +32,12 @@ from typing import Any, BinaryIO, final
 from ...ops.errors import XdsError
 from ..job import Order
 from ..ranks.network import free_port
-from ..ranks.rank_zero import RankZero
+from ..ranks.rank_zero import RankZero, write_whole
 from ..ranks.run_folder import RunFolder, run_folder
 from ..ranks.stop import Stop, stop_signals
 from ..ranks.supervise import Outcome, import_torch, supervise
-from .frames import PART_BYTES, encode
+from .frames import BEATS_A_LIMIT, PART_BYTES, encode
 
-_BEATS_A_LIMIT = 3  # this host speaks three times in what the head takes for silence
 _USUAL_BEAT_SECONDS = 2.0
 _DRAIN_SECONDS = 1.0
 _PART_SECONDS = (
@@ -84,9 +83,7 @@ class Voice:
     def write(self, descriptor: int, data: bytes) -> None:
         """Write bytes of rank 0 (or frames), whole."""
         with self._lock:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(descriptor, view) :]
+            write_whole(descriptor, data)
 
 
 def _beat(voice: Voice, seconds: float, stop: Stop) -> None:
@@ -112,7 +109,7 @@ def _lost(stop: Stop) -> None:
 
 
 def _start_beating(voice: Voice, heartbeat_seconds: float, stop: Stop) -> None:
-    seconds = heartbeat_seconds / _BEATS_A_LIMIT or _USUAL_BEAT_SECONDS
+    seconds = heartbeat_seconds / BEATS_A_LIMIT or _USUAL_BEAT_SECONDS
     threading.Thread(target=_beat, args=(voice, seconds, stop), daemon=True).start()
 
 

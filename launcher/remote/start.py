@@ -11,6 +11,7 @@ from typing import final
 from ...ops.errors import UsageError
 from ..job import Host, Job, Order, Remote, Rendezvous
 from ..ranks.failure import Failure, Kind, first_failure, report, told_ranks
+from ..ranks.rank_zero import write_whole
 
 HEARTBEAT_SECONDS = 6.0  # a silence that counts as the end of a host
 _HOSTS_NAMED = 8
@@ -45,10 +46,8 @@ class Lost:
 
 def write_all(descriptor: int, data: bytes) -> None:
     """Write bytes of a node to this process's own stream; a reader that is gone does not matter."""
-    view = memoryview(data)
     with contextlib.suppress(BrokenPipeError):
-        while view:
-            view = view[os.write(descriptor, view) :]
+        write_whole(descriptor, data)
 
 
 def make_orders(
