@@ -8,30 +8,30 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .utils.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from . import zero as zero
-    from .engine.checkpoint.folders import newest_checkpoint as newest_checkpoint
-    from .engine.checkpoint.reader import get_fp32_state_dict as get_fp32_state_dict
-    from .engine.config import Config as Config
+    from .engine.checkpoint.io.folders import newest_checkpoint as newest_checkpoint
+    from .engine.checkpoint.io.reader import get_fp32_state_dict as get_fp32_state_dict
+    from .engine.config.config import Config as Config
     from .engine.engine import Engine as Engine
     from .engine.initialize import initialize as initialize
-    from .engine.preemption_desk import Preempted as Preempted
-    from .ops.errors import ConfigError as ConfigError
-    from .ops.errors import UsageError as UsageError
-    from .ops.errors import XdsError as XdsError
-
-__version__ = "0.1.0"
+    from .engine.preemption.coordinator import Preempted as Preempted
+    from .utils.errors import ConfigError as ConfigError
+    from .utils.errors import UsageError as UsageError
+    from .utils.errors import XdsError as XdsError
 
 _HOMES = {
     "initialize": ".engine.initialize",
     "Engine": ".engine.engine",
-    "Config": ".engine.config",
-    "Preempted": ".engine.preemption_desk",
-    "newest_checkpoint": ".engine.checkpoint.folders",
-    "get_fp32_state_dict": ".engine.checkpoint.reader",
-    "XdsError": ".ops.errors",
-    "ConfigError": ".ops.errors",
-    "UsageError": ".ops.errors",
+    "Config": ".engine.config.config",
+    "Preempted": ".engine.preemption.coordinator",
+    "newest_checkpoint": ".engine.checkpoint.io.folders",
+    "get_fp32_state_dict": ".engine.checkpoint.io.reader",
+    "XdsError": ".utils.errors",
+    "ConfigError": ".utils.errors",
+    "UsageError": ".utils.errors",
 }
 
 _MODULES = ("zero",)

@@ -19,10 +19,10 @@ setup(
     version="0.1.0",
     description="Train PyTorch models that do not fit one device: ZeRO 0-3 from a JSON config",
     python_requires=">=3.10",
-    install_requires=["torch>=2.11", "pydantic>=2.5", "ninja", "py-cpuinfo", "tqdm"],
+    install_requires=["torch>=2.11", "pydantic>=2.5", "ninja", "numpy", "py-cpuinfo", "tqdm"],
     extras_require={
         "test": [
-            *("pytest", "hypothesis", "numpy", "ruff", "mypy", "safetensors"),
+            *("pytest", "hypothesis", "ruff", "mypy", "safetensors"),
             *("transformers>=5", "accelerate", "peft"),
         ],
         "plot": ["matplotlib"],

@@ -5,8 +5,8 @@ None of them is there yet, so every key that would switch one on is refused.
 
 from __future__ import annotations
 
-from ..ops.config_keys import Detail, Entry, Group, Refused, details
-from ..ops.config_rules import ANYTHING, FLAG, LIST, NUMBER, TEXT, whole
+from ..utils.schema.keys import Detail, Entry, Group, Refused, details
+from ..utils.schema.rules import ANYTHING, FLAG, LIST, NUMBER, TEXT, whole
 
 ONE_BIT_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 ONE_BIT_NOT_YET = (

@@ -7,8 +7,8 @@ from typing import final
 
 from torch import Tensor
 
-from ..ops.collectives import Collectives
-from ..ops.handles import Handle
+from ..ops.comm.collectives import Collectives
+from ..ops.comm.handles import Handle
 
 
 class GradientReducer(ABC):

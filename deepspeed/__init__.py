@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .accelerator import get_accelerator as get_accelerator
     from .arguments import add_config_arguments as add_config_arguments
     from .comm import init_distributed as init_distributed
+    from .runtime.config import DeepSpeedConfigError as DeepSpeedConfigError
     from .runtime.engine import DeepSpeedEngine as DeepSpeedEngine
     from .runtime.optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
     from .start import initialize as initialize
@@ -31,6 +32,7 @@ __version__ = "0.19.8+xds"
 
 _HOMES = {
     "add_config_arguments": ".arguments",
+    "DeepSpeedConfigError": ".runtime.config",
     "DeepSpeedDataLoader": ".runtime.dataloader",
     "DeepSpeedEngine": ".runtime.engine",
     "DeepSpeedOptimizer": ".runtime.optimizer",
@@ -62,3 +64,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES, *_MODULES])
+
+
+import_module(".stand_in_modules", __name__).install()

@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..engine.process import local_rank
-from ..engine.timers import memory_use
+from ..engine.process.process import local_rank
+from ..engine.telemetry.timers import memory_use
 
 
 def _nothing(*_: object) -> None:

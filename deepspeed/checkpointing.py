@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ..ops.errors import UsageError
+from ..utils.errors import UsageError
 from .missing import stand_in
 
 

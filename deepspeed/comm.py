@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine.foreign_launcher import fill
-from ..engine.process import join, local_rank, pick_device
-from ..ops.errors import UsageError
+from ..engine.process.foreign_launcher import fill
+from ..engine.process.process import join, local_rank, pick_device
+from ..utils.errors import UsageError
 from .missing import stand_in
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, final
 
-from ..ops.errors import UsageError
+from ..utils.errors import UsageError
 
 _PIPE = "pipeline parallelism is not there yet; use zero_optimization.stage 1 to 3"
 _MOE = (
@@ -38,6 +38,8 @@ _LINEAR = "LoRA and quantized linears are not there; use peft, whose adapters tr
 _ACTIVATIONS = (
     "activations are checkpointed whole on their rank; see the config's activation_checkpointing"
 )
+_INNER = "xds keeps no such inner state; ask engine.config, or the engine's methods"
+_GIVEN = "the script passed it to initialize, and has it"
 _ABSENT = "it has no counterpart in xds"
 
 # name -> why, and what to use instead
@@ -69,7 +71,6 @@ MISSING: dict[str, str] = {
     **dict.fromkeys(("safe_get_local_optimizer_state", "safe_set_local_fp32_param"), _LOCAL),
     **dict.fromkeys(("safe_set_local_grad", "safe_set_local_optimizer_state"), _LOCAL),
     "safe_update_full_grad_vectorized": "call safe_get_full_grad and safe_set_full_grad in a loop",
-    **dict.fromkeys(("unset_z3_leaf_modules", "get_z3_leaf_modules", "z3_leaf_module"), _LEAF),
     **dict.fromkeys(("set_z3_leaf_module", "set_z3_leaf_modules_by_name"), _LEAF),
     **dict.fromkeys(("set_z3_leaf_modules_by_suffix", "z3_leaf_parameter"), _LEAF),
     **dict.fromkeys(("ZeroParamStatus", "ZeroParamType", "is_zero_param"), _PARAM),
@@ -79,13 +80,12 @@ MISSING: dict[str, str] = {
     ),
     "MiCS_Init": "sharding inside sub-groups is not there yet (DeepSpeed removed it too); use zero.Init",
     "DeepSpeedConfig": "use xds.Config.load, which takes the same JSON",
-    "DeepSpeedConfigError": "catch xds.ConfigError",
     "OnDevice": "build the model under `with torch.device('meta')` or `with zero.Init(config)`",
     **dict.fromkeys(("FlopsProfiler", "get_model_profile"), _PROFILER),
     **dict.fromkeys(("OptimizedLinear", "LoRAConfig", "QuantizationConfig"), _LINEAR),
     **dict.fromkeys(("compression", "init_compression", "redundancy_clean"), _ABSENT),
     **dict.fromkeys(("autotuning", "datastates", "nebula"), _ABSENT),
-    "elasticity": "xds.engine.elasticity has compute_elastic_config; `xds elastic` prints what it says",
+    "elasticity": "xds.engine.elastic has compute_elastic_config; `xds elastic` prints what it says",
     "compile": "torch.compile the model before initialize, or see the config's section compile",
     **dict.fromkeys(("checkpoint", "ds_to_universal"), _CHECKPOINT_TOOLS),
     "get_cuda_rng_tracker": _TENSOR,
@@ -119,6 +119,16 @@ MISSING_METHODS: dict[str, str] = {
     "set_custom_curriculum_learning_schedule": "curriculum learning is not there yet",
     "set_data_post_process_func": "curriculum learning is not there yet; change the dataset",
     "random_ltd_initialize": "random layer-token dropping is not there",
+    **dict.fromkeys(("tput_timer", "flops_profiler", "checkpoint_engine", "quantizer"), _INNER),
+    **dict.fromkeys(("progressive_layer_drop", "eigenvalue", "gas_boundary_ctr"), _INNER),
+    **dict.fromkeys(("sparse_tensor_module_names", "print_forward_breakdown", "_config"), _INNER),
+    **dict.fromkeys(("client_optimizer", "client_lr_scheduler", "training_data"), _GIVEN),
+    "loaded_checkpoint_tag": "engine.load_checkpoint returns the folder, whose name is the tag",
+    "seq_parallel_group": _SEQUENCE,
+    "refresh_fp32_params": (
+        "write whole values with safe_set_full_fp32_param or GatheredParameters; masters follow"
+    ),
+    "external_loss_scale": "set fp16.loss_scale in the config",
     "override_loss_scale": "set fp16.loss_scale in the config",
     **dict.fromkeys(("bit16_groups", "fp16_groups", "single_partition_of_fp32_groups"), _PARAM),
     **dict.fromkeys(("fp32_partitioned_groups_flat", "fp32_groups_flat"), _PARAM),

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..engine.config import Config
+from ..engine.config.config import Config
 from ..engine.initialize import initialize as xds_initialize
-from ..ops.errors import UsageError
+from ..utils.errors import UsageError
 from .comm import init_distributed
 from .runtime.engine import DeepSpeedEngine
 from .utils import logging  # noqa: F401 (the engine's lines of progress show from here on)

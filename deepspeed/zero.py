@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..engine.zero_init import Init as XdsInit
-from ..ops.errors import UsageError
-from ..zero.gathered import GatheredParameters as GatheredParameters
-from ..zero.outside import register_external_parameter as register_external_parameter
+from ..engine.model.zero_init import Init as XdsInit
+from ..utils.errors import UsageError
+from ..zero.access.gathered import GatheredParameters as GatheredParameters
+from ..zero.core.outside import register_external_parameter as register_external_parameter
 from .missing import stand_in
 
 

@@ -1,1 +1,1 @@
-"""Floor 3: reads the config, assembles the parts, drives a step."""
+"""The engine: reads the config, assembles the parts, drives a training step, saves and loads."""

@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from ..ops.errors import UsageError, XdsError
-from ..zero.access import Access
-from ..zero.guards import Guards
-from .batches import call_with, check_loss, loss_of, move
+from ..utils.errors import UsageError, XdsError
+from ..zero.access.access import Access
+from ..zero.access.guards import Guards
+from .accumulation import Accumulation
+from .data.batches import call_with, check_loss, loss_of, move
+from .optim.backward_scale import forget_failed, mark, running_loss_scale, scaled_backward
 from .parts import Parts
 from .states import States
 
@@ -55,13 +57,17 @@ class Engine(States):
         self._sharded = parts.sharded
         self._updater = parts.updater
         self._scale = parts.loss_scale
-        self._access = Access(parts.sharded, parts.updater, self._gradient_factor)
+        self._accumulation = Accumulation(
+            parts.config.gradient_accumulation_steps,
+            is_managed=parts.config.managed_gradient_accumulation,
+        )
+        self._access = Access(
+            parts.sharded, parts.updater, self._gradient_factor, self._reduces_when_asked
+        )
+        parts.sharded.watch_own_backwards(self._own_backward_begins, self._factor_of_own_backward)
         self._guards = Guards(parts.module, self._access)
         self._report = parts.report
         self._micro_batch_size = parts.config.train_micro_batch_size_per_gpu
-        self._accumulation_steps = parts.config.gradient_accumulation_steps
-        self._forced_boundary: bool | None = None
-        self._in_no_sync = False
         self._was_applied = False
         self._grad_norm: float | None = None
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
@@ -80,6 +86,9 @@ class Engine(States):
         """
         self._check_alive()
         self._parts.preemption.check()
+        forget_failed()
+        if torch.is_grad_enabled():
+            self._accumulation.forward()
         watched = self._sharded.forward_context(
             is_training=self.module.training, is_compiled=self._parts.compiler.is_compiled
         )
@@ -109,14 +118,15 @@ class Engine(States):
         """
         self._check_trains()
         check_loss(loss)
-        divisor = self._accumulation_steps if scale_wrt_gas else 1
+        self._accumulation.backward()
+        divisor = self._accumulation.steps_now if scale_wrt_gas else 1
         self._clipping = None  # measured before these gradients
         with self._report.region("backward"):
             self._sharded.begin_backward(reduces=self._reduces_now())
             try:
                 factor = self._scale.value / divisor
                 scaled = loss if factor == 1.0 else loss * factor
-                with self._telling("backward"):
+                with self._telling("backward"), scaled_backward(self._scale.value):
                     torch.autograd.backward(scaled, retain_graph=retain_graph)
             except BaseException:
                 self._sharded.abandon_backward()
@@ -127,9 +137,43 @@ class Engine(States):
         return result
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
-        """`loss` times the loss scale over the accumulation steps, to call `.backward()` on yourself."""
+        """`loss` times the loss scale over the accumulation steps, to call `.backward()` on yourself.
+
+        In fp32 and bf16 a plain `loss.backward()` is right as well: the engine divides its gradients by the
+        accumulation steps. In fp16 it raises, because small gradients would be lost without the loss scale.
+        """
         check_loss(loss)
-        return loss * (self._scale.value / (self._accumulation_steps if scale_wrt_gas else 1))
+        steps = self._accumulation.steps_now if scale_wrt_gas else 1
+        scaled = loss * (self._scale.value / steps)
+        mark(scaled, self._scale.value)
+        return scaled
+
+    def _own_backward_begins(self) -> bool:
+        """The script started a backward itself: whether its gradients are reduced before it ends."""
+        self._check_alive()
+        self._clipping = None
+        self._accumulation.backward()
+        return not self._accumulation.in_no_sync and self._sharded.policy.shards_grads
+
+    def _factor_of_own_backward(self) -> float:
+        """What the gradients of a backward that the script started are multiplied with.
+
+        Raises UsageError: the loss needs a loss scale and has none.
+        """
+        included = running_loss_scale()  # another engine's, or what scale() multiplied with
+        if included is not None:
+            return self._scale.value / included
+        if self._scale.scales_loss:
+            raise UsageError(
+                f"loss.backward() in fp16, on a loss without the loss scale ({self._scale.value:g}): small "
+                "gradients would be lost; call engine.backward(loss) or engine.scale(loss).backward(). "
+                "Gradients of earlier micro-batches are kept"
+            )
+        return 1.0 / self._accumulation.steps_now
+
+    def _reduces_when_asked(self) -> bool:
+        """Whether gradients that wait for their reduction are all that this step brings."""
+        return self._accumulation.ends_step() and not self._accumulation.in_no_sync
 
     def step(self) -> None:
         """Count a micro-batch; on an accumulation boundary update the parameters. A collective there.
@@ -146,17 +190,19 @@ class Engine(States):
                 "engine.step() without engine.backward(loss) before it: every step needs the gradients of a "
                 "loss; call backward once for each forward"
             )
-        if self._in_no_sync:
+        if self._accumulation.in_no_sync:
             raise UsageError(
                 "engine.step() inside no_sync(): leave the context before the step, so that gradients are "
                 "reduced"
             )
-        is_boundary = self._is_step_boundary()
+        is_boundary = self._accumulation.ends_step()
         self._was_applied = False
-        self._sharded.has_seen_backward = False
-        self.micro_steps += 1
-        self.global_samples += self._micro_batch_size * self.world_size
+        self._sharded.forget_backward()
+        num_micro_batches = self._accumulation.count()
+        self.micro_steps += num_micro_batches
+        self.global_samples += num_micro_batches * self._micro_batch_size * self.world_size
         if is_boundary:
+            self._accumulation.end_step()
             with self._report.region("step"):
                 self._take_step()
             self._sharded.collectives.end_step()
@@ -171,6 +217,11 @@ class Engine(States):
         For after the last backward of a step. Returns the norm that `get_global_grad_norm` tells after it.
         """
         self._check_alive()
+        if not self._sharded.has_gradients:
+            raise UsageError(
+                f"clip_grad_norm({max_norm}) without gradients: call it after the last backward of a step, and "
+                "before step()"
+            )
         self._clipping = (self._measure(), max_norm)
         return self._clipping[0]
 
@@ -228,19 +279,20 @@ class Engine(States):
         batches = self._next_batches(data_iter)
         self.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for _ in range(self._accumulation_steps):
+        steps = self._accumulation.steps_now
+        for _ in range(steps):
             with self._telling("the data iterator of train_batch"):
                 batch = next(batches)
             loss = loss_of(call_with(self, move(batch, self.device)))
             self.backward(loss)
             total += loss.detach().double()
             self.step()
-        return self._average(total / self._accumulation_steps)
+        return self._average(total / steps)
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
         """The loss of the next micro-batches (default: as many as a step takes), averaged as in training."""
-        count = num_micro_batches or self._accumulation_steps
+        count = num_micro_batches or self._accumulation.steps
         was_training = self.module.training
         self.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -270,57 +322,22 @@ class Engine(States):
 
     # -- accumulation -----------------------------------------------------------------------------------
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """The micro-batch under way is the last of its step (DeepSpeed's rule and override)."""
-        if self._forced_boundary is not None:
-            return self._forced_boundary
-        return (self.micro_steps + 1) % self._accumulation_steps == 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """From now on, until called again, step() takes `is_boundary` for the answer."""
-        if not self.config.managed_gradient_accumulation:
-            raise UsageError(
-                "set_gradient_accumulation_boundary() with managed_gradient_accumulation = false: there every "
-                "step() is a boundary; remove the call or set the key to true"
-            )
-        self._forced_boundary = is_boundary
-
-    def _is_step_boundary(self) -> bool:
-        if not self.config.managed_gradient_accumulation:
-            return True
-        return self.is_gradient_accumulation_boundary()
-
     def _reduces_now(self) -> bool:
-        if self._in_no_sync:
-            return False
-        managed = self.config.managed_gradient_accumulation
-        is_last = managed and self.is_gradient_accumulation_boundary()
-        return is_last or self._sharded.policy.shards_grads
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes in here reduce nothing; the first one after it, or step(), reduces it all.
-
-        Valid at every stage. At stages 2 and 3 each rank holds whole gradients until then.
-        """
-        if self._in_no_sync:
-            raise UsageError("no_sync() inside no_sync(): leave the outer context first")
-        self._in_no_sync = True
-        try:
-            yield
-        finally:
-            self._in_no_sync = False
+        return self._accumulation.reduces_now(shards_grads=self._sharded.policy.shards_grads)
 
     def was_step_applied(self) -> bool:
         """The last step() changed the parameters (not between boundaries, not when skipped)."""
         return self._was_applied
 
     def zero_grad(self) -> None:
-        """Drop all gradients since the last update."""
+        """Drop all gradients since the last update. At any time, before the first backward as well.
+
+        `zero_grad()` of the module or of the optimizer drops nothing: the engine has the gradients.
+        """
+        self._check_alive()
         self._clipping = None
-        self._sharded.finish_reduction()
-        self._sharded.reset()
-        self._sharded.has_seen_backward = False
+        self._sharded.drop_gradients()
+        self._accumulation.forget()
 
     # -- what a script asks -----------------------------------------------------------------------------
 
@@ -332,45 +349,6 @@ class Engine(States):
     def loss_scale(self) -> float:
         """The factor the next loss is multiplied with."""
         return self._scale.value
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of every parameter group."""
-        return [float(group["lr"]) for group in self._param_groups()]
-
-    def get_mom(self) -> list[Any]:
-        """Momentum (or betas) of every parameter group."""
-        return [group.get("momentum", group.get("betas")) for group in self._param_groups()]
-
-    def _param_groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
-
-    def train_batch_size(self) -> int:
-        """Samples of one optimizer step, over all ranks."""
-        return self._micro_batch_size * self._accumulation_steps * self.world_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward on one rank."""
-        return self._micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one optimizer step."""
-        return self._accumulation_steps
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the accumulation steps so that a step has so many samples; the micro-batch stays."""
-        each = self._micro_batch_size * self.world_size
-        if train_batch_size < 1 or train_batch_size % each:
-            raise UsageError(
-                f"set_train_batch_size({train_batch_size}): must be a multiple of micro-batch "
-                f"({self._micro_batch_size}) x ranks ({self.world_size}) = {each}"
-            )
-        self._accumulation_steps = train_batch_size // each
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples of one forward; the accumulation steps stay."""
-        if micro_batch_size < 1:
-            raise UsageError(f"set_train_micro_batch_size({micro_batch_size}): must be at least 1")
-        self._micro_batch_size = micro_batch_size
 
     def uneven_forwards(self) -> AbstractContextManager[None]:
         """Inside, ranks may run unequal numbers of forwards at stage 3: those that are done serve the others.
@@ -409,16 +387,6 @@ class Engine(States):
     def training(self) -> bool:
         return self.module.training
 
-    def bytes_sent(self) -> dict[str, int]:
-        """Bytes this rank has sent since the engine was made, for each kind of collective."""
-        return dict(self._sharded.collectives.sent_bytes)
-
-    def zero_optimization_stage(self) -> int:
-        return int(self.config.zero_optimization.stage)
-
-    def gradient_clipping(self) -> float:
-        return float(self.config.gradient_clipping)
-
     def destroy(self) -> None:
         """Take every hook off the model, close the monitors. Parameters stay, whole; a collective.
 
@@ -442,9 +410,6 @@ class Engine(States):
             raise UsageError("this engine was destroyed: make a new one with xds.initialize")
         if self._parking is not None:
             raise UsageError("the engine's states are offloaded: call reload_states() first")
-
-    def _engine(self) -> Engine:
-        return self
 
     def _forget_batches(self) -> None:
         self._batches = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,26 +14,30 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compression.reducer import ExactReducer
-from ..ops.collectives import Collectives, open_collectives
-from ..ops.errors import ConfigError, UsageError
-from ..ops.host_memory import keep_freed_blocks, return_freed_blocks
-from ..zero.construction import Construction, materialise
-from ..zero.discover import found_blocks
-from ..zero.policy import Policy
-from ..zero.sharded_model import ShardedModel, check_model, move_model
-from ..zero.slices import SliceStore
-from ..zero.update import Updater
-from ..zero.weights import load_weights
-from .buffers import buffers_that_follow
-from .checkpoint.background import Background
+from ..ops.comm.collectives import Collectives
+from ..ops.comm.opening import open_collectives
+from ..utils.errors import ConfigError, UsageError
+from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
+from ..zero.construction.construction import Construction, materialise
+from ..zero.construction.slices import SliceStore
+from ..zero.construction.weights import load_weights
+from ..zero.core.discover import found_blocks
+from ..zero.core.model_checks import check_model, move_model
+from ..zero.core.policy import Policy
+from ..zero.core.sharded_model import ShardedModel
+from ..zero.core.update import Updater
+from .checkpoint.io.background import Background
 from .checkpoint.saver import Direct, Saver
-from .checkpointing import checkpoint_blocks
-from .compiling import Compiler
-from .config import Config
-from .data import build_loader, keeps_position
+from .checkpoint.training import Scheduler
+from .config.config import Config
+from .data.loaders import build_loader, keeps_position
 from .engine import Engine
-from .monitor import build_monitor
-from .optimizers import (
+from .model.buffers import buffers_that_follow
+from .model.compiling import Compiler
+from .model.recomputing import checkpoint_blocks
+from .model.same_model import check_same_model
+from .optim.loss_scale import build_loss_scale
+from .optim.optimizers import (
     ClientOptimizer,
     Groups,
     client_optimizer,
@@ -41,14 +46,13 @@ from .optimizers import (
     read_groups,
     split_for_muon,
 )
-from .parts import Parts, Scheduler
-from .precision import build_loss_scale
-from .preemption import NotAsked, Preemption, SavesFirst
-from .process import join, local_rank, pick_device, timeout_seconds
-from .report import StepReport
-from .same_model import check_same_model
-from .schedules import build_scheduler
-from .timers import build_throughput, build_timers
+from .optim.schedules import build_scheduler
+from .parts import Parts
+from .preemption.preemption import NotAsked, Preemption, SavesFirst
+from .process.process import join, local_rank, pick_device, timeout_seconds
+from .telemetry.monitor import Monitor, build_monitor
+from .telemetry.report import StepReport
+from .telemetry.timers import build_throughput, build_timers
 
 log = logging.getLogger("xds")
 
@@ -91,66 +95,108 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
         UsageError: the model or the optimizer cannot be trained as asked.
     """
     config = Config.load(_config_source(config, args))
+    given = _Given(
+        optimizer, model_parameters, lr_scheduler, training_data, collate_fn, weights, group
+    )
     trains = any(param.requires_grad for param in model.parameters())
     _check_optimizer(config, optimizer, trains)
+    parts = _assemble(model, config, given, trains=trains)
+    engine = Engine(parts)
+    parts.preemption.begin(engine)
+    return engine
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the script passed to `initialize` beside model and config."""
+
+    optimizer: ClientOptimizer | None
+    model_parameters: Iterable[Any] | None
+    lr_scheduler: Any
+    training_data: Any
+    collate_fn: Callable[[list[Any]], Any] | None
+    weights: Any
+    group: dist.ProcessGroup | None
+
+
+def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) -> Parts:
+    """Choose an object for each feature. The order counts: values, then flat buffers, then hooks."""
     device = pick_device()
-    world = join(device)
-    group = group or world
+    group = _group(device, given)
     config = config.resolve(group.size())
     _log_notes(config, group.rank())
-    collectives = open_collectives(group, device)
-    if config.watch.enabled:
-        collectives.attend(config.watch, timeout_seconds())
+    collectives = _collectives(config, group, device)
     check_same_model(model, config.zero_optimization, collectives)
     policy = _policy(config, group.size())
     if policy.shards_params:
         return_freed_blocks()
     blocks = [module for _, module in found_blocks(model, config.zero_optimization.units)]
     compiler = Compiler(model, blocks, config)
-    _give_values(model, weights, collectives, policy)
-    groups = _groups(model, config, optimizer, model_parameters, blocks)
-    check_model(model, groups.index, must_train=trains)
-    sharded = _shard(model, groups, policy, config, collectives)
+    sharded, groups = _sharded(model, config, given, policy, collectives, trains=trains)
     updater = Updater(sharded)
-    chosen = _optimizer(config, optimizer, updater, groups, device) if trains else None
+    optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
     undo = checkpoint_blocks(blocks) if config.activation_checkpointing.enabled else _nothing
     if config.compile.enabled:
         compiler.compile()
     monitor = build_monitor(config, dist.get_rank())
-    report = StepReport(
-        config, monitor, build_timers(config, device), build_throughput(config, device)
-    )
-    loader = None
-    if training_data is not None:
-        loader = _loader(training_data, collate_fn, config, group)
+    report = _report(config, monitor, device)
+    loader = _loader(given.training_data, given.collate_fn, config, group)
     if policy.shards_params:
         keep_freed_blocks()  # training takes and frees the same blocks in every step
     skips = bool(config.bf16.enabled and config.bf16.check_grad_overflow)
-    preemption = _preemption(config, collectives, trains)
-    engine = Engine(
-        Parts(
-            config=config,
-            module=model,
-            sharded=sharded,
-            updater=updater,
-            optimizer=chosen,
-            scheduler=_scheduler(config, lr_scheduler, chosen) if chosen else None,
-            loss_scale=build_loss_scale(config.fp16, skips_overflow=skips),
-            autocast=_autocast(config, device),
-            cast_inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
-            device=device,
-            local_rank=local_rank(),
-            monitor=monitor,
-            report=report,
-            loader=loader,
-            undo=undo,
-            compiler=compiler,
-            saver=_saver(config, collectives),
-            preemption=preemption,
-        )
+    return Parts(
+        config=config,
+        module=model,
+        sharded=sharded,
+        updater=updater,
+        optimizer=optimizer,
+        scheduler=_scheduler(config, given.lr_scheduler, optimizer) if optimizer else None,
+        loss_scale=build_loss_scale(config.fp16, skips_overflow=skips),
+        autocast=_autocast(config, device),
+        cast_inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
+        device=device,
+        local_rank=local_rank(),
+        monitor=monitor,
+        report=report,
+        loader=loader,
+        undo=undo,
+        compiler=compiler,
+        saver=_saver(config, collectives),
+        preemption=_preemption(config, collectives, trains),
     )
-    preemption.begin(engine)
-    return engine
+
+
+def _group(device: torch.device, given: _Given) -> dist.ProcessGroup:
+    world = join(device)
+    return given.group or world
+
+
+def _collectives(config: Config, group: dist.ProcessGroup, device: torch.device) -> Collectives:
+    collectives = open_collectives(group, device)
+    if config.watch.enabled:
+        collectives.attend(config.watch, timeout_seconds())
+    return collectives
+
+
+def _sharded(
+    model: nn.Module,
+    config: Config,
+    given: _Given,
+    policy: Policy,
+    collectives: Collectives,
+    *,
+    trains: bool,
+) -> tuple[ShardedModel, Groups]:
+    """The model with its values in flat buffers, and the hyperparameter groups of its parameters."""
+    _give_values(model, given.weights, collectives, policy)
+    groups = _groups(model, config, given.optimizer, given.model_parameters)
+    check_model(model, groups.index, must_train=trains)
+    return _shard(model, groups, policy, config, collectives), groups
+
+
+def _report(config: Config, monitor: Monitor, device: torch.device) -> StepReport:
+    timers, throughput = build_timers(config, device), build_throughput(config, device)
+    return StepReport(config, monitor, timers, throughput)
 
 
 def _shard(
@@ -174,7 +220,7 @@ def _loader(
     config: Config,
     group: dist.ProcessGroup,
 ) -> Any:
-    if keeps_position(data):
+    if data is None or keeps_position(data):
         return data
     return build_loader(
         data,
@@ -253,7 +299,6 @@ def _groups(
     config: Config,
     optimizer: ClientOptimizer | None,
     model_parameters: Iterable[Any] | None,
-    blocks: list[nn.Module],
 ) -> Groups:
     if isinstance(optimizer, torch.optim.Optimizer):
         if model_parameters is not None:
@@ -264,7 +309,7 @@ def _groups(
         return read_groups(model, [dict(g) for g in optimizer.param_groups])
     groups = read_groups(model, model_parameters)
     if optimizer is None and config.optimizer is not None and config.optimizer.type == "Muon":
-        return split_for_muon(model, groups, blocks)
+        return split_for_muon(model, groups)
     return groups
 
 

@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..zero.sharded_model import ShardedModel
-from ..zero.update import Updater
+from ..zero.core.sharded_model import ShardedModel
+from ..zero.core.update import Updater
 from .checkpoint.saver import Saver
-from .compiling import Compiler
-from .config import Config
-from .monitor import Monitor
-from .precision import LossScale
-from .preemption import Preemption
-from .report import StepReport
-
-
-class Scheduler(Protocol):
-    """What the engine calls on a learning-rate schedule."""
-
-    def step(self) -> None: ...
+from .checkpoint.training import Scheduler, Training
+from .config.config import Config
+from .model.compiling import Compiler
+from .optim.loss_scale import LossScale
+from .preemption.preemption import Preemption
+from .telemetry.monitor import Monitor
+from .telemetry.report import StepReport
 
 
 @dataclass
@@ -49,3 +44,19 @@ class Parts:
     compiler: Compiler
     saver: Saver
     preemption: Preemption
+
+    @property
+    def training(self) -> Training:
+        """What checkpoints are made of."""
+        return Training(
+            module=self.module,
+            sharded=self.sharded,
+            updater=self.updater,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            loss_scale=self.loss_scale,
+            loader=self.loader,
+            device=self.device,
+            stage=self.config.zero_optimization.stage,
+            saver=self.saver,
+        )

@@ -5,36 +5,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..ops.errors import UsageError
-from ..zero.parking import Parking
-from ..zero.weights import load_weights
-from ..zero.whole import full_state_dict
-from .checkpoint.load import LoadOptions, load_checkpoint
+from ..utils.errors import UsageError
+from ..zero.access.whole import full_state_dict
+from ..zero.construction.weights import load_weights
+from ..zero.core.parking import Parking
+from .checkpoint.load import load_checkpoint
+from .checkpoint.load_plan import LoadOptions
 from .checkpoint.save import SaveOptions, save_checkpoint
 from .checkpoint.saver import Progress
-from .parts import Parts
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .telemetry.counts import Counts
 
 PARKED = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 
 
-class States(ABC):
+class States(Counts, ABC):
     """The part of an engine that moves its states. Everything here is for all ranks together."""
 
-    _parts: Parts
     _parking: Parking | None = None
 
     @abstractmethod
     def _check_alive(self) -> None:
         """Raise unless the engine can be used now."""
-
-    @abstractmethod
-    def _engine(self) -> Engine:
-        """The engine itself."""
 
     # -- the model --------------------------------------------------------------------------------------
 
@@ -84,8 +77,8 @@ class States(ABC):
         """
         self._check_alive()
         save_checkpoint(
-            self._parts,
-            self._engine(),
+            self._parts.training,
+            self,
             save_dir,
             tag,
             client_state,
@@ -118,7 +111,8 @@ class States(ABC):
         """Go on from a checkpoint of any stage and number of ranks (default: `latest`). A collective.
 
         Returns its folder and client_state; (None, None) with a warning where there is no `latest`.
-        fallback: where a file of it is damaged or missing, warn and take the next older one.
+        fallback: where a file of it is damaged or missing, warn and take the one of the next fewer steps; where
+            there is no `latest`, that of the most.
         Raises UsageError, and nothing has changed, where it is damaged or does not fit.
         """
         self._check_alive()
@@ -130,7 +124,7 @@ class States(ABC):
             load_module_only,
             fallback,
         )
-        found = load_checkpoint(self._parts, self._engine(), load_dir, tag, options)
+        found = load_checkpoint(self._parts.training, self, load_dir, tag, options)
         if found[0] is not None and not load_module_only:
             self._forget_batches()
         return found
@@ -143,7 +137,7 @@ class States(ABC):
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes of model states on this rank: param, grad, master, optimizer, and the named buckets."""
-        return {**self._parts.sharded.state_bytes(), **self._parts.updater.state_bytes()}
+        return {**self._parts.sharded.memory.state_bytes(), **self._parts.updater.state_bytes()}
 
     def offload_states(
         self,
@@ -178,12 +172,12 @@ class States(ABC):
         tensors = [
             *(updater.state_tensors() if "optim_states" in names else ()),
             *(updater.master_tensors() if "hp_params" in names else ()),
-            *(sharded.param_tensors() if "lp_params" in names else ()),
+            *(sharded.memory.param_tensors() if "lp_params" in names else ()),
         ]
         if {"lp_grads", "contiguous_grad_buffer"} & names:
-            sharded.release_gradients()
+            sharded.memory.release_gradients()
         if self._parts.device.type != "cpu":
-            sharded.hide_whole_params("lp_params" in names)
+            sharded.memory.hide_whole_params("lp_params" in names)
             self._parking.park(tensors)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -191,7 +185,7 @@ class States(ABC):
         parking, self._parking = self._parking, None
         if parking is not None:
             parking.unpark()
-            self._parts.sharded.show_whole_params()
+            self._parts.sharded.memory.show_whole_params()
 
 
 def _names(include: Iterable[Any] | None) -> set[str]:

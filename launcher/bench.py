@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ..ops.errors import UsageError
+from ..utils.errors import UsageError
 
 _USAGE = """\
 usage: xds bench comm [options]   time every collective, against the speed of the link itself

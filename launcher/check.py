@@ -8,13 +8,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..engine.config import Config, parse_config
-from ..engine.config_optimizer import OptimizerConfig
-from ..engine.config_scheduler import SchedulerConfig
-from ..ops.config_rules import shown
-from ..ops.config_section import Section
-from ..ops.errors import ConfigError
+from ..engine.config.config import Config, parse_config
+from ..engine.config.optimizer import OptimizerConfig
+from ..engine.config.scheduler import SchedulerConfig
+from ..utils.errors import ConfigError
+from ..utils.quoting import escaped, printable
+from ..utils.schema.rules import shown
+from ..utils.schema.section import Section
 from ..zero.config import STAGES
+from .command_line.parser import Parser
 
 _SIZES = (
     "train_batch_size",
@@ -36,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(resolved)
         return 0
-    print(f"{config.source} resolved for {config.world_size} data-parallel rank(s):")
+    print(f"{printable(config.source)} resolved for {config.world_size} data-parallel rank(s):")
     print(resolved)
     for title, lines in (
         ("What differs from the defaults", list(choices(config))),
@@ -45,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     ):
         if lines:
             print(f"\n{title}:")
-            print("\n".join(f"  {line}" for line in lines))
+            print("\n".join(f"  {escaped(line)}" for line in lines))
     return 0
 
 
@@ -84,7 +86,9 @@ def _auto_values(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         path, equals, text = pair.partition("=")
         if not equals:
-            raise ConfigError([f"--auto {pair}: must be KEY=VALUE, as in optimizer.params.lr=1e-4"])
+            raise ConfigError(
+                [f"--auto {printable(pair)}: must be KEY=VALUE, as in optimizer.params.lr=1e-4"]
+            )
         try:
             values[path.strip()] = json.loads(text)
         except ValueError:
@@ -93,9 +97,7 @@ def _auto_values(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="xds check", description="Check a JSON config and say what it does."
-    )
+    parser = Parser(prog="xds check", description="Check a JSON config and say what it does.")
     parser.add_argument("config", help="path, JSON text, or base64 of it")
     parser.add_argument(
         "--world-size", type=int, default=1, metavar="N", help="data-parallel ranks (default: 1)"

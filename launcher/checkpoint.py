@@ -11,13 +11,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ops.errors import DamagedError, UsageError
-from ..ops.sizes import parse_bytes, size_text
+from ..utils.errors import DamagedError, UsageError
+from ..utils.quoting import escaped, plain_lines, printable
+from ..utils.sizes import parse_bytes, size_text
 from .checkpoint_import import add_import
+from .command_line.parser import Parser
 
 # what needs torch is imported when a command runs: `--help` and a typing mistake answer at once
 if TYPE_CHECKING:
-    from ..engine.checkpoint.reader import CheckpointReader
+    from ..engine.checkpoint.io.reader import CheckpointReader
 
 EQUAL, DIFFERENT, SOUND, DAMAGED, USAGE = 0, 1, 0, 1, 2
 BAR_BYTES = 256 << 20  # from here on a progress bar is shown
@@ -51,7 +53,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="xds checkpoint",
         description="Look at checkpoints of xds, prove them, take models out of them. One process, no devices.",
     )
@@ -76,7 +78,7 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _open(asked: argparse.Namespace) -> CheckpointReader:
-    from ..engine.checkpoint.reader import CheckpointReader
+    from ..engine.checkpoint.io.reader import CheckpointReader
 
     return CheckpointReader(asked.dir, asked.tag)
 
@@ -114,16 +116,16 @@ def _info(asked: argparse.Namespace) -> int:
         return SOUND
     width = max(len(name) for name in facts)
     for name, value in facts.items():
-        print(f"{name.replace('_', ' '):{width}}  {_text(name, value)}")
+        print(f"{name.replace('_', ' '):{width}}  {escaped(_text(name, value))}")
     for one in tensors or ():
         states = f"  states {', '.join(one['states'])}" if one["states"] else ""
         kind = one["kind"] if one["kind"] != "param" or one["trains"] else "frozen"
-        print(f"{kind:7} {one['name']} {one['shape']} {one['dtype']}{states}")
+        print(f"{kind:7} {printable(one['name'])} {one['shape']} {one['dtype']}{states}")
     return SOUND
 
 
 def _facts(reader: CheckpointReader) -> dict[str, Any]:
-    from ..engine.checkpoint.folders import committed
+    from ..engine.checkpoint.io.folders import committed
 
     manifest = reader.manifest
     values = list(reader.values.values())
@@ -189,7 +191,7 @@ def _add_verify(commands: Any) -> None:
 
 
 def _verify(asked: argparse.Namespace) -> int:
-    from ..engine.checkpoint.verify import damage, size_bytes
+    from ..engine.checkpoint.tools.verify import damage, size_bytes
 
     with _open(asked) as reader:
         total = size_bytes(reader)
@@ -197,17 +199,16 @@ def _verify(asked: argparse.Namespace) -> int:
         with progress("verify", total) as on_read:
             for sentence in damage(reader, on_read):
                 found.append(sentence)
-                print(sentence, file=sys.stderr)
+                print(plain_lines(sentence), file=sys.stderr)
         files = len(reader.manifest.files)
+        name = printable(reader.folder)
         if found:
             print(
-                f"{reader.folder} is damaged: {_count(len(found), 'problem')} in {_count(files, 'file')}",
+                f"{name} is damaged: {_count(len(found), 'problem')} in {_count(files, 'file')}",
                 file=sys.stderr,
             )
             return DAMAGED
-        print(
-            f"{reader.folder} is whole: {_count(files, 'file')}, {size_text(total)} read and compared"
-        )
+        print(f"{name} is whole: {_count(files, 'file')}, {size_text(total)} read and compared")
         return SOUND
 
 
@@ -268,7 +269,8 @@ def _export(asked: argparse.Namespace) -> int:
         with progress("export", total) as on_written:
             names = write(reader, Path(asked.out), options.told(on_written))
     print(
-        f"{reader.folder} -> {asked.out}: {size_text(total)} of tensors, {_count(len(names), 'file')}"
+        f"{printable(reader.folder)} -> {printable(asked.out)}: "
+        f"{size_text(total)} of tensors, {_count(len(names), 'file')}"
     )
     if asked.to == "safetensors" and Path(asked.out).is_dir():
         print(
@@ -290,14 +292,14 @@ def _add_diff(commands: Any) -> None:
 
 
 def _diff(asked: argparse.Namespace) -> int:
-    from ..engine.checkpoint.compare import compare_bytes, differences
-    from ..engine.checkpoint.reader import CheckpointReader
+    from ..engine.checkpoint.io.reader import CheckpointReader
+    from ..engine.checkpoint.tools.compare import compare_bytes, differences
 
     with CheckpointReader(asked.a, asked.tag_a) as a, CheckpointReader(asked.b, asked.tag_b) as b:
         count = 0
         with progress("diff", compare_bytes(a, b)) as on_read:
             for one in differences(a, b, on_read):
-                print(f"{one.name}: {one.text}")
+                print(f"{printable(one.name)}: {printable(one.text)}")
                 count += 1
         print(f"{count} differences" if count else f"{a.folder} and {b.folder} hold the same")
         return DIFFERENT if count else EQUAL

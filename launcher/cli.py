@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ..ops.errors import UsageError, XdsError
+from ..utils.errors import UsageError, XdsError
+from ..utils.messages import never, say
 
 if TYPE_CHECKING:
     from .command_line.options import Asked
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
         return _start(words)
     except XdsError as error:
-        print(f"xds: {error}", file=sys.stderr)
+        say(f"xds: {error}\n", never)
         return 2
 
 
@@ -51,7 +52,7 @@ def _start(words: list[str]) -> int:
         print(help_text(), end="")
         return 0
     if asked.has("version"):
-        from .. import __version__
+        from ..utils.version import __version__
 
         print(f"xds {__version__}")
         return 0
@@ -66,7 +67,7 @@ def _start(words: list[str]) -> int:
         return own_allocation.run(asked, os.environ)
     where = where_to_run(asked, os.environ)
     for note in [] if asked.has("quiet") else notes:
-        print(f"xds: {note}", file=sys.stderr)
+        say(f"xds: {note}\n", never)
     with _saved_pid(asked):
         return _run(where, is_dry=asked.has("dry_run"))
 

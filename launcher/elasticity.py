@@ -9,10 +9,11 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ..engine.config_elasticity import refusal
-from ..engine.elastic_rules import Plan
-from ..engine.elasticity import elastic_plan
-from ..ops.errors import ConfigError
+from ..engine.config.elasticity import refusal
+from ..engine.elastic.rules import Plan
+from ..engine.elastic.world_sizes import elastic_plan
+from ..utils.errors import ConfigError
+from .command_line.parser import Parser
 
 _WIDTH = 96
 
@@ -89,7 +90,7 @@ def _wrapped(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="xds elastic",
         description="The batch size of a config with an elasticity section, and the numbers of ranks that fit.",
     )

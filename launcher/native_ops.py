@@ -7,10 +7,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..ops import build, build_cache, libraries
-from ..ops.build_plan import Library
-from ..ops.errors import BuildError, UsageError
-from ..ops.sizes import size_text
+from ..ops import libraries
+from ..ops.build import build
+from ..ops.build import cache as build_cache
+from ..ops.build.plan import Library
+from ..utils.errors import BuildError, UsageError
+from ..utils.sizes import size_text
+from .command_line.parser import Parser
 
 DONE, FAILED, USAGE = 0, 1, 2
 Run = Callable[[argparse.Namespace], int]
@@ -28,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="xds ops",
         description="Native ops are compiled on first use; here that is done ahead of time.",
     )

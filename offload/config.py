@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..ops.config_keys import Detail, Entry, Group, NoEffect, Refused, details
-from ..ops.config_rules import FLAG, NUMBER, TEXT, one_of, size, whole
+from ..utils.schema.keys import Detail, Entry, Group, NoEffect, Refused, details
+from ..utils.schema.rules import FLAG, NUMBER, TEXT, one_of, size, whole
 
 _NOT_YET = "offloading is not there yet; {} (a higher stage or more ranks also save memory)"
 _DEVICE = Refused(

@@ -1,1 +1,1 @@
-"""Ground floor: flat arithmetic, collectives, optimizers. Imports only torch."""
+"""Collectives on flat tensors, optimizers of flat shards, native kernels. Imports torch and `utils`."""

@@ -6,9 +6,9 @@ from typing import Annotated, final
 
 from pydantic import Field
 
-from .config_keys import Report
-from .config_rules import FLAG
-from .config_section import Section
+from ..utils.schema.keys import Report
+from ..utils.schema.rules import FLAG
+from ..utils.schema.section import Section
 
 
 @final

@@ -24,6 +24,12 @@ def cut(numel: int, parts: int) -> list[tuple[int, int]]:
     return [(min(i * length, numel), min((i + 1) * length, numel)) for i in range(parts)]
 
 
+def overlap(one: tuple[int, int], within: tuple[int, int]) -> tuple[int, int]:
+    """The part of [start, stop) `one` that lies in `within`; where they do not meet, an empty part of it."""
+    start = min(max(one[0], within[0]), within[1])
+    return start, max(start, min(one[1], within[1]))
+
+
 def chunks(numel: int, on_cpu: bool) -> Iterator[slice]:
     """Slices that cover [0, numel): cache-sized on a CPU, the whole range elsewhere."""
     size = CHUNK_NUMEL if on_cpu else max(numel, 1)

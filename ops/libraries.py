@@ -11,18 +11,11 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, Any, final
 
-from . import build_cache
-from .build import build, find, find_or_build
-from .build_compilers import (
-    ARCHS_VARIABLE,
-    architectures,
-    find_nvcc,
-    find_torch,
-    release,
-    runs_on,
-)
-from .build_plan import Library, Source
-from .errors import BuildError
+from ..utils.errors import BuildError
+from .build import cache as build_cache
+from .build.build import build, find, find_or_build
+from .build.compilers import ARCHS_VARIABLE, architectures, find_nvcc, find_torch, release, runs_on
+from .build.plan import Library, Source
 
 if TYPE_CHECKING:
     import torch  # `xds ops list` does without

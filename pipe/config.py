@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..ops.config_keys import Entry, Group, NoEffect, Refused
-from ..ops.config_rules import FLAG, TEXT, either, one_of, whole
+from ..utils.schema.keys import Entry, Group, NoEffect, Refused
+from ..utils.schema.rules import FLAG, TEXT, either, one_of, whole
 
 _ALONE = "it only matters with several pipeline stages, and those are not there yet"
 

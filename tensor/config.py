@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..ops.config_keys import Detail, Entry, Group, NoEffect, Refused, details
-from ..ops.config_rules import ANYTHING, FLAG, LIST, TEXT, dtype_name, whole
+from ..utils.schema.keys import Detail, Entry, Group, NoEffect, Refused, details
+from ..utils.schema.rules import ANYTHING, FLAG, LIST, TEXT, dtype_name, whole
 
 _TENSOR = "tensor parallelism is not there yet; set it to 1, and shard with zero_optimization.stage"
 _EXPERT = "expert parallelism is not there yet; set it to false or remove the section"

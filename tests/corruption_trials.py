@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from kill_runs import Scenario, expected, make_engine, parts_of
 
-from xds.ops.errors import DamagedError
+from xds.utils.errors import DamagedError
 
 KINDS = ("flip", "flip", "flip", "truncate", "swap", "delete", "foreign")
 STEPS = 3

@@ -12,6 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 TIMEOUT_SECONDS = 120
+# gradients of so many elements are copied at once, smaller ones in one call: tiny models go both ways
+SMALL_NUMEL = 64
 
 _context = mp.get_context("forkserver")
 # the last one is what the first optimizer imports: most of a second for each rank
@@ -25,11 +27,13 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    small_numel: int | None = SMALL_NUMEL,
 ) -> list[Any]:
     """Call `function(*args)` on `world_size` ranks of one gloo group; the results, by rank.
 
     `function` must be importable (module level); it asks torch.distributed for its rank. An exception on
     any rank is raised here with that rank's traceback. `timeout_seconds` is the group's.
+    `small_numel` takes the place of the engine's own SMALL_NUMEL, 16 Ki elements; None leaves it.
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
@@ -43,6 +47,7 @@ def run_ranks(
                 there,
                 args,
                 timeout_seconds,
+                small_numel,
             )
             process = _context.Process(target=_rank_main, args=call)
             process.start()
@@ -78,10 +83,15 @@ def _rank_main(
     pipe: Any,
     args: Any,
     timeout_seconds: float,
+    small_numel: int | None,
 ) -> None:
     import torch
     import torch.distributed as dist
 
+    from xds.zero.core import flat_grads
+
+    if small_numel is not None:
+        flat_grads.SMALL_NUMEL = small_numel
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group(

@@ -79,8 +79,8 @@ def expected(name: str, key: str, start: int, stop: int, step: int) -> Any:
 
 def parts_of(engine: Any) -> list[tuple[str, str, int, int, Any]]:
     """(name, key, start, stop, memory) of all that this rank holds."""
-    from xds.zero.ranges import pieces
-    from xds.zero.snapshot import Snapshot
+    from xds.zero.checkpoint.ranges import pieces
+    from xds.zero.checkpoint.snapshot import Snapshot
 
     parts = engine._parts
     snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
@@ -272,7 +272,7 @@ class Killer:
     def _check(self, last_done: int, where: str) -> None:
         """All that looks like a checkpoint is one; the newest is not older than the last one reported."""
         import xds
-        from xds.engine.checkpoint.folders import MANIFEST, committed, read_latest
+        from xds.engine.checkpoint.io.folders import MANIFEST, committed, read_latest
 
         if not self.folder.is_dir():
             return
@@ -329,7 +329,7 @@ class Killer:
 
     def finish(self) -> Tally:
         """Two saves that nobody kills must leave nothing behind but checkpoints; the tally."""
-        from xds.engine.checkpoint.folders import MANIFEST, committed
+        from xds.engine.checkpoint.io.folders import MANIFEST, committed
 
         run = Run(self.folder, self.scenario, num_saves=2)
         run.end()
@@ -354,7 +354,7 @@ class Killer:
 
     def thin_out(self) -> None:
         """Remove all but the newest checkpoints, as users do."""
-        from xds.engine.checkpoint.folders import committed
+        from xds.engine.checkpoint.io.folders import committed
 
         for manifest in committed(self.folder)[3:]:
             shutil.rmtree(self.folder / manifest.tag)

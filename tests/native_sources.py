@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from xds.ops.build_plan import Library, Source
+from xds.ops.build.plan import Library, Source
 
 SOURCE = """#include "answer.h"
 extern "C" __attribute__((visibility("default"))) int answer() { return ANSWER + MORE; }
@@ -27,9 +27,9 @@ exec "{compiler}" "$@"
 """
 BUILD = """
 import sys
-from xds.ops.errors import BuildError
+from xds.utils.errors import BuildError
 from native_sources import library
-from xds.ops.build import build
+from xds.ops.build.build import build
 try:
     print(build(library(sys.argv[1])))
 except BuildError as error:

@@ -47,8 +47,8 @@ def _loss(model: Any, inputs: Any) -> Tensor:
 class Plan:
     """name, variant: what to build. config, zero: more of the engine's. loss: of an engine or a plain model.
 
-    by_parts: plain PyTorch also takes the ranks' parts one by one, where the loss of a batch is not the mean
-    of its parts' losses.
+    plain_inputs: what plain PyTorch gets besides. by_parts: plain PyTorch also takes the ranks' parts one by
+    one, where the loss of a batch is not the mean of its parts' losses.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Plan:
     config: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
     loss: Callable[[Any, Any], Tensor] = _loss
+    plain_inputs: dict[str, Any] = field(default_factory=dict)
     by_parts: bool = False
     cases: tuple[tuple[int, str], ...] = EVERY_CASE
 
@@ -140,7 +141,7 @@ def _plain_run(plan: Plan, precision: str, *, rounds_sums: bool) -> dict[str, An
         total = 0.0
         sums = [torch.zeros_like(master) for master in masters]
         for part in range(parts):
-            loss = plan.loss(model, part_of(inputs, part, parts))
+            loss = plan.loss(model, part_of(inputs, part, parts) | plan.plain_inputs)
             loss.backward()
             total += loss.item() / parts
             add_gradients(sums, params)

@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "construction" / "main.py"
 
 
+@pytest.mark.slow
 def test_building_holds_no_more_than_the_shards_and_the_largest_unit() -> None:
     pytest.importorskip("safetensors")
     done = subprocess.run(

@@ -44,6 +44,7 @@ def test_trains_and_samples(architecture: str, tmp_path: Path) -> None:
     not all(importlib.util.find_spec(name) for name in ("transformers", "accelerate")),
     reason="transformers and accelerate are not installed",
 )
+@pytest.mark.slow
 def test_the_trainer_trains_evaluates_saves_resumes_and_generates(tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text(EXAMPLE.read_text() * 3)

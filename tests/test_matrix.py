@@ -123,7 +123,10 @@ def check_close(
 
 # torch.compile itself looks at .grad of what is not a leaf
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_combination_matches_plain_pytorch(feature: str, world_size: int) -> None:
     results = run_ranks(rank_main, world_size, feature)

@@ -13,10 +13,15 @@ NAMES = [
     *("Config", "ConfigError", "Engine", "Preempted", "UsageError", "XdsError"),
     *("get_fp32_state_dict", "initialize", "newest_checkpoint"),
 ]
-CONFIGS = sorted(path.relative_to(ROOT) for path in ROOT.glob("[a-z]*/config*.py"))
+CONFIGS = sorted(
+    path.relative_to(ROOT)
+    for pattern in ("[a-z]*/config.py", "engine/config/*.py")
+    for path in ROOT.glob(pattern)
+    if path.name != "__init__.py"
+)
 QUICK = [
     "xds",
-    "xds.ops.errors",
+    "xds.utils.errors",
     "xds.launcher.cli",
     "xds.launcher.check",
     *(f"xds.{'.'.join(path.with_suffix('').parts)}" for path in CONFIGS),

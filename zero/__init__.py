@@ -6,21 +6,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .full import get_full_grad as get_full_grad
-    from .full import get_full_optimizer_state as get_full_optimizer_state
-    from .full import get_full_param as get_full_param
-    from .full import safe_get_full_fp32_param as safe_get_full_fp32_param
-    from .full import safe_get_full_grad as safe_get_full_grad
-    from .full import safe_get_full_optimizer_state as safe_get_full_optimizer_state
-    from .full import safe_set_full_fp32_param as safe_set_full_fp32_param
-    from .full import safe_set_full_grad as safe_set_full_grad
-    from .full import safe_set_full_optimizer_state as safe_set_full_optimizer_state
-    from .full import set_full_grad as set_full_grad
-    from .full import set_full_optimizer_state as set_full_optimizer_state
-    from .full import set_full_param as set_full_param
-    from .gathered import GatheredParameters as GatheredParameters
-    from .outside import register_external_parameter as register_external_parameter
-    from .weights import load_weights as load_weights
+    from .access.full import get_full_grad as get_full_grad
+    from .access.full import get_full_optimizer_state as get_full_optimizer_state
+    from .access.full import get_full_param as get_full_param
+    from .access.full import safe_get_full_fp32_param as safe_get_full_fp32_param
+    from .access.full import safe_get_full_grad as safe_get_full_grad
+    from .access.full import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+    from .access.full import safe_set_full_fp32_param as safe_set_full_fp32_param
+    from .access.full import safe_set_full_grad as safe_set_full_grad
+    from .access.full import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+    from .access.full import set_full_grad as set_full_grad
+    from .access.full import set_full_optimizer_state as set_full_optimizer_state
+    from .access.full import set_full_param as set_full_param
+    from .access.gathered import GatheredParameters as GatheredParameters
+    from .construction.weights import load_weights as load_weights
+    from .core.outside import register_external_parameter as register_external_parameter
 
 _FULL = tuple(
     f"{prefix}{verb}_full_{what}"
@@ -31,11 +31,11 @@ _FULL = tuple(
 # loaded on first use: reading a config imports xds.zero.config, and must not pay for torch
 # (Init reads the whole config, so it lives on the engine's floor; users look for it here)
 _HOMES = {
-    **dict.fromkeys(_FULL, ".full"),
-    "GatheredParameters": ".gathered",
-    "load_weights": ".weights",
-    "register_external_parameter": ".outside",
-    "Init": "xds.engine.zero_init",
+    **dict.fromkeys(_FULL, ".access.full"),
+    "GatheredParameters": ".access.gathered",
+    "load_weights": ".construction.weights",
+    "register_external_parameter": ".core.outside",
+    "Init": "xds.engine.model.zero_init",
 }
 
 __all__ = sorted(_HOMES)

@@ -9,9 +9,9 @@ from pydantic import Field
 
 from ..compression import config as compression
 from ..offload import config as offload
-from ..ops.config_keys import Entry, NoEffect, Refused
-from ..ops.config_rules import FLAG, TEXT, Rule, list_of, one_of, size, whole
-from ..ops.config_section import AsRead, Section
+from ..utils.schema.keys import Entry, NoEffect, Refused
+from ..utils.schema.rules import FLAG, TEXT, Rule, list_of, one_of, size, whole
+from ..utils.schema.section import AsRead, Section
 
 STAGES = {
     0: "nothing is sharded; gradients are averaged over the ranks",
@@ -125,7 +125,9 @@ class ZeroConfig(Section):
         0, description="0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters"
     )
     overlap_comm: Flag = Field(
-        True, description="collectives run while the model computes; false waits for each at once"
+        True,
+        description="collectives run while the model computes; false waits for each at once. The results are "
+        "the same. DeepSpeed's default is true at stage 3 alone",
     )
     prefetch_bucket_size: Elements = Field(
         50_000_000,

@@ -41,8 +41,8 @@ def unit_sizes(model: Any, world_size: int) -> tuple[list[UnitSize], list[UnitSi
 
     Gathered from forward to backward: the root, and the last block, which backward needs first.
     """
-    from xds.zero.discover import find_units
-    from xds.zero.layout import Entry, plan_flat
+    from xds.zero.core.discover import find_units
+    from xds.zero.core.layout import Entry, plan_flat
 
     blocks, root = find_units(model, (), 0)
     bare, padded = [], []

@@ -185,7 +185,7 @@ def without_sums(rank: int, world_size: int, folder: str, rounds: int) -> dict[s
 
     import torch
 
-    from xds.engine.checkpoint import writer
+    from xds.engine.checkpoint.io import writer
 
     torch.manual_seed(0)
     engine = engine_of(large_model())

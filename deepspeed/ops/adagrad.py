@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...ops.errors import UsageError
+from ...utils.errors import UsageError
 from ..missing import stand_in
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ...ops.adam import Adam
-from ...ops.errors import UsageError
+from ...ops.optim.adam import Adam
+from ...utils.errors import UsageError
 from ..missing import stand_in
 
 

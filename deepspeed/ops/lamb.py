@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ...ops.errors import UsageError
-from ...ops.lamb import Lamb
+from ...ops.optim.lamb import Lamb
+from ...utils.errors import UsageError
 from ..missing import stand_in
 
 

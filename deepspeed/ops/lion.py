@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ...ops.lion import Lion
+from ...ops.optim.lion import Lion
 from ..missing import stand_in
 
 

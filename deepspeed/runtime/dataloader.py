@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from torch.utils.data import DataLoader as DeepSpeedDataLoader
 
-from ...engine.data import RepeatingLoader
+from ...engine.data.loaders import RepeatingLoader
 
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ...engine.data import build_loader
+from ...engine.data.loaders import build_loader
 from ...engine.engine import Engine
-from ...ops.errors import UsageError
+from ...utils.errors import UsageError
 from ..missing import refuse_method, stand_in
 from . import queries
 from .optimizer import DeepSpeedOptimizer
@@ -44,8 +44,11 @@ class DeepSpeedEngine:
             raise AttributeError(name)
         if name in queries.PATHS or name in queries.ANSWERS:
             return partial(queries.answer, self._engine.config, name)
-        refuse_method("engine", name)
-        return getattr(self._engine, name)
+        try:
+            return getattr(self._engine, name)
+        except AttributeError:  # the model may have an attribute of a name that is refused
+            refuse_method("engine", name)
+            raise
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._engine, name, value)

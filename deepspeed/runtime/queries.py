@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine.config import Config
+from ...engine.config.config import Config
 
 # name of the method -> path of the key; None where the section is absent
 PATHS: dict[str, str] = {
@@ -41,6 +41,7 @@ ANSWERS: dict[str, Any] = {
     "flops_profiler_enabled": False,
     "is_first_weights_partition_group": True,
     "load_universal_checkpoint": False,
+    "pld_enabled": False,
     "random_ltd_enabled": False,
     "use_node_local_storage": False,
     "zero_contiguous_gradients": True,

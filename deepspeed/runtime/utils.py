@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...engine.process import pick_device
-from ...engine.timers import memory_use
+from ...engine.process.process import pick_device
+from ...engine.telemetry.timers import memory_use
 from ..missing import stand_in
 from ..utils.logging import print_rank_0
 

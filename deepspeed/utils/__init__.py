@@ -11,14 +11,17 @@ _FULL = tuple(
     for what in ("fp32_param", "grad", "optimizer_state")
 )
 _HOMES = {
-    **dict.fromkeys(_FULL, "xds.zero.full"),
-    "RepeatingLoader": "xds.engine.data",
+    **dict.fromkeys(_FULL, "xds.zero.access.full"),
+    "RepeatingLoader": "xds.engine.data.loaders",
     "get_accelerator": "xds.deepspeed.accelerator",
     "log_dist": ".logging",
     "logger": ".logging",
-    "set_z3_leaf_modules": ".z3_leaf_module",
+    "get_z3_leaf_modules": ".leaf_modules",
+    "set_z3_leaf_modules": ".leaf_modules",
+    "unset_z3_leaf_modules": ".leaf_modules",
+    "z3_leaf_module": ".leaf_modules",
 }
-_MODULES = ("groups", "logging", "z3_leaf_module", "zero_to_fp32")
+_MODULES = ("groups", "logging", "zero_to_fp32")
 
 __all__ = sorted(_HOMES)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.checkpoint.exports.export import SAFETENSORS, TORCH_BIN, ExportOptions, export_folder
-from ...engine.checkpoint.reader import CheckpointReader, get_fp32_state_dict
-from ...ops.sizes import parse_bytes
+from ...engine.checkpoint.io.reader import CheckpointReader, get_fp32_state_dict
+from ...utils.sizes import parse_bytes
 from ..missing import stand_in
 
 Model = TypeVar("Model", bound=nn.Module)

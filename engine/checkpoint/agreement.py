@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...ops.collectives import Collectives
-from ...ops.errors import DamagedError, PeerError, UsageError, XdsError
+from ...ops.comm.collectives import Collectives
+from ...utils.errors import DamagedError, PeerError, UsageError, XdsError
 
 Value = TypeVar("Value")
 KINDS: tuple[type[XdsError], ...] = (DamagedError, UsageError, XdsError)  # the narrowest first

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+from ...utils.errors import DamagedError
+
+NUMPY_NAME, NUMPY_WORDS, NUMPY_MAX_POSITION = "MT19937", 624, 624
+
 
 def read_random_state(device: torch.device) -> dict[str, Any]:
     """torch's CPU generator, that of `device`, Python's, and numpy's old global one where it is imported."""
@@ -26,11 +30,46 @@ def read_random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
+def check_random_state(state: dict[str, Any], source: str) -> None:
+    """Raises DamagedError: a generator would refuse `state`; the sentence begins with `source`."""
+    try:
+        torch.Generator().set_state(state["torch"])
+        python = state["python"]
+        random.Random().setstate(_python_state(python))
+        if "cuda" in state and (state["cuda"].dtype, state["cuda"].ndim) != (torch.uint8, 1):
+            raise ValueError("the state of the device's generator is not bytes")
+        if "numpy" in state:
+            _check_numpy(state["numpy"])
+    except (ValueError, TypeError, RuntimeError, OverflowError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DamagedError(
+            f"{source} contradicts itself: its random generators have no such state: {reason}"
+        ) from None
+
+
+def _check_numpy(saved: dict[str, Any]) -> None:
+    """numpy may not be imported here; what it would refuse is little."""
+    words, (position, has_gauss, _) = saved["words"], saved["rest"]
+    is_right = (
+        saved["name"] == NUMPY_NAME
+        and words.dtype == torch.int64
+        and words.shape == (NUMPY_WORDS,)
+        and 0 <= int(words.min()) <= int(words.max()) < 1 << 32
+        and 0 <= position <= NUMPY_MAX_POSITION
+        and has_gauss in (0, 1)
+    )
+    if not is_right:
+        raise ValueError("numpy's words or position are not those of its generator")
+
+
+def _python_state(saved: dict[str, Any]) -> tuple[Any, ...]:
+    return saved["version"], tuple(saved["words"].tolist()), saved["gauss"]
+
+
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Go on drawing where `state` was read. Generators that are not in it are left alone."""
     torch.set_rng_state(state["torch"])
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    random.setstate(_python_state(state["python"]))
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
     numpy = sys.modules.get("numpy")

@@ -11,35 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from ...ops.errors import UsageError
-from ...zero.ranges import ConstantRange, Range, SavedFlat
-from ...zero.snapshot import Block, Snapshot, name_of
-from ..data import keeps_position, loader_position
+from ...ops.flat import overlap
+from ...utils.errors import UsageError
+from ...utils.quoting import quoted
+from ...zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
+from ...zero.checkpoint.snapshot import Block, Snapshot, name_of
+from ..data.loaders import keeps_position, loader_position
 from .agreement import together
-from .folders import Claim, check_tag, discard, make_folder
-from .format import FORMAT, VERSION, FileRecord, Manifest, constants_to_json, pack
+from .format import constants_to_json
+from .io.folders import Claim, check_folder, check_tag, discard, make_folder
+from .io.tensor_file import Entry, Sums, bytes_of, dense
+from .io.tensor_table import check_storable
+from .manifest import FORMAT, VERSION, FileRecord, Manifest
+from .packing import pack
 from .random_state import read_random_state
 from .saver import DOING, Job
-from .tensor_file import Entry, Sums, bytes_of
-
-if TYPE_CHECKING:
-    from ..parts import Parts
-
-
-class Counters(Protocol):
-    """What an engine counts."""
-
-    global_steps: int
-    micro_steps: int
-    skipped_steps: int
-    global_samples: int
-
-    def gradient_accumulation_steps(self) -> int: ...
+from .training import Counters, Training
 
 
 @dataclass(frozen=True)
@@ -69,9 +61,9 @@ class _Content:
 
     def add(self, block: Block) -> None:
         """Add this rank's share of a block."""
-        start, stop = self.snapshot.share(block.flat)
-        start, stop = max(start, block.start), min(stop, block.stop)
-        if start >= stop:
+        check_storable(self.snapshot.flats[block.flat].slots[0].name, block.tensor)
+        start, stop = overlap(self.snapshot.share(block.flat), (block.start, block.stop))
+        if start == stop:
             return
         name = f"{block.key}/{block.flat}/{start}"
         dtype = name_of(block.tensor.dtype)
@@ -103,7 +95,7 @@ class _Words:
 
 
 def save_checkpoint(
-    parts: Parts,
+    training: Training,
     counters: Counters,
     save_dir: str | Path,
     tag: str | None,
@@ -111,23 +103,24 @@ def save_checkpoint(
     options: SaveOptions,
 ) -> None:
     """See `Engine.save_checkpoint`."""
-    collectives = parts.sharded.collectives
+    collectives = training.sharded.collectives
     is_first = collectives.rank == 0
-    save_dir = Path(save_dir)
-    tag = f"global_step{counters.global_steps}" if tag is None else str(tag)
     claims: list[Claim] = []  # rank 0's folder
 
-    def prepare() -> _Content:
-        content = _prepare(parts, counters, tag, client_state, options)
+    def prepare() -> tuple[_Content, Path, str]:
+        folder = check_folder("save_dir", save_dir)
+        name = check_tag(f"global_step{counters.global_steps}" if tag is None else tag)
+        content = _prepare(training, counters, client_state, options)
         if is_first:
-            claims.append(make_folder(save_dir, tag))
-        return content
+            claims.append(make_folder(folder, name))
+        return content, folder, name
 
-    def tell(content: _Content) -> Any:
-        return [tag, [claim.folder.name for claim in claims], _buffer_sums(content.snapshot)]
+    def tell(prepared: tuple[_Content, Path, str]) -> Any:
+        content, _, name = prepared
+        return [name, [claim.folder.name for claim in claims], _buffer_sums(content.snapshot)]
 
     try:
-        content, told = together(collectives, DOING, prepare, tell)
+        (content, folder, name), told = together(collectives, DOING, prepare, tell)
         _check_same_tag([tags for tags, _, _ in told])
     except BaseException:
         for claim in claims:
@@ -135,20 +128,20 @@ def save_checkpoint(
             claim.release()
         raise
     first, mine = told[0], told[collectives.rank]
-    _add_own(content, parts, [here != there for here, there in zip(mine[2], first[2], strict=True)])
-    parts.saver.save(
+    _add_own(
+        content, training, [here != there for here, there in zip(mine[2], first[2], strict=True)]
+    )
+    training.saver.save(
         Job(
             collectives=collectives,
-            save_dir=save_dir,
-            folder=save_dir / first[1][0],
+            save_dir=folder,
+            folder=folder / first[1][0],
             claim=claims[0] if claims else None,
-            tag=tag,
+            tag=name,
             save_latest=options.save_latest,
             entries=content.entries,
             record=partial(_record, _Words.of(content)),
-            manifest=partial(
-                _manifest, tag, parts.config.zero_optimization.stage, _Words.of(content)
-            ),
+            manifest=partial(_manifest, name, training.stage, _Words.of(content)),
         )
     )
 
@@ -157,8 +150,8 @@ def _check_same_tag(tags: list[str]) -> None:
     if len(set(tags)) > 1:
         other = next(rank for rank, tag in enumerate(tags) if tag != tags[0])
         raise UsageError(
-            f"{DOING}: rank 0 saves under the tag {tags[0]!r} and rank {other} under {tags[other]!r}; give "
-            "every rank the same tag"
+            f"{DOING}: rank 0 saves under the tag {quoted(tags[0])} and rank {other} under "
+            f"{quoted(tags[other])}; give every rank the same tag"
         )
 
 
@@ -166,22 +159,21 @@ def _check_same_tag(tags: list[str]) -> None:
 
 
 def _prepare(
-    parts: Parts,
+    training: Training,
     counters: Counters,
-    tag: str,
     client_state: Mapping[str, Any] | None,
     options: SaveOptions,
 ) -> _Content:
     """Everything that can be refused is refused here, before a file is touched."""
-    parts.saver.wait()
-    check_tag(tag)
-    if parts.sharded.has_seen_backward:
+    training.saver.wait()
+    if training.sharded.has_seen_backward:
         raise UsageError(
             "save_checkpoint() between backward() and step(): the gradients of this micro-batch would count "
             "for half; call step() first"
         )
-    parts.sharded.settle_reductions()
-    snapshot = Snapshot(parts.module, parts.sharded, parts.updater, parts.optimizer)
+    training.sharded.settle_reductions()
+    training.updater.take_edits()
+    snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)
     if options.exclude_frozen_parameters:
         snapshot.leave_out_frozen()
     content = _Content(snapshot)
@@ -189,7 +181,7 @@ def _prepare(
     for block in (*snapshot.values, *snapshot.states, *totals):
         content.add(block)
     is_accumulating = bool(totals or snapshot.grad_locals())
-    state = _engine_state(parts, counters, is_accumulating)
+    state = _engine_state(training, counters, is_accumulating)
     put = partial(content.put, "engine")
     packed = {key: pack(value, key, put) for key, value in state.items()}
     packed["client_state"] = pack(dict(client_state or {}), "client_state", put)
@@ -202,8 +194,9 @@ def _prepare(
     return content
 
 
-def _engine_state(parts: Parts, counters: Counters, is_accumulating: bool) -> dict[str, Any]:
-    scheduler = parts.scheduler
+def _engine_state(training: Training, counters: Counters, is_accumulating: bool) -> dict[str, Any]:
+    scheduler = training.scheduler
+    done, accumulation_steps = counters.accumulated()
     has_state = scheduler is not None and hasattr(scheduler, "state_dict")
     return {
         "counters": {
@@ -211,15 +204,16 @@ def _engine_state(parts: Parts, counters: Counters, is_accumulating: bool) -> di
             "micro_steps": counters.micro_steps,
             "skipped_steps": counters.skipped_steps,
             "global_samples": counters.global_samples,
-            "accumulation_steps": counters.gradient_accumulation_steps(),
+            "accumulation_steps": accumulation_steps,
+            "accumulated": done,
             "is_accumulating": is_accumulating,
         },
-        "loss_scale": parts.loss_scale.state_dict(),
-        "optimizer": _optimizer_state(parts.optimizer),
+        "loss_scale": training.loss_scale.state_dict(),
+        "optimizer": _optimizer_state(training.optimizer),
         "lr_scheduler": {"type": type(scheduler).__name__, "state": scheduler.state_dict()}  # type: ignore[union-attr]
         if has_state
         else None,
-        "data": loader_position(parts.loader),
+        "data": loader_position(training.loader),
     }
 
 
@@ -238,13 +232,10 @@ def _buffer_blocks(snapshot: Snapshot) -> list[Block]:
 
 
 def _buffer_sums(snapshot: Snapshot) -> list[int]:
-    return [
-        zlib.crc32(bytes_of(block.tensor.detach().cpu().contiguous()))
-        for block in _buffer_blocks(snapshot)
-    ]
+    return [zlib.crc32(bytes_of(dense(block.tensor))) for block in _buffer_blocks(snapshot)]
 
 
-def _add_own(content: _Content, parts: Parts, differing: list[bool]) -> None:
+def _add_own(content: _Content, training: Training, differing: list[bool]) -> None:
     """What is this rank's alone: random generators, sums not reduced yet, buffers that are not rank 0's."""
     snapshot = content.snapshot
     buffers = {
@@ -256,9 +247,9 @@ def _add_own(content: _Content, parts: Parts, differing: list[bool]) -> None:
         str(flat): {"local": local, "filled": filled}
         for flat, (local, filled) in snapshot.grad_locals().items()
     }
-    own = {"random": read_random_state(parts.device), "buffers": buffers, "grads": grads}
-    if keeps_position(parts.loader):
-        own["data"] = parts.loader.state_dict()
+    own = {"random": read_random_state(training.device), "buffers": buffers, "grads": grads}
+    if keeps_position(training.loader):
+        own["data"] = training.loader.state_dict()
     content.own = pack(own, "own", partial(content.put, "own"))
 
 
@@ -275,7 +266,7 @@ def _record(words: _Words, name: str, sums: Sums) -> FileRecord:
 
 
 def _manifest(tag: str, stage: int, words: _Words, files: list[FileRecord]) -> Manifest:
-    from ... import __version__
+    from ...utils.version import __version__
 
     return Manifest(
         format=FORMAT,

@@ -11,11 +11,12 @@ from typing import Any, final
 
 from pydantic import TypeAdapter
 
-from ...ops.collectives import Collectives
+from ...ops.comm.collectives import Collectives
 from .agreement import together
-from .folders import Claim, commit, discard, file_name, prune, write_latest
-from .format import FileRecord, Manifest, record_to_json
-from .tensor_file import Entry, Sums, write_tensors
+from .format import record_to_json
+from .io.folders import Claim, commit, discard, file_name, prune, write_latest
+from .io.tensor_file import Entry, Sums, write_tensors
+from .manifest import FileRecord, Manifest
 
 log = logging.getLogger("xds")
 DOING = "save_checkpoint"

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops.errors import UsageError
-from ...zero.gathered import GatheredParameters
-from ..config import Config
+from ...utils.errors import UsageError
+from ...zero.access.gathered import GatheredParameters
+from ..config.config import Config
 from ..initialize import initialize
-from ..schedules import build_scheduler
+from ..optim.schedules import build_scheduler
 from .accelerate_values import batch_values, optimizer_values, schedule_values
 from .given import Given, Source, hidden_size_of, precision, sized_by
 from .optional import need

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from ...ops.config_keys import AUTO, joined
-from ...ops.config_rules import shown
-from ...ops.errors import ConfigError, UsageError
-from ..config import Config, canonical_path, parse_config
-from ..config_text import read_source
+from ...utils.errors import ConfigError, UsageError
+from ...utils.schema.keys import AUTO, joined
+from ...utils.schema.rules import shown
+from ..config.config import Config, canonical_path, parse_config
+from ..config.text import read_source
 
 
 @dataclass(frozen=True)

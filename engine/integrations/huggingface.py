@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...ops.errors import UsageError
-from ..config import Config
-from ..schedules import build_scheduler
+from ...utils.errors import UsageError
+from ..config.config import Config
+from ..optim.schedules import build_scheduler
 from .given import Given, Source, hidden_size_of, sized_by
 from .optional import need
 from .trainer_values import argument_values, schedule_values

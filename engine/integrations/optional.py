@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-from ...ops.errors import UsageError
+from ...utils.errors import UsageError
 
 
 def need(package: str, who: str, extra: str) -> ModuleType:

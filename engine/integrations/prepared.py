@@ -12,8 +12,8 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from ...ops.errors import UsageError
-from ..batches import move
+from ...utils.errors import UsageError
+from ..data.batches import move
 from ..engine import Engine
 
 

@@ -16,10 +16,7 @@ from torch.utils.data import Dataset
 from train import HERE, build_model, load_text  # the other example beside this one
 from transformers import HfArgumentParser, TrainerCallback
 
-from xds.engine.integrations.huggingface import (
-    Trainer,  # changed: was transformers.Trainer
-    TrainingArguments,  # changed: was transformers.TrainingArguments
-)
+from xds.engine.integrations.huggingface import Trainer, TrainingArguments
 
 
 @dataclass

@@ -13,8 +13,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ...ops import raw_collectives as raw
-from ...ops.collectives import Collectives
+from ...ops.comm import raw_collectives as raw
+from ...ops.comm.collectives import Collectives
 
 _CHUNK_NUMEL = 1 << 20  # so that checking takes little memory beside the tensors themselves
 _SMALL_BYTES = 64 * 1024  # gather_small is for less

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ...ops import raw_collectives as raw
-from ...ops.collectives import Collectives
+from ...ops.comm import raw_collectives as raw
+from ...ops.comm.collectives import Collectives
 from ..environment.probes.network import ipv4
 from ..ranks.network import address_towards
 from .plan import Link
@@ -86,29 +86,29 @@ def _shared(door: Collectives, found: Link | None) -> Link | None:
 
 def _tcp(door: Collectives, peer: int) -> Link | None:
     """Rank 0 listens and receives, `peer` sends; all others wait."""
-    board = door.board()
-    if board is None:  # MPI knows no store to say the address in
+    store = door.store()
+    if store is None:  # MPI knows no store to say the address in
         return None
     found = None
     try:
-        found = _tcp_ends(door, board, peer)
+        found = _tcp_ends(door, store, peer)
     except OSError as error:  # a firewall, say; the collectives may find another way
         print(f"xds bench comm: the link cannot be measured: {error}", file=sys.stderr, flush=True)
     door.barrier()
     return found
 
 
-def _tcp_ends(door: Collectives, board: Any, peer: int) -> Link | None:
+def _tcp_ends(door: Collectives, store: Any, peer: int) -> Link | None:
     if door.rank == 0:
         with socket.create_server((_own_address(), 0)) as server:
             server.settimeout(_TIMEOUT_SECONDS)
             address = server.getsockname()
-            board.set("xds bench link", f"{address[0]} {address[1]}")
+            store.set("xds bench link", f"{address[0]} {address[1]}")
             connection, _ = server.accept()
             with connection:
                 return receive(connection, f"TCP over {_interface()}{address[0]}")
     elif door.rank == peer:
-        host, port = board.get("xds bench link").decode().split()
+        host, port = store.get("xds bench link").decode().split()
         with socket.create_connection((host, int(port)), _TIMEOUT_SECONDS) as connection:
             send(connection)
     return None

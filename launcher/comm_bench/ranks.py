@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ...engine.process import join, pick_device
-from ...ops.collectives import open_collectives
-from ...ops.errors import XdsError
+from ...engine.process.process import join, pick_device
+from ...ops.comm.opening import open_collectives
+from ...utils.errors import XdsError
 from .cases import CASES, Case, Place, largest_bytes
 from .link import host_numbers, measure
 from .plan import HEADING, Link, Plan, Row, Where, binary, row, row_text, sizes

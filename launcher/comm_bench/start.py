@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn, final
 
-from ...ops.errors import UsageError
-from ...ops.sizes import parse_bytes
+from ...utils.errors import UsageError
+from ...utils.quoting import printable
+from ...utils.sizes import parse_bytes
 from .plan import DTYPES, FIRST_BYTES, OPS, Plan
 
 MODULE = "xds.launcher.comm_bench.ranks"
@@ -44,7 +45,7 @@ def read(argv: Sequence[str]) -> tuple[Plan, list[str]]:
     ops = tuple(word for part in asked.op or [] for word in part.split(",") if word)
     for op in ops:
         if op not in OPS:
-            raise UsageError(f"--op = {op}: must be one of {', '.join(OPS)}")
+            raise UsageError(f"--op = {printable(op)}: must be one of {', '.join(OPS)}")
     if asked.trials < 1:
         raise UsageError(f"--trials = {asked.trials}: must be a number from 1")
     if not 0 < asked.seconds < 3600:
@@ -53,7 +54,8 @@ def read(argv: Sequence[str]) -> tuple[Plan, list[str]]:
     largest = parse_bytes("--max-size", asked.max_size) if asked.max_size else 0
     if largest and largest < smallest:
         raise UsageError(
-            f"--max-size = {asked.max_size}: is below --min-size = {asked.min_size}; raise it"
+            f"--max-size = {printable(asked.max_size)}: is below --min-size = "
+            f"{printable(asked.min_size)}; raise it"
         )
     plan = Plan(ops or OPS, smallest, largest, asked.dtype, asked.trials, asked.seconds, asked.json)
     return plan, launcher_words

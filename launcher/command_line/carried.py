@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ...ops.errors import UsageError
+from ...utils.errors import UsageError
+from ...utils.quoting import quoted
+from ...utils.small_files import read_small_file
 
 # DeepSpeed's list, and what decides about speed and results of torch, its networks and its kernels
 _PREFIXES = (
@@ -101,18 +103,12 @@ def _same(one: Path, other: Path) -> bool:
 
 def _read(path: Path) -> dict[str, str]:
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-        text = data.decode("utf-8-sig")
+        text = read_small_file(path, _MAX_FILE_BYTES).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         what = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(
-            f"environment file = {str(path)!r}: {what}; give a text file of lines KEY=value"
+            f"environment file = {quoted(path)}: {what}; give a text file of lines KEY=value"
         ) from None
-    if len(data) > _MAX_FILE_BYTES:
-        raise UsageError(
-            f"environment file = {str(path)!r}: longer than 1 MiB; is it the right file?"
-        )
     pairs: dict[str, str] = {}
     for number, line in enumerate(re.split("\r\n|\n|\r", text), 1):
         stripped = line.strip()
@@ -122,7 +118,7 @@ def _read(path: Path) -> dict[str, str]:
         key = key.strip()
         if not equals or not _NAME.fullmatch(key) or "\0" in value:
             raise UsageError(
-                f"environment file = {str(path)!r}, line {number}: {_shown(stripped)!r} is no KEY=value;"
+                f"environment file = {quoted(path)}, line {number}: {quoted(_shown(stripped))} is no KEY=value;"
                 " correct it, or begin it with # to leave it out"
             )
         pairs[key] = value.strip()

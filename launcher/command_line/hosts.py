@@ -13,11 +13,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import final
 
-from ...ops.errors import UsageError
+from ...utils.errors import UsageError
+from ...utils.quoting import printable, quoted
+from ...utils.small_files import read_small_file
 from ..job import Host
 
 _MAX_SLOTS = 4096
 _NEAR = 3  # how many known names an error lists when none is near
+_NEAR_CHARS = 64  # of a name that is compared with the known ones
 _MAX_TOLD = 20  # mistakes of one file that are listed
 
 
@@ -28,11 +31,11 @@ def read_hostfile(path: str | Path) -> list[Host]:
         UsageError: it cannot be read, or lines of it are wrong: all of them, each with its number.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
+        text = read_small_file(path).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         what = error.strerror if isinstance(error, OSError) else f"not UTF-8 text ({error})"
         raise UsageError(
-            f"hostfile = {str(path)!r}: {what}; give a text file of lines such as `worker-1 slots=8`"
+            f"hostfile = {quoted(path)}: {what}; give a text file of lines such as `worker-1 slots=8`"
         ) from None
     reader = _Reader()
     for number, line in enumerate(re.split("\r\n|\n|\r", text), 1):
@@ -43,7 +46,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
         told, num_more = reader.mistakes[:_MAX_TOLD], len(reader.mistakes) - _MAX_TOLD
         if num_more > 0:
             told.append(f"... and {num_more} more")
-        raise UsageError(f"hostfile = {str(path)!r}: " + "\n  ".join(told))
+        raise UsageError(f"hostfile = {quoted(path)}: " + "\n  ".join(told))
     return list(reader.hosts.values())
 
 
@@ -64,7 +67,7 @@ class _Reader:
             name, num_slots = host_name(words[0]), _num_slots(words)
             if name in self.hosts:
                 raise UsageError(
-                    f"{name!r} is in line {self._lines[name]} already; name each host once,"
+                    f"{quoted(name)} is in line {self._lines[name]} already; name each host once,"
                     " with all of its slots"
                 )
         except UsageError as error:
@@ -84,17 +87,19 @@ def host_name(text: str) -> str:
     if name.startswith("[") and name.endswith("]"):
         name = name[1:-1]
     if not name or (at and not user):
-        raise UsageError(f"host = {text!r}: must be a name, an address or user@name")
+        raise UsageError(f"host = {quoted(text)}: must be a name, an address or user@name")
     if user.startswith("-") or name.startswith("-"):
         raise UsageError(
-            f"host = {text!r}: a host's name cannot begin with '-' (it would be taken for an"
+            f"host = {quoted(text)}: a host's name cannot begin with '-' (it would be taken for an"
             " option); give its address"
         )
     if not text.isprintable() or any(char.isspace() for char in text):
-        raise UsageError(f"host = {text!r}: a host's name has no spaces and control characters")
+        raise UsageError(
+            f"host = {quoted(text)}: a host's name has no spaces and control characters"
+        )
     if "[" in name or "]" in name:
         raise UsageError(
-            f"host = {text!r}: ranges of hosts are not known here; write a line for each"
+            f"host = {quoted(text)}: ranges of hosts are not known here; write a line for each"
         )
     return f"{user}{at}{name}"
 
@@ -102,17 +107,17 @@ def host_name(text: str) -> str:
 def _num_slots(words: list[str]) -> int:
     need = "needs `slots=N`, such as `worker-1 slots=8`"
     if len(words) < 2:
-        raise UsageError(f"{words[0]!r}: {need}")
+        raise UsageError(f"{quoted(words[0])}: {need}")
     name, _, number = words[1].partition("=")
     if name != "slots":
-        raise UsageError(f"{words[1]!r}: {need}")
+        raise UsageError(f"{quoted(words[1])}: {need}")
     # OpenMPI's own files may say max_slots too, for which there is no use here
     more = [word for word in words[2:] if not re.fullmatch(r"max[-_]slots=[0-9]+", word)]
     if more:
-        raise UsageError(f"{more[0]!r}: unknown behind slots=; comments begin with #")
+        raise UsageError(f"{quoted(more[0])}: unknown behind slots=; comments begin with #")
     if not re.fullmatch("[0-9]{1,9}", number) or not 1 <= int(number) <= _MAX_SLOTS:
         raise UsageError(
-            f"slots={number}: must be a number from 1 to {_MAX_SLOTS}"
+            f"slots={printable(number)}: must be a number from 1 to {_MAX_SLOTS}"
             "; to leave a host out, begin its line with #"
         )
     return int(number)
@@ -138,7 +143,7 @@ def filter_hosts(hosts: Sequence[Host], include: str = "", exclude: str = "") ->
         if slots:
             kept.append(replace(host, slots=slots))
     if not kept:
-        raise UsageError(f"--exclude = {exclude}: leaves no host; exclude less")
+        raise UsageError(f"--exclude = {printable(exclude)}: leaves no host; exclude less")
     return kept
 
 
@@ -154,7 +159,7 @@ def first_hosts(hosts: Sequence[Host], num_nodes: int = 0, num_gpus: int = 0) ->
     for host in taken if num_gpus else ():
         if num_gpus > len(host.slots):
             raise UsageError(
-                f"--num-gpus = {num_gpus}: host {host.name!r} has {len(host.slots)} slots;"
+                f"--num-gpus = {num_gpus}: host {quoted(host.name)} has {len(host.slots)} slots;"
                 " ask for fewer, or name the slots with --include"
             )
     return [replace(host, slots=host.slots[: num_gpus or None]) for host in taken]
@@ -166,22 +171,24 @@ def _named(setting: str, text: str, hosts: Sequence[Host]) -> dict[str, set[int]
     found: dict[str, set[int]] = {}
     for spec in _specs(text, known):
         if not spec:
-            raise UsageError(f"{setting} = {text}: an empty name; write host:slot,slot@host")
+            raise UsageError(
+                f"{setting} = {printable(text)}: an empty name; write host:slot,slot@host"
+            )
         name, slots = _name_and_slots(spec, known)
         if name not in known:
             raise UsageError(
-                f"{setting} = {text}: no host {name!r} here; {_nearest(name, list(known))}"
+                f"{setting} = {printable(text)}: no host {quoted(name)} here; {_nearest(name, list(known))}"
             )
         try:
             numbers = set(_numbers(slots)) if slots is not None else set(known[name].slots)
         except ValueError:
             raise UsageError(
-                f"{setting} = {text}: {slots!r}: slots are numbers, such as 0,2 or 0-3"
+                f"{setting} = {printable(text)}: {quoted(slots)}: slots are numbers, such as 0,2 or 0-3"
             ) from None
         unknown = sorted(numbers.difference(known[name].slots))
         if unknown:
             raise UsageError(
-                f"{setting} = {text}: no slot {unknown[0]} on host {name!r}; it has"
+                f"{setting} = {printable(text)}: no slot {unknown[0]} on host {quoted(name)}; it has"
                 f" {_ranges(known[name].slots)}"
             )
         found.setdefault(name, set()).update(numbers)
@@ -239,8 +246,8 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=1)
+    near = get_close_matches(name[:_NEAR_CHARS], known, n=1)
     if near:
-        return f"did you mean {near[0]!r}?"
+        return f"did you mean {quoted(near[0])}?"
     more = ", ..." if len(known) > _NEAR else ""
-    return "there are " + ", ".join(map(repr, known[:_NEAR])) + more
+    return "there are " + ", ".join(map(quoted, known[:_NEAR])) + more

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from ...ops.errors import UsageError
+from ...utils.errors import UsageError
+from ...utils.quoting import printable
 from ..job import Rendezvous
 from .options import Asked
 
@@ -20,7 +21,7 @@ def num_machines(asked: Asked) -> tuple[int, int]:
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most:
         raise UsageError(
-            f"{asked.spelled['nnodes']} = {text}: must be a number of machines from 1, or MIN:MAX"
+            f"{asked.spelled['nnodes']} = {printable(text)}: must be a number of machines from 1, or MIN:MAX"
         )
     return least, most
 
@@ -48,7 +49,7 @@ def dynamic(asked: Asked, kind: str, least: int, most: int) -> Rendezvous:
     endpoint = asked.text("rdzv_endpoint")
     if not endpoint and most > 1:
         raise UsageError(
-            f"--rdzv-backend = {kind}: several machines need --rdzv-endpoint HOST:PORT, the same on"
+            f"--rdzv-backend = {printable(kind)}: several machines need --rdzv-endpoint HOST:PORT, the same on"
             " each"
         )
     if kind == "c10d":
@@ -71,10 +72,12 @@ def _split_endpoint(text: str, default_port: int) -> tuple[str, int]:
     if found is None:
         if text.count(":") > 1 and re.fullmatch("[0-9A-Fa-f:.%a-z]+", text):
             return text, default_port
-        raise UsageError(f"endpoint = {text}: must be HOST:PORT; an address of IPv6 in brackets")
+        raise UsageError(
+            f"endpoint = {printable(text)}: must be HOST:PORT; an address of IPv6 in brackets"
+        )
     port = found[2] or found[4]
     if port and int(port) > 65535:
-        raise UsageError(f"endpoint = {text}: a port is a number up to 65535")
+        raise UsageError(f"endpoint = {printable(text)}: a port is a number up to 65535")
     return found[1] or found[3], int(port) if port else default_port
 
 
@@ -89,7 +92,7 @@ def _settings(asked: Asked) -> dict[str, str]:
         key, equals, value = pair.partition("=")
         if not (key.strip() and equals):
             raise UsageError(
-                f"--rdzv-conf = {asked.text('rdzv_conf')}: must be KEY=VALUE,KEY=VALUE"
+                f"--rdzv-conf = {printable(asked.text('rdzv_conf'))}: must be KEY=VALUE,KEY=VALUE"
             )
         found[key.strip()] = value.strip()
     return found

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import final
 
-from ...ops.errors import UsageError
+from ...utils.errors import UsageError
+from ...utils.quoting import printable
 from .option_table import GROUPS, OPTIONS, Option
 
 _USAGE = """\
@@ -76,7 +77,7 @@ class Asked:
             return default
         if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
             bound = f"from {least}" + (f" to {most}" if most < 2**31 else "")
-            raise UsageError(f"{self.spelled[name]} = {text}: must be a number {bound}")
+            raise UsageError(f"{self.spelled[name]} = {printable(text)}: must be a number {bound}")
         return int(text)
 
     def first(self, *names: str) -> str:
@@ -112,9 +113,9 @@ def read(words: Sequence[str]) -> Asked:
         name, equals, value = _cut(word)
         option = _BY_NAME.get(name)
         if option is None:
-            raise UsageError(f"unknown option {name}{_nearest(name)}")
+            raise UsageError(f"unknown option {printable(name)}{_nearest(name)}")
         if not option.value and equals:
-            raise UsageError(f"{name} = {value}: takes no value; write {name} alone")
+            raise UsageError(f"{name} = {printable(value)}: takes no value; write {name} alone")
         if option.value and not equals:
             value = _value(name, option, words[position : position + 1])
             position += 1
@@ -134,10 +135,12 @@ def judge(asked: Asked) -> list[str]:
         if text in ("", *option.harmless):
             continue
         if option.refusal:
-            shown = name if not option.value else f"{name} = {text}"
+            shown = name if not option.value else f"{name} = {printable(text)}"
             raise UsageError(f"{shown}: {option.refusal}")
         if option.choices and text not in option.choices:
-            raise UsageError(f"{name} = {text}: must be one of {', '.join(option.choices)}")
+            raise UsageError(
+                f"{name} = {printable(text)}: must be one of {', '.join(option.choices)}"
+            )
         if option.note:
             notes.append(f"{name} has no effect: {option.note}")
     return notes
@@ -193,5 +196,5 @@ def _value(name: str, option: Option, following: Sequence[str]) -> str:
 
 
 def _nearest(name: str) -> str:
-    near = get_close_matches(name, list(_BY_NAME), n=1)
+    near = get_close_matches(name[:64], list(_BY_NAME), n=1)
     return f"; did you mean {near[0]}?" if near else "; see `xds --help`"

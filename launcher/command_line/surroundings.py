@@ -11,14 +11,9 @@ import re
 import socket
 from collections.abc import Mapping
 
-from ...engine.foreign_launcher import (
-    USUAL_PORT,
-    Place,
-    place,
-    slurm_name,
-    slurm_nodes,
-)
-from ...ops.errors import UsageError
+from ...engine.process.foreign_launcher import USUAL_PORT, Place, place, slurm_name, slurm_nodes
+from ...utils.errors import UsageError
+from ...utils.quoting import printable, quoted
 from ..job import Host, Rendezvous
 
 _USUAL_RANKS = 2  # of a machine without GPUs, as on one alone
@@ -87,7 +82,7 @@ def _told(environ: Mapping[str, str], size_key: str) -> Rendezvous:
         )
     port = _number(environ, "MASTER_PORT") or USUAL_PORT
     if port > _LAST_PORT:
-        raise UsageError(f"MASTER_PORT = {port}: must be a port, at most {_LAST_PORT}")
+        raise UsageError(f"MASTER_PORT = {printable(port)}: must be a port, at most {_LAST_PORT}")
     return _meeting(master, port, num_nodes, node_rank, "xds")
 
 
@@ -152,5 +147,7 @@ def _slots(environ: Mapping[str, str]) -> int:
 def _number(environ: Mapping[str, str], key: str) -> int:
     text = environ.get(key, "").strip()
     if text and not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise UsageError(f"{key} = {text!r}: must be a number from 0; correct it, or unset it")
+        raise UsageError(
+            f"{key} = {quoted(text)}: must be a number from 0; correct it, or unset it"
+        )
     return int(text or 0)

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final
 
-from ...ops.errors import UsageError
+from ...utils.errors import UsageError
+from ...utils.quoting import printable
 from ..job import Host, Job, Remote, Rendezvous, Restarts
 from .hosts import filter_hosts, first_hosts, read_hostfile
 from .meeting import dynamic, num_machines, static
@@ -66,7 +67,7 @@ def where_to_run(
     python = asked.text("python", sys.executable)
     if isinstance(where, Local) and os.path.realpath(python) != os.path.realpath(sys.executable):
         raise UsageError(
-            f"--python = {python}: is for other machines; on this one start xds itself with it,"
+            f"--python = {printable(python)}: is for other machines; on this one start xds itself with it,"
             f" `{shlex.quote(python)} -m xds.launcher.cli ...`"
         )
     return where
@@ -139,7 +140,7 @@ def _num_ranks(asked: Asked) -> int | Literal["auto", "gpu", "cpu"]:
         return "gpu" if text == "gpu" else "cpu"
     if not re.fullmatch("[0-9]{1,5}", text) or int(text) < 1:
         raise UsageError(
-            f"{asked.spelled['nproc_per_node']} = {text}: must be a number from 1, auto, gpu or cpu"
+            f"{asked.spelled['nproc_per_node']} = {printable(text)}: must be a number from 1, auto, gpu or cpu"
         )
     return int(text)
 
@@ -165,7 +166,7 @@ def _restarts(asked: Asked, min_nodes: int = 0, max_nodes: int = 0) -> Restarts:
 def _fits(config: str) -> Callable[[int], bool] | None:
     if not config:
         return None
-    from ...engine.elasticity import fits
+    from ...engine.elastic.world_sizes import fits
 
     return fits(config)
 
@@ -198,7 +199,7 @@ def _named_devices(asked: Asked) -> tuple[int, ...] | None:
     own = num_gpus()
     if not own and asked.has("exclude"):
         raise UsageError(
-            f"--exclude = {asked.text('exclude')}: no GPU is known here to leave out; name a"
+            f"--exclude = {printable(asked.text('exclude'))}: no GPU is known here to leave out; name a"
             " hostfile with --hostfile, or the number of ranks with --nproc-per-node"
         )
     include, exclude = asked.text("include"), asked.text("exclude")
@@ -247,7 +248,7 @@ def _all_hosts(
         path = default_hostfile
     if path and asked.has("hostfile") and not Path(path).exists():
         raise UsageError(
-            f"{asked.spelled['hostfile']} = {path}: no such file; correct the path, or leave it out"
+            f"{asked.spelled['hostfile']} = {printable(path)}: no such file; correct the path, or leave it out"
             " to run on this machine"
         )
     hosts = read_hostfile(path) if path else _allocated(environ or {})
@@ -260,14 +261,14 @@ def _all_hosts(
     num_ranks = _num_ranks(asked)
     if num_ranks in ("gpu", "cpu"):
         raise UsageError(
-            f"{asked.spelled['nproc_per_node']} = {num_ranks}: hosts have the slots that the"
+            f"{asked.spelled['nproc_per_node']} = {printable(num_ranks)}: hosts have the slots that the"
             " hostfile says; give a number, or leave it out"
         )
     least, most = num_machines(asked)
     if least > len(hosts):
         raise UsageError(
-            f"{asked.spelled['nnodes']} = {asked.text('nnodes')}: there are {len(hosts)} hosts; ask for"
-            " fewer"
+            f"{asked.spelled['nnodes']} = {printable(asked.text('nnodes'))}: there are {len(hosts)} "
+            "hosts; ask for fewer"
         )
     has_restarts = asked.number("max_restarts", 0) > 0 or asked.has("elastic_training")
     if most and not has_restarts:
@@ -315,7 +316,7 @@ def remote(asked: Asked, environ: Mapping[str, str]) -> Remote:
         launcher_args = tuple(shlex.split(words))
     except ValueError as error:
         raise UsageError(
-            f"--launcher-args = {words}: {error}; close the quotes as for a shell"
+            f"--launcher-args = {printable(words)}: {error}; close the quotes as for a shell"
         ) from None
     return Remote(
         folder=folder,
@@ -387,9 +388,9 @@ def _by_environment(asked: Asked, environ: Mapping[str, str]) -> Local | Hosts:
         return _on_hosts(asked, _all_hosts(asked, "", environ), "slurm", environ)
     if num_machines(merged)[0] > 1:
         raise UsageError(
-            f"{merged.spelled['nnodes']} = {merged.text('nnodes')}: the machines do not know where to meet;"
-            " give each --master-addr and --node-rank, or --rdzv-backend c10d --rdzv-endpoint HOST:PORT,"
-            " or name them all with --hostfile"
+            f"{merged.spelled['nnodes']} = {printable(merged.text('nnodes'))}: the machines do not know "
+            "where to meet; give each --master-addr and --node-rank, or --rdzv-backend c10d --rdzv-endpoint "
+            "HOST:PORT, or name them all with --hostfile"
         )
     return _here(merged)
 
@@ -405,6 +406,6 @@ def _with_torchruns(asked: Asked, environ: Mapping[str, str]) -> Asked:
 
 def _is_in_step(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process for a part of the job; a shell it opened is for all of it."""
-    from ...engine.foreign_launcher import in_step
+    from ...engine.process.foreign_launcher import in_step
 
     return in_step(environ) and "SLURM_PTY_PORT" not in environ

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from .probes.line import Line, printable
+from ...utils.quoting import escaped
+from .probes.line import Line
 
 NOT_TOLD = "(not told)"
 VERSIONS = ("xds", "python", "torch", "nccl")  # of these every host must have the same
@@ -32,7 +33,7 @@ class Difference:
             who = named(hosts) if is_odd else f"{len(hosts)} of {total} hosts"
             remedy = f" ({line.remedy})" if line.remedy else ""
             parts.append(
-                f"{who}: {self.key} {printable(line.value)}{remedy}" + "  <- differs" * is_odd
+                f"{who}: {self.key} {escaped(line.value)}{remedy}" + "  <- differs" * is_odd
             )
         return "; ".join(parts)
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
-from ...ops.errors import UsageError
+from ...utils.errors import UsageError
+from ...utils.quoting import printable
 from ..remote.fan_out import Answer, fan_out
 from . import here
 from .compare import Comparison, compare, report
@@ -158,7 +159,7 @@ def _fields(said: Any) -> dict[str, Any]:
 def reason(answer: Answer) -> str:
     """Why a host did not answer, in ssh's own words where it has any."""
     words = [line.strip() for line in answer.errors.splitlines() if line.strip()]
-    told = " | ".join(words[-_MAX_ERROR_LINES:])
+    told = " | ".join(map(printable, words[-_MAX_ERROR_LINES:]))
     ending = answer.trouble or f"exit code {answer.code}, and no answer"
     return f"{told} ({ending})" if told else ending
 

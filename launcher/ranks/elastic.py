@@ -1,4 +1,4 @@
-"""Hands a job to torch's elastic launcher: the one file of the launcher that imports torch.
+"""Hands a job to torch's elastic launcher. With meeting_store.py it is what imports torch in the launcher.
 
 torch does the rendezvous, the ranks' environment, and the watch.
 """
@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -19,9 +20,10 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ...ops.errors import UsageError
+from ...utils.errors import UsageError
 from ..job import Job, Order, Rendezvous
-from .network import interface_towards
+from .meeting_store import serve
+from .network import address_towards, interface_towards, is_loopback, split_endpoint
 from .run_folder import RunFolder
 
 _FLIGHT_RECORDER_ENTRIES = (
@@ -43,7 +45,8 @@ def launch(
     Also returns what keeps torch's store open after a failure, where it is served from here.
     """
     logging.disable(logging.CRITICAL)  # the agent's own tables about a failure: ours comes once
-    meeting = order.rendezvous
+    meeting, store = serve(order.rendezvous)
+    order = replace(order, rendezvous=meeting)
     settings = dict(meeting.settings)
     config = LaunchConfig(
         min_nodes=meeting.min_nodes,
@@ -66,13 +69,18 @@ def launch(
     try:
         elastic_launch(config, sys.executable)("-u", *words)
     except ChildFailedError as failed:
-        return dict(failed.failures), failed  # its frames hold the rendezvous
+        return dict(failed.failures), (failed, store)  # its frames hold the rendezvous
     return {}, None
 
 
 def _own_address(meeting: Rendezvous) -> str | None:
-    """The loopback where the run is on one machine: its own name may resolve slowly, wrongly, or not at all."""
-    return "127.0.0.1" if meeting.max_nodes == 1 else None
+    """What the others reach this machine by; not its name, which may resolve slowly, wrongly, or not at all."""
+    if meeting.max_nodes == 1:
+        return "127.0.0.1"
+    host, _ = split_endpoint(meeting.endpoint)
+    own = address_towards(host)
+    # where the machine knows itself by the loopback it cannot know what the others use
+    return None if not own or (is_loopback(own) and not is_loopback(host)) else own
 
 
 def count_ranks(job: Job, asked: int | str) -> int:

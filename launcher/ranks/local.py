@@ -11,7 +11,9 @@ import sys
 from dataclasses import replace
 from typing import Literal
 
-from ...ops.errors import UsageError, XdsError
+from ...utils.errors import UsageError, XdsError
+from ...utils.messages import Outlet, say
+from ...utils.quoting import quoted
 from ..job import Job, Order, Rendezvous, Restarts
 from .failure import first_failure, report, was_preempted
 from .peers import Peers
@@ -49,10 +51,12 @@ def run(job: Job, rendezvous: Rendezvous = _ONE_MACHINE, restarts: Restarts = _N
         peers = Peers(rendezvous, stop)
         if not is_alone:
             peers.start()
-        with RankZero(folder.path, folder.log(0)) as tee:
+        shown = Outlet(stop.was_asked)
+        with RankZero(folder.path, folder.log(0), shown.write, stop.was_asked) as tee:
             outcome = _generations(order, folder, stop, tee)
+        shown.close()
         text, code = _ending(outcome, stop, peers)
-        sys.stderr.write(text)
+        say(text, stop.was_asked)
         if text and not (is_alone or stop.signum):
             peers.tell(text, code)
     if outcome.is_agent_alive:  # told to stop while it imports torch, or waits for other machines
@@ -81,7 +85,9 @@ def _fitting_ranks(job: Job, restarts: Restarts) -> int | Literal["auto", "gpu",
 def check_target(job: Job) -> None:
     """Raise a UsageError where there is no such script."""
     if job.kind == "script" and not os.path.exists(job.target):
-        raise UsageError(f"script = {job.target!r}: no such file; give the path of a Python script")
+        raise UsageError(
+            f"script = {quoted(job.target)}: no such file; give the path of a Python script"
+        )
 
 
 def _generations(order: Order, folder: RunFolder, stop: Stop, tee: RankZero) -> Outcome:
@@ -89,17 +95,13 @@ def _generations(order: Order, folder: RunFolder, stop: Stop, tee: RankZero) -> 
     allowed = 0 if order.agent_restarts else order.max_restarts
     while True:
         outcome = supervise(order, folder, stop, tee.environment)
-        tee.drain(_DRAIN_SECONDS, lambda: bool(stop.signum))
+        tee.drain(_DRAIN_SECONDS, stop.was_asked)
         is_over = bool(stop.signum) or not outcome.failures or was_preempted(outcome.failures)
         if is_over or order.generation >= allowed:
             return outcome
-        sys.stderr.write(report(outcome.failures, outcome.finished))
         order = replace(order, generation=order.generation + 1)
-        print(
-            f"xds: starting every rank again ({order.generation} of {allowed})",
-            file=sys.stderr,
-            flush=True,
-        )
+        again = f"xds: starting every rank again ({order.generation} of {allowed})\n"
+        say(report(outcome.failures, outcome.finished) + again, stop.was_asked)
 
 
 def _ending(outcome: Outcome, stop: Stop, peers: Peers) -> tuple[str, int]:

@@ -37,12 +37,20 @@ def address_towards(host: str) -> str:
     return ""
 
 
+def is_loopback(host: str) -> bool:
+    """Whether `host` is an address, no name but "localhost", that no other machine reaches."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
 def interface_towards(endpoint: str) -> str:
     """The name of the network interface on the way to "host:port"; "" where it is not known."""
     own = address_towards(split_endpoint(endpoint)[0])
     if not own:
         return ""
-    if ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+    if is_loopback(own):
         return _named_loopback()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import final
 
 from .failure import SAVED_AND_LEFT
-
-_SWEEP_SECONDS = 0.5  # for a worker's helpers (shared-memory trackers) to clean up by themselves
+from .guard import HELPERS_SECONDS, Guard, end_sessions, started, still_ours
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,20 @@ class Exit:
 class Workers:
     """The direct children of this process that lead a session of their own: one for each rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
         self.exits: dict[int, Exit] = {}
         self.killed: set[int] = set()  # by us, so their end says nothing about the cause
         self._watched: dict[int, float] = {}  # pid to the time it was started
+        self._began: dict[int, str] = {}  # the same in the kernel's ticks
 
     def find(self) -> None:
         """Take note of workers that have started since the last call."""
         for pid, started_at in _session_leading_children().items():
             if pid not in self._watched:
                 self._watched[pid] = started_at
+                self._began[pid] = started(pid)
+                self._guard.watch(pid)
                 threading.Thread(target=self._watch, args=(pid,), daemon=True).start()
 
     def alive(self, started_before_seconds: float = math.inf) -> list[int]:
@@ -78,14 +81,7 @@ class Workers:
 
     def sweep(self) -> None:
         """After a failure: wait a moment for what the workers started, then kill what is left."""
-        deadline = time.monotonic() + _SWEEP_SECONDS
-        groups = [pid for pid in self._watched if _group_exists(pid)]
-        while groups and time.monotonic() < deadline:
-            time.sleep(0.02)
-            groups = [pid for pid in groups if _group_exists(pid)]
-        for pid in groups:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+        end_sessions(still_ours(self._began), HELPERS_SECONDS)
 
     def _watch(self, pid: int) -> None:
         status: int | None = None
@@ -114,13 +110,3 @@ def _session_leading_children() -> dict[int, float]:
         if int(fields[1]) == own_pid and int(fields[3]) == int(entry.name):
             found[int(entry.name)] = booted_at + int(fields[19]) / ticks_a_second
     return found
-
-
-def _group_exists(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

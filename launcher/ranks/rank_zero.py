@@ -14,7 +14,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import select
 import shutil
 import signal
 import struct
@@ -27,6 +26,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, final
 
+from ...utils.messages import write_whole
+
 Write = Callable[[int, bytes], None]
 
 _VARIABLES = {1: "XDS_RANK_OUT", 2: "XDS_RANK_ERR"}
@@ -34,16 +35,7 @@ _CHUNK_BYTES = 65_536
 _LEAVE_SECONDS = 0.5
 _TICK_SECONDS = 0.05
 _SLOW_READER_SECONDS = 30.0
-
-
-def write_whole(descriptor: int, data: bytes) -> None:
-    """Write every byte of `data`."""
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[os.write(descriptor, view) :]
-        except BlockingIOError:  # some other process made the terminal non-blocking
-            select.select([], [descriptor], [])
+_SIGNAL_SECONDS = 1.0  # what ends a reader may be about to stop us, too: a batch system, say
 
 
 @final
@@ -52,10 +44,18 @@ class RankZero:
 
     folder: for the names that the worker opens. log: both streams, in order of arrival; appended to.
     write: takes (1 or 2, bytes); an OSError of it says that nobody reads any more.
+    is_stopping: whether the ranks were asked to stop; they may save then, and write to the log alone where
+        nobody reads. None is never.
     """
 
-    def __init__(self, folder: Path, log: Path, write: Write = write_whole) -> None:
-        self._folder, self._write = folder, write
+    def __init__(
+        self,
+        folder: Path,
+        log: Path,
+        write: Write = write_whole,
+        is_stopping: Callable[[], bool] | None = None,
+    ) -> None:
+        self._folder, self._write, self._is_stopping = folder, write, is_stopping
         self._log = _Log(log)
         self._streams: list[_Stream] = []
         self._environment: dict[str, str] = {}
@@ -106,7 +106,7 @@ class RankZero:
 
     def _open(self, descriptors: tuple[int, ...]) -> None:
         first = descriptors[0]
-        stream = _Stream(first, self._write, self._log)
+        stream = _Stream(first, self._write, self._log, self._is_stopping)
         if os.isatty(first):
             stream.open_terminal()
         else:
@@ -160,7 +160,7 @@ class _Log:
             try:
                 if self._descriptor < 0:
                     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-                    self._descriptor = os.open(self._path, flags, 0o644)
+                    self._descriptor = os.open(self._path, flags, 0o600)
                 write_whole(self._descriptor, data)
             except OSError:
                 self._is_broken = True
@@ -178,11 +178,18 @@ class _Log:
 class _Stream(threading.Thread):
     """One way from rank 0 to a stream of the launcher, and the thread that carries bytes along it."""
 
-    def __init__(self, descriptor: int, write: Write, log: _Log) -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        write: Write,
+        log: _Log,
+        is_stopping: Callable[[], bool] | None,
+    ) -> None:
         super().__init__(name=f"xds-rank0-{descriptor}", daemon=True)
         self.path = ""
         self.is_terminal = False
         self._descriptor, self._write, self._log = descriptor, write, log
+        self._is_stopping, self._is_unread = is_stopping, False
         self._reader = self._held = -1
         self._lock = threading.Lock()  # of the two descriptors
         self._seen_end, self._resume = threading.Event(), threading.Event()
@@ -240,18 +247,38 @@ class _Stream(threading.Thread):
 
     def _pass_on(self, data: bytes) -> None:
         self._log.write(data)
+        if self._is_unread:
+            return
         self._is_writing = True
         try:
             self._write(self._descriptor, data)
         except OSError:
-            # Nobody reads: close our end, so that rank 0 hears of it as it would without us. A
-            # worker that starts later must not wait for a reader that never comes.
-            self._is_broken = True
-            if not self.is_terminal:
-                with contextlib.suppress(OSError):
-                    os.unlink(self.path)
-                    os.symlink(self._log.path.absolute(), self.path)
+            if self._is_about_to_stop():
+                self._is_unread = True  # a write that fails could end rank 0 before it has saved
+            else:
+                self._break()
         self._is_writing, self._wrote = False, time.monotonic()
+
+    def _is_about_to_stop(self) -> bool:
+        deadline = time.monotonic() + _SIGNAL_SECONDS
+        while self._is_stopping is not None and not self._is_leaving:
+            if self._is_stopping():
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_TICK_SECONDS)
+        return False
+
+    def _break(self) -> None:
+        """Nobody reads: close our end, so that rank 0 hears of it as it would without us.
+
+        A worker that starts later must not wait for a reader that never comes.
+        """
+        self._is_broken = True
+        if not self.is_terminal:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+                os.symlink(self._log.path.absolute(), self.path)
 
     def _close(self) -> None:
         with self._lock:

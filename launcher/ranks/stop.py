@@ -1,14 +1,20 @@
-"""What asks the ranks of this machine to stop, when, and how long they may take for it."""
+"""What asks the ranks of this machine to stop, when, and how long they may take for it.
+
+A handler does nothing that can block or fail: what it has to tell is written by a thread.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import queue
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import final
+
+from ...utils.messages import PATIENCE_SECONDS, say
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm's --signal, stack dumps: the script's business
@@ -48,6 +54,10 @@ class Stop:
         self.signum = signum
         return True
 
+    def was_asked(self) -> bool:
+        """Whether anybody has asked yet."""
+        return bool(self.signum)
+
     def forward(self, signum: int) -> None:
         """Let `signum` through to every rank."""
         self.forwards.append(signum)
@@ -78,15 +88,17 @@ class Stop:
 def stop_signals(*, says_so: bool = True) -> Iterator[Stop]:
     """Signals to this process become requests, until the context ends; the first is told on standard error."""
     stop = Stop()
+    words: queue.SimpleQueue[str] = queue.SimpleQueue()  # its `put` may interrupt itself
+    voice = threading.Thread(target=_say_all, args=(words,), name="xds-voice", daemon=True)
 
     def asked(signum: int, frame: FrameType | None) -> None:
         if stop.ask(signum) and says_so:
-            # not print: a handler may interrupt another write
-            os.write(2, f"\nxds: {signal.Signals(signum).name}: stopping every rank\n".encode())
+            words.put(f"\nxds: {signal.Signals(signum).name}: stopping every rank\n")
 
     def passed(signum: int, frame: FrameType | None) -> None:
         stop.forward(signum)
 
+    voice.start()
     before = {}
     for handled, handler in ((STOPPING, asked), (FORWARDED, passed)):
         for signum in handled:
@@ -97,3 +109,10 @@ def stop_signals(*, says_so: bool = True) -> Iterator[Stop]:
     finally:
         for signum, former in before.items():
             signal.signal(signum, former)
+        words.put("")
+        voice.join(2 * PATIENCE_SECONDS)
+
+
+def _say_all(words: queue.SimpleQueue[str]) -> None:
+    while text := words.get():
+        say(text)

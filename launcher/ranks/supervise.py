@@ -25,9 +25,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from ...ops.errors import XdsError
+from ...utils.errors import XdsError
 from ..job import Order
 from .failure import Failure, last_lines
+from .guard import Guard
 from .processes import Workers
 from .run_folder import RunFolder
 from .stop import Stop
@@ -78,14 +79,15 @@ def supervise(
     """
     if order.generation:
         gc.collect()  # torch keeps the store of a start, its thread and its sockets, in a cycle
-    agent, workers = _Agent(order, folder, stop, extra), Workers()
-    agent.start()
-    _supervise(agent, workers, stop, on_failure)
-    if agent.error is not None:
-        raise agent.error
-    outcome = Outcome(is_agent_alive=agent.is_alive(), held=agent.held)
-    if stop.signum or agent.failures or agent.fault:
-        workers.sweep()
+    with Guard() as guard:
+        agent, workers = _Agent(order, folder, stop, extra), Workers(guard)
+        agent.start()
+        _supervise(agent, workers, stop, on_failure)
+        if agent.error is not None:
+            raise agent.error
+        outcome = Outcome(is_agent_alive=agent.is_alive(), held=agent.held)
+        if stop.signum or agent.failures or agent.fault:
+            workers.sweep()
     outcome.error = agent.fault
     if outcome.is_agent_alive:
         outcome.failures = _seen_failures(agent, folder)

@@ -58,7 +58,8 @@ def main() -> None:
     if kind == "program":
         _become(target, args, error_file)
     if files and not faulthandler.is_enabled():
-        faulthandler.enable(open(f"{files}.fault.txt", "w"))  # open for as long as we live
+        # open for as long as we live
+        faulthandler.enable(open(f"{files}.fault.txt", "w", opener=_for_user))
     outcome = _Outcome(f"{files}.ended" if files else "")
     atexit.register(
         _leave, outcome
@@ -97,11 +98,16 @@ def _take_streams(out: str, err: str) -> None:
         if path and path not in opened:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY
             with contextlib.suppress(FileNotFoundError):  # somebody removed the run's folder
-                opened[path] = os.open(path, flags, 0o644)
+                opened[path] = os.open(path, flags, 0o600)
         if path in opened:
             os.dup2(opened[path], number)
     for descriptor in opened.values():
         os.close(descriptor)
+
+
+def _for_user(path: str, flags: int) -> int:
+    """An opener for files that nobody else may read."""
+    return os.open(path, flags, 0o600)
 
 
 def _take_cores(cores: str) -> None:
@@ -168,8 +174,9 @@ def _keep(error_file: str, summary: str, text: str, exit_code: int, has_log: boo
     """Write the failure to `error_file`, whole or not at all, and to the log where there is one."""
     now = time.time()
     if has_log or not error_file:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # nobody reads; the launcher is told all the same
+            sys.stderr.write(text)
+            sys.stderr.flush()
     if not error_file:
         return
     extra = {"py_callstack": text or summary, "timestamp": str(int(now))}
@@ -177,9 +184,11 @@ def _keep(error_file: str, summary: str, text: str, exit_code: int, has_log: boo
         "message": {"message": summary, "extraInfo": extra},
         "xds": {"time_seconds": now, "exit_code": exit_code, "text": text},
     }
-    with open(f"{error_file}.part", "w", encoding="utf-8") as file:
-        json.dump(record, file)
-    os.replace(f"{error_file}.part", error_file)
+    # a folder that was removed or is full: the exit code still tells
+    with contextlib.suppress(OSError):
+        with open(f"{error_file}.part", "w", encoding="utf-8", opener=_for_user) as file:
+            json.dump(record, file)
+        os.replace(f"{error_file}.part", error_file)
 
 
 def _leave(outcome: _Outcome) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...ops.errors import UsageError
+from ...utils.errors import UsageError
 from ..job import Host, Job, Remote, Restarts
 from .backends.base import AllAtOnce, Backend, PerHost
 from .roster import choose

@@ -10,12 +10,12 @@ import os
 import secrets
 import selectors
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
+from ...utils.messages import say
 from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
@@ -23,7 +23,7 @@ from .backends.base import AllAtOnce
 from .backends.orders import encode
 from .link import Link
 from .roster import choose
-from .start import Lost, make_orders, tell, write_all
+from .start import Lost, make_orders, own_streams, tell
 
 _TICK_SECONDS = 0.1
 # After the first failure: for the other hosts' ranks to end, and for what they say about it to arrive.
@@ -78,19 +78,16 @@ def run_at_once(
             if code == 0 and not (start.failures or start.errors):
                 return 0
             if was_preempted(start.failures):
-                sys.stderr.write("xds: every rank has saved and stopped, as it was asked to\n")
+                say("xds: every rank has saved and stopped, as it was asked to\n", stop.was_asked)
                 return first_failure(start.failures).exit_code
             lost = _unheard(hosts, start, code, backend.name)
             text, code = tell(start.failures, start.finished, start.errors, lost)
-            sys.stderr.write(text)
+            say(text, stop.was_asked)
             if generation >= restarts.max_restarts:
                 return code
             generation += 1
-            print(
-                f"xds: starting every rank again ({generation} of {restarts.max_restarts})",
-                file=sys.stderr,
-                flush=True,
-            )
+            again = f"xds: starting every rank again ({generation} of {restarts.max_restarts})\n"
+            say(again, stop.was_asked)
 
 
 def _unheard(hosts: Sequence[Host], start: _Start, code: int, program: str) -> list[Lost]:
@@ -139,7 +136,7 @@ def _one_start(
     command = backend.command([host for host, _ in chosen], remote, words)
     selector = selectors.DefaultSelector()
     environment = dict(os.environ) | backend.environment(remote)
-    link = Link(backend.name, command, token, selector, write_all, environment)
+    link = Link(backend.name, command, token, selector, own_streams(stop), environment)
     link.close_input()
     start = _Start()
     asked: set[int] = set()

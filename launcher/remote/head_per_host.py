@@ -16,13 +16,13 @@ import resource
 import secrets
 import selectors
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from ...ops.errors import UsageError
+from ...utils.errors import UsageError
+from ...utils.messages import say
 from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
@@ -30,7 +30,7 @@ from .backends.base import PerHost
 from .frames import BEATS_A_LIMIT
 from .link import Link
 from .roster import choose
-from .start import Lost, heartbeat_seconds, make_orders, tell, write_all
+from .start import Lost, heartbeat_seconds, make_orders, own_streams, tell
 
 CONNECTING_AT_ONCE = 64
 _TICK_SECONDS = 0.1
@@ -125,6 +125,7 @@ class _Head:
     ) -> None:
         self._job, self._remote, self._backend = job, remote, backend
         self._restarts, self._stop = restarts, stop
+        self._write = own_streams(stop)
         self._limit_seconds = heartbeat_seconds()
         self._token = secrets.token_hex(8)
         self._members = [_Member(host) for host in hosts]
@@ -154,11 +155,11 @@ class _Head:
                 return 0
             goes_on = start.grows or (start.was_stopped_there and self._is_elastic())
             if was_preempted(start.failures) and not goes_on:
-                sys.stderr.write("xds: every rank has saved and stopped, as it was asked to\n")
+                self._say("every rank has saved and stopped, as it was asked to")
                 return first_failure(start.failures).exit_code
             if not start.grows:
                 text, code = tell(start.failures, start.finished, start.errors, start.lost)
-                sys.stderr.write(text)
+                say(text, self._stop.was_asked)
                 if not restarts_left:
                     return code
                 restarts_left -= 1
@@ -202,7 +203,7 @@ class _Head:
         if self._stop.signum:
             return 128 + self._stop.signum
         text, code = tell([], [], {}, self._lost)
-        sys.stderr.write(text)
+        say(text, self._stop.was_asked)
         return code
 
     def _one_start(self, chosen: Sequence[tuple[_Member, int]]) -> _Start:
@@ -313,7 +314,7 @@ class _Head:
             words = [self._remote.python, "-u", "-m", "xds.launcher.remote.node"]
             command = self._backend.command(member.host, self._remote, words)
             link = Link(
-                *(member.host.name, command, self._token, self._selector, write_all),
+                *(member.host.name, command, self._token, self._selector, self._write),
                 holds_back=True,
             )
             member.state, member.link = "connecting", link
@@ -403,7 +404,7 @@ class _Head:
         self._selector.close()
 
     def _say(self, text: str) -> None:
-        print(f"xds: {text}", file=sys.stderr, flush=True)
+        say(f"xds: {text}\n", self._stop.was_asked)
 
 
 def _endpoint(remote: Remote, first: _Member, *, is_alone: bool) -> str:

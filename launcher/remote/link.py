@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
+from ...utils.quoting import printable
 from .frames import Decoder
 
 _READ_BYTES = 1 << 16
@@ -156,7 +157,7 @@ class Link:
 
     def last_words(self) -> str:
         """What it said on standard error at the end, in a line."""
-        return "; ".join(self._tail)
+        return "; ".join(map(printable, self._tail))
 
     def signal(self, signum: int) -> None:
         """To the process and what it started."""

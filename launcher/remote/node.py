@@ -29,10 +29,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO, final
 
-from ...ops.errors import XdsError
+from ...utils.errors import XdsError
+from ...utils.messages import write_whole
 from ..job import Order
 from ..ranks.network import free_port
-from ..ranks.rank_zero import RankZero, write_whole
+from ..ranks.rank_zero import RankZero
 from ..ranks.run_folder import RunFolder, run_folder
 from ..ranks.stop import Stop, stop_signals
 from ..ranks.supervise import Outcome, import_torch, supervise
@@ -158,10 +159,10 @@ class _Here:
             run_id = order.rendezvous.run_id.partition(".")[0]
             self._folder = self._folders.enter_context(run_folder(order.job.log_dir, run_id))
         folder = self._folder
-        with RankZero(folder.path, folder.log(0), write=self._voice.write) as tee:
+        with RankZero(folder.path, folder.log(0), self._voice.write, stop.was_asked) as tee:
             failed = partial(self._voice.say, "failed", generation=order.generation)
             outcome = supervise(order, folder, stop, tee.environment, failed)
-            tee.drain(_DRAIN_SECONDS, lambda: bool(stop.signum))
+            tee.drain(_DRAIN_SECONDS, stop.was_asked)
         return outcome
 
     def leave(self) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
-from ...ops.errors import UsageError
+from ...utils.errors import UsageError
+from ...utils.messages import Outlet
 from ..job import Host, Job, Order, Remote, Rendezvous
 from ..ranks.failure import Failure, Kind, first_failure, report, told_ranks
-from ..ranks.rank_zero import write_whole
+from ..ranks.stop import Stop
+from .link import Write
 
 HEARTBEAT_SECONDS = 6.0  # a silence that counts as the end of a host
 _HOSTS_NAMED = 8
@@ -44,10 +46,15 @@ class Lost:
     ranks: tuple[int, ...] = ()  # that ran there
 
 
-def write_all(descriptor: int, data: bytes) -> None:
-    """Write bytes of a node to this process's own stream; a reader that is gone does not matter."""
-    with contextlib.suppress(BrokenPipeError):
-        write_whole(descriptor, data)
+def own_streams(stop: Stop) -> Write:
+    """Writes bytes of a node to this process's own stream; a reader that is gone does not matter."""
+    outlet = Outlet(stop.was_asked)
+
+    def write(descriptor: int, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            outlet.write(descriptor, data)
+
+    return write
 
 
 def make_orders(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..optim.edits import take_edits
 from .define import define, in_chunks, scaled, skips
 
 
@@ -23,6 +24,7 @@ def adagrad_reference(
     lr_decay: float,
     eps: float,
     weight_decay: float,
+    takes_edits: bool = False,
 ) -> None:
     """One step. Shapes, dtypes and the arguments of the same name: see `adam_reference`.
 
@@ -31,6 +33,8 @@ def adagrad_reference(
     """
     if skips(found_inf):
         return
+    if takes_edits and out is not None:
+        take_edits(param, out)
     wide = scaled(grad, scale, param).add_(param, alpha=weight_decay)
     total = state_sum.to(param.dtype).addcmul_(wide, wide)
     rate = lr / (1 + (float(step) - 1) * lr_decay)
@@ -42,6 +46,7 @@ def adagrad_reference(
 
 adagrad_ = define(
     "adagrad_(Tensor(a!) param, Tensor grad, Tensor(b!) state_sum, Tensor(c!)? out, Tensor step, "
-    "Tensor? scale, Tensor? found_inf, float lr, float lr_decay, float eps, float weight_decay) -> ()",
+    "Tensor? scale, Tensor? found_inf, float lr, float lr_decay, float eps, float weight_decay, "
+    "bool takes_edits=False) -> ()",
     in_chunks(adagrad_reference),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..optim.edits import take_edits
 from .define import define, in_chunks, scaled, skips
 
 
@@ -32,6 +33,7 @@ def adam_reference(
     weight_decay: float,
     decoupled: bool,
     bias_correction: bool,
+    takes_edits: bool = False,
 ) -> None:
     """One step.
 
@@ -44,9 +46,12 @@ def adam_reference(
         found_inf: fp32 []; not 0: nothing changes.
         decoupled: decay as AdamW has it; else it is added to the gradient (L2).
         bias_correction: divide the moments by 1 - beta^step.
+        takes_edits: `out`, bf16 or fp16, holds `param` rounded but where a script wrote: take its values first.
     """
     if skips(found_inf):
         return
+    if takes_edits and out is not None:
+        take_edits(param, out)
     first, second = corrections(step, beta1, beta2, applies=bias_correction)
     wide = scaled(grad, scale, param)
     if decoupled:
@@ -66,6 +71,6 @@ def adam_reference(
 adam_ = define(
     "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? out, "
     "Tensor step, Tensor? scale, Tensor? found_inf, float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, bool decoupled, bool bias_correction) -> ()",
+    "float weight_decay, bool decoupled, bool bias_correction, bool takes_edits=False) -> ()",
     in_chunks(adam_reference),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..optim.edits import take_edits
 from .define import define, in_chunks, scaled, skips
 
 
@@ -23,10 +24,13 @@ def lion_reference(
     beta1: float,
     beta2: float,
     weight_decay: float,
+    takes_edits: bool = False,
 ) -> None:
     """One step. Shapes, dtypes and the arguments of the same name: see `adam_reference`."""
     if skips(found_inf):
         return
+    if takes_edits and out is not None:
+        take_edits(param, out)
     wide = scaled(grad, scale, param)
     mean = exp_avg.to(param.dtype)
     direction = torch.lerp(mean, wide, 1 - beta1).sign_()
@@ -38,6 +42,6 @@ def lion_reference(
 
 lion_ = define(
     "lion_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!)? out, Tensor? scale, "
-    "Tensor? found_inf, float lr, float beta1, float beta2, float weight_decay) -> ()",
+    "Tensor? found_inf, float lr, float beta1, float beta2, float weight_decay, bool takes_edits=False) -> ()",
     in_chunks(lion_reference),
 )

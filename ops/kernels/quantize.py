@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
+from ...utils.errors import UsageError
 from .define import define
 
 BLOCK_NUMEL = 256  # elements that share a magnitude, where nothing else is asked for

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..optim.edits import take_edits
 from .define import define, in_chunks, scaled, skips
 
 
@@ -24,6 +25,7 @@ def sgd_reference(
     dampening: float,
     weight_decay: float,
     nesterov: bool,
+    takes_edits: bool = False,
 ) -> None:
     """One step. Shapes, dtypes and the arguments of the same name: see `adam_reference`.
 
@@ -32,6 +34,8 @@ def sgd_reference(
     """
     if skips(found_inf):
         return
+    if takes_edits and out is not None:
+        take_edits(param, out)
     wide = scaled(grad, scale, param).add_(param, alpha=weight_decay)
     if momentum_buffer is not None:
         if float(step) <= 1:
@@ -48,6 +52,6 @@ def sgd_reference(
 sgd_ = define(
     "sgd_(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor(c!)? out, Tensor step, "
     "Tensor? scale, Tensor? found_inf, float lr, float momentum, float dampening, float weight_decay, "
-    "bool nesterov) -> ()",
+    "bool nesterov, bool takes_edits=False) -> ()",
     in_chunks(sgd_reference),
 )

@@ -17,14 +17,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .board import Board as Board
     from .diagnosis import Report as Report
     from .diagnosis import explain as explain
     from .ring import Mark as Mark
+    from .store import Store as Store
     from .watch import Watch as Watch
 
 _HOMES = {
-    "Board": ".board",
+    "Store": ".store",
     "Mark": ".ring",
     "Report": ".diagnosis",
     "Watch": ".watch",

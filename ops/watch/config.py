@@ -6,8 +6,8 @@ from typing import Annotated, final
 
 from pydantic import Field
 
-from ..config_rules import FLAG, number, whole
-from ..config_section import Section
+from ...utils.schema.rules import FLAG, number, whole
+from ...utils.schema.section import Section
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ...utils.messages import say
 from .diagnosis import Report
 from .ring import told_place
 
@@ -87,9 +89,9 @@ def recorded(group: str) -> list[list[object]]:
 def end_process(text: str) -> NoReturn:
     """Tell the launcher why, in torch's format, and end: the main thread cannot."""
     now = time.time()
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
-    sys.stdout.flush()
+    say(f"{text}\n")  # whether anybody reads it or not
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if path:
         extra = {"py_callstack": f"{text}\n", "timestamp": str(int(now))}
@@ -97,7 +99,8 @@ def end_process(text: str) -> NoReturn:
             "message": {"message": text, "extraInfo": extra},
             "xds": {"time_seconds": now, "exit_code": 1, "text": f"{text}\n"},
         }
-        with open(f"{path}.part", "w", encoding="utf-8") as file:
-            json.dump(record, file)
-        os.replace(f"{path}.part", path)
+        with contextlib.suppress(OSError):
+            with open(f"{path}.part", "w", encoding="utf-8") as file:
+                json.dump(record, file)
+            os.replace(f"{path}.part", path)
     os._exit(1)

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any, final
 
-from .board import Board
 from .diagnosis import Report
+from .store import Store
 
 PATIENCE_SECONDS = 3.0  # for ranks that fail a little later than this one
 POLL_SECONDS = 0.05
@@ -25,40 +25,40 @@ POLL_SECONDS = 0.05
 class Exchange:
     """One rank's view of the store. Every method may raise RuntimeError: the store is gone."""
 
-    def __init__(self, board: Board, rank: int, world_size: int, engine: int) -> None:
-        self.board = board
+    def __init__(self, store: Store, rank: int, world_size: int, engine: int) -> None:
+        self.store = store
         self.rank = rank
         self.world_size = world_size
         self.engine = engine
 
     def say(self, report: Report) -> None:
         """This rank's own words."""
-        self.board.set(f"xds/waits/{self.rank}", json.dumps(vars(report)))
+        self.store.set(f"xds/waits/{self.rank}", json.dumps(vars(report)))
 
     def take_back(self) -> None:
-        self.board.delete_key(f"xds/waits/{self.rank}")
+        self.store.delete_key(f"xds/waits/{self.rank}")
 
     def answer(self, report: Report) -> None:
         """This rank's thread says where its rank is."""
-        self.board.set(f"xds/answers/{self.engine}/{self.rank}", json.dumps(vars(report)))
+        self.store.set(f"xds/answers/{self.engine}/{self.rank}", json.dumps(vars(report)))
 
     def alarm(self) -> int:
         """The number of the newest alarm; 0 for none yet."""
         return int(self._read(f"xds/alarm/{self.engine}") or 0)
 
     def raise_alarm(self, number: int) -> None:
-        self.board.set(f"xds/alarm/{self.engine}", str(number))
+        self.store.set(f"xds/alarm/{self.engine}", str(number))
 
     def beat(self, **fields: Any) -> None:
-        self.board.set(self._beat_key(self.rank), json.dumps({"at": time.time(), **fields}))
+        self.store.set(self._beat_key(self.rank), json.dumps({"at": time.time(), **fields}))
 
     def beats(self) -> dict[int, dict[str, Any]]:
         """The newest beat of every rank; {} until all have given one."""
         keys = [self._beat_key(rank) for rank in range(self.world_size)]
-        if not self.board.check(keys):
+        if not self.store.check(keys):
             return {}
-        many = getattr(self.board, "multi_get", None)
-        values = many(keys) if many is not None else [self.board.get(key) for key in keys]
+        many = getattr(self.store, "multi_get", None)
+        values = many(keys) if many is not None else [self.store.get(key) for key in keys]
         return {rank: json.loads(value) for rank, value in enumerate(values)}
 
     def silences(self, reports: dict[int, Report]) -> dict[int, float | None]:
@@ -90,9 +90,9 @@ class Exchange:
     def stay(self, reports: dict[int, Report], deadline: float) -> None:
         """The store may live in this process: stay until those who spoke have read."""
         try:
-            self.board.set(f"xds/read/{self.rank}", "")
+            self.store.set(f"xds/read/{self.rank}", "")
             others = [f"xds/read/{rank}" for rank in reports if not reports[rank].raised]
-            while not self.board.check(others) and time.monotonic() < deadline:
+            while not self.store.check(others) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
         except RuntimeError:
             return
@@ -112,7 +112,7 @@ class Exchange:
         return len(reports) < self.world_size
 
     def _read(self, key: str) -> bytes | None:
-        return self.board.get(key) if self.board.check([key]) else None
+        return self.store.get(key) if self.store.check([key]) else None
 
     def _beat_key(self, rank: int) -> str:
         return f"xds/beat/{self.engine}/{rank}"

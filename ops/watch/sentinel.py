@@ -18,12 +18,12 @@ import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from .board import REPLY_SECONDS, own_connection
 from .config import WatchConfig
 from .diagnosis import Report, explain
 from .dump import end_process, recorded, write_ring
 from .exchange import PATIENCE_SECONDS, Exchange
 from .ring import Mark, Stand, tensor_of_call
+from .store import REPLY_SECONDS, own_connection
 from .stragglers import Judge
 from .watch import Watch
 
@@ -62,7 +62,7 @@ class Post:
         self.watch = weakref.ref(watch)
         self.group = group
         self.timeout_seconds = timeout_seconds
-        self.store = watch.open_board()
+        self.store = watch.open_store()
         self.exchange: Exchange | None = None
         self.is_leaving = False
         self.answered = 0  # the newest alarm that was dealt with, and when
@@ -174,9 +174,9 @@ class Sentinel:
                 self._drop(post)
                 return
             if post.exchange is None:
-                board = own_connection(post.store)
+                store = own_connection(post.store)
                 post.store = None
-                post.exchange = Exchange(board, watch.rank, watch.world_size, watch.engine)
+                post.exchange = Exchange(store, watch.rank, watch.world_size, watch.engine)
             exchange = post.exchange
             exchange.beat(host=self._host, steps=watch.steps.told())
             if post.request is not None:
@@ -235,7 +235,7 @@ class Sentinel:
         reports = exchange.collect(mine, deadline, number, stops=self._is_asked)
         if self._is_asked():  # a wait failed meanwhile: its error will tell
             return ""
-        exchange.board.set(f"xds/read/{watch.rank}", "")
+        exchange.store.set(f"xds/read/{watch.rank}", "")
         told = _explained(exchange, reports)
         will_raise = bool(mine.waits_in) and watch.probe is None
         if watch.rank == min(reports) and not will_raise and not watch.is_failing:

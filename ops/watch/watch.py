@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from ..errors import PeerError
-from .board import Board
+from ...utils.errors import PeerError
 from .device import Probe
 from .diagnosis import Report, explain
 from .exchange import PATIENCE_SECONDS, Exchange
 from .ring import Mark, place_of_caller, told_place
+from .store import Store
 from .stragglers import Steps
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class Watch:
         rank: int,
         world_size: int,
         engine: int,
-        open_board: Callable[[], Board | None],
+        open_store: Callable[[], Store | None],
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.engine = engine
-        self.open_board = open_board
+        self.open_store = open_store
         self.ring: deque[Mark] = deque(maxlen=RING_SIZE)
         self.waiting: tuple[Mark, float] | None = None  # the wait under way, and its begin
         self.is_failing = False
@@ -194,8 +194,8 @@ class Watch:
 
     def exchange(self) -> Exchange | None:
         """None: there is no store."""
-        board = self.open_board()
-        return None if board is None else Exchange(board, self.rank, self.world_size, self.engine)
+        store = self.open_store()
+        return None if store is None else Exchange(store, self.rank, self.world_size, self.engine)
 
     def _take_back(self) -> None:
         """It went on after all: what it said must not explain a later failure."""

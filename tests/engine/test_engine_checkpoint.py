@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xds
-from xds.engine.checkpoint import folders, saver
-from xds.zero.ranges import pieces
-from xds.zero.snapshot import Snapshot
+from xds.engine.checkpoint import saver
+from xds.engine.checkpoint.io import folders
+from xds.zero.checkpoint.ranges import pieces
+from xds.zero.checkpoint.snapshot import Snapshot
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},

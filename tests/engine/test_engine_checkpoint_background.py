@@ -20,9 +20,9 @@ from helpers import run_ranks
 from test_engine_checkpoint import engine_of, inputs, same, states_of, train, whole
 
 import xds
-from xds.engine.checkpoint import background
-from xds.engine.checkpoint.background import Background
-from xds.engine.checkpoint.folders import Claim, make_folder
+from xds.engine.checkpoint.io import background
+from xds.engine.checkpoint.io.background import Background
+from xds.engine.checkpoint.io.folders import Claim, make_folder
 
 BACKGROUND = {"checkpoint": {"async_save": True}}
 
@@ -315,7 +315,7 @@ def test_keep_last_never_removes_what_latest_names_nor_what_was_just_saved(tmp_p
     train_alone(other)
     other.save_checkpoint(tmp_path)
     assert tags(tmp_path) == ["global_step2", "global_step3", "global_step4"]
-    assert xds.newest_checkpoint(tmp_path) == "global_step2"
+    assert xds.newest_checkpoint(tmp_path) == "global_step4"  # by the step; `latest` names step 2
 
 
 # -- ranks that wait for one another ------------------------------------------------------------------------
@@ -342,13 +342,13 @@ class Silent:
 
 
 def test_a_rank_that_is_not_heard_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = Silent(beats=20)
+    store = Silent(beats=20)
 
     class Ranks:
         rank, world_size = 0, 2
 
-        def board(self) -> Silent:
-            return board
+        def store(self) -> Silent:
+            return store
 
     class Job:
         collectives = Ranks()
@@ -358,7 +358,7 @@ def test_a_rank_that_is_not_heard_any_more_is_given_up(monkeypatch: pytest.Monke
     meeting = background._Meeting(Job(), 0.1)  # type: ignore[arg-type]
     answers = meeting.collect({"told": None})
     assert answers[1] == {"error": "rank 1 was not heard for 0 s"}
-    assert board.beats == 0
+    assert store.beats == 0
 
 
 def no_memory(folder: str) -> None:
@@ -392,7 +392,7 @@ def test_what_others_may_be_reading_stays_in_the_store_until_the_next_save() -> 
     class Ranks:
         rank, world_size = 0, 2
 
-        def board(self) -> dist.HashStore:
+        def store(self) -> dist.HashStore:
             return store
 
     class Job:

@@ -26,7 +26,7 @@ from xds.engine.checkpoint.exports.export import (
     export_safetensors,
     export_torch,
 )
-from xds.engine.checkpoint.reader import CheckpointReader
+from xds.engine.checkpoint.io.reader import CheckpointReader
 
 WAYS = {"safetensors": export_safetensors, "torch": export_torch, "dcp": export_dcp}
 MIB = 1 << 20

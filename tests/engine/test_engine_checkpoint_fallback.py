@@ -16,7 +16,7 @@ from test_engine_checkpoint import check_same, damage, engine_of, states_of, tra
 from torch import nn
 
 import xds
-from xds.engine.checkpoint.folders import committed
+from xds.engine.checkpoint.io.folders import committed
 
 
 def file_of(folder: Path) -> str:

@@ -19,7 +19,7 @@ from test_engine_checkpoint import check_same, engine_of, states_of
 from torch import nn
 
 import xds
-from xds.engine.checkpoint.folders import MANIFEST, committed
+from xds.engine.checkpoint.io.folders import MANIFEST, committed
 
 WIDTH = 5
 MAX_CALLS = 200
@@ -127,6 +127,7 @@ def every_kind(folder: str, kinds: tuple[str, ...], more: dict[str, Any]) -> lis
     return counts
 
 
+@pytest.mark.slow
 def test_whichever_call_fails_all_ranks_raise_and_both_checkpoints_are_whole(
     tmp_path: Path,
 ) -> None:

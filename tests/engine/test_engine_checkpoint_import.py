@@ -20,7 +20,6 @@ from torch import Tensor
 from warm_ranks import warm
 
 import xds
-from xds.engine.checkpoint.folders import read_manifest
 from xds.engine.checkpoint.imports.deepspeed_layout import (
     order_names,
     places_in_parts,
@@ -28,7 +27,8 @@ from xds.engine.checkpoint.imports.deepspeed_layout import (
 )
 from xds.engine.checkpoint.imports.importing import import_checkpoint
 from xds.engine.checkpoint.imports.safe_pickle import StandIn, read_pickle
-from xds.zero.snapshot import Snapshot
+from xds.engine.checkpoint.io.folders import read_manifest
+from xds.zero.checkpoint.snapshot import Snapshot
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
 sys.path.insert(0, str(DATA))

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from warm_ranks import warm
 
 import xds
-from xds.engine.checkpoint.folders import read_manifest
 from xds.engine.checkpoint.imports.deepspeed import read_deepspeed
 from xds.engine.checkpoint.imports.importing import import_checkpoint
 from xds.engine.checkpoint.imports.safe_pickle import read_pickle
+from xds.engine.checkpoint.io.folders import read_manifest
 from xds.launcher.cli import main
 
 

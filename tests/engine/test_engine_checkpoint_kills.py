@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from kill_runs import Killer, Scenario, Tally
 
 KILLS = 5
@@ -27,6 +28,7 @@ def kill_often(scenario: Scenario, seed: int) -> Tally:
     return killer.finish()
 
 
+@pytest.mark.slow
 def test_no_kill_loses_or_tears_a_checkpoint() -> None:
     # side by side: a rank whose peer was killed waits three seconds for what the peer may have to say
     with ThreadPoolExecutor(len(SCENARIOS)) as pool:

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 import xds
 from xds.engine.checkpoint.format import HEAD, NO_SUM, dump, parse
-from xds.zero.ranges import pieces
-from xds.zero.snapshot import Snapshot
+from xds.zero.checkpoint.ranges import pieces
+from xds.zero.checkpoint.snapshot import Snapshot
 
 RANKS, STAGES = (1, 2, 3, 4, 8), (0, 1, 2, 3)
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -227,6 +227,7 @@ def every_pair(folder: str) -> int:
     return loads
 
 
+@pytest.mark.slow
 def test_every_layout_loads_at_every_other(tmp_path: Path) -> None:
     loads = run_ranks(every_pair, 2, str(tmp_path))
     assert sum(loads) == len(PRECISIONS) * len(RANKS) ** 2 * len(STAGES) ** 2

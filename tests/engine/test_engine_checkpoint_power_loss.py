@@ -14,10 +14,10 @@ from power_loss import Recorder, lay_out
 from test_engine_checkpoint import engine_of
 from torch import nn
 
-from xds.engine.checkpoint import folders
-from xds.engine.checkpoint.folders import MANIFEST, committed, read_latest
+from xds.engine.checkpoint.io import folders
+from xds.engine.checkpoint.io.folders import MANIFEST, committed, read_latest
 
-WRITERS = [folders, importlib.import_module("xds.engine.checkpoint.writer")]
+WRITERS = [folders, importlib.import_module("xds.engine.checkpoint.io.writer")]
 
 
 def record(base: Path, tags: list[str | None], keep_last: int = 0) -> Recorder:

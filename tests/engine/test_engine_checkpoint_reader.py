@@ -15,11 +15,11 @@ from saved_checkpoints import Net, save, save_each
 from torch import Tensor
 
 import xds
-from xds.engine.checkpoint import reader as reader_module
-from xds.engine.checkpoint.compare import differences
-from xds.engine.checkpoint.reader import CheckpointReader, Saved
-from xds.engine.checkpoint.verify import damage
-from xds.ops.errors import DamagedError
+from xds.engine.checkpoint.io import reader as reader_module
+from xds.engine.checkpoint.io.reader import CheckpointReader, Saved
+from xds.engine.checkpoint.tools.compare import differences
+from xds.engine.checkpoint.tools.verify import damage
+from xds.utils.errors import DamagedError
 
 CASES = [(stage, precision) for stage in range(4) for precision in ("fp32", "bf16")]
 

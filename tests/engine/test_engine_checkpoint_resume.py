@@ -133,6 +133,7 @@ def resume_each(folder: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.slow
 def test_twenty_steps_are_those_of_the_run_that_never_stopped(tmp_path: Path, stage: int) -> None:
     run_ranks(resume_each, 2, str(tmp_path), stage)
 
@@ -195,7 +196,7 @@ class Numbered(nn.Module):
 
 
 def data_engine(data: Any, num_workers: int) -> Any:
-    from xds.engine.data import build_loader
+    from xds.engine.data.loaders import build_loader
 
     config = {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from xds.engine.checkpoint import writer
+from xds.engine.checkpoint.io import writer
 
 BLOCK = writer.BLOCK_BYTES
 LENGTHS = (

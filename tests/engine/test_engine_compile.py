@@ -129,6 +129,7 @@ def test_16_bits_have_eager_numbers_and_no_break(precision):
         assert compiled["breaks"] == [0] * STEPS
 
 
+@pytest.mark.slow
 def test_models_that_differ_compile_without_break_or_late_recompile():
     for eager, compiled in run_ranks(both_at_stage_3, 2, *FEATURES)[0]:
         check_equal(eager, compiled)
@@ -270,6 +271,7 @@ def test_more_different_blocks_than_torch_keeps_graphs_for_are_all_compiled():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.slow
 def test_inductor_trains_to_eager_numbers():
     losses = []
     for more in ({}, {"compile": {"enabled": True, "fullgraph": True}}):

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import xds
-from xds.engine.config import Config, parse_config
+from xds.engine.config.config import Config, parse_config
 
 SMALL = {"train_batch_size": 8}
 

@@ -3,8 +3,8 @@
 import pytest
 
 import xds
-from xds.engine.config import parse_config
-from xds.engine.config_batch import solve_batch
+from xds.engine.config.batch import solve_batch
+from xds.engine.config.config import parse_config
 
 #  train, micro, steps, ranks -> train, micro, steps
 SOLVED = [

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from xds.engine.config import Config
-from xds.engine.config_docs import page
+from xds.engine.config.config import Config
+from xds.engine.config.docs import page
 
 DOCS = Path(__file__).parents[2] / "docs" / "config.md"
 
 
 def test_the_page_is_current():
-    assert DOCS.read_text() == page(), "run: python -m xds.engine.config_docs > docs/config.md"
+    assert DOCS.read_text() == page(), "run: python -m xds.engine.config.docs > docs/config.md"
 
 
 @pytest.mark.parametrize("key", sorted({*Config.model_fields, *Config.others} - Config.results))

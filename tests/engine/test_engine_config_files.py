@@ -5,7 +5,7 @@ import json
 import pytest
 
 import xds
-from xds.engine.config import parse_config
+from xds.engine.config.config import parse_config
 
 ADAM = {"type": "Adam", "params": {"lr": 2e-4, "betas": [0.85, 0.99], "eps": 1e-7}}
 FP16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2}

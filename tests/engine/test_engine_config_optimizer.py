@@ -1,18 +1,24 @@
 """The sections optimizer and scheduler: names, arguments, refusals."""
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
+from helpers import run_ranks
+from torch import nn
 
 import xds
-from xds.engine import config_optimizer, config_scheduler, schedules
-from xds.engine.config import parse_config
-from xds.ops.adam import Adam
-from xds.ops.config_rules import Rule
-from xds.ops.lamb import Lamb
-from xds.ops.lion import Lion
-from xds.ops.muon import Muon
+from xds.engine.config import optimizer as config_optimizer
+from xds.engine.config import scheduler as config_scheduler
+from xds.engine.config.config import parse_config
+from xds.engine.optim import schedules
+from xds.engine.optim.optimizers import read_groups, split_for_muon
+from xds.ops.optim.adam import Adam
+from xds.ops.optim.lamb import Lamb
+from xds.ops.optim.lion import Lion
+from xds.ops.optim.muon import Muon
+from xds.utils.schema.rules import Rule
 
 
 def read(section, type_, params=None):
@@ -135,6 +141,7 @@ def test_only_arguments_that_take_effect_are_kept():
         "lr": 1.0,
         "betas": (0.8, 0.999),
         "bias_correction": False,
+        "weight_decay": 0.01,  # torch.optim.AdamW's, which torch_adam asks for
     }
     assert read("optimizer", "Adam", {"adam_w_mode": False}).params == {"adam_w_mode": False}
     assert read("optimizer", "NAdam", {"momentum_decay": 4e-3}).params == {"momentum_decay": 4e-3}
@@ -194,3 +201,128 @@ def test_a_warm_up_longer_than_the_schedule_is_noted():
     params = {"total_num_steps": 10, "warmup_num_steps": 20}
     config = parse_config({"scheduler": {"type": "WarmupDecayLR", "params": params}})
     assert any("never leaves its warm-up" in note for note in config.notes)
+
+
+# What DeepSpeed 0.19.8 gives each of its optimizers: type, arguments in the file, what each group then has.
+# Muon has two groups: matrices, and all that AdamW updates.
+_ADAM = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "bias_correction": True,
+}
+DEEPSPEED_DEFAULTS: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
+    ("Adam", {}, [_ADAM]),
+    ("AdamW", {}, [_ADAM]),
+    ("Adam", {"torch_adam": True}, [{**_ADAM, "weight_decay": 0.01}]),
+    ("AdamW", {"torch_adam": True}, [{**_ADAM, "weight_decay": 0.01}]),
+    ("AdamW", {"torch_adam": True, "weight_decay": 0.1}, [{**_ADAM, "weight_decay": 0.1}]),
+    ("Adam", {"torch_adam": True, "adam_w_mode": False}, [_ADAM]),
+    ("Adam", {"torch_adam": False}, [_ADAM]),
+    (
+        "SGD",
+        {},
+        [{"lr": 1e-3, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False}],
+    ),
+    (
+        "Adagrad",
+        {},
+        [
+            {
+                "lr": 1e-2,
+                "lr_decay": 0,
+                "eps": 1e-10,
+                "weight_decay": 0,
+                "initial_accumulator_value": 0,
+            }
+        ],
+    ),
+    ("Lion", {}, [{"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}]),
+    (
+        "Lamb",
+        {},
+        [{**_ADAM, "max_coeff": 10.0, "min_coeff": 0.01}],
+    ),
+    (
+        "Muon",
+        {},
+        [
+            {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5},
+            {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
+        ],
+    ),
+    ("Muon", {"lr": 0.1}, [{"lr": 0.1}, {"lr": 0.1}]),
+    ("Muon", {"muon_lr": 0.1}, [{"lr": 0.1}, {"lr": 3e-4}]),
+    ("Muon", {"adam_lr": 0.1}, [{"lr": 0.02}, {"lr": 0.1}]),
+    ("Muon", {"lr": 0.1, "muon_lr": 0.2, "adam_lr": 0.3}, [{"lr": 0.2}, {"lr": 0.3}]),
+    ("RMSprop", {}, [{"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0}]),
+    ("NAdam", {}, [{"lr": 2e-3, "betas": (0.9, 0.999), "eps": 1e-8, "momentum_decay": 4e-3}]),
+    ("RAdam", {}, [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0}]),
+    ("Adamax", {}, [{"lr": 2e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0}]),
+    ("Adadelta", {}, [{"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0}]),
+    ("ASGD", {}, [{"lr": 1e-2, "lambd": 1e-4, "alpha": 0.75, "t0": 1e6, "weight_decay": 0}]),
+    ("Rprop", {}, [{"lr": 1e-2, "etas": (0.5, 1.2), "step_sizes": (1e-6, 50)}]),
+]
+
+
+def _defaults_are_deepspeeds() -> None:
+    for type_, params, wanted in DEEPSPEED_DEFAULTS:
+        for precision in ("fp32", "bf16"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+            config: dict[str, Any] = {
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": type_, "params": params},
+                "zero_optimization": {"stage": 1},
+                "bf16": {"enabled": precision == "bf16"},
+            }
+            engine = xds.initialize(model, config)
+            groups = [g for g in engine.optimizer.param_groups if g["params"]]
+            assert len(groups) == len(wanted), (type_, params)
+            for group, want in zip(groups, wanted, strict=True):
+                got = {key: group[key] for key in want}
+                assert got == want, (type_, params, precision, got)
+            engine.destroy()
+
+
+def test_the_defaults_of_every_optimizer_are_deepspeeds():
+    run_ranks(_defaults_are_deepspeeds, 1)
+
+
+def _muon_updates_matrices() -> None:
+    """By DeepSpeed's rule, blocks or not; a group's own learning rate comes before all others."""
+    model = nn.Sequential()
+    for name, module in [
+        ("embedding", nn.Embedding(8, 4)),
+        ("conv", nn.Conv1d(4, 4, 3)),
+        ("middle", nn.Linear(4, 4)),
+        ("head", nn.Linear(4, 4)),
+        ("lm_head", nn.Linear(4, 4)),
+    ]:
+        model.add_module(name, module)
+    groups = read_groups(model, [{"params": list(model.parameters()), "lr": 0.5}])
+    split = split_for_muon(model, groups)
+    chosen = [
+        n for n, p in model.named_parameters() if split.options[split.index[id(p)]]["use_muon"]
+    ]
+    assert chosen == ["conv.weight", "middle.weight", "head.weight"]
+    section = {"type": "Muon", "params": {"lr": 0.1, "muon_lr": 0.2, "adam_lr": 0.3}}
+    entries = [
+        {"params": [model.middle.weight, model.middle.bias], "lr": 0.5},
+        {"params": [model.head.weight, model.head.bias]},
+    ]
+    engine = xds.initialize(
+        model, {"train_batch_size": 1, "optimizer": section}, model_parameters=entries
+    )
+    assert engine.get_lr() == [0.5, 0.5, 0.2, 0.3]
+    engine.destroy()
+
+
+def test_muon_updates_the_matrices_that_deepspeed_gives_it():
+    run_ranks(_muon_updates_matrices, 1)
+
+
+def test_a_compile_section_that_would_compile_nothing_is_refused():
+    with pytest.raises(xds.ConfigError, match="compile.disable = false: .*compile.enabled to true"):
+        parse_config({"train_batch_size": 1, "compile": {"disable": False}})
+    assert not parse_config({"train_batch_size": 1, "compile": {"disable": True}}).compile.enabled

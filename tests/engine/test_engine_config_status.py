@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 import xds
-from xds.engine.config import Config, parse_config
+from xds.engine.config.config import Config, parse_config
 
 SMALL = {"train_batch_size": 8}
 

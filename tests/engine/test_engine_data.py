@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from xds import UsageError
-from xds.engine.data import RepeatingLoader, build_loader
+from xds.engine.data.loaders import RepeatingLoader, build_loader
 
 
 class Stream(IterableDataset[int]):

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xds
-from xds.engine.config import parse_config
-from xds.engine.elastic_rules import Wish, candidates, highly_composite, plan
-from xds.engine.elasticity import compute_elastic_config, fits, valid_world_sizes
+from xds.engine.config.config import parse_config
+from xds.engine.elastic.rules import Wish, candidates, highly_composite, plan
+from xds.engine.elastic.world_sizes import compute_elastic_config, fits, valid_world_sizes
 from xds.launcher import elasticity as command
 
 SECTION = {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2, 4, 6]}

@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from xds.engine.foreign_launcher import expand_nodes, fill, place, slurm_nodes, tasks_per_node
-from xds.engine.process import local_rank
-from xds.ops.errors import UsageError
+from xds.engine.process.foreign_launcher import (
+    expand_nodes,
+    fill,
+    place,
+    slurm_nodes,
+    tasks_per_node,
+)
+from xds.engine.process.process import local_rank
+from xds.utils.errors import UsageError
 
 SLURM = {
     "SLURM_JOB_ID": "77",
@@ -34,7 +40,7 @@ OMPI = {
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SCRIPT = """
 import torch, torch.distributed as dist
-from xds.engine.process import join, local_rank
+from xds.engine.process.process import join, local_rank
 group = join(torch.device("cpu"))
 total = torch.tensor(float(dist.get_rank() + 1))
 dist.all_reduce(total)

@@ -18,7 +18,7 @@ from warm_ranks import warm
 
 import xds
 from xds.engine.integrations.accelerate import Accelerator
-from xds.engine.schedules import build_scheduler
+from xds.engine.optim.schedules import build_scheduler
 
 pytestmark = pytest.mark.filterwarnings("default")  # the packages warn about themselves
 TOLERANCE = 2e-5

@@ -15,7 +15,7 @@ from huggingface_runs import Tokens, config_of, curve, llama, logged, trainer
 from warm_ranks import warm
 
 import xds
-from xds.engine.schedules import build_scheduler
+from xds.engine.optim.schedules import build_scheduler
 
 pytestmark = pytest.mark.filterwarnings("default")  # the packages warn about themselves
 TOLERANCE = 2e-5  # relative, of losses and gradient norms after up to six steps in fp32

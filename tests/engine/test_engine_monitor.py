@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from xds import UsageError
-from xds.engine.monitor import Monitor, build_monitor
+from xds.engine.telemetry.monitor import Monitor, build_monitor
 
 
 @dataclass
@@ -155,7 +155,7 @@ def test_missing_package_is_named_on_every_rank(
     monkeypatch: pytest.MonkeyPatch, section: str, package: str, rank: int
 ) -> None:
     monkeypatch.delitem(sys.modules, package, raising=False)
-    monkeypatch.setattr("xds.engine.monitor.find_spec", lambda name: None)
+    monkeypatch.setattr("xds.engine.telemetry.monitor.find_spec", lambda name: None)
     config = Config(**{section: SimpleNamespace(enabled=True)})
     with pytest.raises(UsageError) as caught:
         build_monitor(config, rank)

@@ -12,7 +12,7 @@ from torch import nn
 
 import xds
 from xds.ops import libraries
-from xds.ops.errors import BuildError
+from xds.utils.errors import BuildError
 
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
     "AdamW": ({"lr": 1e-2, "weight_decay": 0.1}, torch.optim.AdamW),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from xds.engine.precision import DynamicScale, NoScale, StaticScale
-from xds.ops.errors import XdsError
+from xds.engine.optim.loss_scale import DynamicScale, NoScale, StaticScale
+from xds.utils.errors import XdsError
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A signal to one rank: all ranks save at the same step and leave; what happens where they cannot."""
 
+import contextlib
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ from helpers import run_ranks
 from preempted_runs import Ranks, Run, config_of, final, preempt_and_resume
 
 import xds
-from xds.engine.preemption_desk import Desk, Seat
+from xds.engine.preemption.coordinator import Coordinator, Participant
 
 KINDS = {
     "two ranks": (Run("", 2, stage=1), signal.SIGTERM),
@@ -175,7 +176,7 @@ def _child_is_ended(folder):
     _, status = os.waitpid(child, 0)
     time.sleep(0.6)
     assert os.WTERMSIG(status) == signal.SIGTERM
-    assert not engine._parts.preemption._desk._reason
+    assert not engine._parts.preemption._coordinator._reason
     engine.destroy()
 
 
@@ -214,6 +215,50 @@ def _preempted(folder):
 
 def test_a_script_may_catch_it_and_close_its_things(tmp_path):
     run_ranks(_preempted, 1, str(tmp_path))
+
+
+def _preempted_unread(folder, kind):
+    if kind == "a full disk":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+    else:
+        reader, writer = os.pipe()
+        os.dup2(writer, 2)
+        os.close(writer)
+        if kind == "nobody":
+            os.close(reader)
+        else:
+            os.set_blocking(2, False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(2, b"x" * 4096)
+            os.set_blocking(2, True)
+    _preempted(folder)
+
+
+@pytest.mark.parametrize("kind", ["nobody", "a full pipe", "a full disk"])
+def test_it_saves_whoever_reads_standard_error(kind, tmp_path):
+    run_ranks(_preempted_unread, 1, str(tmp_path), kind)
+
+
+def _late_unread(folder):
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+    os.set_blocking(2, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(2, b"x" * 4096)
+    os.set_blocking(2, True)
+    child = os.fork()
+    if not child:
+        Coordinator()._give_up("it is late")
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 143
+    os.close(reader)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_the_deadline_ends_a_process_whoever_reads_standard_error(tmp_path):
+    run_ranks(_late_unread, 1, str(tmp_path))
 
 
 # -- how ranks agree: many ranks as threads, with steps that only let a rank run a little ahead -------------
@@ -256,12 +301,12 @@ class _Trial:
         self.meeting = threading.Barrier(world_size)
         self.store = dist.HashStore()
         self.engines = [_Engine(self, rank) for rank in range(world_size)]
-        self.desks = [Desk() for _ in range(world_size)]
+        self.coordinators = [Coordinator() for _ in range(world_size)]
         self.problems = []
 
     def rank_main(self, rank, pauses):
-        engine, desk = self.engines[rank], self.desks[rank]
-        seat = Seat(
+        engine, coordinator = self.engines[rank], self.coordinators[rank]
+        participant = Participant(
             weakref.ref(engine),
             f"folder{rank}",
             30.0,
@@ -269,17 +314,17 @@ class _Trial:
             self.store,
         )
         try:
-            desk.join(seat)
+            coordinator.join(participant)
             for pause in pauses:
                 time.sleep(pause)
-                desk.check()
+                coordinator.check()
                 engine.step()
-                desk.boundary(seat)
+                coordinator.boundary(participant)
         except xds.Preempted:
             pass
         except BaseException as error:
             self.problems.append(repr(error))
-        desk.leave(seat)
+        coordinator.leave(participant)
 
     def run(self, asked):
         """`asked`: how many ranks get the signal."""
@@ -292,24 +337,26 @@ class _Trial:
         for rank in self.random.sample(range(self.world_size), asked):
             time.sleep(self.random.random() * 0.05)
             try:
-                os.write(self.desks[rank]._signals._write_fd, bytes([signal.SIGTERM]))
+                os.write(self.coordinators[rank]._signals._write_fd, bytes([signal.SIGTERM]))
             except OSError:
                 pass  # it is done
         for thread in threads:
             thread.join(40)
         if any(thread.is_alive() for thread in threads):
             self.problems.append(f"blocked at {self.at}")
-        for desk in self.desks:  # one that was asked too late would wait for its deadline
-            desk._is_closing = True
-            desk._thread.join(20)
+        for (
+            coordinator
+        ) in self.coordinators:  # one that was asked too late would wait for its deadline
+            coordinator._is_closing = True
+            coordinator._thread.join(20)
         return [engine.saved_at for engine in self.engines]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_ranks_always_agree_on_a_step_or_all_come_to_the_end(monkeypatch, capsys):
-    monkeypatch.setattr("xds.engine.preemption_desk.POLL_SECONDS", 0.005)
+    monkeypatch.setattr("xds.engine.preemption.coordinator.POLL_SECONDS", 0.005)
     monkeypatch.setattr(
-        "xds.engine.preemption_desk.Desk._give_up", lambda self, why: pytest.fail(why)
+        "xds.engine.preemption.coordinator.Coordinator._give_up", lambda self, why: pytest.fail(why)
     )
     agreed = 0
     for seed in range(60):

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 
-from xds.engine.process import join
-from xds.ops.errors import UsageError
+from xds.engine.process.process import join
+from xds.utils.errors import UsageError
 
 CPU = torch.device("cpu")
 

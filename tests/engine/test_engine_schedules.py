@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from xds import UsageError
-from xds.engine import lr_formulas, schedules
+from xds.engine.optim import lr_formulas, schedules
 
 
 @dataclass

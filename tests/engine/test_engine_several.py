@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import xds
 from xds import zero
-from xds.zero.flat_params import FlatParams
+from xds.zero.core.flat_params import FlatParams
 
 STAGES = (0, 1, 2, 3)
 
@@ -175,6 +175,7 @@ def come_and_go(stage: int) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.slow
 def test_engines_come_and_go_without_a_trace(stage: int) -> None:
     for seen in run_ranks(come_and_go, 2, stage):
         early, late = seen[5], seen[-1]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import xds
 from xds import zero
-from xds.zero.parking import Parking
+from xds.zero.core.parking import Parking
 
 STAGES = (0, 2, 3)
 
@@ -89,17 +89,17 @@ def away_and_back(stage: int, precision: str) -> None:
     engine.reload_states()
     # on a CPU nothing moves by itself: here it does
     sharded, updater = engine._sharded, engine._updater
-    tensors = [*updater.state_tensors(), *updater.master_tensors(), *sharded.param_tensors()]
+    tensors = [*updater.state_tensors(), *updater.master_tensors(), *sharded.memory.param_tensors()]
     sharded.before_update()
-    sharded.hide_whole_params(True)
-    sharded.release_gradients()
+    sharded.memory.hide_whole_params(True)
+    sharded.memory.release_gradients()
     parking = Parking(pin_memory=False)
     parking.park(tensors)
     assert parking.parked_bytes > 0
     assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 0
     assert all(param.isnan().all() for param in engine.module.parameters())
     parking.unpark()
-    sharded.show_whole_params()
+    sharded.memory.show_whole_params()
     for one in (engine, twin):
         train(one, 2)
     assert float(engine(batch(9))) == float(twin(batch(9)))
@@ -209,7 +209,7 @@ def rows_read(folder: str) -> int:
     """Elements of a file that a rank asks for while it loads a big matrix."""
     from safetensors.torch import save_file
 
-    from xds.zero import weights as module
+    from xds.zero.construction import weights as module
 
     path = Path(folder) / "model.safetensors"
     if dist.get_rank() == 0:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from xds.engine.timers import (
+from xds.engine.telemetry.timers import (
     NoThroughput,
     NoTimers,
     Rates,

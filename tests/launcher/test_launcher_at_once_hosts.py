@@ -10,7 +10,7 @@ import pytest
 from real_hosts import Hosts, why_not
 
 from xds.launcher.remote.backends import BACKENDS
-from xds.ops.errors import UsageError
+from xds.utils.errors import UsageError
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
 
@@ -44,6 +44,7 @@ def hosts():
 
 
 @pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
+@pytest.mark.slow
 def test_a_failure_and_a_signal_end_the_ranks_of_every_host(launcher, hosts, tmp_path):
     why = why_no(launcher)
     if why:

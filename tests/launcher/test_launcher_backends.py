@@ -19,7 +19,7 @@ from xds.launcher.job import Host, Remote
 from xds.launcher.remote.backends import BACKENDS, backend_named, node_index
 from xds.launcher.remote.backends.base import AllAtOnce, PerHost, shell_line, shell_words
 from xds.launcher.remote.backends.slurm import Slurm
-from xds.ops.errors import UsageError
+from xds.utils.errors import UsageError
 
 HOSTILE = (
     *(

@@ -25,8 +25,8 @@ from xds.launcher.comm_bench.plan import (
     sizes,
     time_text,
 )
-from xds.ops.collectives import open_collectives
-from xds.ops.errors import UsageError, XdsError
+from xds.ops.comm.opening import open_collectives
+from xds.utils.errors import UsageError, XdsError
 
 
 @pytest.mark.parametrize(

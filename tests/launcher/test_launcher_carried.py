@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from xds.launcher.command_line.carried import carried, is_secret
-from xds.ops.errors import UsageError
+from xds.utils.errors import UsageError
 
 
 def test_only_what_is_on_the_list_goes_along(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from saved_checkpoints import engine_of, train
 
 from xds.launcher.checkpoint import main
 from xds.launcher.cli import main as xds_main
-from xds.ops.errors import UsageError
-from xds.ops.sizes import parse_bytes, size_text
+from xds.utils.errors import UsageError
+from xds.utils.sizes import parse_bytes, size_text
 
 
 def save_three(folder: str) -> None:

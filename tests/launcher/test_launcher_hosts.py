@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from xds.launcher.command_line.hosts import filter_hosts, first_hosts, read_hostfile
 from xds.launcher.job import Host
-from xds.ops.errors import UsageError
+from xds.utils.errors import UsageError
 
 
 def host(name, num_slots):

@@ -42,7 +42,7 @@ def start(tmp_path):
 
     begun = []
 
-    def begin(script, *options, before="", args=()):
+    def begin(script, *options, before="", args=(), **settings):
         lines = ["import os, sys", textwrap.dedent(before), textwrap.dedent(script)]
         (tmp_path / "train.py").write_text("\n".join(lines))
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
@@ -56,6 +56,7 @@ def start(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            **settings,
         )
         begun.append(process)
         return process
@@ -261,4 +262,34 @@ def test_the_ranks_die_with_a_killed_launcher(start, tmp_path):
     wait_for_ranks(tmp_path)
     process.kill()
     process.communicate()
+    wait_until(lambda: not marked(start.mark), "no process is left")
+
+
+HAS_CHILDREN = """
+    import os, subprocess, sys, time
+    subprocess.Popen(["sleep", "600"])
+    subprocess.Popen(["sleep", "600"], preexec_fn=os.setpgrp)  # as a shell's jobs
+    os.system("sh -c 'sleep 600 & sleep 600 &'")  # children of nobody
+    deaf = "import signal, time; [signal.signal(each, signal.SIG_IGN) for each in (1, 2, 15)]; time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", deaf])
+    if not os.fork():  # as a worker of a data loader
+        while True:
+            time.sleep(0.1)
+    time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize("whom", ["launcher", "its group"])
+def test_what_ranks_had_started_dies_with_a_killed_launcher(start, tmp_path, whom):
+    process = start(WAIT_FOR_EVER, before=HAS_CHILDREN, start_new_session=True)
+    wait_for_ranks(tmp_path)
+    assert len(marked(start.mark)) > 2 * 6
+    os.killpg(process.pid, signal.SIGKILL) if whom == "its group" else process.kill()
+    process.communicate()
+    wait_until(lambda: not marked(start.mark), "no process is left")
+
+
+def test_what_a_failed_rank_had_started_is_swept_in_whatever_group_it_is(start, tmp_path):
+    process = start("sys.exit(3)", before=HAS_CHILDREN)
+    assert finish(process)[0] == 3
     wait_until(lambda: not marked(start.mark), "no process is left")

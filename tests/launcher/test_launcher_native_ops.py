@@ -11,8 +11,11 @@ import pytest
 
 from xds.launcher.cli import main as xds_main
 from xds.launcher.native_ops import main
-from xds.ops import build, build_cache, build_compilers, libraries
-from xds.ops.build_plan import Library
+from xds.ops import libraries
+from xds.ops.build import build
+from xds.ops.build import cache as build_cache
+from xds.ops.build import compilers as build_compilers
+from xds.ops.build.plan import Library
 
 needs_cxx = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 Capture = pytest.CaptureFixture[str]

@@ -8,7 +8,7 @@ import pytest
 
 from xds.launcher.ranks.elastic import read_cores, share_cores
 from xds.launcher.ranks.network import address_towards, free_port, interface_towards, split_endpoint
-from xds.ops.errors import UsageError
+from xds.utils.errors import UsageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux's interfaces and affinity")
 

@@ -17,7 +17,7 @@ from xds.launcher.command_line.option_table import GROUPS, OPTIONS
 from xds.launcher.command_line.options import help_text, judge, read
 from xds.launcher.command_line.where import Hosts, Local, where_to_run
 from xds.launcher.job import Rendezvous, Restarts
-from xds.ops.errors import UsageError, XdsError
+from xds.utils.errors import UsageError, XdsError
 
 HERE = socket.gethostname()
 SLURM = {

@@ -13,7 +13,7 @@ import pytest
 
 from xds.launcher.job import Job, Order, Rendezvous
 from xds.launcher.remote.backends.orders import MAX_BYTES, decode, encode
-from xds.ops.errors import UsageError
+from xds.utils.errors import UsageError
 
 JOB = Job("script", "a b.py", ("$(x)", "ü\n"), num_ranks="auto")
 

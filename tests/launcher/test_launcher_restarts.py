@@ -94,6 +94,7 @@ def test_one_machine_takes_as_many_ranks_as_fit_the_elasticity_section(start, tm
     assert (code, out) == (0, "2\n"), err
 
 
+@pytest.mark.slow
 def test_machines_without_a_head_tell_one_another_of_a_failure_and_end_with_its_exit_code(start):
     """The rank that fails is once beside the store in which the machines met, and once not."""
     for rank in ("0", "1"):

@@ -7,6 +7,7 @@ from soak_runs import Plan, soak
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
 
 
+@pytest.mark.slow
 def test_a_training_that_is_hurt_for_a_minute_ends_with_the_loss_of_an_undisturbed_one():
     tally = soak(Plan(seconds=50, every_seconds=10, num_steps=60, stage=3))
     assert tally.problems == []

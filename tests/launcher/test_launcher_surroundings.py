@@ -6,7 +6,7 @@ import pytest
 
 from xds.launcher.command_line.surroundings import found, in_slurm_allocation
 from xds.launcher.job import Host, Rendezvous
-from xds.ops.errors import UsageError
+from xds.utils.errors import UsageError
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "MASTER_ADDR": "train-0.train"}
 NODES = {"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "4000", "NNODES": "3", "NODE_RANK": "2"}

@@ -503,6 +503,83 @@ def test_a_leaf_module_inside_of_a_block_needs_no_mark(caplog: pytest.LogCapture
     assert deepspeed.utils.set_z3_leaf_modules(model, [nn.Conv2d], raise_if_not_found=False) == []
 
 
+class SpecialExperts(Experts):
+    pass
+
+
+def test_leaf_modules_are_found_by_their_base_class() -> None:
+    from xds.deepspeed.utils import (
+        get_z3_leaf_modules,
+        set_z3_leaf_modules,
+        unset_z3_leaf_modules,
+        z3_leaf_module,
+    )
+
+    special = SpecialExperts()
+    model = nn.Sequential(special, nn.Linear(4, 4))
+    assert not z3_leaf_module(special)
+    assert set_z3_leaf_modules(model, [Experts]) == [special]
+    assert set_z3_leaf_modules(model, [nn.Linear, "SpecialExperts"])[0] is special
+    assert set_z3_leaf_modules(model, ["Experts"], raise_if_not_found=False) == []  # by name: exact
+    assert z3_leaf_module(special) and z3_leaf_module(model[1]) and not z3_leaf_module(model)
+    assert unset_z3_leaf_modules(model, [nn.Linear]) == [*special.each, model[1]]
+    assert get_z3_leaf_modules(model) == [special]
+
+
+def test_a_wrong_config_is_caught_by_deepspeeds_name() -> None:
+    with pytest.raises(deepspeed.DeepSpeedConfigError):
+        start(train_batch_sise=4)
+    from xds.deepspeed.runtime.config import DeepSpeedConfigError
+
+    assert DeepSpeedConfigError is xds.ConfigError
+
+
+class Quantizing(nn.Module):
+    """Has attributes whose names DeepSpeed's engine has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.quantizer = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.quantizer(self.layer(x))
+
+
+def inner_names() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 6}
+    engine, *_ = start(2, fp16=fp16, gradient_clipping=0.0)
+    optimizer = engine.optimizer
+    assert optimizer.loss_scaler.cur_scale == optimizer.loss_scale == 64
+    assert optimizer.dynamic_loss_scale and not optimizer.custom_loss_scaler
+    assert optimizer.optimizer is engine.basic_optimizer and optimizer._global_grad_norm == 0.0
+    loss = engine(torch.ones(2, 4).half()).float().mean()
+    optimizer.backward(loss * 0.25, retain_graph=True)  # not divided by the accumulation steps
+    engine.step()
+    engine.backward(loss * 0.5)
+    engine.step()
+    assert engine.was_step_applied() and optimizer._global_grad_norm > 0
+    assert not engine.pld_enabled()
+    for name in ("flops_profiler", "loaded_checkpoint_tag", "_config", "training_data"):
+        assert not hasattr(engine, name)
+        with pytest.raises(xds.UsageError, match=f"engine.{name} is not covered by xds.deepspeed"):
+            getattr(engine, name)
+    engine.destroy()
+    adagrad, *_ = start(optimizer={"type": "Adagrad", "params": {}})
+    assert adagrad.get_mom() == [0.0]
+    adagrad.destroy()
+    model = Quantizing()
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config_of()
+    )
+    assert engine.quantizer is model.quantizer
+    engine.destroy()
+
+
+def test_what_scripts_read_of_the_engine_and_its_optimizer() -> None:
+    run_ranks(inner_names, 1)
+
+
 def test_a_leaf_module_that_would_be_cut_is_told_how_to_stay_whole(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 import xds
 import xds.deepspeed as deepspeed
 from xds.deepspeed.missing import MISSING, MISSING_METHODS, Missing, NotCovered, stand_in
+from xds.deepspeed.stand_in_modules import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "design" / "migration.md").read_text()
@@ -44,6 +45,9 @@ SIGNATURES = {
     "ops.lion.DeepSpeedCPULion": "model_params lr betas weight_decay fp32_optimizer_states",
     "ops.adagrad.DeepSpeedCPUAdagrad": "model_params lr eps weight_decay amsgrad fp32_optimizer_states",
     "utils.set_z3_leaf_modules": "model leaf_module_classes raise_if_not_found",
+    "utils.unset_z3_leaf_modules": "model leaf_module_classes raise_if_not_found",
+    "utils.get_z3_leaf_modules": "model",
+    "utils.z3_leaf_module": "model",
     "utils.log_dist": "message ranks level",
     "utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint": "checkpoint_dir tag "
     "exclude_frozen_parameters lazy_mode",
@@ -101,7 +105,7 @@ STAND_INS = [
         "OnDevice",
     ),
     *("profiling.flops_profiler.FlopsProfiler", "runtime.pipe.topology.PipeDataParallelTopology"),
-    *("init_inference", "DeepSpeedConfig", "utils.unset_z3_leaf_modules", "comm.log_summary"),
+    *("init_inference", "DeepSpeedConfig", "utils.set_z3_leaf_module", "comm.log_summary"),
     *(
         "utils.safe_get_local_grad",
         "runtime.utils.CheckOverflow",
@@ -134,6 +138,8 @@ def test_a_module_can_be_imported_as_it_is_in_deepspeed() -> None:
     for file in sorted(folder.rglob("*.py")):
         parts = file.relative_to(folder).with_suffix("").parts
         importlib.import_module(".".join(("xds.deepspeed", *parts)).removesuffix(".__init__"))
+    for name in MODULES:
+        assert importlib.import_module(f"xds.deepspeed.{name}").__doc__ is not None
 
 
 @pytest.mark.parametrize("path", STAND_INS)

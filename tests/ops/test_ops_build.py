@@ -18,10 +18,14 @@ import native_sources as tiny
 import pytest
 import torch
 
-from xds.ops import build, build_cache, build_compilers, build_plan, libraries
-from xds.ops.build_plan import Library, Source
-from xds.ops.errors import BuildError
+from xds.ops import libraries
+from xds.ops.build import build
+from xds.ops.build import cache as build_cache
+from xds.ops.build import compilers as build_compilers
+from xds.ops.build import plan as build_plan
+from xds.ops.build.plan import Library, Source
 from xds.ops.libraries import LIBRARIES, NativeOpsWarning, Shelf
+from xds.utils.errors import BuildError
 
 needs_cxx = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 
@@ -449,6 +453,7 @@ for key in ("CompositeExplicitAutograd", "CUDA"):
 """
 
 
+@pytest.mark.slow
 def test_cuda_sources_compile_without_a_warning_and_hold_a_kernel_for_every_op(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

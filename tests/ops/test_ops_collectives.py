@@ -10,8 +10,12 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 
-from xds.ops.collectives import Alone, Collectives, Native, PeerToPeer, open_collectives
-from xds.ops.errors import PeerError
+from xds.ops.comm.alone import Alone
+from xds.ops.comm.collectives import Collectives
+from xds.ops.comm.native import Native
+from xds.ops.comm.opening import open_collectives
+from xds.ops.comm.point_to_point import PeerToPeer
+from xds.utils.errors import PeerError
 
 CPU = torch.device("cpu")
 

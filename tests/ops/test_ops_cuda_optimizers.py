@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from xds.ops.optim.edits import take_edits
+
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.1
 LR_DECAY, MOMENTUM, DAMPENING = 0.01, 0.9, 0.1
 GRAD_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -264,6 +266,37 @@ def test_every_dtype_length_and_alignment_gives_the_references_values(
                 torch.testing.assert_close(mine, theirs, rtol=rtol, atol=2e-7)
             if on.out is not None:
                 assert torch.equal(on.out, on.param.to(on.out.dtype))
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", RULES)
+def test_what_was_written_over_the_rounded_values_is_the_value(
+    kernels: Kernels, name: str, out: torch.dtype
+) -> None:
+    rule = RULES[name]
+    for shape in shapes(kernels):
+        on = operands(rule, shape, kernels.device, (torch.bfloat16, torch.float32, out))
+        assert on.out is not None
+        on.out.copy_(on.param)
+        for at, value in enumerate((2.5, 0.0, -0.0, float("inf"), float("nan"))):
+            on.out[3 * at :: 29] = value
+        expected = on.copy()
+        assert expected.out is not None
+        take_edits(expected.param, expected.out)
+        kernels.call(op(rule.op), *rule.arguments(expected))
+        kernels.call(op(rule.op), *rule.arguments(on), True)
+        for mine, theirs in zip(on.tensors(), expected.tensors(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_edits_are_taken_from_16_bits_only(kernels: Kernels) -> None:
+    rule = RULES["adamw"]
+    for out in (None, torch.float32):
+        on = operands(rule, Shape(8), kernels.device, (torch.float32, torch.float32, out))
+        with pytest.raises(
+            RuntimeError, match="takes_edits needs an out that is bfloat16 or float16"
+        ):
+            kernels.call(op(rule.op), *rule.arguments(on), True)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xds.ops.flat import CHUNK_NUMEL, align_up, chunks, sum_in_order
+from xds.ops.comm.pool import BufferPool
+from xds.ops.flat import CHUNK_NUMEL, align_up, chunks, overlap, sum_in_order
 from xds.ops.kernels.square_sum import square_sum
-from xds.ops.pool import BufferPool
 
 CPU = torch.device("cpu")
 
@@ -94,3 +94,25 @@ def test_the_pool_replaces_blocks_that_are_too_small() -> None:
     pool.give(pool.take(10, torch.float32, CPU))
     pool.take(1000, torch.float32, CPU)
     assert pool.allocated_bytes == 4000
+
+
+@pytest.mark.parametrize(
+    "one, within, want",
+    [
+        ((0, 10), (0, 10), (0, 10)),
+        ((2, 4), (0, 10), (2, 4)),
+        ((0, 10), (2, 4), (2, 4)),
+        ((0, 5), (3, 9), (3, 5)),
+        ((5, 12), (3, 9), (5, 9)),
+        ((0, 3), (3, 9), (3, 3)),  # neighbours, and apart: empty, and inside of `within`
+        ((9, 12), (3, 9), (9, 9)),
+        ((0, 1), (3, 9), (3, 3)),
+        ((20, 30), (3, 9), (9, 9)),
+        ((4, 4), (3, 9), (4, 4)),
+        ((0, 10), (4, 4), (4, 4)),
+    ],
+)
+def test_the_overlap_of_two_ranges(
+    one: tuple[int, int], within: tuple[int, int], want: tuple[int, int]
+) -> None:
+    assert overlap(one, within) == want

@@ -17,6 +17,7 @@ from xds.ops.kernels.lion import lion_reference
 from xds.ops.kernels.sgd import sgd_reference
 from xds.ops.kernels.square_sum import square_sum_reference
 from xds.ops.libraries import load
+from xds.ops.optim.edits import take_edits
 
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -176,6 +177,49 @@ def test_torch_sees_an_op_as_it_should(name: str) -> None:
         tuple(arguments(name, torch.bfloat16, torch.float32, torch.bfloat16, 100)),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+def written_over(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """`param` rounded, with some elements written over: other values, zeros of both signs, inf and nan."""
+    out = param.to(dtype)
+    out[::7] = torch.randn(out[::7].numel()).to(dtype)
+    for at, value in enumerate((0.0, -0.0, math.inf, -math.inf, math.nan, 1e-7)):
+        out[5 + 100 * at :: 997] = value
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_was_written_over_the_rounded_values_is_the_value(
+    name: str, dtype: torch.dtype, instruction_sets: Callable[[], Iterator[str]]
+) -> None:
+    at = 2 + max(OPTIMIZERS[name][1], int(name.startswith("sgd_")))
+    for is_edited in (True, False):
+        given = arguments(name, dtype, torch.float32, dtype)
+        given[0][::11] *= 1e-6  # what is narrower than it was, and what rounds to nothing
+        given[at] = written_over(given[0], dtype) if is_edited else given[0].to(dtype)
+        want = copied(given)
+        take_edits(want[0], want[at])
+        assert torch.equal(want[0], given[0]) != is_edited
+        op(name)(*want)
+        for _ in instruction_sets():
+            got = copied(given)
+            op(name)(*got, True)
+            for one, other in zip(got, want, strict=True):
+                if isinstance(one, Tensor):
+                    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        by_reference = copied(given)
+        OPTIMIZERS[name][0](*by_reference, True)
+        finite = want[0].isfinite()  # decay taken off an inf is nan in one of two orders
+        assert_close([by_reference[0][finite]], [want[0][finite]])
+
+
+def test_edits_are_taken_from_16_bits_only() -> None:
+    for out in (None, torch.float32):
+        with pytest.raises(
+            RuntimeError, match="takes_edits needs an out that is bfloat16 or float16"
+        ):
+            op("adam_")(*arguments("adam_", torch.float32, torch.float32, out), True)
 
 
 def test_sgd_begins_with_the_gradient() -> None:

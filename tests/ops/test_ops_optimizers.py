@@ -51,7 +51,7 @@ def reference(update: Any) -> dict[str, torch.Tensor]:
 def lion(name: str, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], step: int) -> None:
     m = state.setdefault("m", torch.zeros_like(p))
     p.mul_(1 - LR * 0.1).sub_((0.9 * m + 0.1 * g).sign(), alpha=LR)
-    m.mul_(0.99).add_(g, alpha=0.01)
+    m.mul_(0.999).add_(g, alpha=0.001)
 
 
 def lamb(name: str, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], step: int) -> None:
@@ -77,10 +77,12 @@ def no_correction(
 
 def muon_reference() -> dict[str, torch.Tensor]:
     model = build("plain")
-    hidden = [m.weight for b in model.blocks for m in (b.up, b.down)]
+    # DeepSpeed's choice: every matrix whose name says neither "embed" nor "lm_head"
+    hidden = [p for n, p in model.named_parameters() if p.dim() > 1 and "embed" not in n]
     others = [p for p in model.parameters() if all(p is not h for h in hidden)]
     muon = torch.optim.Muon(hidden, lr=LR, momentum=0.95, weight_decay=0.1)
-    adam = torch.optim.AdamW(others, lr=1e-3, weight_decay=0.1, fused=True)
+    more = {"betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.1}
+    adam = torch.optim.AdamW(others, lr=1e-3, fused=True, **more)
     for step in range(3):
         model(micro_batch(step, 0, 4)).backward()
         for optimizer in (muon, adam):

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from xds.ops.errors import UsageError
 from xds.ops.kernels.quantize import (
     BLOCKS,
     SMALLEST,
@@ -19,6 +18,7 @@ from xds.ops.kernels.quantize import (
     quantize_,
     value_bytes,
 )
+from xds.utils.errors import UsageError
 
 LEVELS = {8: 127, 4: 7}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

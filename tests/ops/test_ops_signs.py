@@ -10,13 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from xds.ops.errors import UsageError
-from xds.ops.kernels.signs import (
-    scale_count,
-    sign_bytes,
-    sign_pack_,
-    sign_unpack_,
-)
+from xds.ops.kernels.signs import scale_count, sign_bytes, sign_pack_, sign_unpack_
+from xds.utils.errors import UsageError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BLOCKS = [0, 32, 64, 256, 1024]

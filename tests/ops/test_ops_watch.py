@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 
-from xds.ops.collectives import ACCESS_BUFFER, Native, PeerToPeer, open_collectives
-from xds.ops.errors import PeerError
+from xds.ops.comm.collectives import ACCESS_BUFFER
+from xds.ops.comm.native import Native
+from xds.ops.comm.opening import open_collectives
+from xds.ops.comm.point_to_point import PeerToPeer
 from xds.ops.watch import Report, Watch, explain
 from xds.ops.watch.diagnosis import GONE, OUTSIDE, first_difference
+from xds.utils.errors import PeerError
 
 A, B, C = (f"all_gather of unit '{name}'" for name in "abc")
 R = "reduce_scatter of unit 'a'"
@@ -115,7 +118,7 @@ def test_one_sentence_says_who_went_which_way(
     assert explain(reports, world_size) == want
 
 
-class Blackboard(dict[str, bytes]):
+class MemoryStore(dict[str, bytes]):
     """A store in this process."""
 
     def set(self, key: str, value: str) -> None:
@@ -132,22 +135,22 @@ class Blackboard(dict[str, bytes]):
 
 
 def test_what_a_rank_raised_is_forgotten_when_it_goes_on() -> None:
-    board = Blackboard()
-    watch = Watch(1, 2, 0, lambda: board)
+    store = MemoryStore()
+    watch = Watch(1, 2, 0, lambda: store)
     with pytest.raises(ValueError, match="bad"), watch.telling("forward"):
         raise ValueError("bad\nbatch")
-    assert b"ValueError: bad in forward" in board["xds/waits/1"]
+    assert b"ValueError: bad in forward" in store["xds/waits/1"]
     watch.start("all_gather", 0)
-    assert not board
+    assert not store
 
 
 def test_a_lost_store_leaves_what_this_rank_knows() -> None:
-    class Lost(Blackboard):
+    class Lost(MemoryStore):
         def set(self, key: str, value: str) -> None:
             raise RuntimeError("Broken pipe")
 
-    for board in (Lost(), None):
-        watch = Watch(0, 2, 0, lambda board=board: board)  # type: ignore[misc]
+    for store in (Lost(), None):
+        watch = Watch(0, 2, 0, lambda store=store: store)  # type: ignore[misc]
         watch.name(4, "unit 'a'")
         mark = watch.start("all_gather", 4)
         error = watch.failed(mark, RuntimeError("[pair.cc:1] Connection closed by peer"), 1)

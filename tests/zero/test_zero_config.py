@@ -3,7 +3,7 @@
 import pytest
 
 import xds
-from xds.engine.config import parse_config
+from xds.engine.config.config import parse_config
 
 
 def zero(section):

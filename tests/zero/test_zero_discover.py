@@ -6,8 +6,8 @@ import pytest
 from tiny_models import TinyModel
 from torch import nn
 
-from xds.ops.errors import UsageError
-from xds.zero.discover import find_units
+from xds.utils.errors import UsageError
+from xds.zero.core.discover import find_units
 
 
 def names(units: object) -> list[str]:

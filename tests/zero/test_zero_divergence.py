@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from divergent_models import Route, build, config_of, plain_run, route_of, samples
 from helpers import run_ranks
+from torch import nn
 
 import xds
 
@@ -84,6 +85,68 @@ def test_reentrant_checkpoints_hide_no_divergence_from_ranks_that_ask() -> None:
     for [(got_losses, got_norms)] in run_ranks(train, world_size, kind, [case]):
         assert got_losses == pytest.approx(losses, rel=1e-5)
         assert got_norms == pytest.approx(norms, rel=1e-5)
+
+
+class TwoHeads(nn.Module):
+    """Two units, of which a forward uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(160, 160) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        return sum(self.heads[at](x).float().square().mean() for at in used)
+
+
+def hold_back_a_part() -> list[float]:
+    torch.manual_seed(0)
+    config = config_of(0, unit_min_numel=0) | {"bf16": {"enabled": True}}
+    engine = xds.initialize(TwoHeads(), config)
+    norms = []
+    for step in range(3):
+        x = torch.ones(2, 160, dtype=torch.bfloat16)
+        with (
+            engine.no_sync()
+        ):  # fp32 sums of what is held back, of which rank 1 has none for one unit
+            engine.backward(engine(x, [0] if dist.get_rank() == 1 or step == 2 else [0, 1]))
+        engine.backward(engine(x, [0, 1]))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    return norms
+
+
+def test_ranks_send_one_dtype_where_only_some_held_gradients_back() -> None:
+    first, second = run_ranks(hold_back_a_part, 2)
+    assert first == second and all(norm > 0 for norm in first)
+
+
+def go_on_from_a_part(folder: str) -> list[float]:
+    """As above by a changed accumulation, with a checkpoint in the middle of the step."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    config = config_of(0, unit_min_numel=0) | {"bf16": {"enabled": True}}
+    x = torch.ones(2, 160, dtype=torch.bfloat16)
+    norms = []
+    for goes_on in (False, True):
+        engine = xds.initialize(TwoHeads(), config)
+        engine.set_train_batch_size(2 * engine.train_batch_size())
+        if goes_on:
+            engine.load_checkpoint(folder)
+        else:
+            engine.backward(engine(x, [0] if rank == 1 else [0, 1]))
+            engine.step()
+            engine.save_checkpoint(folder)
+        engine.backward(engine(x, [0, 1]))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+        engine.destroy()
+    return norms
+
+
+def test_a_step_goes_on_from_a_checkpoint_where_only_some_held_gradients(tmp_path: Path) -> None:
+    for before, after in run_ranks(go_on_from_a_part, 2, str(tmp_path)):
+        assert before == after and before > 0
 
 
 # -- what cannot ----------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def shared_out(tokens: Tensor) -> Tensor:
 def forgotten(engine: xds.Engine) -> bool:
     """Nothing but what persists is gathered."""
     units = engine._sharded.units
-    return not any(flat.is_gathered for unit in units for flat in unit.params)
+    return not any(flat.is_unsharded for unit in units for flat in unit.params)
 
 
 def evaluated() -> None:

@@ -238,3 +238,58 @@ def from_transformers(folder: str) -> None:
 def test_transformers_models_are_built_and_loaded_in_slices(tmp_path: Any) -> None:
     pytest.importorskip("transformers")
     run_ranks(from_transformers, 2, str(tmp_path))
+
+
+class Edited(nn.Module):
+    """Edits its parameters while it is built, as DeepSpeed's documentation shows: one rank writes."""
+
+    def __init__(self, modifier: int, writes: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+        for number, layer in enumerate(self.layers):  # all but the last are slices by now
+            with zero.GatheredParameters(layer.weight, modifier_rank=modifier), torch.no_grad():
+                if writes:
+                    layer.weight.fill_(number + 1.0)
+                    layer.weight[0].mul_(2.0)
+        self.scale = nn.Parameter(torch.ones(7))
+        with zero.GatheredParameters([self.scale, self.layers[0].bias], modifier_rank=modifier):
+            if writes:
+                nn.init.constant_(self.scale, 4.0)
+                self.layers[0].bias.data.zero_()
+        with zero.GatheredParameters(self.layers[1].weight):
+            self.read = float(self.layers[1].weight.sum())
+        with torch.no_grad():
+            self.layers[2].bias.copy_(self.layers[1].weight[0])  # every rank, outside of a context
+        with zero.GatheredParameters(self.parameters(), modifier_rank=modifier), torch.no_grad():
+            if writes:
+                self.layers[2].weight.add_(self.scale[0])
+
+
+def edited_in_a_constructor() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for modifier in range(world):
+        torch.manual_seed(0)
+        want = Edited(modifier, writes=True)
+        torch.manual_seed(0)
+        with zero.Init(config(3)):
+            model = Edited(modifier, writes=rank == modifier)
+        assert model.read == want.read == 60.0
+        assert_same(model, want)
+    torch.manual_seed(0)
+    with pytest.raises(xds.UsageError, match="without modifier_rank"), zero.Init(config(3)):
+        layer = nn.Linear(4, 4)
+        with zero.GatheredParameters(layer.weight), torch.no_grad():
+            layer.weight.zero_()
+    assert hooks_left() == 0
+
+
+def assert_same(model: nn.Module, want: nn.Module) -> None:
+    plain = dict(want.named_parameters())
+    for name, param in model.named_parameters():
+        with zero.GatheredParameters(param):
+            assert param.equal(plain[name]), name
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_parameters_can_be_gathered_and_edited_in_a_constructor(world: int) -> None:
+    run_ranks(edited_in_a_constructor, world)

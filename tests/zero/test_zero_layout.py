@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xds.zero.layout import Entry, FlatLayout, plan_flat
+from xds.zero.core.layout import Entry, FlatLayout, plan_flat
 
 
 def test_slots_lie_group_by_group_on_64_byte_boundaries() -> None:

@@ -13,7 +13,7 @@ from helpers import run_ranks
 from torch import Tensor, nn
 
 import xds
-from xds.zero.tensors import tensors_in
+from xds.zero.core.tensors import tensors_in
 
 Pair = namedtuple("Pair", ["hidden", "other"])
 

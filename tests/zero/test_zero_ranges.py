@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xds.zero.layout import Entry, Slot, plan_flat
-from xds.zero.ranges import (
+from xds.zero.checkpoint.ranges import (
     Catalogue,
     ConstantRange,
     Copy,
@@ -19,6 +18,7 @@ from xds.zero.ranges import (
     pieces,
     share,
 )
+from xds.zero.core.layout import Entry, Slot, plan_flat
 
 
 def flat_of(*slots: tuple[str, int, int], numel: int = 32) -> SavedFlat:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from ....engine.config import Config
-from ....ops.errors import UsageError
-from ....zero.discover import find_units
+from ....engine.config.config import Config
+from ....utils.errors import UsageError
+from ....zero.core.discover import find_units
 
 PARAM_BYTES, GRAD_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 UNITS_IN_FLIGHT = {2: 4, 3: 6}

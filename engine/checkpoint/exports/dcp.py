@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..reader import CheckpointReader, Saved
+from ..io.reader import CheckpointReader, Saved
 from .export import ExportOptions, state_tree
 from .publish import published
 

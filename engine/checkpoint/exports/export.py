@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....ops.errors import UsageError
-from ..reader import CheckpointReader, Saved, chosen
-from ..tensor_file import DTYPES, bytes_of
+from ....utils.errors import UsageError
+from ..io.reader import CheckpointReader, Saved, chosen
+from ..io.tensor_file import bytes_of, dense
+from ..io.tensor_table import DTYPES
 from .publish import published
 from .torch_file import write_torch_file
 
@@ -258,7 +259,9 @@ def _filler(
     def pieces(tensor: Tensor) -> Iterator[memoryview]:
         saved = homes.get(id(tensor))
         parts = (
-            [tensor.view(-1)] if saved is None else reader.pieces(saved, tensor.dtype, PIECE_BYTES)
+            [dense(tensor).view(-1)]
+            if saved is None
+            else reader.pieces(saved, tensor.dtype, PIECE_BYTES)
         )
         for part in parts:
             yield bytes_of(part)

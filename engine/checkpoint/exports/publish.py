@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ....ops.errors import UsageError
+from ....utils.errors import UsageError
 
 # files of one kind of export, and those of them that are entry files
 FAMILIES = (

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....ops.errors import XdsError
+from ....utils.errors import XdsError
 
 LOCAL_BYTES, CENTRAL_BYTES = 30, 46  # of the fixed part of a zip file's headers
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....ops.errors import UsageError
 from ....ops.flat import numel_of
-from ....zero.ranges import ConstantRange
-from ....zero.snapshot import name_of
+from ....utils.errors import UsageError
+from ....zero.checkpoint.ranges import ConstantRange
+from ....zero.checkpoint.snapshot import name_of
 from .deepspeed_shards import STEP, Held, Training, read_shards
 from .deepspeed_values import (
     client_values,
@@ -230,7 +230,7 @@ def _add_frozen(
     first = models[0]
     if training is not None and training.stage == 3:
         for name, shape in (first.get("frozen_param_shapes") or {}).items():
-            parts = [model["frozen_param_fragments"][name].view(-1) for model in models]
+            parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
             _add_parts(found, folder, names.get(name, [name]), tuple(shape), parts)
         return
     trained = () if training is None else (one.name for one in training.trained)

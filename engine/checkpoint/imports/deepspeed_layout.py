@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ....ops.flat import numel_of
+from ....ops.flat import numel_of, overlap
 
 Shape = tuple[int, ...]
 MAX_WAYS = 4096  # places of a search for names that are kept at a time
@@ -52,7 +52,7 @@ def places_in_rows(
             stop = at + numel_of(shape)
             found[name] = []
             for rank in range(world_size):
-                low, high = max(at, rank * length), min(stop, (rank + 1) * length)
+                low, high = overlap((rank * length, (rank + 1) * length), (at, stop))
                 if low < high:
                     place = Place(rank, group, low - at, high - at, low - rank * length)
                     found[name].append(place)

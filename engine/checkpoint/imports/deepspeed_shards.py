@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ....ops.errors import UsageError
 from ....ops.flat import numel_of
+from ....utils.errors import UsageError
 from .deepspeed_layout import Place, places_in_parts, places_in_rows
 from .safe_pickle import read_pickle
 

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ....ops.errors import UsageError
+from ....utils.errors import UsageError
 from .deepspeed_layout import order_names
 from .deepspeed_shards import Held, Trained, Training, states_of
 

@@ -12,19 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
-from ....ops.errors import UsageError
 from ....ops.flat import numel_of
-from ....zero.layout import Slot
-from ....zero.ranges import ConstantRange, Range, SavedFlat
-from ....zero.snapshot import name_of, plain
-from ..folders import MANIFEST, check_tag, commit, discard, file_name, make_folder, write_latest
-from ..format import FORMAT, VERSION, FileRecord, Manifest, constants_to_json, pack
-from ..tensor_file import DTYPES, Entry, write_tensors
+from ....utils.errors import UsageError
+from ....zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
+from ....zero.checkpoint.snapshot import name_of, plain
+from ....zero.core.layout import Slot
+from ..format import constants_to_json
+from ..io.folders import MANIFEST, check_tag, commit, discard, file_name, make_folder, write_latest
+from ..io.tensor_file import Entry, write_tensors
+from ..io.tensor_table import check_storable
+from ..manifest import FORMAT, VERSION, FileRecord, Manifest
+from ..packing import pack
 from .safe_pickle import StandIn
 
+MAX_EXPANSION_BYTES = 1 << 30  # more than its part of the file
 EITHER = "either"  # the kind of a tensor of which the source does not say whether it is a parameter
 
 
@@ -73,13 +76,10 @@ class Imported:
     def add_whole(self, kind: str, names: list[str], tensor: Tensor) -> None:
         """A tensor that nothing trains, or of which only the values are known.
 
-        Raises UsageError: safetensors files have no such dtype.
+        Raises UsageError: a checkpoint cannot hold it.
         """
-        if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
-            raise UsageError(
-                f"{names[0]} is a {tensor.layout} tensor of {tensor.dtype}: a checkpoint holds dense tensors "
-                "of the dtypes that safetensors has; convert it where it was made"
-            )
+        check_storable(names[0], tensor)
+        _check_expansion(names[0], tensor)
         flat = self.add_flat(kind, names, tuple(tensor.shape), name_of(tensor.dtype))
         self.add_range(flat, "value", 0, tensor)
 
@@ -169,7 +169,7 @@ class Imported:
         return final_folder
 
     def _manifest(self, tag: str, record: FileRecord) -> Manifest:
-        from .... import __version__
+        from ....utils.version import __version__
 
         return Manifest(
             format=FORMAT,
@@ -182,6 +182,16 @@ class Imported:
             files=(record,),
             state=self._state,
             saved_seconds=time.time(),
+        )
+
+
+def _check_expansion(name: str, tensor: Tensor) -> None:
+    """An expanded tensor is written whole: of a small file it must not fill a disk."""
+    held_bytes = tensor.untyped_storage().nbytes()
+    if tensor.nbytes - held_bytes > MAX_EXPANSION_BYTES:
+        raise UsageError(
+            f"{name} has {tensor.nbytes} bytes, made of {held_bytes} in the file by expand(): it is not "
+            "imported; save what it was expanded from"
         )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....ops.errors import UsageError
-from ..folders import LATEST, MANIFEST
+from ....utils.errors import UsageError
+from ..io.folders import LATEST, MANIFEST
 from .deepspeed import is_deepspeed, read_deepspeed
 from .imported import Imported
 from .weights import find_weights, read_weights

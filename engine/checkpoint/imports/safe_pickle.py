@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ....ops.errors import UsageError
+from ....utils.errors import UsageError
 
 # of Python's own library these are data; any other name of it has no place in a checkpoint
 DATA_MODULES = ("collections", "datetime", "decimal", "enum", "fractions", "pathlib", "uuid")
@@ -67,6 +67,7 @@ def read_pickle(path: Path) -> Any:
                 "before): load it where it was made, and save it again"
             )
         with zipfile.ZipFile(path) as archive:
+            _refuse_bomb(path, archive)
             rotten = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as error:
         raise UsageError(f"{path} is damaged: {error}") from None
@@ -87,6 +88,21 @@ def read_pickle(path: Path) -> Any:
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, EOFError) as error:
         reason = str(error).partition("\n")[0]
         raise UsageError(f"{path} is damaged: {type(error).__name__}: {reason}") from None
+
+
+def _refuse_bomb(path: Path, archive: zipfile.ZipFile) -> None:
+    """torch.save compresses nothing, so what an archive holds is never more than its own bytes."""
+    entries = archive.infolist()
+    is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+    size_bytes = path.stat().st_size
+    if (
+        is_packed
+        or sum(max(entry.file_size, entry.compress_size) for entry in entries) > size_bytes
+    ):
+        raise UsageError(
+            f"{path} is compressed, or its parts overlap: torch.save does neither, and such a file can unpack "
+            "to any size; it is not read. Load it where it was made, and save it again"
+        )
 
 
 def _refuse_code(path: Path, names: list[str]) -> None:

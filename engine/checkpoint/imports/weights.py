@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....ops.errors import UsageError
-from ....ops.flat import numel_of
-from ..tensor_file import TORCH_DTYPES
+from ....utils.errors import UsageError
+from ..io.tensor_table import Located, read_table
 from .imported import EITHER, Imported
 from .safe_pickle import StandIn, read_pickle
 
@@ -136,7 +135,8 @@ def _by_memory(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """Names in order; those of one and the same memory together."""
     found: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
-        view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        bits = (tensor.is_conj(), tensor.is_neg())
+        view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), bits)
         found.setdefault(view if tensor.numel() else name, []).append(name)
     return list(found.values())
 
@@ -153,38 +153,17 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
             raise UsageError(f"{path} is not a safetensors file, or is cut off")
         try:
-            table = json.loads(file.read(length))
-            entries = {
-                str(name): (entry["dtype"], tuple(entry["shape"]), tuple(entry["data_offsets"]))
-                for name, entry in table.items()
-                if name != "__metadata__"
-            }
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UsageError(f"{path} is damaged: its header is not that of safetensors") from None
+            table = read_table(file.read(length), size - 8 - length)
+        except ValueError as error:
+            raise UsageError(f"{path} is damaged: {error}") from None
     memory = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
-    return {
-        name: _tensor(path, memory, name, dtype, shape, offsets)
-        for name, (dtype, shape, offsets) in entries.items()
-    }
+    return {name: _tensor(memory, there) for name, there in table.items()}
 
 
-def _tensor(  # noqa: PLR0913
-    path: Path,
-    memory: Tensor,
-    name: str,
-    dtype_name: str,
-    shape: tuple[int, ...],
-    offsets: tuple[int, ...],
-) -> Tensor:
-    dtype = TORCH_DTYPES.get(dtype_name)
-    if dtype is None:
-        raise UsageError(f"{path}: {name} is {dtype_name}, which torch has no dtype for")
-    is_whole = len(offsets) == 2 and all(isinstance(n, int) and n >= 0 for n in (*offsets, *shape))
-    if not is_whole or offsets[1] - offsets[0] != numel_of(shape) * dtype.itemsize:
-        raise UsageError(f"{path} is damaged: {name} has offsets that do not fit its shape")
-    if offsets[1] > len(memory):
-        raise UsageError(f"{path} is cut off: {name} ends behind it")
-    part = memory[offsets[0] : offsets[1]]
-    if part.numel() and part.data_ptr() % dtype.itemsize:
+def _tensor(memory: Tensor, there: Located) -> Tensor:
+    if not there.numel:  # wherever it lies: it has no bytes
+        return torch.empty(there.shape, dtype=there.dtype)
+    part = memory[there.start : there.stop]
+    if part.data_ptr() % there.dtype.itemsize:
         part = part.clone()  # rare: its writer did not align it
-    return part.view(dtype).view(shape)
+    return part.view(there.dtype).view(there.shape)

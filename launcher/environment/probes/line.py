@@ -6,6 +6,8 @@ import subprocess
 from dataclasses import dataclass
 from typing import final
 
+from ....utils.quoting import escaped
+
 GIB = 2**30
 _PROGRAM_SECONDS = 10.0
 
@@ -25,12 +27,7 @@ class Line:
 
     def __str__(self) -> str:
         text = f"{self.key}: {self.value}" + (f"  -> {self.remedy}" if self.remedy else "")
-        return printable(text)
-
-
-def printable(text: str) -> str:
-    """In one line, with nothing that a terminal would obey: other machines and variables say what they like."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+        return escaped(text)
 
 
 def output(*command: str) -> str:

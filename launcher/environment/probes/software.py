@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .... import __version__
-from ....ops.build_plan import Library
-from ....ops.errors import BuildError
+from ....ops.build.plan import Library
+from ....utils.errors import BuildError
+from ....utils.version import __version__
 from .line import Line, first_output, output
 
 _MIN_TORCH = (2, 11)
@@ -124,7 +124,8 @@ def native_ops() -> Iterator[Line]:
 
 
 def _native_op(library: Library) -> Line:
-    from ....ops import build, libraries
+    from ....ops import libraries
+    from ....ops.build import build
 
     key = f"ops {library.name}"
     reason = libraries.why_not(library)

@@ -15,7 +15,7 @@ import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from ....ops.errors import UsageError
+from ....utils.errors import UsageError
 from ...job import Host, Remote
 
 # ssh(1) since 9.6 refuses these in a name, because ProxyCommand and Match exec hand it to a shell

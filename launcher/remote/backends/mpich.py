@@ -8,13 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from ...job import Host, Remote
-from .base import (
-    AllAtOnce,
-    check_environment,
-    check_host_name,
-    refuse_other_program,
-    shell_words,
-)
+from .base import AllAtOnce, check_environment, check_host_name, refuse_other_program, shell_words
 from .slurm import BASIC_KEYS
 
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ....ops.errors import UsageError
+from ....utils.errors import UsageError
 from ...job import Order
 
 MAX_BYTES = 120 * 1024  # Linux takes 128 KiB for one argument, with what quoting adds

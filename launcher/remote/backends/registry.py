@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ....ops.errors import UsageError
+from ....utils.errors import UsageError
+from ....utils.quoting import printable
 from .base import Backend
 from .mpich import IntelMpi, Mpich
 from .openmpi import OpenMpi
@@ -27,7 +28,7 @@ def backend_named(name: str) -> Backend:
             " put that into PATH and give --launcher mpich, or use --launcher ssh with the same hostfile"
         )
     if name not in BACKENDS:
-        raise UsageError(f"--launcher = {name}: must be one of {', '.join(BACKENDS)}")
+        raise UsageError(f"--launcher = {printable(name)}: must be one of {', '.join(BACKENDS)}")
     backend = BACKENDS[name]
     backend.check()
     return backend

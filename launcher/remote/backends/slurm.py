@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from ....ops.errors import UsageError
+from ....utils.errors import UsageError
 from ...job import Host, Remote
 from .base import AllAtOnce, check_environment, check_host_name, shell_words
 

@@ -101,7 +101,7 @@ float scalar(const OptionalTensor& tensor, const char* name, float otherwise) {
 bool skips(const OptionalTensor& found_inf) { return scalar(found_inf, "found_inf", 0.0f) != 0.0f; }
 
 Streams streams_of(const Tensor& param, const Tensor* grad, const Tensor* first, const Tensor* second,
-                   const OptionalTensor& out) {
+                   const OptionalTensor& out, bool takes_edits = false) {
   const int64_t numel = param.numel();
   Streams s = {};
   s.param = wide(param, "param", numel);
@@ -114,6 +114,9 @@ Streams streams_of(const Tensor& param, const Tensor* grad, const Tensor* first,
   }
   STD_TORCH_CHECK(s.state_kind != Kind::fp16, "states must be float32 or bfloat16");
   if (out.has_value()) s.out = stream(*out, "out", numel, &s.out_kind);
+  STD_TORCH_CHECK(!takes_edits || (out.has_value() && s.out_kind != Kind::fp32),
+                  "takes_edits needs an out that is bfloat16 or float16");
+  s.takes_edits = takes_edits;
   return s;
 }
 
@@ -145,8 +148,8 @@ float rounded(double value) { return static_cast<float>(value); }
 void adam(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
           const OptionalTensor& out, const Tensor& step, const OptionalTensor& scale,
           const OptionalTensor& found_inf, double lr, double beta1, double beta2, double eps,
-          double weight_decay, bool decoupled, bool bias_correction) {
-  const Streams s = streams_of(param, &grad, &exp_avg, &exp_avg_sq, out);
+          double weight_decay, bool decoupled, bool bias_correction, bool takes_edits) {
+  const Streams s = streams_of(param, &grad, &exp_avg, &exp_avg_sq, out, takes_edits);
   const Correction correction(step, beta1, beta2, bias_correction);
   Adam rule = {};
   rule.decoupled = decoupled;
@@ -162,8 +165,8 @@ void adam(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const 
 
 void lion(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const OptionalTensor& out,
           const OptionalTensor& scale, const OptionalTensor& found_inf, double lr, double beta1,
-          double beta2, double weight_decay) {
-  const Streams s = streams_of(param, &grad, &exp_avg, nullptr, out);
+          double beta2, double weight_decay, bool takes_edits) {
+  const Streams s = streams_of(param, &grad, &exp_avg, nullptr, out, takes_edits);
   const Lion rule = {scalar(scale, "scale", 1.0f), rounded(lr * weight_decay),
                      rounded(1.0 - beta1), rounded(1.0 - beta2), rounded(lr)};
   if (!skips(found_inf)) spread(param.numel(), kernels().lion, s, rule);
@@ -172,8 +175,8 @@ void lion(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const 
 void adagrad(const Tensor& param, const Tensor& grad, const Tensor& state_sum,
              const OptionalTensor& out, const Tensor& step, const OptionalTensor& scale,
              const OptionalTensor& found_inf, double lr, double lr_decay, double eps,
-             double weight_decay) {
-  const Streams s = streams_of(param, &grad, &state_sum, nullptr, out);
+             double weight_decay, bool takes_edits) {
+  const Streams s = streams_of(param, &grad, &state_sum, nullptr, out, takes_edits);
   const double t = *wide(step, "step", 1);
   const Adagrad rule = {scalar(scale, "scale", 1.0f), rounded(weight_decay),
                         rounded(lr / (1.0 + (t - 1.0) * lr_decay)), rounded(eps)};
@@ -183,9 +186,9 @@ void adagrad(const Tensor& param, const Tensor& grad, const Tensor& state_sum,
 void sgd(const Tensor& param, const Tensor& grad, const OptionalTensor& momentum_buffer,
          const OptionalTensor& out, const Tensor& step, const OptionalTensor& scale,
          const OptionalTensor& found_inf, double lr, double momentum, double dampening,
-         double weight_decay, bool nesterov) {
+         double weight_decay, bool nesterov, bool takes_edits) {
   const Tensor* buffer = momentum_buffer.has_value() ? &*momentum_buffer : nullptr;
-  const Streams s = streams_of(param, &grad, buffer, nullptr, out);
+  const Streams s = streams_of(param, &grad, buffer, nullptr, out, takes_edits);
   Sgd rule = {};
   rule.is_first = *wide(step, "step", 1) <= 1.0f;
   rule.has_momentum = buffer != nullptr;

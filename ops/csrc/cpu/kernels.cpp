@@ -62,10 +62,32 @@ inline void narrowed(const float* __restrict from, void* data, Kind kind, int64_
   }
 }
 
+// Where `out` is not `param` rounded, bit for bit, it was written: it becomes the value.
+inline void edits_taken(float* __restrict param, const void* out, Kind kind, int64_t at, int64_t count) {
+  const uint16_t* __restrict from = static_cast<const uint16_t*>(out) + at;
+  uint32_t differs = 0;
+  if (kind == Kind::bf16) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) differs |= uint32_t{to_bf16(param[i])} ^ from[i];
+    if (differs == 0) return;
+    for (int64_t i = 0; i < count; ++i) {
+      if (to_bf16(param[i]) != from[i]) param[i] = from_bf16(from[i]);
+    }
+  } else {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) differs |= uint32_t{to_fp16(param[i])} ^ from[i];
+    if (differs == 0) return;
+    for (int64_t i = 0; i < count; ++i) {
+      if (to_fp16(param[i]) != from[i]) param[i] = from_fp16(from[i]);
+    }
+  }
+}
+
 template <class Rule>
 INLINE void one_group(const Streams& s, int64_t at, int64_t count, const Rule& rule) {
   alignas(64) float grads[GROUP], first[GROUP], second[GROUP];
   float* param = s.param + at;
+  if (s.takes_edits) edits_taken(param, s.out, s.out_kind, at, count);
   const float* grad = widened(const_cast<void*>(s.grad), s.grad_kind, at, count, grads);
   float* m = widened(s.states[0], s.state_kind, at, count, first);
   float* v = widened(s.states[1], s.state_kind, at, count, second);

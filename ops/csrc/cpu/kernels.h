@@ -16,6 +16,7 @@ struct Streams {
   Kind state_kind;
   void* out;  // where new values go in the compute dtype, or nullptr
   Kind out_kind;
+  bool takes_edits;  // `out`, of 16 bits, holds `param` rounded, but where a script wrote: that is the value
 };
 
 // What one step does to an element. Coefficients are computed once, in double, and rounded to fp32.

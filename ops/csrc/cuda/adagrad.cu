@@ -5,11 +5,11 @@ namespace xds {
 
 void adagrad_(
     Tensor param, Tensor grad, Tensor state_sum, MaybeTensor out, Tensor step, MaybeTensor scale,
-    MaybeTensor found_inf, double lr, double lr_decay, double eps, double weight_decay) {
+    MaybeTensor found_inf, double lr, double lr_decay, double eps, double weight_decay, bool takes_edits) {
   const Adagrad rule = {lr, lr_decay, static_cast<float>(eps), static_cast<float>(weight_decay)};
   launch_one_pass(
       "adagrad_", rule, param, grad, {state_sum, std::nullopt}, {"state_sum", ""}, out, step, scale,
-      found_inf);
+      found_inf, takes_edits);
 }
 
 }  // namespace xds

@@ -233,6 +233,29 @@ __device__ inline void store_out(const Out& out, int64_t at, const Pack<float, N
   store_as<float, N>(out.data, at, values);
 }
 
+// Where 16-bit words are not `values` rounded, bit for bit, somebody wrote them: they become the values.
+template <class T, int N>
+__device__ inline void take_edits_of(const Pack<unsigned short, N>& written, Pack<float, N>& values) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const T rounded = static_cast<T>(values.at[i]);
+    unsigned short word;
+    memcpy(&word, &rounded, sizeof(word));
+    T given;
+    memcpy(&given, &written.at[i], sizeof(given));
+    if (word != written.at[i]) values.at[i] = static_cast<float>(given);
+  }
+}
+
+template <int N>
+__device__ inline void take_edits(
+    const Out& out, const Pack<unsigned short, N>& written, Pack<float, N>& values) {
+  int type = out.type;
+  asm volatile("" : "+r"(type));
+  if (type == Out::kBFloat16) return take_edits_of<BFloat16, N>(written, values);
+  take_edits_of<Half, N>(written, values);
+}
+
 // Whether `at` elements behind it a pack of four of this tensor may be read as one.
 inline bool takes_packs(const Tensor& tensor, int64_t at, int64_t item_bytes) {
   const auto address = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());

@@ -24,6 +24,7 @@ struct Operands {
   const void* grad;
   void* states[kStates > 0 ? kStates : 1];
   Out out;
+  bool takes_edits;  // `out` holds `param` rounded, but where a script wrote: that is the value
   const float* step;
   const float* scale;
   const float* found_inf;
@@ -41,6 +42,7 @@ __device__ inline void sweep(
     Pack<float, kWide> param[kUnroll];
     Pack<Grad, kWide> grad[kUnroll];
     Pack<State, kWide> states[kUnroll][kStates > 0 ? kStates : 1];
+    Pack<unsigned short, kWide> written[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {  // all loads first
       const int64_t unit = base + u * kThreads;
@@ -51,12 +53,14 @@ __device__ inline void sweep(
 #pragma unroll
       for (int s = 0; s < kStates; ++s)
         states[u][s] = load<kWide>(static_cast<const State*>(on.states[s]) + at);
+      if (on.takes_edits) written[u] = load<kWide>(static_cast<const unsigned short*>(on.out.data) + at);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t unit = base + u * kThreads;
       if (unit >= units) break;
       const int64_t at = where(unit);
+      if (on.takes_edits) take_edits<kWide>(on.out, written[u], param[u]);
 #pragma unroll
       for (int i = 0; i < kWide; ++i) {
         float state[kStates > 0 ? kStates : 1];
@@ -108,7 +112,7 @@ template <class Rule>
 void launch_one_pass(
     const char* op, const Rule& rule, const Tensor& param, const Tensor& grad,
     const MaybeTensor (&states)[2], const char* const (&state_names)[2], const MaybeTensor& out,
-    const MaybeTensor& step, const MaybeTensor& scale, const MaybeTensor& found_inf) {
+    const MaybeTensor& step, const MaybeTensor& scale, const MaybeTensor& found_inf, bool takes_edits) {
   const Checks check(op, "param", param);
   check.flat(param, "param", kFloat);
   check.flat(grad, "grad", kFloats);
@@ -124,6 +128,10 @@ void launch_one_pass(
   on.param = static_cast<float*>(param.mutable_data_ptr());
   on.grad = grad.const_data_ptr();
   on.out = out_of(out);
+  check.that(
+      !takes_edits || on.out.type == Out::kBFloat16 || on.out.type == Out::kHalf,
+      "takes_edits needs an out that is bfloat16 or float16");
+  on.takes_edits = takes_edits;
   on.step = check.number(step, "step");
   on.scale = check.number(scale, "scale");
   on.found_inf = check.number(found_inf, "found_inf");

@@ -1,0 +1,62 @@
+"""Modules of DeepSpeed in which xds has nothing: one table, and the finder that makes them when imported.
+
+What is taken out of one is a stand-in, see missing.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, final
+
+MODULES = (
+    "linear",
+    "moe",
+    "moe.layer",
+    "moe.utils",
+    "pipe",
+    "profiling",
+    "profiling.flops_profiler",
+    "runtime.pipe",
+    "runtime.pipe.topology",
+    "sequence",
+    "sequence.layer",
+)
+_PACKAGE = __package__ or ""
+_NAMES = frozenset(f"{_PACKAGE}.{name}" for name in MODULES)
+
+
+@final
+class _Finder(MetaPathFinder, Loader):
+    """Finds the modules of the table and fills them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _NAMES:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        shown = module.__name__.removeprefix("xds.")
+        module.__doc__ = f"`{shown}`: stand-ins, see missing.py."
+        vars(module)["__getattr__"] = partial(_name_of, module.__name__)
+
+
+def _name_of(module: str, name: str) -> Any:
+    if f"{module}.{name}" in _NAMES:
+        return import_module(f"{module}.{name}")
+    from .missing import stand_in
+
+    return stand_in(module, name)
+
+
+def install() -> None:
+    """Let imports find the modules. Again: nothing."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())

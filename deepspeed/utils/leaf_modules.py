@@ -1,0 +1,96 @@
+"""`set_z3_leaf_modules`: xds gathers whole units, so a module inside a block needs no mark."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+
+from torch import nn
+
+from ...utils.errors import UsageError
+from ...zero.core.discover import found_blocks
+
+log = logging.getLogger("xds")
+
+
+_marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """`set_z3_leaf_modules` has found it."""
+    return model in _marked
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """All that `set_z3_leaf_modules` has found inside."""
+    return [module for module in model.modules() if module in _marked]
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module,
+    leaf_module_classes: Sequence[type[nn.Module] | str],
+    raise_if_not_found: bool = True,
+) -> list[nn.Module]:
+    """Take the mark off modules of these classes; units stay as they are.
+
+    Raises:
+        UsageError: there is no such module, unless `raise_if_not_found` is False.
+    """
+    found = list(_find(model, leaf_module_classes, raise_if_not_found).values())
+    for module in found:
+        _marked.discard(module)
+    return found
+
+
+def set_z3_leaf_modules(
+    model: nn.Module,
+    leaf_module_classes: Sequence[type[nn.Module] | str],
+    raise_if_not_found: bool = True,
+) -> list[nn.Module]:
+    """The modules of these classes, of classes derived from them, or of these class names.
+
+    They are gathered whole, as every block is.
+    A block is found by its shape (zero/core/discover.py). Where that cuts a leaf module into several units, a
+    warning names the setting that keeps it whole.
+    Raises:
+        UsageError: there is no such module, unless `raise_if_not_found` is False.
+    """
+    found = _find(model, leaf_module_classes, raise_if_not_found)
+    _marked.update(found.values())
+    blocks = [name for name, _ in found_blocks(model)]
+    cut = [name for name in found if any(block.startswith(f"{name}.") for block in blocks)]
+    if cut:
+        kind = type(found[cut[0]]).__name__
+        log.warning(
+            "set_z3_leaf_modules: %s (%s) would be cut into several units; keep it whole with "
+            '"zero_optimization": {"units": ["%s"]} in the config',
+            cut[0],
+            kind,
+            kind,
+        )
+    return list(found.values())
+
+
+def _find(
+    model: nn.Module, wanted_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool
+) -> dict[str, nn.Module]:
+    classes = tuple(kind for kind in wanted_classes if not isinstance(kind, str))
+    names = {kind for kind in wanted_classes if isinstance(kind, str)}
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, classes) or _names(module) & names
+    }
+    if not found and raise_if_not_found:
+        wanted = sorted(names | {f"{kind.__module__}.{kind.__qualname__}" for kind in classes})
+        raise UsageError(
+            f"set_z3_leaf_modules: the model has no module of class {', '.join(wanted)}; its classes "
+            f"are {', '.join(sorted({type(module).__name__ for module in model.modules()}))}"
+        )
+    return found
+
+
+def _names(module: nn.Module) -> set[str]:
+    kind = type(module)
+    return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}

@@ -1,0 +1,320 @@
+"""Reads what a rank needs of one file of a checkpoint: every byte once, summed on the way.
+
+    chunks     |--------|--------|--------|--------|      each has its sum in the manifest
+    wanted         |~~~~~~~~~~~~~~~~~~~~|
+                   edge | straight to   | edge            an edge is read whole, its part is copied
+
+What is not alive yet (fresh tensors) is filled while it is checked. What is alive is checked first, and
+filled when every rank has found its part whole: the second reading comes from the page cache.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ....utils.errors import DamagedError
+from ....zero.checkpoint.ranges import Copy
+from ..manifest import FileRecord
+from .tensor_file import bytes_of
+from .tensor_table import Located, read_table, shown
+
+SEGMENT_BYTES = 1 << 20  # read at a time; the next is read while it is summed
+MAX_PENDING = 16  # segments that wait to be summed: others may need the cores for a while
+AHEAD_BYTES = 16 << 20  # how far ahead the disk is asked
+ASK_BYTES = 4 << 20  # in what pieces
+
+
+@dataclass(frozen=True, eq=False)
+class _Span:
+    """Bytes [start, stop) of the file, elements of `dtype`; they go to `target`, None: they are checked."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    target: Tensor | None
+
+    def cut(self, low: int, high: int) -> Tensor | None:
+        """The part of the target for bytes [low, high) of the file."""
+        if self.target is None:
+            return None
+        size = self.dtype.itemsize
+        return self.target[(low - self.start) // size : (high - self.start) // size]
+
+
+@final
+class CheckedFile:
+    """One file of a checkpoint. `table`: its tensors; `read_bytes` counts what was read of it.
+
+    Raises:
+        DamagedError: the file is missing, has another length than the manifest says, a sum is wrong, or the
+            disk cannot read it.
+    """
+
+    def __init__(self, folder: Path, record: FileRecord, pool: Executor) -> None:
+        """`pool` sums; its threads may be shared by many files."""
+        self.path = folder / record.path
+        self.read_bytes = 0
+        self._record = record
+        self._chunk_bytes = record.chunk_bytes
+        self._pool = pool
+        self._fd = -1
+        self._edge: tuple[int, Tensor | None] = (-1, None)  # the last chunk that was read whole
+        self._ring: deque[Tensor] = deque()
+        self._asked = self._wanted = 0  # up to where the disk was asked, and will be read on
+        self._pending: deque[Future[int | None]] = deque()
+        self._open()
+        try:
+            self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise DamagedError(f"{self.path} is missing: the checkpoint is damaged") from None
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """The file was closed; inside it is open. A load opens few at a time."""
+        self._open()
+        try:
+            yield
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the file and of all memory; harmless when it is closed."""
+        for future in self._pending:
+            future.result()  # it reads memory that may go now
+        self._pending.clear()
+        self._ring.clear()
+        self._edge = (-1, None)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read_header(self) -> None:
+        size, expected = os.fstat(self._fd).st_size, self._record.size_bytes
+        if size != expected:
+            raise DamagedError(
+                f"{self.path} has {size} bytes and should have {expected}: the checkpoint is damaged"
+            )
+        length = struct.unpack("<Q", self._checked(0, min(size, 8)).ljust(8, b"\0"))[0]
+        self._data_at = 8 + length
+        try:
+            self.table = read_table(self._checked(8, length), size - self._data_at)
+        except ValueError as error:
+            raise DamagedError(f"{self.path} contradicts itself: {error}") from None
+        for name, there in self.table.items():
+            if there.numel and (self._data_at + there.start) % there.dtype.itemsize:
+                raise DamagedError(
+                    f"{self.path} contradicts itself: {shown(name)} begins at an uneven byte"
+                )
+
+    # -- what a load asks for ---------------------------------------------------------------------------
+
+    def check(self, copies: Iterable[tuple[Copy, Tensor | None]]) -> None:
+        """Check everything that the copies will read; those with a receiver are done on the way."""
+        spans = sorted(
+            (self._span(copy, receiver) for copy, receiver in copies), key=lambda span: span.start
+        )
+        for number, span in enumerate(spans):
+            if span.start >= self._wanted:
+                self._asked = span.start
+                self._wanted = self._end_of_run(spans, number)
+            self._take(span)
+        self._settle()
+
+    def fill(self, receiver: Tensor, copy: Copy) -> None:
+        """Do what a checked `copy` says; elements are converted where the receiver has another dtype."""
+        span = self._span(copy, receiver)
+        memory = _memory_of(span)
+        if memory is not None:
+            self._read(span.start, bytes_of(memory))
+            return
+        buffer = torch.empty(SEGMENT_BYTES, dtype=torch.uint8)
+        for at in range(span.start, span.stop, SEGMENT_BYTES):
+            stop = min(at + SEGMENT_BYTES, span.stop)
+            here = buffer[: stop - at]
+            self._read(at, bytes_of(here))
+            _deliver(span, here, at, stop)
+
+    def tensor(self, name: str) -> Tensor:
+        """One whole tensor, checked, on the CPU."""
+        there = self._entry(name)
+        out = torch.empty(there.shape, dtype=there.dtype)
+        self.check([(Copy(0, name, "", 0, 0, out.numel()), out.view(-1))])
+        return out
+
+    def _entry(self, name: str) -> Located:
+        if name not in self.table:
+            raise DamagedError(
+                f"{self.path} has no tensor {shown(name)}: the checkpoint contradicts itself"
+            )
+        return self.table[name]
+
+    def _span(self, copy: Copy, receiver: Tensor | None) -> _Span:
+        there = self._entry(copy.tensor)
+        dtype = there.dtype
+        start = self._data_at + there.start + copy.source * dtype.itemsize
+        stop = start + copy.numel * dtype.itemsize
+        if stop > self._data_at + there.stop:
+            raise DamagedError(
+                f"{self.path}: {shown(copy.tensor)} does not lie where the manifest says: the checkpoint "
+                "contradicts itself"
+            )
+        target = None if receiver is None else receiver[copy.target : copy.target + copy.numel]
+        return _Span(start, stop, dtype, target)
+
+    # -- reading and summing ----------------------------------------------------------------------------
+
+    def _read(self, start: int, view: memoryview) -> None:
+        """Fill `view` with the file's bytes from `start`."""
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._fd, [view[done:]], start + done)
+            except OSError as error:  # a bad sector
+                raise DamagedError(f"{self.path} cannot be read: {error}") from error
+            if count == 0:
+                raise DamagedError(f"{self.path} ends too early: the checkpoint is damaged")
+            done += count
+        self.read_bytes += done
+
+    def _end_of_run(self, spans: list[_Span], number: int) -> int:
+        """Where the first gap of a chunk or more comes after span `number`."""
+        stop = spans[number].stop
+        for span in spans[number + 1 :]:
+            if span.start > stop + self._chunk_bytes:
+                break
+            stop = max(stop, span.stop)
+        return stop
+
+    def _ask_ahead(self, at: int) -> None:
+        """Tell the system what will be read soon: the disk works while what is here is summed."""
+        stop = min(at + AHEAD_BYTES, self._wanted)
+        if stop - self._asked >= ASK_BYTES or (stop == self._wanted > self._asked):
+            os.posix_fadvise(self._fd, self._asked, stop - self._asked, os.POSIX_FADV_WILLNEED)
+            self._asked = stop
+
+    def _checked(self, start: int, size: int) -> bytes:
+        """`size` bytes from `start`: the header, before any tensor is known."""
+        if not 0 <= size <= self._record.size_bytes - start:
+            raise DamagedError(f"{self.path} is damaged: its header is too long")
+        out = torch.empty(size, dtype=torch.uint8)
+        self._take(_Span(start, start + size, torch.uint8, out))
+        self._settle()
+        return bytes(bytes_of(out))
+
+    def _take(self, span: _Span) -> None:
+        size = self._chunk_bytes
+        if span.start == span.stop:
+            return
+        inner = -(-span.start // size) * size
+        outer = span.stop if span.stop == self._record.size_bytes else span.stop // size * size
+        if outer <= inner:  # the span is within one chunk, or two
+            inner = outer = min(inner, span.stop)
+        at = span.start
+        if at < inner:
+            self._take_edge(span, at, inner)
+        self._take_chunks(span, inner, outer)
+        if outer < span.stop:
+            self._take_edge(span, outer, span.stop)
+
+    def _take_edge(self, span: _Span, low: int, high: int) -> None:
+        """Bytes [low, high) of the file, which lie in one chunk; it is kept for the next span."""
+        number = low // self._chunk_bytes
+        first = number * self._chunk_bytes
+        kept, here = self._edge
+        if here is None or kept != number:
+            length = min(self._chunk_bytes, self._record.size_bytes - first)
+            here = torch.empty(length, dtype=torch.uint8)
+            self._read(first, bytes_of(here))
+            self._refuse(_wrong(here, self._record.crc32, number, self._chunk_bytes))
+            self._edge = (number, here)
+        _deliver(span, here[low - first : high - first], low, high)
+
+    def _take_chunks(self, span: _Span, low: int, high: int) -> None:
+        """Whole chunks, bytes [low, high) of the file: into the target's own memory where that goes."""
+        step = max(SEGMENT_BYTES // self._chunk_bytes, 1) * self._chunk_bytes
+        memory = _memory_of(span)
+        for at in range(low, high, step):
+            stop = min(at + step, high)
+            if memory is not None:
+                self._fetch(at, memory[at - span.start : stop - span.start])
+            else:
+                here = self._next_buffer(step)[: stop - at]
+                self._fetch(at, here)
+                _deliver(span, here, at, stop)
+
+    def _next_buffer(self, size: int) -> Tensor:
+        """The one that was given longest ago: no sum of what it held is pending."""
+        while len(self._ring) <= MAX_PENDING:
+            self._ring.append(torch.empty(size, dtype=torch.uint8))
+        self._ring.rotate(-1)
+        return self._ring[-1]
+
+    def _fetch(self, at: int, memory: Tensor) -> None:
+        self._ask_ahead(at)
+        self._read(at, bytes_of(memory))
+        while len(self._pending) >= MAX_PENDING:
+            self._refuse(self._pending.popleft().result())
+        first = at // self._chunk_bytes
+        self._pending.append(
+            self._pool.submit(_wrong, memory, self._record.crc32, first, self._chunk_bytes)
+        )
+
+    def _settle(self) -> None:
+        """Wait until everything that was read is summed."""
+        while self._pending:
+            self._refuse(self._pending.popleft().result())
+
+    def _refuse(self, number: int | None) -> None:
+        if number is not None:
+            start = number * self._chunk_bytes
+            stop = min(start + self._chunk_bytes, self._record.size_bytes)
+            raise DamagedError(
+                f"{self.path} is damaged: bytes {start} to {stop} do not match their checksum; load another "
+                "checkpoint"
+            )
+
+
+def _wrong(memory: Tensor, sums: tuple[int, ...], first: int, chunk_bytes: int) -> int | None:
+    """The first chunk of `memory`, which begins with chunk `first`, whose sum is not the file's."""
+    view = bytes_of(memory)
+    for number, at in enumerate(range(0, len(view), chunk_bytes), start=first):
+        if zlib.crc32(view[at : at + chunk_bytes]) != sums[number]:
+            return number
+    return None
+
+
+def _memory_of(span: _Span) -> Tensor | None:
+    """Where the bytes can go as they are, [stop - start]."""
+    target = span.target
+    if target is None or target.device.type != "cpu" or target.dtype != span.dtype:
+        return None
+    return target.view(torch.uint8)
+
+
+def _deliver(span: _Span, found: Tensor, low: int, high: int) -> None:
+    """`found` [high - low], bytes [low, high) of the file, are elements of the target."""
+    target = span.cut(low, high)
+    if target is not None:
+        target.copy_(found.view(span.dtype))
+
+
+__all__ = ["CheckedFile"]

@@ -1,0 +1,359 @@
+"""Folders of checkpoints: made by rank 0, committed by one rename, found again by name.
+
+    write   .<tag>.tmp-1a2b3c4d/rank_00000-1a2b3c4d.safetensors, ...      every rank, fsync
+            .<tag>.tmp-1a2b3c4d/manifest.json                             rank 0, fsync
+    commit  .<tag>.tmp-1a2b3c4d -> <tag>        a new tag: the folder is renamed
+            <tag>/manifest.json                 a tag saved before: new files beside the old, then this rename
+    point   latest                              replaced by a rename, last
+
+A folder without manifest.json is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import unicodedata
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import replace
+from operator import index
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor
+
+from ....utils.errors import DamagedError, UsageError
+from ....utils.quoting import printable, quoted
+from ..format import dump, parse
+from ..manifest import Manifest
+from ..manifest_checks import OWN_FILE
+from ..order import kind_of, newest_first
+from .tensor_table import shown
+
+log = logging.getLogger("xds")
+MANIFEST, LATEST = "manifest.json", "latest"
+TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
+STEP = re.compile(r"global_step([0-9]+)")
+UNWRITTEN = ("Cc", "Cs", "Zl", "Zp")  # control characters, half characters, ends of lines
+MAX_TAG_BYTES = 255 - len("..tmp-01234567")  # while it is written the name is longer
+
+
+def check_tag(tag: Any) -> str:
+    """The folder's name that `tag`, text or a whole number, is. Raises UsageError: it cannot be one."""
+    is_number = hasattr(tag, "__index__") and not isinstance(tag, bool | Tensor)
+    if not isinstance(tag, str) and not is_number:
+        raise UsageError(
+            f"tag = {shown(tag)} is a {type(tag).__name__}: give text, or leave it out"
+        )
+    name = tag if isinstance(tag, str) else str(index(tag))
+    if (
+        not name
+        or name.startswith(".")
+        or "/" in name
+        or "\\" in name
+        or name in (LATEST, MANIFEST)
+    ):
+        raise UsageError(
+            f"tag = {shown(name)}: it names a folder inside save_dir, so it must not be empty, {LATEST!r} or "
+            f"{MANIFEST!r}, begin with a dot or hold a slash"
+        )
+    if name != name.strip() or any(unicodedata.category(one) in UNWRITTEN for one in name):
+        raise UsageError(
+            f"tag = {shown(name)}: it names a folder, so it must not begin or end with a space, nor hold "
+            "control characters; rename it"
+        )
+    if len(name.encode()) > MAX_TAG_BYTES:
+        raise UsageError(
+            f"tag = {shown(name)} has {len(name.encode())} bytes, and a folder's name holds {MAX_TAG_BYTES} "
+            "of it; shorten it"
+        )
+    return name
+
+
+def check_folder(setting: str, folder: Any) -> Path:
+    """The path that `folder` is. Raises UsageError: it is none; `setting` is its name."""
+    is_path = isinstance(folder, str | os.PathLike)
+    text = os.fspath(folder) if is_path else None
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise UsageError(
+            f"{setting} = {shown(folder)} is not the path of a folder: give the folder that holds the "
+            'checkpoints, such as "checkpoints"'
+        )
+    return Path(text)
+
+
+def make_folder(save_dir: Path, tag: str) -> Claim:
+    """A fresh folder for `tag`, and what killed saves left behind is removed. Rank 0 alone."""
+    made = [path for path in (save_dir, *save_dir.parents) if not path.exists()]
+    save_dir.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        _sync_folder(path.parent)
+    for path in save_dir.iterdir():
+        if TEMPORARY.fullmatch(path.name) and not _is_claimed(path):
+            discard(path)
+    folder = save_dir / _hidden(tag)
+    folder.mkdir()
+    return Claim(folder)
+
+
+def _hidden(tag: str) -> str:
+    """A name that nothing else has, and that no loader looks at."""
+    return f".{tag}.tmp-{secrets.token_hex(4)}"
+
+
+@final
+class Claim:
+    """A folder that a save writes to, locked so that no other save takes it for a dead one's.
+
+    The lock goes with the process. On a file system without locks nothing is held.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._fd: int | None = os.open(folder, os.O_RDONLY)
+        with suppress(OSError):
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def release(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _is_claimed(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+def file_name(folder: Path, rank: int) -> str:
+    """The name of a rank's file; two saves never use the same, so old and new may lie side by side."""
+    return f"rank_{rank:05d}-{folder.name[-8:]}.safetensors"
+
+
+def discard(folder: Path) -> None:
+    """Remove what an uncommitted save has written, as far as that works."""
+    if folder.is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            folder.unlink()
+
+
+def commit(folder: Path, save_dir: Path, manifest: Manifest) -> Path:
+    """Make the files in `folder` the checkpoint `manifest.tag`. Rank 0 alone, after every rank's fsync."""
+    _write_durably(folder / MANIFEST, dump(manifest))
+    _sync_folder(folder)
+    final_folder = save_dir / manifest.tag
+    if not final_folder.exists():
+        os.rename(folder, final_folder)
+        _sync_folder(save_dir)
+        return final_folder
+    _move_files(folder, final_folder, manifest)
+    os.replace(folder / MANIFEST, final_folder / MANIFEST)
+    _sync_folder(final_folder)
+    discard(folder)
+    _discard_others(final_folder, manifest)
+    return final_folder
+
+
+def _move_files(folder: Path, final_folder: Path, manifest: Manifest) -> None:
+    """New files beside the old ones, durably, or none of them."""
+    try:
+        for record in manifest.files:
+            os.rename(folder / record.path, final_folder / record.path)
+        _sync_folder(final_folder)
+    except OSError:
+        for record in manifest.files:
+            discard(final_folder / record.path)
+        raise
+
+
+def _discard_others(final_folder: Path, manifest: Manifest) -> None:
+    """Remove files of other saves under this tag. What cannot be removed is by the next one."""
+    current = {record.path for record in manifest.files}
+    with suppress(OSError):
+        for path in final_folder.iterdir():
+            if OWN_FILE.fullmatch(path.name) and path.name not in current:
+                discard(path)
+
+
+def write_latest(save_dir: Path, tag: str) -> None:
+    """`latest` names `tag` from now on; at every instant it names the old one or the new one."""
+    for is_last in (False, False, True):
+        fresh = save_dir / _hidden(LATEST)
+        try:
+            _write_durably(fresh, tag.encode())
+            os.replace(fresh, save_dir / LATEST)
+            break
+        except FileNotFoundError:  # another engine's save took it for a dead one's
+            if is_last:
+                raise
+        except OSError:
+            with suppress(OSError):
+                fresh.unlink()
+            raise
+    _sync_folder(save_dir)
+
+
+def read_latest(load_dir: Path) -> str | None:
+    """The tag that `latest` names; None without one.
+
+    Raises DamagedError: what it holds is no tag, or there is no folder of that name.
+    """
+    path = load_dir / LATEST
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    tag = text.decode("utf-8", "replace").strip()
+    with suppress(UsageError, ValueError):
+        check_tag(tag)
+        if (load_dir / tag).is_dir():
+            return tag
+    raise DamagedError(
+        f"{path} is damaged, or the checkpoint is gone: it names {quoted(tag)}, and {_there(load_dir)}"
+    )
+
+
+def read_manifest(load_dir: Path, tag: str) -> Manifest:
+    """The manifest of a committed checkpoint.
+
+    Raises:
+        DamagedError: it is damaged, or there is a folder without one. UsageError: there is no such folder.
+    """
+    path = load_dir / tag / MANIFEST
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        kind = DamagedError if path.parent.is_dir() else UsageError
+        raise kind(
+            f"{path.parent} is not a committed checkpoint: it has no {MANIFEST}; {_there(load_dir)}"
+        ) from None
+    return parse(text, str(path))
+
+
+def _there(load_dir: Path) -> str:
+    tags = sorted(found.parent.name for found in load_dir.glob(f"[!.]*/{MANIFEST}"))
+    return f"in {load_dir} there " + (
+        f"are {', '.join(map(printable, tags))}" if tags else "is none"
+    )
+
+
+def committed(save_dir: Path) -> list[Manifest]:
+    """The manifests of all committed checkpoints, newest first: see `newest_first`.
+
+    Each has the folder's name as its tag. Hidden and uncommitted folders are left out; with a warning also
+    those whose manifest cannot be read, or of which a file is missing or has another length.
+    """
+    return [
+        manifest for manifest in newest_first(_manifests(save_dir)) if _is_there(save_dir, manifest)
+    ]
+
+
+def _is_there(save_dir: Path, manifest: Manifest) -> bool:
+    folder = save_dir / manifest.tag
+    damaged = [one.path for one in manifest.files if _length(folder / one.path) != one.size_bytes]
+    if damaged:
+        log.warning(
+            "%s is left out: %s is missing or has another length", folder, folder / damaged[0]
+        )
+    return not damaged
+
+
+def _manifests(save_dir: Path) -> list[Manifest]:
+    found = []
+    for path in sorted(save_dir.glob(f"[!.]*/{MANIFEST}")):
+        tag = path.parent.name
+        try:
+            found.append(replace(read_manifest(save_dir, tag), tag=tag))
+        except (UsageError, OSError) as error:
+            log.warning("%s is left out: %s", path.parent, error)
+    return found
+
+
+def _length(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def newest_checkpoint(save_dir: str | Path) -> str | None:
+    """The tag of the newest committed checkpoint in `save_dir`; None without one. Not a collective.
+
+    It may be newer than what `latest` names: a save can be killed after its commit and before `latest`.
+    """
+    found = committed(Path(save_dir))
+    return found[0].tag if found else None
+
+
+def older_checkpoint(save_dir: Path, tag: str, left_out: Collection[str]) -> str | None:
+    """The newest committed checkpoint before `tag`, none of `left_out`; None where there is none.
+
+    Where the manifest of `tag` cannot say which those are, its name does (`global_step300`), else all are.
+    """
+    found = committed(save_dir)
+    order = [one.tag for one in newest_first(_manifests(save_dir))]
+    if tag in order:
+        older = order[order.index(tag) :]
+        found = [one for one in found if one.tag in older]
+    elif match := STEP.fullmatch(tag):
+        found = [one for one in found if one.global_steps < int(match[1])]
+    return next((one.tag for one in found if one.tag not in left_out), None)
+
+
+def prune(save_dir: Path, tag: str, keep_last: int) -> None:
+    """Remove all but the newest `keep_last` checkpoints whose tags are `tag` but for the numbers in it.
+
+    What `latest` names, `tag` itself, and what is further in its training than `tag` always stay: a run that
+    begins anew in an old one's folder takes nothing away. A folder is hidden before its files go: it is
+    whole, or not there.
+    """
+    kind = kind_of(tag)
+    there = [found for found in committed(save_dir) if kind_of(found.tag) == kind]
+    steps = next((found.global_steps for found in there if found.tag == tag), 0)
+    same = [found.tag for found in there if found.global_steps <= steps]
+    stay: set[str | None] = {tag}
+    with suppress(DamagedError):
+        stay.add(read_latest(save_dir))
+    for old in set(same[keep_last:]) - stay:
+        try:
+            hidden = save_dir / _hidden(old)
+            os.rename(save_dir / old, hidden)
+            _sync_folder(save_dir)
+            discard(hidden)
+        except OSError as error:
+            log.warning("keep_last: cannot remove %s: %s", save_dir / old, error)
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,294 @@
+"""Reads a committed checkpoint in one process: no engine, no ranks, any tensor by its name.
+
+    folder, tag  ->  manifest  ->  name and key  ->  the ranks' ranges of it  ->  one tensor on the CPU
+
+Every byte is checked against its sum before it is used. Nothing is held but what the caller asked for, and a
+chunk of a file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ....ops.flat import numel_of
+from ....utils.errors import DamagedError, UsageError
+from ....utils.quoting import printable
+from ....zero.checkpoint.ranges import Copy, Piece, SavedFlat, merged
+from ..format import catalogue_of
+from ..manifest import Manifest
+from ..manifest_checks import check_tensors
+from ..packing import unpack
+from .checked_file import CheckedFile
+from .folders import MANIFEST, check_tag, committed, read_latest, read_manifest
+from .tensor_table import BY_NAME
+
+log = logging.getLogger("xds")
+MAX_OPEN = 64  # files; the one that was used longest ago is closed
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor of a checkpoint, that `CheckpointReader.read` finds.
+
+    kind: "param", "buffer", "either" (imported weights do not say which) or "state" (an optimizer's tensor
+        that is not per element; its name is "param/key").
+    key: "value", or "state/" and the optimizer's key.
+    dtype: as it lies in the files; `compute_dtype`: as the model has it in forward.
+    """
+
+    kind: str
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    trains: bool
+
+    @property
+    def numel(self) -> int:
+        return numel_of(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
+    """The folder of checkpoints and the tag that `path` and `tag` mean.
+
+    Args:
+        path: a folder of checkpoints; without `tag` also the folder of one.
+        tag: None is what `latest` names.
+    Raises:
+        UsageError: there is no such folder, or nothing says which checkpoint. DamagedError: `latest` is.
+    """
+    folder = Path(os.path.abspath(path))
+    if not folder.is_dir():
+        raise UsageError(f"{path} is not a folder; give the save_dir of save_checkpoint")
+    if tag is not None:
+        check_tag(tag)
+        return folder, tag
+    if (folder / MANIFEST).exists():
+        return folder.parent, folder.name
+    found = read_latest(folder)
+    if found is not None:
+        return folder, found
+    there = [printable(one.tag) for one in committed(folder)]
+    raise UsageError(
+        f"{path} has no file `latest`: "
+        + (f"give a tag; there are {', '.join(there)}" if there else "there is no checkpoint in it")
+    )
+
+
+@final
+class CheckpointReader:
+    """One checkpoint, open for reading.
+
+    values: parameters and buffers, by name. left_out: frozen parameters that were not saved, on request.
+    tied: other name of a parameter or buffer -> its name in `values` (or in `left_out`).
+    Raises:
+        DamagedError: a file is missing or changed, when it is first used; the sentence names it.
+    """
+
+    def __init__(self, path: str | Path, tag: str | None = None) -> None:
+        self.save_dir, self.tag = locate(path, tag)
+        self.folder = self.save_dir / self.tag
+        self.manifest = read_manifest(self.save_dir, self.tag)
+        self._catalogue = catalogue_of(self.manifest, str(self.folder / MANIFEST))
+        self._pool = ThreadPoolExecutor(1)  # sums; it starts with the first file
+        self._files: dict[int, CheckedFile] = {}  # open; the one used longest ago comes first
+        self.values: dict[str, Saved] = {}
+        self.left_out: list[str] = []
+        self.tied: dict[str, str] = {}
+        for flat in self.manifest.flats:
+            self._add(flat)
+
+    def _add(self, flat: SavedFlat) -> None:
+        if flat.kind == "state":
+            return
+        self.tied.update(flat.tied)
+        first: dict[int, str] = {}  # by offset: imported names that share their elements
+        for slot in flat.slots:
+            if slot.numel and first.setdefault(slot.offset, slot.name) != slot.name:
+                self.tied[slot.name] = first[slot.offset]
+                continue
+            if slot.numel and not flat.has_values:
+                self.left_out.append(slot.name)
+                continue
+            keys = self._catalogue.keys_of(Piece(flat.kind, slot.name, 0, slot.numel, 0))
+            computes = _dtype(flat.dtype)
+            dtype = _dtype(keys.get("value", flat.dtype))
+            self.values[slot.name] = Saved(
+                flat.kind, slot.name, "value", slot.shape, dtype, computes, flat.trains
+            )
+
+    # -- what else there is -----------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Counters, loss scale, optimizer (type and groups), scheduler, data position, client_state."""
+        found: dict[str, Any] = unpack(self.manifest.state, lambda name: self.file(0).tensor(name))
+        return found
+
+    def states(self, name: str) -> dict[str, Any]:
+        """The optimizer's states of a parameter by key: `Saved`, or a number or a 0-d tensor."""
+        value = self.values.get(name)
+        if value is None or value.kind != "param":
+            return {}
+        piece = Piece("param", name, 0, value.numel, 0)
+        found: dict[str, Any] = {}
+        for one in self._catalogue.constants_of(piece):
+            whole = one.value
+            found[one.key] = (
+                whole
+                if one.dtype is None
+                else torch.full(one.shape, whole, dtype=_dtype(one.dtype))
+            )
+        for key, text in self._catalogue.keys_of(piece).items():
+            if key.startswith("state/"):
+                found[key] = Saved("param", name, key, value.shape, *(_dtype(text),) * 2, True)
+        for full in self._catalogue.states_of(name):
+            flat = self._catalogue.flat_of("state", full)
+            key = f"state/{full.removeprefix(f'{name}/')}"
+            found[key] = Saved(
+                "state", full, key, flat.slots[0].shape, *(_dtype(flat.dtype),) * 2, True
+            )
+        return {key.removeprefix("state/"): one for key, one in found.items()}
+
+    def groups(self) -> dict[str, int]:
+        """The number of the hyperparameter group of every parameter that trains."""
+        flats = [flat for flat in self.manifest.flats if flat.kind == "param" and flat.trains]
+        slots = [slot for flat in flats for slot in flat.slots]
+        return {slot.name: slot.group for slot in slots if slot.name not in self.tied}
+
+    def uncovered(self) -> list[str]:
+        """Names of which elements are in no file, though they should be."""
+        return self._catalogue.uncovered()
+
+    # -- tensors ----------------------------------------------------------------------------------------
+
+    def read(self, saved: Saved, dtype: torch.dtype | None = None) -> Tensor:
+        """A whole tensor on the CPU, in `dtype` (default: as it was saved)."""
+        out = torch.empty(saved.shape, dtype=dtype or saved.dtype)
+        self.read_into(out.view(-1), saved, 0)
+        return out
+
+    def read_into(self, out: Tensor, saved: Saved, start: int) -> None:
+        """Elements [start, start + n) of the flattened tensor into `out` [n], in `out`'s dtype."""
+        for copy in self._copies(saved, start, start + out.numel()):
+            self.file(copy.file).check([(copy, out)])
+
+    def pieces(self, saved: Saved, dtype: torch.dtype, piece_bytes: int) -> Iterator[Tensor]:
+        """The same, piece by piece, [n] each; a piece is overwritten when the next is asked for."""
+        step = max(piece_bytes // dtype.itemsize, 1)
+        buffer = torch.empty(min(step, saved.numel), dtype=dtype)
+        for start in range(0, saved.numel, step):
+            part = buffer[: min(step, saved.numel - start)]
+            self.read_into(part, saved, start)
+            yield part
+
+    def _copies(self, saved: Saved, start: int, stop: int) -> list[Copy]:
+        piece = Piece(saved.kind, saved.name, start, stop, 0)
+        found = self._catalogue.copies(piece, saved.key)
+        if sum(copy.numel for copy in found) != stop - start:
+            raise DamagedError(
+                f"{self.folder / MANIFEST} contradicts itself: elements of {saved.name} ({saved.key}) are in "
+                "no file"
+            )
+        return merged(found)
+
+    def file(self, number: int) -> CheckedFile:
+        file = self._files.pop(number, None)
+        if file is None:
+            if len(self._files) >= MAX_OPEN:
+                self._files.pop(next(iter(self._files))).close()
+            file = open_file(self.folder, self.manifest, number, self._pool)
+        self._files[number] = file
+        return file
+
+    # -- closing ----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let the files go."""
+        while self._files:
+            self._files.popitem()[1].close()
+        self._pool.shutdown()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_file(folder: Path, manifest: Manifest, number: int, pool: Executor) -> CheckedFile:
+    """A file of a checkpoint, which holds what the manifest says of it.
+
+    Raises DamagedError: it does not, or `CheckedFile` says so.
+    """
+    file = CheckedFile(folder, manifest.files[number], pool)
+    try:
+        check_tensors(manifest, number, file.table)
+    except ValueError as error:
+        file.close()
+        raise DamagedError(f"{file.path} contradicts its {MANIFEST}: {error}") from None
+    return file
+
+
+def _dtype(name: str) -> torch.dtype:
+    return BY_NAME[name]  # the manifest was checked
+
+
+def chosen(reader: CheckpointReader, *, exclude_frozen: bool) -> Mapping[str, Saved]:
+    """The values that a state dict is made of. Says in the log what was not saved."""
+    if reader.left_out and not exclude_frozen:
+        log.warning(
+            "%s was saved without its frozen parameters: %d names, such as %s, are not in the result",
+            reader.folder,
+            len(reader.left_out),
+            reader.left_out[0],
+        )
+    return {
+        name: one
+        for name, one in reader.values.items()
+        if one.kind != "param" or one.trains or not exclude_frozen or not one.numel
+    }
+
+
+def get_fp32_state_dict(
+    dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False
+) -> dict[str, Tensor]:
+    """The model's whole state dict out of a checkpoint, on the CPU, without an engine or other ranks.
+
+    Every floating tensor is fp32: the masters, where there are some. Tied names share one tensor.
+    Memory:  the result, and one chunk of a file.
+    Args:
+        dir: what `save_checkpoint` got, or the folder of one checkpoint.
+        tag: default: what `latest` names.
+        exclude_frozen_parameters: leave out parameters that did not train.
+    Raises:
+        UsageError: there is no such checkpoint. DamagedError: a file of it is damaged; it is named.
+    """
+    with CheckpointReader(dir, tag) as reader:
+        found = {
+            name: reader.read(one, torch.float32 if one.dtype.is_floating_point else None)
+            for name, one in chosen(reader, exclude_frozen=exclude_frozen_parameters).items()
+        }
+        for other, name in reader.tied.items():
+            if name in found:
+                found[other] = found[name]
+        return found

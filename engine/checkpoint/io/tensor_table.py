@@ -1,0 +1,160 @@
+"""The header of a safetensors file: what tensor lies where. Made for a file of ours, checked for anybody's.
+
+    8 bytes: the header's length | {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}} | data
+
+Offsets count from the end of the header. The format has no word for some of torch's dtypes: their elements lie
+there as pairs of a dtype that it has, and the header's metadata says which dtype they are.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....ops.flat import numel_of
+from ....utils.errors import UsageError
+from ....utils.quoting import printable
+
+HEADER_ALIGN = 64
+MAX_NUMEL = 1 << 58  # of a shape, zeros not counted: torch's arithmetic overflows behind it
+MAX_DIMS = 64
+METADATA = "__metadata__"
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+PAIRS = {torch.complex128: "F64", torch.complex32: "F16"}  # an element is a pair of those
+BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES, *PAIRS)}
+
+
+@dataclass(frozen=True)
+class Located:
+    """A tensor of a file: bytes [start, stop) of the data behind the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return numel_of(self.shape)
+
+
+def check_storable(where: str, tensor: Tensor) -> None:
+    """Raises UsageError: a checkpoint cannot hold `tensor`; the sentence begins with `where`."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        kind = "on the meta device" if tensor.is_meta else f"of the layout {tensor.layout}"
+        raise UsageError(
+            f"{where} is a tensor {kind}: a checkpoint holds dense tensors with values; convert it, or leave "
+            "it out"
+        )
+    if tensor.dtype not in DTYPES and tensor.dtype not in PAIRS:
+        raise UsageError(
+            f"{where} is a tensor of {tensor.dtype}, which a checkpoint cannot hold; convert it where it was "
+            f"made to one of {', '.join(BY_NAME)}"
+        )
+
+
+# -- making -------------------------------------------------------------------------------------------------
+
+
+def make_header(
+    tensors: Iterable[tuple[str, torch.dtype, list[int]]], align: int = HEADER_ALIGN
+) -> bytes:
+    """The first bytes of a file of these names, dtypes and shapes, whose data lie one after another."""
+    table: dict[str, Any] = {}
+    pairs: dict[str, str] = {}
+    at = 0
+    for name, dtype, shape in tensors:
+        stop = at + numel_of(shape) * dtype.itemsize
+        text = DTYPES.get(dtype)
+        if text is None:
+            text, shape = PAIRS[dtype], [*shape, 2]
+            pairs[name] = str(dtype).removeprefix("torch.")
+        table[name] = {"dtype": text, "shape": shape, "data_offsets": [at, stop]}
+        at = stop
+    if pairs:
+        table[METADATA] = pairs
+    text_bytes = json.dumps(table).encode()
+    text_bytes += b" " * (-(len(text_bytes) + 8) % align)
+    return struct.pack("<Q", len(text_bytes)) + text_bytes
+
+
+# -- reading ------------------------------------------------------------------------------------------------
+
+
+def read_table(text: bytes, data_bytes: int) -> dict[str, Located]:
+    """The tensors that the header `text` names, all of them within `data_bytes`.
+
+    Raises ValueError: it is not such a header; the text says why.
+    """
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("its header is not JSON") from None
+    if not isinstance(raw, dict):
+        raise ValueError("its header is not a table of tensors")
+    metadata = raw.pop(METADATA, None)
+    pairs = metadata if isinstance(metadata, dict) else {}
+    return {name: _located(name, entry, pairs, data_bytes) for name, entry in raw.items()}
+
+
+def _located(name: str, entry: Any, pairs: Mapping[str, Any], data_bytes: int) -> Located:
+    entry = entry if isinstance(entry, dict) else {}
+    text, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    dtype = TORCH_DTYPES.get(text) if isinstance(text, str) else None
+    if dtype is None:
+        raise ValueError(f"{shown(name)} is of the dtype {shown(text)}, which torch does not have")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"{shown(name)} has no shape and data_offsets of whole numbers")
+    if not is_possible(shape) or offsets[1] - offsets[0] != numel_of(shape) * dtype.itemsize:
+        raise ValueError(f"{shown(name)} has offsets that do not fit its shape")
+    if offsets[1] > data_bytes:
+        raise ValueError(f"{shown(name)} ends behind the end of the file")
+    whole = pairs.get(name)
+    dtype_there = BY_NAME.get(whole) if isinstance(whole, str) else None
+    if dtype_there in PAIRS:
+        if text != PAIRS[dtype_there] or shape[-1:] != [2]:
+            raise ValueError(f"{shown(name)} is said to be {whole}, and is not stored as such")
+        dtype, shape = dtype_there, shape[:-1]
+    return Located(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+
+
+def is_possible(shape: Sequence[int]) -> bool:
+    """torch can count the elements of such a tensor."""
+    return len(shape) <= MAX_DIMS and prod(one or 1 for one in shape) <= MAX_NUMEL
+
+
+def shown(value: Any) -> str:
+    """A value of somebody's file in a sentence: quoted, and short."""
+    return printable(repr(value), 100)

@@ -1,0 +1,169 @@
+"""Whether a checkpoint, which is sound by itself, fits this model and engine; said before anything changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...utils.errors import UsageError
+from ...utils.views import holds
+from ...zero.checkpoint.ranges import Catalogue
+from ...zero.checkpoint.restore import Restore, Target
+from ...zero.checkpoint.snapshot import Snapshot
+from .io.tensor_table import shown
+from .load_plan import LoadOptions, Plan, some_of
+from .training import Counters, Training
+
+log = logging.getLogger("xds")
+
+
+def check_names(
+    catalogue: Catalogue, snapshot: Snapshot, folder: Path, options: LoadOptions
+) -> None:
+    found = catalogue.compare(snapshot.flats)
+    sentences = []
+    if found.missing:
+        sentences.append(f"it does not have {some_of(found.missing)}")
+    if found.extra:
+        sentences.append(f"the model does not have {some_of(found.extra)}")
+    if found.shapes:
+        raise UsageError(
+            f"{folder} does not fit this model: {some_of(found.shapes)}; nothing was changed"
+        )
+    if sentences and options.load_module_strict:
+        raise UsageError(
+            f"{folder} does not fit this model: {'; '.join(sentences)}; nothing was changed. Load what fits "
+            "with load_module_strict=False"
+        )
+    if sentences and snapshot.rank == 0:
+        log.warning(
+            "%s is loaded in part: %s; the rest stays as it is", folder, "; ".join(sentences)
+        )
+
+
+def check_state(
+    training: Training, counters: Counters, plan: Plan, options: LoadOptions, folder: Path
+) -> None:
+    saved = plan.state
+    if options.with_optimizer:
+        _check_optimizer(training, saved["optimizer"], folder)
+        _check_accumulation(counters, plan, folder)
+    scheduler = saved["lr_scheduler"]
+    if options.with_scheduler and scheduler is not None and training.scheduler is not None:
+        here = type(training.scheduler).__name__
+        if here != scheduler["type"]:
+            raise UsageError(
+                f"{folder} holds the state of the scheduler {scheduler['type']}, this engine has "
+                f"{here}: use the same one, or load with load_lr_scheduler_states=False"
+            )
+
+
+def _check_optimizer(training: Training, saved: dict[str, Any] | None, folder: Path) -> None:
+    if saved is None:  # weights that were imported, or an engine that only inferred
+        if training.sharded.collectives.rank == 0:
+            log.warning("%s has no optimizer states: they begin anew", folder)
+        return
+    here = type(training.optimizer).__name__
+    # Adam and AdamW keep the same states; ours is called Adam in both cases
+    if here.removesuffix("W") != saved["type"].removesuffix("W"):
+        raise UsageError(
+            f"{folder} holds states of the optimizer {saved['type']}, and this engine has {here}: use "
+            "the same one, or load with load_optimizer_states=False"
+        )
+    num_here, num_saved = len(training.optimizer.param_groups), len(saved["groups"])
+    if num_here != num_saved:
+        raise UsageError(
+            f"{folder} holds {num_saved} parameter groups, and this engine has {num_here}: make the same "
+            "groups, or load with load_optimizer_states=False"
+        )
+    for number, (group, values) in enumerate(
+        zip(training.optimizer.param_groups, saved["groups"], strict=True)
+    ):
+        for key, value in values.items():
+            if not _are_alike(group.get(key), value):
+                raise UsageError(
+                    f"{folder} has {shown(key)} = {shown(value)} in parameter group {number}, and this engine "
+                    f"has {shown(group[key])}: use the same optimizer, or load with "
+                    "load_optimizer_states=False"
+                )
+
+
+def _are_alike(here: Any, there: Any) -> bool:
+    """Both are numbers, or texts, or as many of such; what only one has is as the other wants it."""
+    if here is None or there is None:
+        return True
+    if isinstance(here, list | tuple) and isinstance(there, list | tuple):
+        return len(here) == len(there) and all(map(_are_alike, here, there))
+    if isinstance(here, Tensor) and isinstance(there, Tensor):
+        return here.numel() == there.numel()
+    if _is_number(here) or _is_number(there):
+        return _is_number(here) and _is_number(there)
+    return isinstance(here, str) == isinstance(there, str)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, bool | int | float)
+
+
+def check_views(plan: Plan, targets: list[Target], folder: Path) -> None:
+    """Where elements share memory, the checkpoint has one value for them. After everything was read."""
+    wrong = [target.name for target in targets if not target.fits()]
+    own: Mapping[str, Tensor] = plan.own.get("buffers", {})
+    for name, buffer in plan.restore.buffers():
+        if name in own and not holds(buffer, own[name].to(buffer)):
+            wrong.append(name)
+    if wrong:
+        raise UsageError(
+            f"{folder} does not fit this model: {some_of(wrong)} are views whose elements share memory "
+            "(expanded), and the checkpoint has different values for them; nothing was changed. Give the "
+            "module tensors of its own: tensor.clone()"
+        )
+
+
+def check_groups(catalogue: Catalogue, snapshot: Snapshot, folder: Path) -> None:
+    """Rates and decays are a group's, and a scheduler knows groups by their numbers."""
+    for flat in snapshot.flats:
+        for slot in flat.slots if flat.kind == "param" and flat.trains else ():
+            there = catalogue.group_of(slot.name)
+            if there is not None and there != slot.group:
+                raise UsageError(
+                    f"{folder} has {slot.name} in parameter group {there}, and this engine has it in group "
+                    f"{slot.group}: make the same groups in the same order, or load with "
+                    "load_optimizer_states=False"
+                )
+
+
+def _check_accumulation(counters: Counters, plan: Plan, folder: Path) -> None:
+    saved = plan.state["counters"]
+    if not saved["is_accumulating"]:
+        return
+    here = counters.gradient_accumulation_steps()
+    if plan.is_same_world and here == saved["accumulation_steps"]:
+        return
+    raise UsageError(
+        f"{folder} was saved in the middle of an accumulation, by {plan.manifest.world_size} ranks with "
+        f"gradient_accumulation_steps = {saved['accumulation_steps']}: half a step loads only with the same "
+        "two numbers; load a checkpoint that was saved after a whole step, or use load_optimizer_states=False"
+    )
+
+
+def check_restore(restore: Restore, folder: Path, options: LoadOptions) -> None:
+    if restore.problems:
+        raise UsageError(
+            f"{folder} cannot be loaded in this layout: {some_of(restore.problems)}; nothing was changed. Use "
+            "the layout it was saved with, or load_optimizer_states=False"
+        )
+    if restore.missing and options.load_module_strict:
+        raise UsageError(
+            f"{folder} does not have the optimizer states {some_of(restore.missing)}; nothing was changed. "
+            "With load_module_strict=False they begin at zero, with load_optimizer_states=False all stay "
+            "as they are"
+        )
+    if restore.missing:
+        log.warning("%s does not have the optimizer states %s", folder, some_of(restore.missing))

@@ -1,0 +1,156 @@
+"""How a load takes effect on the engine: what may still refuse comes before the elements, and can be undone.
+
+groups, scheduler, loss scale, counters, loader       each leaves behind how it is undone
+elements                                              load.py
+buffers of this rank, random generators               were checked: they cannot refuse
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...utils.errors import UsageError, XdsError
+from ...utils.views import write
+from ..data.loaders import keeps_position, resume_loader
+from .load_plan import LoadOptions, Plan
+from .random_state import set_random_state
+from .training import Counters, Training
+
+log = logging.getLogger("xds")
+
+
+@torch.no_grad()
+def set_engine(
+    training: Training, counters: Counters, plan: Plan, options: LoadOptions, undo: ExitStack
+) -> None:
+    """Everything of an engine but its elements and random generators; `undo` takes it back when it is closed.
+
+    Raises UsageError: somebody's object does not take what it gave to the checkpoint.
+    """
+    saved = plan.state
+    if training.optimizer is not None:  # a scheduler writes to the groups, too
+        undo.callback(_restore_groups, training.optimizer, _groups(training.optimizer))
+    if options.with_optimizer and saved["optimizer"] is not None:
+        _taking(
+            plan,
+            "optimizer",
+            partial(_set_groups, training.optimizer, saved["optimizer"]["groups"]),
+        )
+    load = getattr(training.scheduler, "load_state_dict", None)
+    if options.with_scheduler and saved["lr_scheduler"] is not None and load is not None:
+        undo.callback(load, training.scheduler.state_dict())  # type: ignore[union-attr]
+        _taking(plan, "lr_scheduler", partial(load, saved["lr_scheduler"]["state"]))
+    undo.callback(training.loss_scale.load_state_dict, training.loss_scale.state_dict())
+    training.loss_scale.load_state_dict(saved["loss_scale"])
+    _set_counters(counters, saved["counters"], options, undo)
+    if training.loader is not None:
+        undo.callback(_restore_fields, training.loader, dict(vars(training.loader)))
+        _taking(plan, "data", partial(_set_data, training.loader, plan))
+
+
+def _taking(plan: Plan, what: str, action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception as error:
+        reason = str(error) if isinstance(error, XdsError) else f"{type(error).__name__}: {error}"
+        raise UsageError(
+            f"{plan.folder}: the saved state of {what} is not taken here; nothing was changed: {reason}"
+        ) from error
+
+
+@torch.no_grad()
+def set_buffers(plan: Plan) -> None:
+    """Where this rank's buffers were not rank 0's, and it is the same rank, it gets its own."""
+    own: dict[str, Tensor] = plan.own.get("buffers", {})
+    for name, buffer in plan.restore.buffers():
+        if name in own:
+            write(buffer, own[name].to(buffer))
+
+
+def set_random(plan: Plan, device: torch.device) -> None:
+    """Go on drawing where this rank was."""
+    if "random" in plan.own:
+        set_random_state(plan.own["random"], device)
+
+
+# -- one after the other ------------------------------------------------------------------------------------
+
+
+def _set_data(loader: Any, plan: Plan) -> None:
+    """The loader goes on: ours at any number of ranks, the user's where there was such a rank."""
+    if keeps_position(loader) and "data" in plan.own:
+        loader.load_state_dict(plan.own["data"])
+        return
+    saved = plan.state["data"]
+    was_kept = saved is not None or "data" in plan.manifest.files[0].own
+    if was_kept and (saved is None or not resume_loader(loader, saved)):
+        log.warning(
+            "the checkpoint's data position does not fit training_data: it starts anew%s",
+            "" if plan.is_same_world else " (a loader of one's own goes on at the same ranks only)",
+        )
+
+
+def _restore_fields(one: Any, fields: dict[str, Any]) -> None:
+    vars(one).clear()
+    vars(one).update(fields)
+
+
+def _set_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in values.items():
+            here = group.get(key)
+            if isinstance(here, Tensor):  # a learning rate that others hold stays that tensor
+                here.copy_(torch.as_tensor(value).view(here.shape))
+            else:
+                group[key] = value
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, tuple[Any, Tensor | None]]]:
+    """Every hyperparameter as it is, and what is in it, where it is a tensor."""
+    return [
+        {
+            key: (value, value.clone() if isinstance(value, Tensor) else None)
+            for key, value in group.items()
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+@torch.no_grad()
+def _restore_groups(
+    optimizer: torch.optim.Optimizer, saved: list[dict[str, tuple[Any, Tensor | None]]]
+) -> None:
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        group.clear()
+        for key, (value, content) in values.items():
+            group[key] = value
+            if content is not None:
+                value.copy_(content)
+
+
+def _set_counters(
+    counters: Counters, saved: dict[str, Any], options: LoadOptions, undo: ExitStack
+) -> None:
+    for name in ("global_steps", "skipped_steps", "global_samples", "micro_steps"):
+        undo.callback(setattr, counters, name, getattr(counters, name))
+        setattr(counters, name, saved[name])
+    here = counters.gradient_accumulation_steps()
+    undo.callback(counters.resume_accumulation, counters.accumulated()[0])
+    if saved["is_accumulating"] and options.with_optimizer:
+        # older checkpoints do not say it: they were saved with one number of steps throughout
+        counters.resume_accumulation(saved.get("accumulated", saved["micro_steps"] % here))
+        return
+    counters.resume_accumulation(0)
+    if here != saved["accumulation_steps"]:
+        counters.micro_steps = saved["global_steps"] * here
+    counters.micro_steps -= counters.micro_steps % here  # half a step's gradients are not there
+
+
+__all__ = ["set_buffers", "set_engine", "set_random"]

@@ -1,0 +1,235 @@
+"""What a manifest must say so that a checkpoint can be loaded: one set of rules, for every reader of it.
+
+    types      pydantic, by the dataclasses' own annotations           format.py
+    numbers    flats, ranges, constants and files fit one another      here, when a manifest is parsed
+    values     the engine's state and what is a rank's own             saved_values.py, when it is parsed
+    tensors    each file holds what the manifest says of it            here, when a file is opened
+
+All of it comes before anything is changed. Every function raises ValueError, whose text names the place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import torch
+
+from ...ops.flat import numel_of
+from ...zero.checkpoint.ranges import ConstantRange, Range, SavedFlat, kind_of_number
+from .io.tensor_table import BY_NAME, MAX_DIMS, MAX_NUMEL, Located, is_possible, shown
+from .io.writer import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from .manifest import FileRecord, Manifest
+from .packing import unpack
+from .saved_values import Named, OwnValues, names_in
+
+KINDS = ("param", "buffer", "either", "state")
+OWN_FILE = re.compile(r"rank_[0-9]{5,}-[0-9a-f]{8}\.safetensors")
+MAX_STAGE, MAX_CRC = 3, (1 << 32) - 1
+MAX_ONES = 64  # dimensions of a tensor of one element
+
+
+def check_numbers(manifest: Manifest) -> None:
+    """Flats, ranges, constants and files fit one another."""
+    _require(manifest.stage <= MAX_STAGE, "stage", manifest.stage)
+    _require(manifest.world_size == len(manifest.files), "world_size", manifest.world_size)
+    _check_flats(manifest.flats)
+    paths: set[str] = set()
+    dtypes: dict[tuple[int, str], str] = {}
+    for number, record in enumerate(manifest.files):
+        where = f"files[{number}]"
+        _check_record(where, record)
+        _require(record.path not in paths, f"{where}.path", record.path)
+        paths.add(record.path)
+        _check_ranges(where, number, record, manifest.flats, dtypes)
+        for at, constant in enumerate(record.constants):
+            _check_constant(f"{where}.constants[{at}]", constant, manifest.flats)
+
+
+def _require(is_right: bool, where: str, value: Any) -> None:
+    if not is_right:
+        _refuse(where, value)
+
+
+def _refuse(where: str, value: Any) -> NoReturn:
+    raise ValueError(f"{where} is {shown(value)}, which does not fit the rest of it")
+
+
+def _refuse_dtype(where: str, name: str) -> NoReturn:
+    raise ValueError(
+        f"{where} is the dtype {shown(name)}, which this torch does not have, or no checkpoint holds"
+    )
+
+
+# -- flats --------------------------------------------------------------------------------------------------
+
+
+def _check_flats(flats: Iterable[SavedFlat]) -> None:
+    # the text of a place is made when it is wrong: there may be many thousands
+    names: set[tuple[bool, str]] = set()
+    for number, flat in enumerate(flats):
+        if flat.kind not in KINDS:
+            _refuse(f"flats[{number}].kind", flat.kind)
+        if flat.dtype not in BY_NAME:
+            _refuse_dtype(f"flats[{number}].dtype", flat.dtype)
+        numel = _check_slots(number, flat, names)
+        if flat.kind != "param" and (len(flat.slots) != 1 or numel != flat.numel):
+            _refuse(f"flats[{number}], a {flat.kind}: slots", len(flat.slots))
+        if len(flat.slots) > 1:
+            _check_overlaps(f"flats[{number}]", flat)
+        if flat.tied:
+            own = {slot.name for slot in flat.slots}
+            for _, name in flat.tied:
+                _require(name in own, f"flats[{number}].tied", name)
+
+
+def _check_slots(number: int, flat: SavedFlat, names: set[tuple[bool, str]]) -> int:
+    """The elements of all slots; their names are added."""
+    total = 0
+    is_state = flat.kind == "state"
+    for slot in flat.slots:
+        numel = slot.numel
+        is_small = 0 < numel <= MAX_NUMEL and len(slot.shape) <= MAX_DIMS
+        if not (is_small or is_possible(slot.shape)) or slot.offset + numel > flat.numel:
+            _refuse(f"flats[{number}], {shown(slot.name)}: shape or offset", slot.shape)
+        if (is_state, slot.name) in names or (is_state and "/" not in slot.name):
+            _refuse(f"flats[{number}]: the name of a slot", slot.name)
+        names.add((is_state, slot.name))
+        total += numel
+    return total
+
+
+def _check_overlaps(where: str, flat: SavedFlat) -> None:
+    full = sorted((slot for slot in flat.slots if slot.numel), key=lambda slot: slot.offset)
+    for before, after in pairwise(full):
+        is_same = (before.offset, before.stop) == (after.offset, after.stop)
+        if before.stop > after.offset and not is_same:
+            _refuse(f"{where}, {shown(after.name)}: offset", after.offset)
+
+
+# -- files --------------------------------------------------------------------------------------------------
+
+
+def _check_record(where: str, record: FileRecord) -> None:
+    _require(OWN_FILE.fullmatch(record.path) is not None, f"{where}.path", record.path)
+    size, chunk = record.size_bytes, record.chunk_bytes
+    is_power = MIN_CHUNK_BYTES <= chunk <= MAX_CHUNK_BYTES and chunk & (chunk - 1) == 0
+    _require(is_power, f"{where}.chunk_bytes", chunk)
+    _require(
+        len(record.crc32) == -(-size // chunk), f"the number of {where}.crc32", len(record.crc32)
+    )
+    _require(max(record.crc32, default=0) <= MAX_CRC, f"{where}.crc32", "a larger number")
+
+
+def _check_ranges(
+    where: str,
+    number: int,
+    record: FileRecord,
+    flats: tuple[SavedFlat, ...],
+    dtypes: dict[tuple[int, str], str],
+) -> None:
+    size_bytes = 0
+    tensors: set[str] = set()
+    for at, one in enumerate(record.ranges):
+        if one.dtype not in BY_NAME:
+            _refuse_dtype(f"{where}.ranges[{at}].dtype", one.dtype)
+        if not _is_place(one, flats):
+            _refuse(f"{where}.ranges[{at}]: flat, start, stop", (one.flat, one.start, one.stop))
+        if one.file != number or one.tensor in tensors:
+            _refuse(f"{where}.ranges[{at}]: file or tensor", (one.file, one.tensor))
+        if (
+            not _is_key(one, flats[one.flat])
+            or dtypes.setdefault((one.flat, one.key), one.dtype) != one.dtype
+        ):
+            _refuse(f"{where}.ranges[{at}]: key or dtype", (one.key, one.dtype))
+        tensors.add(one.tensor)
+        size_bytes += (one.stop - one.start) * BY_NAME[one.dtype].itemsize
+    _require(size_bytes <= record.size_bytes, f"{where}.size_bytes", record.size_bytes)
+
+
+def _is_place(one: Range | ConstantRange, flats: tuple[SavedFlat, ...]) -> bool:
+    return one.flat < len(flats) and one.start < one.stop <= flats[one.flat].numel
+
+
+def _is_key(one: Range, flat: SavedFlat) -> bool:
+    if flat.kind == "state":
+        return one.key == f"state/{flat.slots[0].name.rpartition('/')[2]}"
+    if one.key == "value":
+        return one.dtype == flat.dtype or kind_of_number(one.dtype) == kind_of_number(flat.dtype)
+    return flat.trains if one.key == "grad" else one.key.startswith("state/")
+
+
+def _check_constant(place: str, one: ConstantRange, flats: tuple[SavedFlat, ...]) -> None:
+    _require(_is_place(one, flats), f"{place}: flat, start, stop", (one.flat, one.start, one.stop))
+    _require(one.key.startswith("state/"), f"{place}.key", one.key)
+    _require(len(one.shape) <= MAX_ONES and numel_of(one.shape) == 1, f"{place}.shape", one.shape)
+    value = unpack(one.value, Named)
+    is_plain = value is None or isinstance(value, bool | int | float | str)
+    _require(is_plain, f"{place}.value", value)
+    if one.dtype is None:
+        return
+    if one.dtype not in BY_NAME:
+        _refuse_dtype(f"{place}.dtype", one.dtype)
+    is_number = isinstance(value, bool | int | float)
+    _require(is_number, f"{place}.value of {one.dtype}", value)
+    try:
+        torch.tensor(value, dtype=BY_NAME[one.dtype])
+    except (RuntimeError, ValueError, TypeError, OverflowError):
+        _refuse(f"{place}.value of {one.dtype}", value)
+
+
+# -- tensors ------------------------------------------------------------------------------------------------
+
+
+def check_tensors(manifest: Manifest, number: int, table: Mapping[str, Located]) -> None:
+    """File `number`, which has the tensors of `table`, holds what the manifest says of it."""
+    record = manifest.files[number]
+    for one in record.ranges:
+        there = table.get(one.tensor)
+        if there is None:
+            raise ValueError(f"there is no tensor {shown(one.tensor)} in it")
+        if there.numel != one.stop - one.start or there.dtype != BY_NAME[one.dtype]:
+            raise ValueError(
+                f"{shown(one.tensor)} is {list(there.shape)} {there.dtype} and should be "
+                f"[{one.stop - one.start}] {one.dtype}"
+            )
+    for name in [*names_in(record.own), *(names_in(manifest.state) if number == 0 else ())]:
+        if name not in table:
+            raise ValueError(f"there is no tensor {shown(name)} in it")
+    _check_own(OwnValues.of(record.own), manifest.flats, table)
+
+
+def _check_own(own: OwnValues, flats: tuple[SavedFlat, ...], table: Mapping[str, Located]) -> None:
+    for name, saved in own.buffers.items():
+        there = table[saved.name]
+        flat = next(flat for flat in flats if flat.kind == "buffer" and _first(flat) == name)
+        same = kind_of_number(str(there.dtype)) == kind_of_number(flat.dtype)
+        if not same or there.shape != flat.slots[0].shape:
+            raise ValueError(f"a rank's own {shown(name)} is {list(there.shape)} {there.dtype}")
+    for key, grad in own.grads.items():
+        there = table[grad.local.name]
+        if there.numel != flats[int(key)].numel or not there.dtype.is_floating_point:
+            raise ValueError(f"the gradients of flat {key} are {list(there.shape)} {there.dtype}")
+
+
+def check_own_names(where: str, own: OwnValues, flats: tuple[SavedFlat, ...]) -> None:
+    """What is a rank's own is of flats that there are."""
+    buffers = {_first(flat) for flat in flats if flat.kind == "buffer"}
+    for name in own.buffers:
+        _require(name in buffers, f"{where}.own: a buffer", name)
+    for key, grad in own.grads.items():
+        at = int(key) if key.isascii() and key.isdigit() and len(key) < 12 else len(flats)
+        _require(
+            at < len(flats) and str(at) == key and flats[at].trains, f"{where}.own: grads", key
+        )
+        _require(
+            len(grad.filled) == len(flats[at].slots),
+            f"{where}.own: grads[{key}].filled",
+            grad.filled,
+        )
+
+
+def _first(flat: SavedFlat) -> str:
+    return flat.slots[0].name

@@ -1,0 +1,111 @@
+"""Values as JSON: what JSON has no word for is an object with one key. Nothing in it can be executed.
+
+{"$tensor": "engine/0"}   {"$tuple": [...]}   {"$float": "inf"}   {"$items": [[key, value]]}   {"$counter": ...}
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...utils.errors import UsageError
+from .io.tensor_table import check_storable, shown
+
+TAGS = ("$tensor", "$tuple", "$float", "$items", "$counter")
+FLOATS = ("inf", "-inf", "nan")
+MAX_DEPTH = 100  # of values in values: Python and its JSON count calls
+SURROUNDING = 8  # values that the manifest puts around what was packed
+MAX_BITS = 10_000  # of a number: Python writes no larger ones as text
+
+
+def pack(value: Any, where: str, put: Callable[[Tensor], str], depth: int = 0) -> Any:
+    """`value` as JSON; `put` takes every tensor in it and says its name.
+
+    Raises:
+        UsageError: something in it is neither JSON nor a tensor; the sentence begins with its place, `where`.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        if value.bit_length() > MAX_BITS:
+            raise UsageError(
+                f"{where} is a number of {value.bit_length()} bits: a checkpoint holds {MAX_BITS}; save it as "
+                "text"
+            )
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, Tensor):
+        check_storable(where, value)
+        return {"$tensor": put(value)}
+    if depth >= MAX_DEPTH:
+        raise UsageError(
+            f"{where[:200]}... lies more than {MAX_DEPTH} values deep, or in itself: a checkpoint holds values "
+            "in values so often; flatten it"
+        )
+    if isinstance(value, list | tuple):
+        items = [pack(item, f"{where}[{at}]", put, depth + 1) for at, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        return _pack_mapping(value, where, put, depth + 1)
+    raise UsageError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds numbers, text, "
+        "bools, None, tensors, and lists, tuples and dicts of them; convert it, or leave it out"
+    )
+
+
+def _pack_mapping(
+    value: Mapping[Any, Any], where: str, put: Callable[[Tensor], str], depth: int
+) -> Any:
+    plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+    if plain and not isinstance(value, Counter):
+        return {key: pack(item, f"{where}[{key!r}]", put, depth) for key, item in value.items()}
+    for key in value:
+        if not isinstance(key, bool | int | float | str):
+            raise UsageError(
+                f"{where} has the key {key!r}: keys in a checkpoint are text or numbers; convert it"
+            )
+    items = [
+        [pack(key, where, put), pack(item, f"{where}[{key!r}]", put, depth)]
+        for key, item in value.items()
+    ]
+    return {"$counter" if isinstance(value, Counter) else "$items": items}
+
+
+def unpack(value: Any, get: Callable[[str], Any], depth: int = 0) -> Any:
+    """What `pack` made JSON of; `get` gives the tensor of a name.
+
+    Raises ValueError: `pack` does not make such.
+    """
+    if not isinstance(value, list | dict):
+        return value
+    if depth > MAX_DEPTH + SURROUNDING:
+        raise ValueError(f"its values lie more than {MAX_DEPTH} deep")
+    if isinstance(value, list):
+        return [unpack(item, get, depth + 1) for item in value]
+    if len(value) == 1 and next(iter(value)) in TAGS:
+        return _unpack_tagged(*next(iter(value.items())), get, depth)
+    return {key: unpack(item, get, depth + 1) for key, item in value.items()}
+
+
+def _unpack_tagged(tag: str, content: Any, get: Callable[[str], Any], depth: int) -> Any:
+    if tag == "$tensor" and isinstance(content, str):
+        return get(content)
+    if tag == "$float" and content in FLOATS:
+        return float(content)
+    if tag in ("$tensor", "$float") or not isinstance(content, list):
+        raise ValueError(f"{tag} is {shown(content)}")
+    if tag == "$tuple":
+        return tuple(unpack(item, get, depth + 1) for item in content)
+    pairs = {}
+    for pair in content:
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        key = unpack(pair[0], get, depth + 1) if is_pair else None
+        if not isinstance(key, bool | int | float | str):
+            raise ValueError(f"{tag} has {shown(pair)} for a pair of a key and its value")
+        pairs[key] = unpack(pair[1], get, depth + 1)
+    return Counter(pairs) if tag == "$counter" else pairs

@@ -1,0 +1,82 @@
+"""Reads all of a checkpoint and says what is wrong with it, by the same rules that a load goes by.
+
+The manifest was checked when the reader parsed it. Here come the sums of every byte, what each file holds, and
+the values that are in tensors.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ....utils.errors import DamagedError, UsageError
+from ..io.folders import MANIFEST
+from ..io.reader import CheckpointReader
+from ..manifest import FileRecord
+from ..packing import unpack
+from ..random_state import check_random_state
+
+MAX_NAMES = 20  # of a sentence
+
+
+def size_bytes(reader: CheckpointReader) -> int:
+    """Of all files but the manifest."""
+    return sum(record.size_bytes for record in reader.manifest.files)
+
+
+def damage(reader: CheckpointReader, on_read: Callable[[int], None]) -> Iterator[str]:
+    """A sentence for each file that is not as it was written, and for elements that are in none.
+
+    Memory: one chunk. `on_read` is told the bytes of each.
+    """
+    for number, record in enumerate(reader.manifest.files):
+        path = reader.folder / record.path
+        try:
+            _check_sums(path, record, on_read)
+            file = reader.file(number)
+            if random := record.own.get("random"):
+                check_random_state(unpack(random, file.tensor), str(path))
+        except (UsageError, OSError) as error:
+            yield str(error)
+    names = reader.uncovered()
+    if names:
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        yield (
+            f"{reader.folder / MANIFEST} contradicts itself: elements of {', '.join(names[:MAX_NAMES])}{more} "
+            "are in no file"
+        )
+
+
+def _check_sums(path: Path, record: FileRecord, on_read: Callable[[int], None]) -> None:
+    if not path.exists():
+        raise DamagedError(f"{path} is missing")
+    size = path.stat().st_size
+    if size != record.size_bytes:
+        raise DamagedError(f"{path} has {size} bytes and should have {record.size_bytes}")
+    wrong = []
+    with open(path, "rb", buffering=0) as file:
+        for number, expected in enumerate(record.crc32):
+            chunk = _read(file, record.chunk_bytes)
+            if zlib.crc32(chunk) != expected:
+                wrong.append(number)
+            on_read(len(chunk))
+    if wrong:
+        start = wrong[0] * record.chunk_bytes
+        stop = min(start + record.chunk_bytes, record.size_bytes)
+        others = f", and of {len(wrong) - 1} more chunks" if len(wrong) > 1 else ""
+        raise DamagedError(
+            f"{path} is damaged: the sum of bytes {start} to {stop}{others} is another"
+        )
+
+
+def _read(file: Any, size: int) -> bytes:
+    parts = []
+    while size:
+        part = file.read(size)
+        if not part:
+            break
+        parts.append(part)
+        size -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -1,0 +1,309 @@
+"""The config of an engine: every section composed, read from JSON, checked as a whole.
+
+DeepSpeed's keys with DeepSpeed's meaning. `Config.load` collects every complaint of a file before
+it raises, and `Config.resolve` fills in the batch sizes once the number of ranks is known. Nothing
+here imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, final
+
+from pydantic import Field
+
+from ...ops.config import Ops, check_ops
+from ...ops.watch.config import WatchConfig
+from ...utils.errors import ConfigError
+from ...utils.schema.keys import Entry, Report
+from ...utils.schema.rules import FLAG, NULL, Rule, dtype_name, either, number, one_of, shown, whole
+from ...utils.schema.section import AsRead, Section, paths_named, read_section, subsection
+from ...zero.config import ZeroConfig
+from .auto import COMPUTED, fill_auto, note_auto
+from .batch import solve_batch
+from .checkpoint import Checkpoint
+from .compile import Compile, check_compile
+from .elasticity import Elasticity, check_elasticity, elastic_batch
+from .optimizer import OptimizerConfig, check_optimizer
+from .refused import TOP_LEVEL_KEYS
+from .scheduler import SchedulerConfig, check_scheduler
+from .sections import (
+    ActivationCheckpointing,
+    Bf16,
+    Comet,
+    CsvMonitor,
+    DataTypes,
+    Fp16,
+    TensorBoard,
+    Timers,
+    TorchAutocast,
+    Wandb,
+)
+from .text import read_source
+
+Flag = Annotated[bool, FLAG]
+Count = Annotated[int, whole(1)]
+
+
+def _read_interval(value: object) -> int | None:
+    """Trainers write inf (also as text) for "never"."""
+    if value in (float("inf"), "inf", "Infinity"):
+        return None
+    return None if value is None else int(whole(1).read(value))
+
+
+_INTERVAL = Rule("a whole number, at least 1, or Infinity for never", _read_interval)
+
+
+@final
+class Config(Section):
+    """A checked config. Attributes are the top-level keys of the JSON; see docs/config.md.
+
+    `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` are 0
+    where the file leaves them open; after `resolve` all three are known.
+    """
+
+    others: ClassVar[Mapping[str, Entry]] = TOP_LEVEL_KEYS
+    aliases: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
+    results: ClassVar[frozenset[str]] = frozenset(
+        {"source", "notes", "without_effect", "auto_keys", "world_size"}
+    )
+
+    train_batch_size: Count = Field(0, description="samples a step, over all ranks")
+    train_micro_batch_size_per_gpu: Count = Field(
+        0, description="samples a rank in one forward and backward"
+    )
+    gradient_accumulation_steps: Count = Field(
+        0, description="forward and backward passes before one update"
+    )
+    managed_gradient_accumulation: Flag = Field(
+        True, description="the engine counts the passes; false makes every step() an update"
+    )
+    data_parallel_size: Annotated[int | None, either(whole(1), NULL)] = Field(
+        None, description="must equal the number of data-parallel ranks"
+    )
+    steps_per_print: Annotated[int | None, _INTERVAL] = Field(
+        None, description="updates between two lines of progress; null or Infinity for never"
+    )
+    wall_clock_breakdown: Flag = Field(False, description="each part of a step is timed and logged")
+    memory_breakdown: Flag = Field(False, description="memory is logged with each line of progress")
+    dump_state: Flag = Field(False, description="the resolved config is logged at the start")
+    gradient_clipping: Annotated[float, number(0)] = Field(
+        0.0, description="gradients are scaled down to this global norm; 0 for none"
+    )
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], one_of("mean", "sum")] = Field(
+        "mean", description="gradients are averaged over the ranks, or summed"
+    )
+    communication_data_type: Annotated[
+        Literal["fp32", "fp16", "bf16"] | None, either(dtype_name("fp32", "fp16", "bf16"), NULL)
+    ] = Field(None, description="the dtype in which gradients travel; null for their own")
+    zero_allow_untested_optimizer: Flag = Field(
+        False, description="any torch optimizer may be sharded, at the user's risk"
+    )
+    dataloader_drop_last: Flag = Field(
+        False, description="the last, smaller batch of an epoch is dropped"
+    )
+    optimizer: Annotated[OptimizerConfig | None, AsRead()] = Field(
+        None, description="the optimizer, unless the script passes one"
+    )
+    scheduler: Annotated[SchedulerConfig | None, AsRead()] = Field(
+        None, description="the learning-rate schedule, unless the script passes one"
+    )
+    fp16: Annotated[Fp16, AsRead()] = Field(default_factory=Fp16.model_construct)
+    bf16: Annotated[Bf16, AsRead()] = Field(default_factory=Bf16.model_construct)
+    torch_autocast: Annotated[TorchAutocast, AsRead()] = Field(
+        default_factory=TorchAutocast.model_construct
+    )
+    data_types: Annotated[DataTypes, AsRead()] = Field(default_factory=DataTypes.model_construct)
+    zero_optimization: Annotated[ZeroConfig, AsRead()] = Field(
+        default_factory=ZeroConfig.model_construct
+    )
+    activation_checkpointing: Annotated[ActivationCheckpointing, AsRead()] = Field(
+        default_factory=ActivationCheckpointing.model_construct
+    )
+    elasticity: Annotated[Elasticity, AsRead()] = Field(default_factory=Elasticity.model_construct)
+    checkpoint: Annotated[Checkpoint, AsRead()] = Field(default_factory=Checkpoint.model_construct)
+    compile: Annotated[Compile, AsRead()] = Field(default_factory=Compile.model_construct)
+    ops: Annotated[Ops, AsRead()] = Field(default_factory=Ops.model_construct)
+    watch: Annotated[WatchConfig, AsRead()] = Field(default_factory=WatchConfig.model_construct)
+    tensorboard: Annotated[TensorBoard, AsRead()] = Field(
+        default_factory=TensorBoard.model_construct
+    )
+    wandb: Annotated[Wandb, AsRead()] = Field(default_factory=Wandb.model_construct)
+    csv_monitor: Annotated[CsvMonitor, AsRead()] = Field(default_factory=CsvMonitor.model_construct)
+    comet: Annotated[Comet, AsRead()] = Field(default_factory=Comet.model_construct)
+    timers: Annotated[Timers, AsRead()] = Field(default_factory=Timers.model_construct)
+
+    source: str = Field("config", description="where the config came from")
+    notes: tuple[str, ...] = Field((), description="decisions a reader of the file may not expect")
+    without_effect: tuple[tuple[str, str], ...] = Field(
+        (), description="keys that are accepted without effect, each with the reason"
+    )
+    auto_keys: tuple[str, ...] = Field((), description='keys that "auto" left at their default')
+    world_size: int = Field(0, description="data-parallel ranks; 0 until resolved")
+
+    @classmethod
+    def load(
+        cls,
+        source: object,
+        *,
+        auto: Mapping[str, Any] | None = None,
+        world_size: int | None = None,
+    ) -> Config:
+        """Read a path, JSON text, base64 of it, a dict (never changed) or a Config.
+
+        `auto` fills keys whose value is "auto", by full path. With `world_size` (data-parallel
+        ranks) the result is resolved. Raises ConfigError with every complaint at once. Keys that
+        are accepted without effect are logged once, by rank 0.
+        """
+        config = parse_config(source, auto=auto, world_size=world_size)
+        if config is not source and os.environ.get("RANK", "0") == "0":
+            _log(config)
+        return config
+
+    def resolve(self, world_size: int = 1) -> Config:
+        """The same with the three batch sizes filled in for so many data-parallel ranks."""
+        complaints, sizes = _batch(self, world_size)
+        if complaints:
+            raise ConfigError(complaints, self.source)
+        return self if sizes["world_size"] == self.world_size else self.model_copy(update=sizes)
+
+
+def parse_config(
+    source: object, *, auto: Mapping[str, Any] | None = None, world_size: int | None = None
+) -> Config:
+    """`Config.load` without the log lines."""
+    if isinstance(source, Config):
+        return source if world_size is None else source.resolve(world_size)
+    data, name, complaints = read_source(source)
+    report = Report(complaints=complaints, elsewhere=partial(paths_named, Config))
+    if not isinstance(data, dict):
+        report.complain("config", data, "must be an object {...}")
+        raise ConfigError(report.complaints, name)
+    fill_auto(_prepare(data, report), auto or {}, canonical_path, report)
+    config = _check_whole(read_section(Config, data, "", report), data, report)
+    note_auto(report, lambda path: _default_of(config, path))
+    config = config.model_copy(update={"auto_keys": tuple(report.auto_keys)})
+    sizes: dict[str, int] = {}
+    if world_size is not None:
+        wrong, sizes = _batch(config, world_size)
+        report.complaints.extend(each for each in wrong if each not in report.complaints)
+    if report.complaints:
+        raise ConfigError(report.complaints, name)
+    results = {
+        "source": name,
+        "notes": tuple(report.notes),
+        "without_effect": tuple(report.without_effect),
+    }
+    return config.model_copy(update={**results, **sizes})
+
+
+def canonical_path(path: str) -> str:
+    """A key path with every alias replaced by the name of its field."""
+    model: type[Section] | None = Config
+    parts = []
+    for part in path.split("."):
+        name = part if model is None else model.aliases.get(part, part)
+        known = model is not None and name in model.model_fields
+        model = subsection(model, name) if known and model is not None else None
+        parts.append(name)
+    return ".".join(parts)
+
+
+def _prepare(data: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Forms that are no objects: `zero_optimization: true`, a section that is its own switch."""
+    zero = data.get("zero_optimization")
+    if isinstance(zero, bool):
+        data["zero_optimization"] = {"stage": int(zero)}
+        report.notes.append(f"zero_optimization = {shown(zero)}: means stage {int(zero)}")
+    recompute = data.get("activation_checkpointing")
+    if isinstance(recompute, dict):
+        recompute.setdefault("enabled", True)
+        if recompute["enabled"] is True:
+            report.notes.append(
+                "activation_checkpointing: the found blocks are recomputed in backward "
+                "(in DeepSpeed the section alone does nothing)"
+            )
+    return data
+
+
+def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Config:
+    """What no section can see alone; settles optimizer, scheduler and units."""
+    changes: dict[str, Any] = {"zero_optimization": config.zero_optimization.with_leaf_modules()}
+    if config.optimizer is not None:
+        changes["optimizer"] = check_optimizer(config.optimizer, report)
+    if config.scheduler is not None:
+        changes["scheduler"] = check_scheduler(config.scheduler, report)
+    _check_precision(config, report)
+    check_compile(config.compile, config.zero_optimization.stage, report)
+    check_ops(config.ops, report)
+    check_elasticity(config.elasticity, data, report)
+    if "gradient_clipping" not in data:
+        report.notes.append(
+            "gradient_clipping is not given: gradients are not clipped "
+            "(DeepSpeed clips at 1.0 since its 0.19)"
+        )
+    return config.model_copy(update=changes)
+
+
+def _check_precision(config: Config, report: Report) -> None:
+    enabled = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
+    if len(enabled) > 1:
+        pair = " and ".join(f"{name}.enabled" for name in enabled)
+        report.complain(
+            f"{enabled[0]}.enabled", True, f"{pair} exclude one another; switch on one of them"
+        )
+    wanted = config.data_types.param_dtype
+    actual = enabled[0] if enabled and enabled[0] != "torch_autocast" else "fp32"
+    if wanted is not None and len(enabled) < 2 and wanted != actual:
+        report.complain(
+            "data_types.param_dtype",
+            wanted,
+            f"must be {actual}, the precision that the config switches on; remove it "
+            f"or set fp16.enabled or bf16.enabled to match",
+        )
+
+
+def _batch(config: Config, world_size: int) -> tuple[list[str], dict[str, int]]:
+    if world_size < 1:
+        return [f"world size = {world_size}: must be at least 1"], {}
+    if config.elasticity.enabled:
+        (train, micro, steps), complaints = elastic_batch(config.elasticity, world_size)
+    else:
+        (train, micro, steps), complaints = solve_batch(
+            config.train_batch_size,
+            config.train_micro_batch_size_per_gpu,
+            config.gradient_accumulation_steps,
+            world_size,
+            auto=tuple(key for key in config.auto_keys if key in COMPUTED),
+        )
+    wanted = config.data_parallel_size
+    if wanted is not None and wanted != world_size:
+        complaints.append(
+            f"data_parallel_size = {wanted}: must equal the number of data-parallel ranks "
+            f"({world_size}); remove it or start {wanted}"
+        )
+    return complaints, {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "world_size": world_size,
+    }
+
+
+def _default_of(config: Config, path: str) -> str:
+    found: Any = config
+    for part in canonical_path(path).split("."):
+        found = getattr(found, part, None)
+    return shown(found)
+
+
+def _log(config: Config) -> None:
+    if not config.without_effect:
+        return
+    import logging  # it costs a tenth of `xds check`, which logs nothing
+
+    lines = "".join(f"\n  {path}: {why}" for path, why in config.without_effect)
+    logging.getLogger("xds").warning("%s: keys accepted without effect:%s", config.source, lines)

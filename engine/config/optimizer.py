@@ -1,0 +1,190 @@
+"""The section optimizer: known types, their arguments, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, final
+
+from pydantic import Field
+
+from ...compression.config import ONE_BIT_NOT_YET, ONE_BIT_OPTIMIZERS
+from ...utils.schema.keys import Entry, NoEffect, Refused, Report, check_entry
+from ...utils.schema.rules import (
+    ANYTHING,
+    FLAG,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    list_of,
+    number,
+    one_of,
+    whole,
+)
+from ...utils.schema.section import Section
+from .params import Param, canonical_name, read_params, unknown_type
+
+
+@final
+class OptimizerConfig(Section):
+    """Which optimizer the engine builds when the script passes none."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
+        "legacy_fusion": NoEffect(FLAG, "the update is one fused pass anyway", same=(False,))
+    }
+
+    type: Annotated[str, TEXT] = Field("", description="name of the optimizer, in any case")
+    params: Annotated[dict[str, Any], OBJECT] = Field(
+        default_factory=dict, description="its arguments"
+    )
+
+
+TORCH_DECAY = 0.01  # of torch.optim.AdamW
+_FUSED = "there is one implementation, and it is fused"
+_LR = number(0)
+_DECAY = number(0)
+_EPS = number(0)
+_BETA = number(0, 1)
+_BETAS = list_of(_BETA, 2, 2)
+_AMSGRAD = Refused(FLAG, "AMSGrad is not supported; set it to false", harmless=(False,))
+_MAX_GRAD_NORM = Refused(
+    NUMBER, "set the top-level key gradient_clipping instead", harmless=(0, 0.0)
+)
+_ALL: dict[str, Param] = {
+    "lr": _LR,
+    "weight_decay": _DECAY,
+    "max_grad_norm": _MAX_GRAD_NORM,
+    "fused": NoEffect(FLAG, _FUSED, same=(True,)),
+    "foreach": NoEffect(FLAG, _FUSED, same=(False,)),
+    "capturable": NoEffect(FLAG, "the update is not captured", same=(False,)),
+    "set_grad_none": NoEffect(FLAG, "gradients stay in their flat buffers"),
+    "maximize": Refused(FLAG, "negate the loss instead", harmless=(False,)),
+    "differentiable": Refused(
+        FLAG, "differentiating through the update is not supported; set it to false", (False,)
+    ),
+}
+_ADAM: dict[str, Param] = {
+    **_ALL,
+    "betas": _BETAS,
+    "eps": _EPS,
+    "bias_correction": FLAG,
+    "amsgrad": _AMSGRAD,
+    "torch_adam": NoEffect(
+        FLAG, "the update is the same, but weight_decay defaults to torch's 0.01", same=(False,)
+    ),
+    "fp32_optimizer_states": NoEffect(FLAG, "optimizer states are always fp32", same=(True,)),
+    "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
+}
+
+BUILT_IN: dict[str, dict[str, Param]] = {
+    "Adam": {**_ADAM, "adam_w_mode": FLAG},
+    "AdamW": {
+        **_ADAM,
+        "adam_w_mode": NoEffect(FLAG, "AdamW always decouples weight decay", same=(True,)),
+    },
+    "SGD": {**_ALL, "momentum": number(0), "dampening": NUMBER, "nesterov": FLAG},
+    "Adagrad": {
+        **_ALL,
+        "eps": _EPS,
+        "lr_decay": number(0),
+        "initial_accumulator_value": number(0),
+        "amsgrad": _AMSGRAD,
+    },
+    "Lion": {**_ALL, "betas": _BETAS},
+    "Lamb": {
+        **_ALL,
+        "betas": _BETAS,
+        "eps": _EPS,
+        "bias_correction": FLAG,
+        "amsgrad": _AMSGRAD,
+        "max_coeff": number(above=0),
+        "min_coeff": number(0),
+        "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
+    },
+    "Muon": {
+        **_ALL,
+        "muon_lr": _LR,
+        "adam_lr": _LR,
+        "momentum": _BETA,
+        "nesterov": FLAG,
+        "ns_steps": whole(1),
+        "ns_method": NoEffect(
+            one_of("gram", "standard"), "both orthogonalise; there is one implementation"
+        ),
+        "betas": _BETAS,
+        "eps": _EPS,
+    },
+}
+
+TORCH_OPTIMIZERS = (
+    *("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"),
+)
+REFUSED_TYPES = {
+    **dict.fromkeys(ONE_BIT_OPTIMIZERS, ONE_BIT_NOT_YET),
+    **dict.fromkeys(
+        ("MuAdam", "MuAdamW", "MuSGD"),
+        "muP optimizers are not there yet; give parameter groups their own lr instead",
+    ),
+    "LBFGS": "needs several evaluations of the loss a step, and the engine does one; use AdamW",
+    "SparseAdam": "sparse gradients are not there yet; use Adam",
+}
+KNOWN_TYPES = (*BUILT_IN, *TORCH_OPTIMIZERS)
+
+_TORCH_PARAMS: dict[str, Param] = {"lr": ANYTHING, "max_grad_norm": _MAX_GRAD_NORM}
+
+
+def check_optimizer(given: OptimizerConfig, report: Report) -> OptimizerConfig:
+    """The section with the canonical type and only the arguments that take effect."""
+    if not given.type:
+        report.complaints.append("optimizer.type: is missing; write for example AdamW")
+        return given
+    refused = canonical_name(given.type, REFUSED_TYPES)
+    if refused is not None:
+        report.complain("optimizer.type", given.type, REFUSED_TYPES[refused])
+        return given
+    name = canonical_name(given.type, KNOWN_TYPES)
+    if name is None:
+        unknown_type("optimizer.type", given.type, KNOWN_TYPES, "optimizer", report)
+        return given
+    table = BUILT_IN.get(name)
+    params = (
+        _torch_params(given.params, report)
+        if table is None
+        else read_params(table, given.params, "optimizer.params", report)
+    )
+    if name in ("Adam", "AdamW") and given.params.get("torch_adam") is True:
+        if params.get(
+            "adam_w_mode", True
+        ):  # DeepSpeed builds torch.optim.AdamW, else torch.optim.Adam
+            params.setdefault("weight_decay", TORCH_DECAY)
+    _check_together(name, params, report)
+    return OptimizerConfig.model_construct(type=name, params=params)
+
+
+def _torch_params(params: Mapping[str, Any], report: Report) -> dict[str, Any]:
+    """A torch.optim class gets what is written, except what the engine itself must not miss."""
+    path = "optimizer.params"
+    check_entry(_MAX_GRAD_NORM, params.get("max_grad_norm"), f"{path}.max_grad_norm", report)
+    kept = {key: value for key, value in params.items() if key != "max_grad_norm"}
+    if "lr" in kept:
+        kept |= read_params({"lr": _LR}, {"lr": kept["lr"]}, path, report)
+    return kept
+
+
+def _check_together(name: str, params: Mapping[str, Any], report: Report) -> None:
+    if name == "Adam" and params.get("adam_w_mode", True) and params.get("weight_decay"):
+        report.notes.append(
+            "optimizer.type = Adam: weight decay is decoupled, as in AdamW and as DeepSpeed does; "
+            "set adam_w_mode to false for L2"
+        )
+    if name == "SGD" and params.get("nesterov"):
+        if not params.get("momentum") or params.get("dampening"):
+            report.complain(
+                "optimizer.params.nesterov",
+                True,
+                "needs momentum above 0 and dampening 0; set both, or nesterov to false",
+            )
+    low, high = params.get("min_coeff"), params.get("max_coeff")
+    if low is not None and high is not None and low > high:
+        report.complain(
+            "optimizer.params.min_coeff", low, f"must not exceed max_coeff ({high:g}); swap the two"
+        )

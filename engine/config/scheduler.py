@@ -1,0 +1,134 @@
+"""The section scheduler: known types and their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, final
+
+from pydantic import Field
+
+from ...utils.schema.keys import Report
+from ...utils.schema.rules import (
+    FLAG,
+    NULL,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    either,
+    list_of,
+    number,
+    one_of,
+    whole,
+)
+from ...utils.schema.section import Section
+from .params import Param, canonical_name, read_params, require, unknown_type
+
+
+@final
+class SchedulerConfig(Section):
+    """Which learning-rate schedule the engine builds when the script passes none."""
+
+    type: Annotated[str, TEXT] = Field("", description="name of the schedule, in any case")
+    params: Annotated[dict[str, Any], OBJECT] = Field(
+        default_factory=dict, description="its arguments"
+    )
+
+
+_RATE = either(number(0), list_of(number(0), 1))  # one for all parameter groups, or one for each
+_STEPS = whole(1)
+_START: dict[str, Param] = {"last_batch_iteration": whole(-1)}
+_WARMUP: dict[str, Param] = {
+    **_START,
+    "warmup_min_lr": _RATE,
+    "warmup_max_lr": either(_RATE, NULL),
+    "warmup_num_steps": _STEPS,
+    "warmup_type": one_of("log", "linear"),
+}
+
+BUILT_IN: dict[str, dict[str, Param]] = {
+    "LRRangeTest": {
+        **_START,
+        "lr_range_test_min_lr": _RATE,
+        "lr_range_test_step_size": _STEPS,
+        "lr_range_test_step_rate": NUMBER,
+        "lr_range_test_staircase": FLAG,
+    },
+    "OneCycle": {
+        **_START,
+        "cycle_min_lr": _RATE,
+        "cycle_max_lr": _RATE,
+        "decay_lr_rate": number(0),
+        "cycle_first_step_size": _STEPS,
+        "cycle_second_step_size": either(_STEPS, NULL),
+        "cycle_first_stair_count": whole(0),
+        "cycle_second_stair_count": either(whole(0), NULL),
+        "decay_step_size": whole(0),
+        "cycle_momentum": FLAG,
+        "cycle_min_mom": number(0, 1),
+        "cycle_max_mom": number(0, 1),
+        "decay_mom_rate": number(0),
+    },
+    "WarmupLR": _WARMUP,
+    "WarmupDecayLR": {**_WARMUP, "total_num_steps": _STEPS},
+    "WarmupCosineLR": {
+        **_START,
+        "total_num_steps": _STEPS,
+        "warmup_min_ratio": number(0),
+        "warmup_num_steps": _STEPS,
+        "cos_min_ratio": number(0),
+        "warmup_type": one_of("log", "linear"),
+    },
+}
+REQUIRED = {
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+}
+TORCH_SCHEDULERS = (
+    *("StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR"),
+    *("CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR"),
+)
+_PASS_IT = "takes functions or objects, which JSON cannot hold; pass lr_scheduler to xds.initialize"
+REFUSED_TYPES = {
+    **dict.fromkeys(("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"), _PASS_IT),
+    "ReduceLROnPlateau": "needs a metric at each step; step it in the script",
+}
+KNOWN_TYPES = (*BUILT_IN, *TORCH_SCHEDULERS)
+
+
+def check_scheduler(given: SchedulerConfig, report: Report) -> SchedulerConfig:
+    """The section with the canonical type and its arguments read."""
+    if not given.type:
+        report.complaints.append("scheduler.type: is missing; write for example WarmupLR")
+        return given
+    refused = canonical_name(given.type, REFUSED_TYPES)
+    if refused is not None:
+        report.complain("scheduler.type", given.type, REFUSED_TYPES[refused])
+        return given
+    name = canonical_name(given.type, KNOWN_TYPES)
+    if name is None:
+        unknown_type("scheduler.type", given.type, KNOWN_TYPES, "schedule", report)
+        return given
+    table = BUILT_IN.get(name)
+    if table is None:
+        return SchedulerConfig.model_construct(type=name, params=given.params)
+    params = read_params(table, given.params, "scheduler.params", report)
+    require(given.params, REQUIRED.get(name, ()), "scheduler.params", report)
+    _check_together(params, report)
+    return SchedulerConfig.model_construct(type=name, params=params)
+
+
+def _check_together(params: Mapping[str, Any], report: Report) -> None:
+    warmup, total = params.get("warmup_num_steps"), params.get("total_num_steps")
+    if warmup is not None and total is not None and warmup > total:
+        report.notes.append(
+            f"scheduler.params.warmup_num_steps = {warmup} is above total_num_steps = {total}: "
+            "the schedule never leaves its warm-up"
+        )
+    low, high = params.get("cycle_min_mom"), params.get("cycle_max_mom")
+    if low is not None and high is not None and low > high:
+        report.complain(
+            "scheduler.params.cycle_min_mom",
+            low,
+            f"must not exceed cycle_max_mom ({high:g}); swap the two",
+        )

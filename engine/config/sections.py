@@ -1,0 +1,210 @@
+"""The engine's own sections of the config: precision, recomputation, monitors, timers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, final
+
+from pydantic import Field
+
+from ...utils.schema.keys import Entry, NoEffect, Refused
+from ...utils.schema.rules import (
+    ANYTHING,
+    FLAG,
+    NULL,
+    TEXT,
+    dtype_name,
+    either,
+    list_of,
+    number,
+    whole,
+)
+from ...utils.schema.section import AsRead, Section
+
+Flag = Annotated[bool, FLAG]
+OptionalText = Annotated[str | None, either(TEXT, NULL)]
+
+_MASTER = Refused(
+    FLAG,
+    "16-bit master weights and optimizer states are not there yet; set it to false",
+    harmless=(False,),
+)
+_NO_STAGES = "it only matters with tensor parallelism, and that is not there yet"
+
+
+@final
+class Fp16(Section):
+    """Train in fp16 with an fp32 master copy and a loss scale."""
+
+    others: ClassVar[Mapping[str, Entry]] = {"fp16_master_weights_and_grads": _MASTER}
+
+    enabled: Flag = Field(False, description="parameters and gradients are fp16, the master fp32")
+    auto_cast: Flag = Field(False, description="floating-point inputs of forward are cast to fp16")
+    loss_scale: Annotated[float, number(0)] = Field(
+        0.0, description="a fixed loss scale; 0 means dynamic"
+    )
+    initial_scale_power: Annotated[int, whole(0, 127)] = Field(
+        16, description="the dynamic loss scale starts at 2 to this power"
+    )
+    loss_scale_window: Annotated[int, whole(1)] = Field(
+        1000, description="steps without overflow after which the loss scale doubles"
+    )
+    hysteresis: Annotated[int, whole(1)] = Field(
+        2, description="overflows that are tolerated before the loss scale is halved"
+    )
+    consecutive_hysteresis: Flag = Field(
+        False, description="a step without overflow restores the tolerance at once"
+    )
+    min_loss_scale: Annotated[float, number(above=0)] = Field(
+        1.0, description="the dynamic loss scale never falls below this"
+    )
+
+
+@final
+class Bf16(Section):
+    """Train in bf16 with an fp32 master copy."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
+        "immediate_grad_update": NoEffect(
+            FLAG, "gradients are accumulated in place, as soon as they are there", same=(True,)
+        ),
+        "bf16_master_weights_and_grads": _MASTER,
+        "bf16_optimizer_states": _MASTER,
+    }
+    aliases: ClassVar[Mapping[str, str]] = {"check_overflow": "check_grad_overflow"}
+
+    enabled: Flag = Field(False, description="parameters and gradients are bf16, the master fp32")
+    check_grad_overflow: Flag = Field(
+        True, description="a step whose gradients are not finite is skipped"
+    )
+
+
+@final
+class TorchAutocast(Section):
+    """Run forward under torch.autocast; parameters stay as they are."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
+        "lower_precision_safe_modules": NoEffect(
+            either(list_of(TEXT), NULL), "communication_data_type decides how all gradients travel"
+        )
+    }
+
+    enabled: Flag = Field(False, description="forward runs under torch.autocast")
+    dtype: Annotated[Literal["bf16", "fp16"], dtype_name("bf16", "fp16")] = Field(
+        "bf16", description="the dtype of autocast"
+    )
+
+
+@final
+class DataTypes(Section):
+    """Dtypes of what is neither parameter nor master."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
+        "buffer_dtype": Refused(
+            ANYTHING, "buffers keep the dtype they have; cast them in the script, remove the key"
+        ),
+        "keep_in_fp32_modules": Refused(
+            ANYTHING,
+            "mixing dtypes by module name is not there yet; remove the key",
+            harmless=([],),
+        ),
+    }
+
+    grad_accum_dtype: Annotated[
+        Literal["fp32", "fp16", "bf16"] | None, either(dtype_name("fp32", "fp16", "bf16"), NULL)
+    ] = Field(None, description="the dtype in which gradients of several micro-batches are summed")
+    param_dtype: Annotated[
+        Literal["fp32", "fp16", "bf16"] | None, either(dtype_name("fp32", "fp16", "bf16"), NULL)
+    ] = Field(None, description="must name the precision that fp16 or bf16 switches on")
+
+
+@final
+class ActivationCheckpointing(Section):
+    """Recompute the activations of the found blocks in backward: on where the section is."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
+        "partition_activations": NoEffect(FLAG, _NO_STAGES, same=(False,)),
+        "contiguous_memory_optimization": NoEffect(
+            FLAG, "it only matters with partition_activations", same=(False,)
+        ),
+        "cpu_checkpointing": Refused(
+            FLAG,
+            "keeping activations in host memory is not there yet; set it to false",
+            harmless=(False,),
+        ),
+        "number_checkpoints": NoEffect(whole(0), "the blocks are found in the model"),
+        "profile": NoEffect(FLAG, "use wall_clock_breakdown", same=(False,)),
+        "synchronize_checkpoint_boundary": NoEffect(
+            FLAG, "there is nothing to synchronise", same=(False,)
+        ),
+    }
+
+    enabled: Flag = Field(
+        False, description="the activations of the found blocks are recomputed in backward"
+    )
+
+
+@final
+class TensorBoard(Section):
+    """Scalars for TensorBoard, written by rank 0."""
+
+    enabled: Flag = Field(False, description="scalars are written for TensorBoard")
+    output_path: Annotated[str, TEXT] = Field("", description="folder of the event files")
+    job_name: Annotated[str, TEXT] = Field("xds", description="name of the sub-folder")
+
+
+@final
+class Wandb(Section):
+    """Scalars for Weights & Biases, sent by rank 0."""
+
+    enabled: Flag = Field(False, description="scalars are sent to Weights & Biases")
+    group: OptionalText = Field(None, description="group of runs")
+    team: OptionalText = Field(None, description="team, also called entity")
+    project: Annotated[str, TEXT] = Field("xds", description="project")
+
+
+@final
+class CsvMonitor(Section):
+    """Scalars as CSV files, written by rank 0."""
+
+    enabled: Flag = Field(False, description="scalars are written as CSV files")
+    output_path: Annotated[str, TEXT] = Field("", description="folder of the files")
+    job_name: Annotated[str, TEXT] = Field("xds", description="name of the sub-folder")
+
+
+@final
+class Comet(Section):
+    """Scalars for Comet, sent by rank 0."""
+
+    secrets: ClassVar[frozenset[str]] = frozenset({"api_key"})
+
+    enabled: Flag = Field(False, description="scalars are sent to Comet")
+    samples_log_interval: Annotated[int, whole(1)] = Field(
+        100, description="samples between two reports"
+    )
+    project: OptionalText = Field(None, description="project")
+    workspace: OptionalText = Field(None, description="workspace")
+    api_key: OptionalText = Field(None, description="key; better set COMET_API_KEY")
+    experiment_name: OptionalText = Field(None, description="name of the experiment")
+    experiment_key: OptionalText = Field(None, description="key of an experiment to go on with")
+    online: Annotated[bool | None, either(FLAG, NULL)] = Field(
+        None, description="false keeps the data on this machine"
+    )
+    mode: OptionalText = Field(None, description="get, create or get_or_create")
+
+
+@final
+class Throughput(Section):
+    """Samples a second."""
+
+    enabled: Flag = Field(True, description="throughput is measured")
+    synchronized: Flag = Field(True, description="the device is synchronised for it")
+
+
+@final
+class Timers(Section):
+    """What is timed beside wall_clock_breakdown."""
+
+    throughput: Annotated[Throughput, AsRead()] = Field(
+        default_factory=Throughput.model_construct, description="samples a second"
+    )

@@ -1,0 +1,193 @@
+"""Reading the source of a config: a path, JSON text, base64 of it, or a dict.
+
+Files may hold comments (//, #, /* */) and trailing commas: both are blanked out in place, so lines
+and columns in a complaint are those of the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ...utils.errors import ConfigError
+from ...utils.quoting import printable
+from ...utils.schema.keys import joined
+from ...utils.schema.rules import shown
+from ...utils.small_files import MOST_BYTES, read_small_file
+
+_EXCERPT_CHARS = 1000  # 100 characters of the file, each escaped
+DEPTH_MOST = 40  # no real config is deeper than eight
+
+_TOKEN = re.compile(
+    r"""(?P<text>"[^"\\\n]*(?:\\.[^"\\\n]*)*"?)|(?P<comment>//[^\n]*|\#[^\n]*|/\*.*?(?:\*/|\Z))|(?P<comma>,)""",
+    re.DOTALL | re.VERBOSE,
+)
+_CLOSES = re.compile(r"\s*[}\]]")
+_OPENS_JSON = re.compile(r"\s*(?:[{\[]|//|#|/\*)")
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """An object of the JSON as it was written, keys possibly twice."""
+
+
+def read_source(source: object) -> tuple[Any, str, list[str]]:
+    """(data, name of the source, complaints about keys). Raises ConfigError if it cannot be read.
+
+    `data` is a fresh copy made of dict, list and scalars.
+    """
+    if isinstance(source, Mapping):
+        complaints: list[str] = []
+        return _copy(source, "", complaints, 0), "config", complaints
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(
+            [
+                f"config = {shown(source)}: must be a path, JSON text, a dict or a Config, "
+                f"not {type(source).__name__}"
+            ]
+        )
+    text, name = _text_of(source)
+    return _parse(text, name)
+
+
+def _text_of(source: str | os.PathLike[str]) -> tuple[str, str]:
+    given = os.fspath(source)
+    if not isinstance(given, str):
+        given = os.fsdecode(given)
+    if isinstance(source, str) and _OPENS_JSON.match(source) and not _is_file(source):
+        return source, "config text"
+    if _is_file(given):
+        return _read_file(given), given
+    decoded = _from_base64(given)
+    if decoded is not None:
+        return decoded, "base64 config"
+    raise ConfigError([f"config = {shown(given)}: no such file, and neither JSON nor base64 of it"])
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return os.path.exists(name)
+    except (OSError, ValueError):
+        return False
+
+
+def _read_file(name: str) -> str:
+    try:
+        return read_small_file(name).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            [f"byte {error.start} is not UTF-8: save the file as UTF-8"], name
+        ) from None
+    except OSError as error:
+        raise ConfigError([f"cannot be read: {error.strerror}"], name) from None
+
+
+def _from_base64(text: str) -> str | None:
+    try:
+        decoded = base64.urlsafe_b64decode(text).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if _OPENS_JSON.match(decoded) else None
+
+
+def blank_comments(text: str) -> str:
+    """The text with comments and trailing commas replaced by spaces; every place stays the same."""
+
+    def blank(match: re.Match[str]) -> str:
+        if match["text"] is not None:
+            return match[0]
+        return re.sub(r"[^\n]", " ", match[0])
+
+    without = _TOKEN.sub(lambda m: m[0] if m["comma"] else blank(m), text)
+    return _TOKEN.sub(
+        lambda m: " " if m["comma"] and _CLOSES.match(without, m.end()) else m[0], without
+    )
+
+
+def _parse(text: str, name: str) -> tuple[Any, str, list[str]]:
+    if len(text) > MOST_BYTES:
+        raise ConfigError([f"is longer than {MOST_BYTES >> 20} MiB; is it a config?"], name)
+    try:
+        pairs = _pairs(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError([_malformed(text, error)], name) from None
+    except RecursionError:
+        raise ConfigError([f"is nested deeper than {DEPTH_MOST} levels"], name) from None
+    except ValueError:
+        raise ConfigError(
+            ["holds a number with thousands of digits: write it shorter"], name
+        ) from None
+    complaints: list[str] = []
+    return _copy(pairs, "", complaints, 0), name, complaints
+
+
+def _pairs(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_Pairs)
+    except json.JSONDecodeError:  # comments, perhaps: to look for them takes longer
+        return json.loads(blank_comments(text), object_pairs_hook=_Pairs)
+
+
+def _malformed(text: str, error: json.JSONDecodeError) -> str:
+    lines = text.split("\n")
+    line = lines[error.lineno - 1] if error.lineno <= len(lines) else ""
+    start = max(0, error.colno - 60)
+    reason = error.msg[:1].lower() + error.msg[1:]
+    if reason.startswith("expecting property name"):
+        reason = "expecting a key in double quotes"
+    before, after = line[start : error.colno - 1], line[error.colno - 1 : start + 100]
+    shown_before = printable(before.replace("\t", " "), _EXCERPT_CHARS)
+    cut = shown_before + printable(after.replace("\t", " ").rstrip("\r"), _EXCERPT_CHARS)
+    arrow = " " * len(shown_before) + "^"
+    return (
+        f"line {error.lineno}, column {error.colno}: is not JSON: {reason}\n    {cut}\n    {arrow}"
+    )
+
+
+def _copy(value: Any, path: str, complaints: list[str], depth: int) -> Any:
+    if depth > DEPTH_MOST:
+        complaints.append(f"{path[:80]}: is nested deeper than {DEPTH_MOST} levels")
+        return None
+    if isinstance(value, _Pairs):
+        return _copy_object(value, path, complaints, depth)
+    if isinstance(value, Mapping):
+        return _copy_object(list(value.items()), path, complaints, depth)
+    if isinstance(value, (list, tuple)):
+        return [
+            _copy(item, f"{path}[{place}]", complaints, depth + 1)
+            for place, item in enumerate(value)
+        ]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    complaints.append(
+        f"{path} = {shown(value)}: must be a JSON value, not a Python {type(value).__name__}"
+    )
+    return None
+
+
+def _copy_object(
+    pairs: list[tuple[Any, Any]], path: str, complaints: list[str], depth: int
+) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if not isinstance(key, str):
+            complaints.append(f"{joined(path, repr(key))}: a key must be text")
+            continue
+        here = joined(path, key)
+        if key in result:
+            complaints.append(
+                f"{here} = {shown(_bare(value))}: is there twice in one object; keep one of them"
+            )
+            continue
+        result[key] = _copy(value, here, complaints, depth + 1)
+    return result
+
+
+def _bare(value: Any) -> Any:
+    return dict(value) if isinstance(value, _Pairs) else value

@@ -1,0 +1,75 @@
+"""Batches: to the device, into the module's call, and the loss out of what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ...utils.errors import UsageError
+
+
+def move(batch: Any, device: torch.device, float_dtype: torch.dtype | None = None) -> Any:
+    """Every tensor in `batch` on `device`; fp32 ones in `float_dtype`, if given, but not scalars.
+
+    A scalar is a count or a weight, which 16 bits would round, and it never decides the dtype of a result.
+    """
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        casts = leaf.dtype == torch.float32 and leaf.dim() > 0
+        return leaf.to(device=device, dtype=float_dtype if casts else None, non_blocking=True)
+
+    return tree_map(one, batch)
+
+
+def call_with(function: Callable[..., Any], batch: Any) -> Any:
+    """A mapping becomes keyword arguments, a tuple or list positional ones, anything else the one argument."""
+    if isinstance(batch, Mapping):
+        return function(**batch)
+    if isinstance(batch, tuple | list):
+        return function(*batch)
+    return function(batch)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a module returned: itself, its `loss`, or the first of a tuple.
+
+    Raises:
+        UsageError: there is none.
+    """
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif isinstance(output, tuple | list):
+        loss = output[0] if output else None
+    elif not isinstance(output, Tensor):
+        loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"the module returned {type(output).__name__} without a loss: train_batch and eval_batch need the "
+            "loss itself, a tuple that begins with it, or an object with .loss"
+        )
+    return loss
+
+
+def check_loss(loss: object) -> None:
+    """Raises UsageError unless `loss` is a scalar that backward can start from."""
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"backward({type(loss).__name__}): needs the loss, a scalar tensor; if the model returns an "
+            "output object, pass its .loss"
+        )
+    if loss.numel() != 1:
+        raise UsageError(
+            f"backward() got a loss of shape {tuple(loss.shape)}: it must be a scalar; reduce it with "
+            ".mean() or .sum()"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "backward() got a loss without a graph: compute it with gradients on, from the engine's output"
+        )

@@ -1,0 +1,169 @@
+"""torch.compile of the found blocks, each on its own and in place.
+
+    block(x) ──> hooks: gather ──> forward: one graph, shared by all equal blocks ──> hooks: drop
+
+The forward is compiled, not the call: hooks stay outside, so that a graph holds arithmetic alone at every
+stage. What lies outside of blocks stays eager; a model without blocks is compiled as a whole. Activation
+checkpointing lies inside of the graph, where the compiler plans what is recomputed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...utils.errors import ConfigError, UsageError
+from ...utils.schema.keys import Report
+from ...utils.schema.section import read_section
+from ..config.compile import Compile, check_compile
+from ..config.config import Config
+from .forwards import replace_forwards
+
+log = logging.getLogger("xds")
+
+Backend = str | Callable[..., Any]
+
+# Blocks that differ (a layer's number used in its forward, say) need a graph each, one more for evaluation,
+# for another shape; torch stops at 8 for all of them together and runs the rest eagerly.
+VARIANTS_A_BLOCK = 4
+
+
+@final
+class Compiler:
+    """Compiles the blocks of one model on demand, and takes it back."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], config: Config) -> None:
+        """Nothing is compiled yet.
+
+        Raises:
+            ConfigError: the section is switched on and names a backend or an option that is not there.
+        """
+        self._model = model
+        self._blocks = list(blocks)
+        self._config = config
+        self._settings: tuple[Backend, dict[str, Any]] | None = None
+        self._undo: Callable[[], None] | None = None
+        section = config.compile
+        if section.enabled:
+            problem = _problem(section.backend, section.arguments())
+            if problem is not None:
+                raise ConfigError([f"compile: {problem}"], config.source)
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._settings is not None
+
+    def compile(
+        self,
+        backend: Backend | None = None,
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: object = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile from the next forward on. What is not given comes from the config.
+
+        Raises:
+            UsageError: an argument that cannot be met, or the model is compiled already, otherwise.
+        """
+        if schedule is not None:
+            raise UsageError(
+                "engine.compile(schedule=...): a schedule of passes belongs to DeepCompile, which is not there "
+                "yet; leave it out"
+            )
+        if compiled_autograd_enabled:
+            raise UsageError(
+                "engine.compile(compiled_autograd_enabled=True): gradients are taken by hooks while backward "
+                "runs, and a compiled backward runs them too late; leave it out"
+            )
+        if self._settings is not None and backend is None and not compile_kwargs:
+            return
+        settings = self._read(backend, compile_kwargs or {})
+        if self._settings == settings:
+            return
+        if self._settings is not None:
+            raise UsageError(
+                f"engine.compile({_shown(settings)}): the model is compiled already, with "
+                f'{_shown(self._settings)}; say it once, in the section "compile" of the config or here'
+            )
+        self._settings = settings
+        chosen, arguments = settings
+        change = partial(torch.compile, backend=chosen, **arguments, **self._limit())
+        self._undo = replace_forwards(self._targets(), change)
+
+    def undo(self) -> None:
+        """The forwards of before are back."""
+        if self._undo is not None:
+            self._undo()
+        self._undo = None
+        self._settings = None
+
+    def _read(
+        self, backend: Backend | None, given: Mapping[str, Any]
+    ) -> tuple[Backend, dict[str, Any]]:
+        section = self._config.compile
+        chosen = section.backend if backend is None else backend
+        report = Report()
+        data = {
+            "enabled": True,
+            "backend": chosen if isinstance(chosen, str) else getattr(chosen, "__name__", "custom"),
+            "kwargs": {**section.arguments(), **given},
+        }
+        read = read_section(Compile, data, "engine.compile", report)
+        check_compile(read, self._config.zero_optimization.stage, report, "engine.compile")
+        problem = None if report.complaints else _problem(chosen, read.arguments())
+        if report.complaints or problem:
+            raise UsageError("; ".join(report.complaints or [f"engine.compile: {problem}"]))
+        return chosen, read.arguments()
+
+    def _targets(self) -> list[nn.Module]:
+        """What to compile: nothing that the script compiled itself."""
+        found = self._blocks or [self._model]
+        if _is_compiled(self._model):
+            found = []
+        targets = [module for module in found if not _is_compiled(module)]
+        if len(targets) < len(self._blocks or [self._model]) and dist.get_rank() == 0:
+            log.warning(
+                "compile: the script compiled the model, or blocks of it, itself; those stay as they are"
+            )
+        return targets
+
+    def _limit(self) -> dict[str, int]:
+        """Room for blocks that differ, where this torch has the argument."""
+        if "recompile_limit" not in inspect.signature(torch.compile).parameters:
+            return {}
+        usual: int = torch._dynamo.config.recompile_limit
+        return {"recompile_limit": usual + VARIANTS_A_BLOCK * len(self._blocks)}
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, torch._dynamo.OptimizedModule) or bool(module._compiled_call_impl)
+
+
+def _problem(backend: Backend, arguments: Mapping[str, Any]) -> str | None:
+    """What torch says against these arguments, before anything is traced."""
+    try:
+        torch.compile(_nothing, backend=backend, **arguments)
+    except Exception as error:  # torch has no common class for them
+        names = ", ".join(torch._dynamo.list_backends(exclude_tags=()))
+        return (
+            f"torch.compile refuses {_shown((backend, arguments))}: {error}; backends here: {names}"
+        )
+    return None
+
+
+def _nothing() -> None:
+    return
+
+
+def _shown(settings: tuple[Backend, Mapping[str, Any]]) -> str:
+    backend, arguments = settings
+    return ", ".join(
+        f"{name} = {value!r}" for name, value in {"backend": backend, **arguments}.items()
+    )

@@ -1,0 +1,87 @@
+"""`zero.Init`: builds a model in slices, as the config's stage asks. Its name is `xds.zero.Init`.
+
+It reads the whole config and starts torch.distributed, which is why it lives on the engine's floor.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...ops.comm.opening import open_collectives
+from ...utils.host_memory import keep_freed_blocks, return_freed_blocks
+from ...zero.construction.construction import Construction
+from ...zero.construction.slices import SliceStore
+from ..config.config import parse_config
+from ..process.process import join, pick_device
+
+
+@final
+class Init:
+    """Inside the context modules are born sharded: a rank holds its slices, and one module's parameters whole.
+
+        with xds.zero.Init("config.json"):
+            model = Model()
+        engine = xds.initialize(model, "config.json")
+
+    Values are bit-equal to plain construction under the same seed, at every number of ranks. It does nothing
+    unless the config's stage is 3 and there are several ranks. Until `xds.initialize` parameters read as NaN;
+    `xds.zero.GatheredParameters` shows and edits them. A collective: all ranks build the same model.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        *,
+        module: nn.Module | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """
+        Args:
+            config: what `xds.initialize` will get; None means stage 3.
+            module: a model to shard at once, instead of using the context.
+            dtype: slices are kept in it from the start, which saves memory where the model is built in fp32
+                but computes in 16 bits. An in-place product or sum on a parameter of a module that is finished
+                (not a fresh draw) then sees rounded values. None keeps the dtype of construction: exact.
+            enabled: False does nothing.
+            group: the data-parallel ranks; None is all of them.
+        Raises:
+            ConfigError: every complaint about the config at once.
+        """
+        self._construction: Construction | None = None
+        wants = enabled and (config is None or parse_config(config).zero_optimization.stage == 3)
+        if not wants:
+            return
+        device = pick_device()
+        world = join(device)
+        group = group or world
+        if group.size() > 1:
+            self._construction = Construction(SliceStore(open_collectives(group, device), dtype))
+            if module is not None:
+                with self._construction:
+                    self._construction.adopt(module)
+
+    def __enter__(self) -> Init:
+        if self._construction is not None:
+            return_freed_blocks()
+            self._construction.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._construction is not None:
+            self._construction.__exit__(kind, error, trace)
+            keep_freed_blocks()
+
+
+__all__ = ["Init"]

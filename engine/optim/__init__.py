@@ -1,0 +1,1 @@
+"""What updates and by how much: optimizers, learning-rate schedules, the loss scale."""

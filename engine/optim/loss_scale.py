@@ -1,0 +1,151 @@
+"""The loss scale: pure arithmetic of fp16 training, one object for each way of scaling.
+
+The scale is changed after a step, and gradients are always unscaled with the scale that backward used.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Protocol, final
+
+from ...utils.errors import XdsError
+
+SCALE_FACTOR = 2.0
+
+
+class Fp16Section(Protocol):
+    """The config's section `fp16`."""
+
+    enabled: bool
+    loss_scale: float
+    initial_scale_power: int
+    loss_scale_window: int
+    hysteresis: int
+    consecutive_hysteresis: bool
+    min_loss_scale: float
+
+
+class LossScale(ABC):
+    """`value`: the factor on the loss. `after_step` tells it whether the gradients overflowed."""
+
+    value: float
+    scales_loss: bool  # gradients of the plain loss are too small for the precision
+    skips_overflow: bool  # an overflow is expected now and then: skip that step and go on
+
+    @abstractmethod
+    def after_step(self, *, overflow: bool) -> None: ...
+
+    def state_dict(self) -> dict[str, float]:
+        """What changes from step to step."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from `state`; that of another way of scaling is left alone."""
+        return
+
+
+@final
+class NoScale(LossScale):
+    """fp32 and bf16: the loss as it is. bf16 may still be asked to skip steps that are not finite."""
+
+    def __init__(self, *, skips_overflow: bool) -> None:
+        self.value = 1.0
+        self.scales_loss = False
+        self.skips_overflow = skips_overflow
+
+    def after_step(self, *, overflow: bool) -> None:
+        return
+
+
+@final
+class StaticScale(LossScale):
+    """fp16 with a fixed scale."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.scales_loss = value != 1.0
+        self.skips_overflow = True
+
+    def after_step(self, *, overflow: bool) -> None:
+        return
+
+
+@final
+class DynamicScale(LossScale):
+    """Halves after an overflow, doubles after `window` steps without one.
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2,
+        https://arxiv.org/abs/1710.03740; hysteresis as DeepSpeed has it: so many overflows are tolerated
+        before the scale is halved, refilled when it doubles (or, if `consecutive`, by any good step).
+    """
+
+    def __init__(
+        self, initial: float, window: int, hysteresis: int, *, consecutive: bool, minimum: float
+    ) -> None:
+        self.value = initial
+        self.scales_loss = True
+        self.skips_overflow = True
+        self._window = window
+        self._hysteresis = hysteresis
+        self._left = hysteresis
+        self._consecutive = consecutive
+        self._minimum = minimum
+        self._step = 0
+        self._last_overflow = -1
+
+    def after_step(self, *, overflow: bool) -> None:
+        if overflow:
+            self._overflowed()
+        else:
+            if self._consecutive:
+                self._left = self._hysteresis
+            good = self._step - self._last_overflow - 1
+            if good > 0 and good % self._window == 0:
+                if not self._consecutive:
+                    self._left = self._hysteresis
+                self.value *= SCALE_FACTOR
+        self._step += 1
+
+    def _overflowed(self) -> None:
+        if self._left > 1:
+            self._left -= 1
+        elif self.value <= self._minimum:
+            raise XdsError(
+                f"fp16: gradients overflow although the loss scale is at fp16.min_loss_scale = "
+                f"{self._minimum:g}: the model diverges in fp16; lower the learning rate, clip gradients, "
+                "or use bf16"
+            )
+        else:
+            self.value = max(self.value / SCALE_FACTOR, self._minimum)
+        self._last_overflow = self._step
+
+    def state_dict(self) -> dict[str, float]:
+        return {
+            "value": self.value,
+            "left": self._left,
+            "step": self._step,
+            "last_overflow": self._last_overflow,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        if state:
+            self.value = float(state["value"])
+            self._left = int(state["left"])
+            self._step = int(state["step"])
+            self._last_overflow = int(state["last_overflow"])
+
+
+def build_loss_scale(fp16: Fp16Section, *, skips_overflow: bool) -> LossScale:
+    """The loss scale that the config's `fp16` section asks for; `skips_overflow` is bf16's choice."""
+    if not fp16.enabled:
+        return NoScale(skips_overflow=skips_overflow)
+    if fp16.loss_scale:
+        return StaticScale(float(fp16.loss_scale))
+    return DynamicScale(
+        2.0**fp16.initial_scale_power,
+        fp16.loss_scale_window,
+        fp16.hysteresis,
+        consecutive=fp16.consecutive_hysteresis,
+        minimum=fp16.min_loss_scale,
+    )

@@ -1,0 +1,221 @@
+"""From what the config or the user names to an optimizer over the masters of the sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.config import Ops
+from ...ops.libraries import load, optimizer_library
+from ...ops.optim.adagrad import Adagrad
+from ...ops.optim.adam import Adam
+from ...ops.optim.lamb import Lamb
+from ...ops.optim.lion import Lion
+from ...ops.optim.muon import Muon
+from ...ops.optim.sgd import SGD
+from ...ops.optim.shard_optimizer import ShardOptimizer
+from ...utils.errors import UsageError
+from ...zero.core.update import Updater
+
+Named = dict[str, Any]
+ClientOptimizer = (
+    torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[[Any], torch.optim.Optimizer]
+)
+
+# per element: a step on a shard equals the same part of a step on the whole
+ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+FUSED = (torch.optim.Adagrad, torch.optim.SGD)  # on every device torch 2.11 and later run on
+OWN: dict[str, type[ShardOptimizer]] = {"Lamb": Lamb, "Lion": Lion, "Muon": Muon}
+CASTING: dict[str, type[ShardOptimizer]] = {
+    "Adagrad": Adagrad,
+    "SGD": SGD,
+}  # beside casts; else torch's
+NOT_FOR_MUON = ("embed", "lm_head")
+ENGINE_FLAGS = ("torch_adam", "fused", "foreach", "amsgrad", "fp32_optimizer_states")
+
+
+class OptimizerSection(Protocol):
+    """The config's section `optimizer`."""
+
+    type: str
+    params: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The hyperparameter groups: `options[i]` of group i, and `index[id(param)]` = i."""
+
+    options: tuple[Named, ...]
+    index: dict[int, int]
+
+
+def read_groups(model: nn.Module, source: Iterable[Any] | None) -> Groups:
+    """The hyperparameter groups of `source`: parameters, or dicts of them; None is every trainable one.
+
+    Raises:
+        UsageError: a parameter is in two groups, or is not the model's.
+    """
+    entries = list(model.parameters() if source is None else source)
+    if entries and not isinstance(entries[0], dict):
+        named = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+        entries = [{"params": named}]
+    own = {id(param): name for name, param in model.named_parameters()}
+    options: list[Named] = []
+    index: dict[int, int] = {}
+    problems: list[str] = []
+    for number, entry in enumerate(entries):
+        params = entry["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        options.append({key: value for key, value in entry.items() if key != "params"})
+        for param in params:
+            if id(param) not in own:
+                problems.append(
+                    f"parameter group {number} holds a tensor of shape {tuple(param.shape)} that is not a "
+                    "parameter of the model"
+                )
+            elif index.setdefault(id(param), number) != number:
+                problems.append(
+                    f"{own[id(param)]} is in parameter groups {index[id(param)]} and {number}: "
+                    "leave it in one"
+                )
+    if problems:
+        raise UsageError("; ".join(problems[:5]))
+    trained = {id(param) for param in model.parameters() if param.requires_grad}
+    return Groups(tuple(options), {key: at for key, at in index.items() if key in trained})
+
+
+def split_for_muon(model: nn.Module, groups: Groups) -> Groups:
+    """Split every group in two: matrices, which Muon updates, and the rest, which AdamW does.
+
+    DeepSpeed's choice: a parameter of two or more dimensions, unless its name says embedding or head.
+    """
+    matrices = {
+        id(param)
+        for name, param in model.named_parameters()
+        if param.dim() >= 2 and not any(word in name.lower() for word in NOT_FOR_MUON)
+    }
+    options: list[Named] = []
+    for entry in groups.options:
+        options += [{**entry, "use_muon": True}, {**entry, "use_muon": False}]
+    index = {key: 2 * at + (0 if key in matrices else 1) for key, at in groups.index.items()}
+    return Groups(tuple(options), index)
+
+
+def named_optimizer(
+    section: OptimizerSection, updater: Updater, groups: Groups
+) -> torch.optim.Optimizer:
+    """The optimizer that the config names, over the masters."""
+    params = {k: v for k, v in section.params.items() if k not in ENGINE_FLAGS}
+    if "betas" in params:
+        params["betas"] = tuple(params["betas"])
+    if section.type in ("Adam", "AdamW") and not section.params.get("amsgrad"):
+        params.setdefault("adam_w_mode", True)
+        return Adam(_entries(updater, groups), **params)
+    own = OWN | CASTING if updater.casts else OWN
+    if section.type in own:
+        return own[section.type](_entries(updater, groups), **params)
+    kind = getattr(torch.optim, section.type)
+    if kind in FUSED:
+        params["fused"] = True
+    return _over(kind, updater, groups, f'optimizer.type = "{section.type}"', params)
+
+
+def client_optimizer(
+    given: ClientOptimizer, updater: Updater, groups: Groups, *, allow_untested: bool
+) -> torch.optim.Optimizer:
+    """The user's optimizer over the masters: an object is taken over, a class or callable is called."""
+    if not isinstance(given, torch.optim.Optimizer):
+        if isinstance(given, type):
+            return _over(given, updater, groups, given.__name__, {}, allow_untested)
+        return given(_entries(updater, groups))
+    name = type(given).__name__
+    if any(float(state.get("step", 1)) for state in given.state.values()):
+        raise UsageError(
+            f"the optimizer {name} has made steps already: its state cannot be sharded afterwards; "
+            "pass it before its first step"
+        )
+    take = _layout_for(type(given), updater, name, allow_untested)
+    for number, group in enumerate(given.param_groups):
+        group["params"] = take(number)
+    if type(given) is torch.optim.Adagrad:  # it makes its states before the first step
+        given.state = torch.optim.Adagrad(given.param_groups).state
+    return given
+
+
+def load_kernels(
+    section: Ops, optimizer: torch.optim.Optimizer, updater: Updater, device: torch.device
+) -> None:
+    """Build and load the device's kernels where the optimizer uses them; else it runs plain torch.
+
+    Raises:
+        BuildError: they cannot be built, and the config says ops.require.
+        UsageError: there are none for this device, and the config says ops.require.
+    """
+    gains = isinstance(optimizer, ShardOptimizer) and optimizer.gains_from_kernels(
+        casts=updater.casts
+    )
+    name = optimizer_library(device)
+    if section.require and not name:
+        raise UsageError(
+            f"ops.require is true, and there are no native ops for {device.type}: they are for cpu and cuda; "
+            "set it to false, and ops run their torch versions"
+        )
+    if name and section.native and (gains or section.require):
+        load(name, require=section.require)
+
+
+def _over(
+    kind: type[torch.optim.Optimizer],
+    updater: Updater,
+    groups: Groups,
+    name: str,
+    params: Named,
+    allow_untested: bool = False,
+) -> torch.optim.Optimizer:
+    take = _layout_for(kind, updater, name, allow_untested)
+    entries = [{"params": take(at), **options} for at, options in enumerate(groups.options)]
+    return kind(entries, **params)
+
+
+def _layout_for(
+    kind: type[torch.optim.Optimizer], updater: Updater, name: str, allow_untested: bool
+) -> Callable[[int], list[Tensor]]:
+    """Flat shards where the arithmetic is per element, whole parameters where nothing is sharded."""
+    if issubclass(kind, ShardOptimizer):
+        return updater.tensors_of
+    if updater.world.collectives.world_size == 1:
+        return updater.whole_params  # what torch would have got, so the same result bit for bit
+    if kind in ELEMENTWISE:
+        return updater.tensors_of
+    if not updater.world.is_sharded:
+        return updater.whole_params
+    if allow_untested:
+        return updater.tensors_of
+    raise UsageError(
+        f"{name}: this optimizer may look at the shape of a parameter, and with zero_optimization.stage >= 1 "
+        "it would see 1-D shards; use zero_optimization.stage = 0, one of "
+        f"{', '.join(sorted(k.__name__ for k in ELEMENTWISE))}, Lamb, Lion or Muon, or set "
+        "zero_allow_untested_optimizer to true if its arithmetic is per element"
+    )
+
+
+def _entries(updater: Updater, groups: Groups) -> list[Named]:
+    return [
+        {"params": updater.tensors_of(at), **options} for at, options in enumerate(groups.options)
+    ]

@@ -1,0 +1,1 @@
+"""Leaving in order when the process is asked to stop."""

@@ -1,0 +1,109 @@
+"""What an engine does when its process is asked to stop: nothing, or save first.
+
+There is one coordinator (coordinator.py) for all engines of a process that save.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from typing import final
+
+from ...ops.comm.collectives import Collectives
+from ...ops.watch.store import own_connection
+from ...utils.errors import UsageError
+from ..config.checkpoint import Checkpoint
+from .coordinator import Coordinator, Participant, Preempted, Saving
+
+_coordinator: Coordinator | None = None  # of this process, while an engine needs it
+
+
+class Preemption(ABC):
+    """One engine's part."""
+
+    @abstractmethod
+    def begin(self, engine: Saving) -> None:
+        """The engine is ready."""
+
+    @abstractmethod
+    def boundary(self) -> None:
+        """A step is over. After a signal it may be the last one; then all states are saved here."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """A step begins. Raises Preempted, once all states are saved."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The engine takes no more steps."""
+
+
+@final
+class NotAsked(Preemption):
+    """A signal does what it does without an engine."""
+
+    def begin(self, engine: Saving) -> None:
+        return
+
+    def boundary(self) -> None:
+        return
+
+    def check(self) -> None:
+        return
+
+    def end(self) -> None:
+        return
+
+
+@final
+class SavesFirst(Preemption):
+    """After a signal to any rank, all ranks save at the same step and leave."""
+
+    def __init__(self, section: Checkpoint, collectives: Collectives) -> None:
+        """Raises UsageError: the ranks have no store to agree in."""
+        self._section, self._collectives = section, collectives
+        store = collectives.store() if collectives.world_size > 1 else None
+        if collectives.world_size > 1 and store is None:
+            raise UsageError(
+                f'checkpoint.preemption_save_dir = "{section.preemption_save_dir}": the ranks agree in the '
+                "store of their process group, and this one has none; leave it empty"
+            )
+        self._store = own_connection(store) if store is not None else None
+        self._coordinator: Coordinator | None = None
+        self._participant: Participant | None = None
+
+    def begin(self, engine: Saving) -> None:
+        global _coordinator
+        section = self._section
+        participant = Participant(
+            weakref.ref(engine),
+            section.preemption_save_dir,
+            section.preemption_seconds,
+            self._collectives,
+            self._store,
+        )
+        coordinator = _coordinator or Coordinator()
+        coordinator.join(participant)
+        _coordinator, self._coordinator, self._participant = coordinator, coordinator, participant
+
+    def boundary(self) -> None:
+        if self._coordinator is not None and self._participant is not None:
+            self._coordinator.boundary(self._participant)
+
+    def check(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.check()
+
+    def end(self) -> None:
+        global _coordinator
+        coordinator, self._coordinator = self._coordinator, None
+        if (
+            coordinator is not None
+            and self._participant is not None
+            and coordinator.leave(self._participant)
+            and _coordinator is coordinator
+        ):
+            _coordinator = None
+
+
+__all__ = ["NotAsked", "Preempted", "Preemption", "SavesFirst"]

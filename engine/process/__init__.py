@@ -1,0 +1,1 @@
+"""This process: its rank, its group, its device."""

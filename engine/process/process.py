@@ -1,0 +1,103 @@
+"""The process and its place among the ranks: process group, device, local rank. Called once, first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from ...utils.errors import UsageError
+from .foreign_launcher import fill, place
+
+TIMEOUT_SECONDS = 600.0
+MAX_TIMEOUT_SECONDS = 1e6  # eleven days; gloo counts milliseconds in 32 bits
+LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def local_rank() -> int:
+    """This process's number on its machine; 0 when nothing says otherwise."""
+    if "LOCAL_RANK" not in os.environ:
+        with contextlib.suppress(UsageError):  # `join` tells it, where nobody else has made a group
+            found = place(os.environ)
+            return found.local_rank if found is not None else 0
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def pick_device() -> torch.device:
+    """The GPU of this local rank, made current; the CPU on a machine without one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(device: torch.device) -> dist.ProcessGroup:
+    """The world's process group: the one that exists, or one made from the launcher's environment.
+
+    Where srun or mpirun started one process for each rank, their variables are read. Without a launcher's
+    environment the process is alone, and gets a group of one.
+    `XDS_BACKEND` asks for nccl, gloo or mpi; default is nccl on GPUs, gloo on CPUs. `XDS_TIMEOUT_SECONDS`
+    is how long a rank waits for the others before it fails; a group that exists keeps its own.
+
+    Raises:
+        UsageError: the backend is not there, the timeout is no time, or the environment is incomplete.
+    """
+    if not dist.is_initialized():
+        backend = _backend(device)
+        timeout = timedelta(seconds=timeout_seconds())
+        if backend != "mpi":
+            fill(os.environ)
+        present = [key for key in LAUNCHER_KEYS if key in os.environ]
+        if backend == "mpi":
+            dist.init_process_group("mpi")
+        elif len(present) == len(LAUNCHER_KEYS):
+            dist.init_process_group(backend, timeout=timeout)
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            missing = ", ".join(key for key in LAUNCHER_KEYS if key not in present)
+            raise UsageError(
+                f"WORLD_SIZE = {os.environ['WORLD_SIZE']}, but {missing} is not set: start the script with "
+                "`xds script.py`, or call torch.distributed.init_process_group before xds.initialize"
+            )
+        else:
+            dist.init_process_group(
+                backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
+            )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def timeout_seconds() -> float:
+    """How long a rank waits for another one: XDS_TIMEOUT_SECONDS, or ten minutes."""
+    asked = os.environ.get("XDS_TIMEOUT_SECONDS", "")
+    try:
+        seconds = float(asked) if asked else TIMEOUT_SECONDS
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT_SECONDS:
+        raise UsageError(
+            f'XDS_TIMEOUT_SECONDS = "{asked}": must be a number of seconds above 0, at most '
+            f"{MAX_TIMEOUT_SECONDS:.0f}; {TIMEOUT_SECONDS:.0f} is the default when it is unset"
+        )
+    return seconds
+
+
+def _backend(device: torch.device) -> str:
+    asked = os.environ.get("XDS_BACKEND", "")
+    backend = asked or ("nccl" if device.type == "cuda" else "gloo")
+    there = {
+        "nccl": dist.is_nccl_available(),
+        "gloo": dist.is_gloo_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    if not there.get(backend, False):
+        have = ", ".join(name for name, is_there in there.items() if is_there)
+        raise UsageError(
+            f'XDS_BACKEND = "{backend}": this torch has {have}; choose one of them or leave it unset'
+        )
+    return backend

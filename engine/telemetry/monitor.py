@@ -1,0 +1,269 @@
+"""Writers that carry (name, value, global_samples) events to files or services, on rank 0 only.
+
+Optional packages are looked for on every rank before training starts, so that all ranks stop
+together where one is missing.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from ...utils.errors import UsageError
+
+Event = tuple[str, float, int]
+"""Name, value, and the number of samples (over all ranks) seen when it was measured."""
+
+
+class FileSection(Protocol):
+    """The config's `tensorboard` or `csv_monitor` section."""
+
+    @property
+    def enabled(self) -> bool: ...
+
+    @property
+    def output_path(self) -> str: ...
+
+    @property
+    def job_name(self) -> str: ...
+
+
+class WandbSection(Protocol):
+    """The config's `wandb` section."""
+
+    @property
+    def enabled(self) -> bool: ...
+
+    @property
+    def group(self) -> str | None: ...
+
+    @property
+    def team(self) -> str | None: ...
+
+    @property
+    def project(self) -> str: ...
+
+
+class CometSection(Protocol):
+    """The config's `comet` section."""
+
+    @property
+    def enabled(self) -> bool: ...
+
+    @property
+    def samples_log_interval(self) -> int: ...
+
+    @property
+    def project(self) -> str | None: ...
+
+    @property
+    def workspace(self) -> str | None: ...
+
+    @property
+    def api_key(self) -> str | None: ...
+
+    @property
+    def experiment_name(self) -> str | None: ...
+
+    @property
+    def experiment_key(self) -> str | None: ...
+
+    @property
+    def online(self) -> bool | None: ...
+
+    @property
+    def mode(self) -> str | None: ...
+
+
+class MonitorConfig(Protocol):
+    """What `build_monitor` reads of a config."""
+
+    @property
+    def tensorboard(self) -> FileSection: ...
+
+    @property
+    def wandb(self) -> WandbSection: ...
+
+    @property
+    def csv_monitor(self) -> FileSection: ...
+
+    @property
+    def comet(self) -> CometSection: ...
+
+
+class Writer(ABC):
+    """One place that events go to."""
+
+    @abstractmethod
+    def write(self, events: Sequence[Event]) -> None:
+        """Hand over `events`; they survive a crash that comes after the return."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what is open; nothing is written afterwards."""
+
+
+@final
+class CsvWriter(Writer):
+    """One file for each name in `output_path/job_name`: 'Train/Samples/lr' in Train_Samples_lr.csv.
+
+    The header is `step,<last part of the name>`. A resumed job appends, with no second header.
+    """
+
+    def __init__(self, section: FileSection) -> None:
+        self._folder = _folder(section)
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, num_samples in events:
+            path = self._folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
+            with path.open("a", newline="") as file:
+                rows = csv.writer(file, lineterminator="\n")
+                if file.tell() == 0:
+                    rows.writerow(["step", name.rpartition("/")[2]])
+                rows.writerow([num_samples, value])
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class TensorBoardWriter(Writer):
+    """Scalars in an event file in `output_path/job_name`."""
+
+    def __init__(self, section: FileSection) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._summary: Any = SummaryWriter(log_dir=str(_folder(section)))
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, num_samples in events:
+            self._summary.add_scalar(name, value, num_samples)
+        self._summary.flush()
+
+    def close(self) -> None:
+        self._summary.close()
+
+
+@final
+class WandbWriter(Writer):
+    """A Weights & Biases run of its own, so that one that the user has open is left alone."""
+
+    def __init__(self, section: WandbSection) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=section.project, group=section.group, entity=section.team
+        )
+
+    def write(self, events: Sequence[Event]) -> None:
+        # One log call for all names of a step: W&B drops a step that comes back after a later one.
+        by_step: dict[int, dict[str, float]] = {}
+        for name, value, num_samples in events:
+            by_step.setdefault(num_samples, {})[name] = value
+        for num_samples in sorted(by_step):
+            self._run.log(by_step[num_samples], step=num_samples)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+@final
+class CometWriter(Writer):
+    """A Comet experiment; a name is sent again only after `samples_log_interval` samples."""
+
+    def __init__(self, section: CometSection) -> None:
+        import comet_ml
+
+        self._interval_samples = section.samples_log_interval
+        self._last_sent: dict[str, int] = {}
+        self._experiment: Any = comet_ml.start(
+            api_key=section.api_key,
+            project=section.project,
+            workspace=section.workspace,
+            experiment_key=section.experiment_key,
+            mode=section.mode,
+            online=section.online,
+        )
+        if section.experiment_name is not None:
+            self._experiment.set_name(section.experiment_name)
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, num_samples in events:
+            last = self._last_sent.get(name)
+            if last is None or num_samples - last >= self._interval_samples:
+                self._last_sent[name] = num_samples
+                self._experiment.log_metric(name=name, value=value, step=num_samples)
+
+    def close(self) -> None:
+        self._experiment.end()
+
+
+@final
+class Monitor:
+    """All writers that a config asks for; without any, writing does nothing."""
+
+    def __init__(self, writers: Sequence[Writer] = ()) -> None:
+        self._writers = tuple(writers)
+
+    @property
+    def enabled(self) -> bool:
+        """False where nothing would be written: skip the work of making events."""
+        return bool(self._writers)
+
+    def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
+        """Write events; a value is anything that float() takes, a tensor of one element as well."""
+        if self._writers:
+            plain = [(name, float(value), int(samples)) for name, value, samples in events]
+            for writer in self._writers:
+                writer.write(plain)
+
+    def close(self) -> None:
+        """Close every writer, once; later events are dropped."""
+        writers, self._writers = self._writers, ()
+        for writer in writers:
+            writer.close()
+
+
+def build_monitor(config: MonitorConfig, rank: int) -> Monitor:
+    """Open the writers that `config` enables, on global rank 0; elsewhere a monitor that is off.
+
+    Raises:
+        UsageError: on every rank, when the package that an enabled section needs is missing.
+    """
+    if config.tensorboard.enabled:
+        _require("tensorboard", section="tensorboard", extra="tensorboard")
+    if config.wandb.enabled:
+        _require("wandb", section="wandb", extra="wandb")
+    if config.comet.enabled:
+        _require("comet_ml", section="comet", extra="comet")
+    if rank != 0:
+        return Monitor()
+    writers: list[Writer] = []
+    if config.tensorboard.enabled:
+        writers.append(TensorBoardWriter(config.tensorboard))
+    if config.wandb.enabled:
+        writers.append(WandbWriter(config.wandb))
+    if config.csv_monitor.enabled:
+        writers.append(CsvWriter(config.csv_monitor))
+    if config.comet.enabled:
+        writers.append(CometWriter(config.comet))
+    return Monitor(writers)
+
+
+def _folder(section: FileSection) -> Path:
+    return Path(section.output_path).expanduser() / section.job_name
+
+
+def _require(package: str, *, section: str, extra: str) -> None:
+    if package not in sys.modules and find_spec(package) is None:
+        raise UsageError(
+            f"{section}.enabled = true needs the package {package!r}, which is not installed; run "
+            f'pip install -e ".[{extra}]" in the xds checkout (or pip install {package}), or set '
+            f"{section}.enabled to false."
+        )

@@ -1,0 +1,116 @@
+"""What a step tells: log lines every `steps_per_print`, monitor events, timings, memory, throughput."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from ..config.config import Config
+from ..data.loaders import RepeatingLoader
+from .monitor import Monitor
+from .timers import Throughput, Timers, memory_use
+
+log = logging.getLogger("xds")
+MIB = 1 << 20
+
+
+class Reported(Protocol):
+    """What a report reads of an engine."""
+
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    global_rank: int
+    device: torch.device
+
+    def get_lr(self) -> list[float]: ...
+    def get_global_grad_norm(self) -> float | None: ...
+    def train_batch_size(self) -> int: ...
+    @property
+    def loss_scale(self) -> float: ...
+
+
+@final
+class StepReport:
+    """Collects what happens during a step and says it after the step."""
+
+    def __init__(
+        self, config: Config, monitor: Monitor, timers: Timers, throughput: Throughput
+    ) -> None:
+        self._config = config
+        self._monitor = monitor
+        self._timers = timers
+        self._throughput = throughput
+        self._losses: list[Tensor] = []
+        self._collects = monitor.enabled or config.steps_per_print is not None
+
+    def region(self, name: str) -> AbstractContextManager[None]:
+        """Time what runs inside, if the config asks for it."""
+        return self._timers.region(name)
+
+    def add_loss(self, loss: Tensor) -> None:
+        """A micro-batch's share of the step's loss."""
+        if self._collects:
+            self._losses.append(loss)
+
+    def repeat(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's batches, over and over."""
+        return iter(RepeatingLoader(loader))
+
+    def step(self, engine: Reported) -> None:
+        """An optimizer step is over, applied or skipped."""
+        self._throughput.step(engine.train_batch_size())
+        losses, self._losses = self._losses, []
+        milliseconds = self._timers.take_milliseconds()
+        every = self._config.steps_per_print
+        prints = every is not None and engine.global_steps % every == 0 and engine.global_rank == 0
+        if not prints and not self._monitor.enabled:
+            return
+        loss = float(
+            sum(float(loss) for loss in losses)
+        )  # waits for the device: only when it is told
+        if self._monitor.enabled:
+            self._monitor.write_events(self._events(engine, loss, milliseconds))
+        if prints:
+            log.info("%s", self._line(engine, loss, milliseconds))
+
+    def _events(
+        self, engine: Reported, loss: float, milliseconds: dict[str, float]
+    ) -> list[tuple[str, float, int]]:
+        at = engine.global_samples
+        events = [
+            ("Train/Samples/train_loss", loss, at),
+            ("Train/Samples/lr", engine.get_lr()[0], at),
+            ("Train/Samples/grad_norm", engine.get_global_grad_norm() or 0.0, at),
+        ]
+        if self._config.fp16.enabled:
+            events.append(("Train/Samples/loss_scale", engine.loss_scale, at))
+        return events + [
+            (f"Train/Samples/elapsed_time_ms_{name}", value, at)
+            for name, value in milliseconds.items()
+        ]
+
+    def _line(self, engine: Reported, loss: float, milliseconds: dict[str, float]) -> str:
+        words = [
+            f"step {engine.global_steps}",
+            f"skipped {engine.skipped_steps}",
+            f"loss {loss:.4f}",
+            "lr " + ", ".join(f"{lr:.3e}" for lr in engine.get_lr()),
+            f"grad norm {engine.get_global_grad_norm() or 0.0:.4f}",
+        ]
+        rates = self._throughput.read()
+        if rates is not None:
+            words.append(f"{rates.last:.1f} samples/s")
+        if milliseconds:
+            words.append(", ".join(f"{n} {value:.1f} ms" for n, value in milliseconds.items()))
+        if self._config.memory_breakdown:
+            use = memory_use(engine.device)
+            words.append(
+                f"memory {use.now_bytes / MIB:.0f} MiB, peak {use.peak_bytes / MIB:.0f} MiB"
+            )
+        return ", ".join(words)

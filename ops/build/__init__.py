@@ -1,0 +1,1 @@
+"""Native libraries: compiled on first use, kept in a cache, loaded."""

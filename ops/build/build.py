@@ -1,0 +1,180 @@
+"""Builds native libraries when they are first used: one ninja run into a keyed cache, whoever else builds, too.
+
+    key -> in the cache, whole? -> load
+        -> lock the key -> in the cache by now? -> load
+                        -> compile in a temporary folder -> fsync, rename -> load
+
+A process that is killed at any point leaves no lock, nothing that would be loaded, and a temporary folder
+that the next builder removes. See build_plan.py for the key and build_cache.py for the locks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from datetime import datetime, timezone
+from importlib import import_module
+from pathlib import Path
+
+from ...utils.errors import BuildError
+from . import cache as build_cache
+from .cache import Entry, Info, KeyLock
+from .plan import Library, Plan, Source, ninja_file, plan
+
+__all__ = ["BuildError", "Library", "Source", "build", "compile_objects", "find", "find_or_build"]
+
+log = logging.getLogger("xds")
+LAST_LINES = 20
+_UNWANTED = ("NINJA_STATUS", "CLICOLOR_FORCE")  # they change what ninja prints
+
+
+def build(library: Library) -> Path:
+    """The shared library, from the cache or built now. Raises BuildError: it cannot be built here."""
+    return find_or_build(library).path
+
+
+def find(library: Library) -> Entry | None:
+    """The library in the cache, if it is there. Raises BuildError: it could not be built here either."""
+    return _find(plan(library, build_cache.default_folder()))
+
+
+def _find(planned: Plan) -> Entry | None:
+    for folder in build_cache.folders():
+        entry = build_cache.read_entry(folder / planned.key)
+        if entry is not None:
+            return entry
+    return None
+
+
+def find_or_build(library: Library) -> Entry:
+    """`build` with what is known about the result. Of processes that ask at once, one builds."""
+    planned = plan(library, build_cache.default_folder())
+    entry = _find(planned)
+    if entry is not None:
+        return entry
+    folder = build_cache.writable_folder()
+    try:
+        with build_cache.locked(folder, planned.key) as lock:
+            return _build_locked(planned, folder, lock)
+    except OSError as error:  # the disk filled up, somebody removed the folder, ...
+        raise BuildError(
+            f"the native library {library.name} cannot be built in {folder}: {error}",
+            remedy=f"make room, or set {build_cache.FOLDER_VARIABLE} to another folder",
+        ) from error
+
+
+def _build_locked(planned: Plan, folder: Path, lock: KeyLock) -> Entry:
+    """While this process waited another may have built it, or failed to."""
+    entry = build_cache.read_entry(folder / planned.key)
+    if entry is not None:
+        return entry
+    failure = lock.failure()
+    if failure is not None:
+        raise failure
+    try:
+        return _build(planned, folder)
+    except BuildError as error:
+        lock.tell_failure(error)
+        raise
+    finally:
+        build_cache.sweep(folder)
+
+
+def compile_objects(library: Library, folder: Path) -> list[Path]:
+    """Compile every source into `folder` and link nothing: for machines without the device or its torch.
+
+    Raises BuildError: a compiler is missing, or a source does not compile.
+    """
+    planned = plan(library, build_cache.default_folder())
+    _run_ninja(planned, folder, is_linked=False)
+    return [folder / name for name in planned.objects]
+
+
+def _build(planned: Plan, folder: Path) -> Entry:
+    log.info("building the native library %s", planned.library.name)
+    start = time.perf_counter()
+    with build_cache.temporary(folder, planned.key) as path:
+        _run_ninja(planned, path, is_linked=True)
+        data = (path / planned.file).read_bytes()
+        for leftover in path.iterdir():
+            if leftover.name != planned.file:
+                build_cache.discard(leftover)
+        info = Info(
+            key=planned.key,
+            name=planned.library.name,
+            device=planned.library.device,
+            file=planned.file,
+            size_bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            seconds=round(time.perf_counter() - start, 3),
+            compiler=planned.compiler,
+            built_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+        entry = build_cache.commit(path, folder, info)
+    log.info("built the native library %s in %.1f s", info.name, info.seconds)
+    return entry
+
+
+def _run_ninja(planned: Plan, folder: Path, *, is_linked: bool) -> None:
+    """Ninja works in `folder`, by relative names: once that is gone an orphan can make nothing elsewhere."""
+    (folder / "build.ninja").write_text(ninja_file(planned, is_linked=is_linked))
+    (folder / "tmp").mkdir(exist_ok=True)
+    environment = {name: text for name, text in os.environ.items() if name not in _UNWANTED}
+    # compilers that are killed leave their temporary files here, and they go with the folder
+    environment |= {"LC_ALL": "C", "TMPDIR": str(folder / "tmp")}
+    command = [_find_ninja(), f"-j{_num_cores()}"]
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        try:
+            output, _ = process.communicate()
+        except BaseException:
+            process.terminate()  # it ends its compilers before itself
+            raise
+    if process.returncode:
+        raise _failure(planned, output.decode("utf-8", "replace"), process.returncode)
+
+
+def _failure(planned: Plan, output: str, code: int) -> BuildError:
+    what = f"the native library {planned.library.name} does not compile"
+    commands = {**planned.objects, planned.file: planned.link}
+    found = re.search(r"(?m)^FAILED: .*?(\S+) *$", output)
+    if found is None or found[1] not in commands:
+        what = f"ninja failed with exit code {code} for the native library {planned.library.name}"
+        return BuildError(what, "ninja", output.splitlines()[-LAST_LINES:], "repair ninja")
+    lines = output[found.end() :].strip("\n").splitlines()[1:]  # the first is the command
+    lines = [line for line in lines if not line.startswith("ninja: ")]
+    remedy = "install a newer compiler, or send these lines to the authors"
+    if "No space left on device" in output:
+        remedy = f"make room, or set {build_cache.FOLDER_VARIABLE} to another folder"
+    return BuildError(what, shlex.join(commands[found[1]]), lines[-LAST_LINES:], remedy)
+
+
+def _find_ninja() -> str:
+    """The one of the `ninja` package, else that of PATH."""
+    try:
+        beside = Path(str(import_module("ninja").BIN_DIR), "ninja")
+    except (ImportError, AttributeError):
+        beside = Path()
+    path = str(beside) if os.access(beside, os.X_OK) and beside.is_file() else shutil.which("ninja")
+    if path is None:
+        raise BuildError("no ninja on PATH", remedy="`pip install ninja`")
+    return path
+
+
+def _num_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1

@@ -1,0 +1,185 @@
+"""What a native library is made of: sources, the commands that compile and link them, the key of the result.
+
+The key is a hash of everything that can change the result: the sources, every header beside them, the
+commands, the compilers' versions, torch's version and stable ABI, libc, the kind of machine and the variables
+that compilers read. The features of the processor are not in it, and need not be: code is compiled for
+the weakest processor of its kind, the faster versions lie beside it in objects of their own, and the
+dispatcher enters one only after it has asked the processor. So one cache on a shared home folder serves
+unlike machines, and none of them meets an instruction that it does not know. For this the sources keep two
+rules, and tests look: no flag says `native`, and an object for AVX2 or AVX-512 defines no function that the
+linker could take for everybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from ...utils.errors import BuildError
+from .compilers import (
+    Compiler,
+    Torch,
+    arch_flags,
+    environment_facts,
+    find_cxx,
+    find_nvcc,
+    find_torch,
+)
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+FORMAT = 1  # of what is laid into the cache
+HEADERS = (".h", ".hpp", ".cuh")
+TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # the stable ABI of torch 2.11
+_ABOUT_ALL = ("-std=c++17", "-O3", TORCH_TARGET)
+_SHARED_CODE = ("-fPIC", "-fvisibility=hidden")
+
+
+@final
+@dataclass(frozen=True)
+class Source:
+    """One file to compile: `path` relative to the library's root; one file may give several objects."""
+
+    path: str
+    object_name: str
+    flags: tuple[str, ...] = ()
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.path.endswith(".cu")
+
+
+@final
+@dataclass(frozen=True)
+class Library:
+    """A shared library. Its headers are all those in the folders of its sources, so a change in any counts."""
+
+    name: str
+    device: str  # "cpu" or "cuda"
+    sources: tuple[Source, ...]
+    root: Path = CSRC
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """How to build a library here. Commands run in the folder that the objects go to.
+
+    objects: object name to command. key: names this library, built in this way.
+    """
+
+    library: Library
+    objects: dict[str, tuple[str, ...]]
+    link: tuple[str, ...]
+    compiler: str
+    key: str
+
+    @property
+    def file(self) -> str:
+        return f"lib{self.library.name}.so"
+
+
+def plan(library: Library, kept: Path) -> Plan:
+    """Decide how to build `library`. `kept` is the cache folder, where versions of compilers are kept.
+
+    Raises BuildError: a compiler, torch or a source is missing.
+    """
+    torch, cxx = find_torch(), find_cxx(kept)
+    nvcc = find_nvcc(kept) if any(source.is_cuda for source in library.sources) else None
+    objects = {
+        source.object_name: _compile_command(library, source, torch, cxx, nvcc)
+        for source in library.sources
+    }
+    link = _link_command(library, tuple(objects), torch, cxx, nvcc)
+    facts = {
+        "format": FORMAT,
+        "library": [library.name, library.device],
+        "commands": [
+            _without_places(command, library, torch) for command in (*objects.values(), link)
+        ],
+        "files": _contents(library),
+        "compilers": [each.identity for each in (cxx, nvcc) if each],
+        "torch": [torch.version, torch.facts],
+        "machine": [platform.system(), platform.machine(), _libc()],
+        "variables": environment_facts(),
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return Plan(library, objects, link, (nvcc or cxx).version, f"{library.name}-{digest}")
+
+
+def ninja_file(plan: Plan, *, is_linked: bool) -> str:
+    """The build as ninja reads it. Every build starts in an empty folder, so inputs need not be named."""
+    lines = ["ninja_required_version = 1.5", "rule run", "  command = $command"]
+    steps = {f"{name}: run": command for name, command in plan.objects.items()}
+    if is_linked:
+        steps[f"{plan.file}: run {' '.join(plan.objects)}"] = plan.link
+    for step, command in steps.items():
+        lines += [f"build {step}", f"  command = {shlex.join(command).replace('$', '$$')}"]
+    return "\n".join(lines) + "\n"
+
+
+def _compile_command(
+    library: Library, source: Source, torch: Torch, cxx: Compiler, nvcc: Compiler | None
+) -> tuple[str, ...]:
+    places = ("-I", str(library.root / Path(source.path).parent), "-isystem", str(torch.include))
+    files = ("-c", str(library.root / source.path), "-o", source.object_name)
+    if not source.is_cuda or nvcc is None:
+        return (*cxx.words, *_ABOUT_ALL, *_SHARED_CODE, *source.flags, *places, *files)
+    for_host = f"-Xcompiler={','.join(_SHARED_CODE)}"
+    flags = (f"-ccbin={cxx.words[0]}", for_host, *arch_flags(nvcc), *source.flags)
+    return (*nvcc.words, *_ABOUT_ALL, *flags, *places, *files)
+
+
+def _link_command(
+    library: Library, objects: tuple[str, ...], torch: Torch, cxx: Compiler, nvcc: Compiler | None
+) -> tuple[str, ...]:
+    names = ["torch_cpu"]
+    if library.device == "cuda" and (torch.libraries / "libtorch_cuda.so").exists():
+        names.append("torch_cuda")  # where the current stream comes from
+    program = (*nvcc.words, f"-ccbin={cxx.words[0]}") if nvcc else cxx.words
+    # a symbol that is missing fails here, with its name, and not when the library is loaded
+    strict = ("-Xlinker", "--no-undefined")
+    with_torch = ("-L", str(torch.libraries), *(f"-l{name}" for name in names))
+    return (*program, "-shared", "-o", f"lib{library.name}.so", *objects, *strict, *with_torch)
+
+
+def _without_places(command: tuple[str, ...], library: Library, torch: Torch) -> list[str]:
+    """The same for each checkout and environment: the files in those places are hashed themselves."""
+    places = ((library.root, "CSRC"), (torch.include, "INCLUDE"), (torch.libraries, "LIB"))
+    words = list(command)
+    for place, name in places:
+        words = [word.replace(str(place), name) for word in words]
+    return words
+
+
+def _contents(library: Library) -> dict[str, str]:
+    """Checksums of the sources and of all headers beside them, by path."""
+    sources = {library.root / source.path for source in library.sources}
+    headers = {
+        path
+        for folder in {path.parent for path in sources}
+        for path in folder.glob("*")
+        if path.suffix in HEADERS
+    }
+    try:
+        return {
+            str(path.relative_to(library.root)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(sources | headers)
+        }
+    except OSError as error:
+        raise BuildError(
+            f"the source {error.filename} of the native library {library.name} cannot be read",
+            remedy="install xds anew",
+        ) from error
+
+
+def _libc() -> str:
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (ValueError, OSError):
+        return ""

@@ -1,0 +1,1 @@
+"""Collectives on flat tensors, with their bytes counted."""

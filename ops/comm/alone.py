@@ -1,0 +1,63 @@
+"""Collectives of a group of one rank: nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ..flat import sum_in_order
+from .collectives import (
+    CONTROL_BUFFER,
+    Bounds,
+    Collectives,
+)
+from .handles import Done, Handle
+
+
+@final
+class Alone(Collectives):
+    """One rank: nothing is ever sent."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(None, device, 0, 1)
+
+    def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
+        if flat.data_ptr() != shard.data_ptr():
+            flat.copy_(shard)
+        return Done()
+
+    def reduce_scatter(
+        self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
+    ) -> Handle:
+        sum_in_order(out, [flat], add=add)
+        return Done()
+
+    def collect(
+        self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
+    ) -> None:
+        if out is not None:
+            out[slice(*bounds[0])] = mine
+
+    def serve(
+        self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], *, buffer: int
+    ) -> None:
+        if flat is not None:
+            flat.copy_(shard)
+
+    def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
+        assert full is not None
+        out.copy_(full[slice(*bounds[0])])
+
+    def start_gather_small(
+        self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
+    ) -> tuple[Tensor, Handle]:
+        return values.unsqueeze(0), Done()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        return
+
+    def barrier(self) -> None:
+        return

@@ -1,0 +1,55 @@
+"""A collective under way: what `wait` waits for, and what is left to do with what arrived."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from ..watch import Mark, Watch
+
+
+class Handle(ABC):
+    """A collective in flight. `wait` ends it; calling it twice is harmless."""
+
+    @abstractmethod
+    def wait(self) -> None: ...
+
+
+@final
+class Done(Handle):
+    """Nothing was sent."""
+
+    def wait(self) -> None:
+        return
+
+
+@final
+class InFlight(Handle):
+    """Works to wait for, each with the peer it is about, then what is left to do with what arrived."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        mark: Mark,
+        works: Sequence[tuple[int | None, Any]],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._watch = watch
+        self._mark = mark
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> None:
+        peer = None
+        try:
+            for peer, work in self._works:  # noqa: B007 (the message names it)
+                begin_seconds = self._watch.begin_wait(self._mark)  # each has the whole timeout
+                work.wait()
+                self._watch.end_wait(self._mark, begin_seconds)
+        except RuntimeError as error:
+            raise self._watch.failed(self._mark, error, peer) from error
+        self._works = ()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()

@@ -1,0 +1,108 @@
+"""The backend's own collectives: NCCL, MPI, and torch's threaded group in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..flat import sum_in_order
+from ..watch import Mark
+from ..watch.device import Probe
+from .collectives import (
+    ACCESS_BUFFER,
+    CONTROL_BUFFER,
+    Bounds,
+    Collectives,
+)
+from .handles import Handle, InFlight
+
+# torch 2.13 renamed these two; the old names warn there and the new ones do not exist in 2.11.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@final
+class Native(Collectives):
+    """The backend's own collectives: NCCL, MPI, and torch's threaded group in tests."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device, group.rank(), group.size())
+        if device.type == "cuda":
+            self._watch.probe = Probe(device)
+
+    def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
+        return self._all_gather(self._watch.start(kind, buffer, tensor=shard), flat, shard, kind)
+
+    def _all_gather(self, mark: Mark, flat: Tensor, shard: Tensor, kind: str) -> Handle:
+        self._count(kind, shard)
+        work = _all_gather_single(flat, shard, group=self.group, async_op=True)
+        return InFlight(self._watch, mark, [(None, work)])
+
+    def reduce_scatter(
+        self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
+    ) -> Handle:
+        mark = self._watch.start(kind, buffer, tensor=flat)
+        direct = not add and out.dtype == flat.dtype
+        target = out if direct else flat.new_empty(out.numel())
+        self._count(kind, target)
+        work = _reduce_scatter_single(target, flat, group=self.group, async_op=True)
+        if direct:
+            return InFlight(self._watch, mark, [(None, work)])
+
+        def finish() -> None:
+            sum_in_order(out, [target], add=add)
+
+        return InFlight(self._watch, mark, [(None, work)], finish)
+
+    def collect(
+        self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
+    ) -> None:
+        # no backend but gloo has messages of unequal size in one call: every owner broadcasts its part
+        for owner, (start, stop) in enumerate(bounds):
+            if stop > start:
+                part = mine if owner == self.rank else mine.new_empty(stop - start)
+                with self._watch.guard("access", ACCESS_BUFFER, tensor=part):
+                    dist.broadcast(part, group=self.group, group_src=owner)
+                if out is not None:
+                    out[start:stop] = part
+        self._count_parts("access", mine)
+
+    def serve(
+        self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], *, buffer: int
+    ) -> None:
+        whole = shard.new_empty(self.world_size * shard.numel()) if flat is None else flat
+        self.all_gather(whole, shard, buffer=buffer, kind="all_gather").wait()
+
+    def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
+        with self._watch.guard("access", ACCESS_BUFFER, tensor=out):
+            if self.rank == source:
+                assert full is not None
+                for peer, (start, stop) in enumerate(bounds):
+                    if peer != source and stop > start:
+                        dist.send(full[start:stop], group=self.group, group_dst=peer)
+                        self._count_parts("access", full[start:stop])
+                out.copy_(full[slice(*bounds[source])])
+            elif out.numel():
+                dist.recv(out, group=self.group, group_src=source)
+
+    def start_gather_small(
+        self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
+    ) -> tuple[Tensor, Handle]:
+        table = values.new_empty(self.world_size * values.numel())
+        kind = "access" if buffer == ACCESS_BUFFER else "exchange"
+        mark = self._watch.start(kind, buffer, what, values)
+        handle = self._all_gather(mark, table, values.contiguous(), "control")
+        return table.view(self.world_size, -1), handle
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        self._count("broadcast", tensor if self.rank == source else tensor.new_empty(0))
+        with self._watch.guard("broadcast", CONTROL_BUFFER, "rank 0's values", tensor):
+            dist.broadcast(tensor, group=self.group, group_src=source)
+
+    def barrier(self) -> None:
+        with self._watch.guard("barrier", CONTROL_BUFFER, "all ranks"):
+            dist.barrier(self.group)

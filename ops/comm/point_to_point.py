@@ -1,0 +1,179 @@
+"""Collectives made of messages between all pairs of ranks, for gloo on CPUs.
+
+Sums run in rank order on the receiver, so a result does not depend on where an element lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..flat import sum_in_order
+from ..watch import Mark
+from .collectives import (
+    ACCESS_BUFFER,
+    CONTROL_BUFFER,
+    SMALL_TAGS,
+    TAG_BASE,
+    TAGS_PER_BUFFER,
+    TAGS_PER_INSTANCE,
+    Bounds,
+    Collectives,
+)
+from .handles import Handle, InFlight
+from .pool import BufferPool
+
+
+@final
+class PeerToPeer(Collectives):
+    """Messages between all pairs, for gloo."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device, group.rank(), group.size())
+        self._scratch = BufferPool()
+        self._tag_base = TAG_BASE + TAGS_PER_INSTANCE * self.instance
+        # every rank starts with its right neighbour, so that no one is everybody's first target
+        self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._scratch.allocated_bytes
+
+    def _tag(self, buffer: int) -> int:
+        return self._tag_base + TAGS_PER_BUFFER * buffer
+
+    def _small_tag(self, buffer: int, values: Tensor) -> int:
+        """Messages of another size get another tag: gloo aborts the process when one does not fit."""
+        distinct = 4 * values.numel() * values.element_size() - buffer
+        return self._tag_base + TAGS_PER_INSTANCE - SMALL_TAGS + distinct % SMALL_TAGS
+
+    def _start(
+        self,
+        mark: Mark,
+        tag: int,
+        receives: Iterable[tuple[int, Tensor]],
+        sends: Iterable[tuple[int, Tensor]],
+    ) -> list[tuple[int | None, Any]]:
+        """Begin to receive and send (peer, tensor) pairs. What arrives must fit its tensor exactly."""
+        assert self.group is not None
+        works: list[tuple[int | None, Any]] = []
+        peer = None
+        try:
+            for peer, tensor in receives:
+                works.append((peer, self.group.recv([tensor], peer, tag)))
+            for peer, tensor in sends:
+                works.append((peer, self.group.send([tensor], peer, tag)))
+        except RuntimeError as error:
+            raise self._watch.failed(mark, error, peer) from error
+        return works
+
+    def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
+        mark = self._watch.start(kind, buffer, tensor=shard)
+        return self._all_gather(mark, flat, shard, self._tag(buffer), kind)
+
+    def _all_gather(self, mark: Mark, flat: Tensor, shard: Tensor, tag: int, kind: str) -> Handle:
+        own = self.shard_of(flat)
+        works = self._start(
+            mark,
+            tag,
+            [(peer, self.shard_of(flat, peer)) for peer in self._peers],
+            [(peer, shard) for peer in self._peers],
+        )
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        self._count(kind, shard)
+        return InFlight(self._watch, mark, works)
+
+    def reduce_scatter(
+        self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
+    ) -> Handle:
+        mark = self._watch.start(kind, buffer, tensor=flat)
+        parts = {self.rank: self.shard_of(flat)}
+        for peer in self._peers:
+            parts[peer] = self._scratch.take(out.numel(), flat.dtype, flat.device)
+        works = self._start(
+            mark,
+            self._tag(buffer) + 1,
+            [(peer, parts[peer]) for peer in self._peers],
+            [(peer, self.shard_of(flat, peer)) for peer in self._peers],
+        )
+        self._count(kind, parts[self.rank])
+
+        def finish() -> None:
+            sum_in_order(out, [parts[rank] for rank in range(self.world_size)], add=add)
+            for peer in self._peers:
+                self._scratch.give(parts[peer])
+
+        return InFlight(self._watch, mark, works, finish)
+
+    def collect(
+        self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
+    ) -> None:
+        mark = self._watch.start("access", ACCESS_BUFFER, tensor=mine)
+        receives = []
+        for peer in self._peers if target in (None, self.rank) else []:
+            start, stop = bounds[peer]
+            if stop > start:
+                assert out is not None
+                receives.append((peer, out[start:stop]))
+        receivers = self._peers if target is None else [target]
+        sends = [(peer, mine) for peer in receivers if peer != self.rank and mine.numel()]
+        works = self._start(mark, self._tag(ACCESS_BUFFER), receives, sends)
+        for _, part in sends:
+            self._count_parts("access", part)
+        if out is not None:
+            out[slice(*bounds[self.rank])] = mine
+        InFlight(self._watch, mark, works).wait()
+
+    def serve(
+        self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], *, buffer: int
+    ) -> None:
+        mark = self._watch.start("all_gather", buffer, tensor=shard)
+        receives = []
+        if flat is not None:
+            receives = [(peer, self.shard_of(flat, peer)) for peer in self._peers]
+            self.shard_of(flat).copy_(shard)
+        sends = [(peer, shard) for peer in receivers if peer != self.rank]
+        works = self._start(mark, self._tag(buffer), receives, sends)
+        for _, part in sends:
+            self._count_parts("all_gather", part)
+        InFlight(self._watch, mark, works).wait()
+
+    def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
+        mark = self._watch.start("access", ACCESS_BUFFER, tensor=out)
+        receives, sends = [], []
+        if self.rank == source:
+            assert full is not None
+            parts = [(peer, full[slice(*bounds[peer])]) for peer in self._peers]
+            sends = [(peer, part) for peer, part in parts if part.numel()]
+            out.copy_(full[slice(*bounds[self.rank])])
+        elif out.numel():
+            receives = [(source, out)]
+        works = self._start(mark, self._tag(ACCESS_BUFFER) + 1, receives, sends)
+        for _, part in sends:
+            self._count_parts("access", part)
+        InFlight(self._watch, mark, works).wait()
+
+    def start_gather_small(
+        self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
+    ) -> tuple[Tensor, Handle]:
+        kind = "access" if buffer == ACCESS_BUFFER else "exchange"
+        mark = self._watch.start(kind, buffer, what, values)
+        table = values.new_empty(self.world_size, values.numel())
+        table[self.rank] = values
+        flat = table.view(-1)
+        tag = self._small_tag(buffer, values)
+        return table, self._all_gather(mark, flat, self.shard_of(flat), tag, "control")
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        self._count("broadcast", tensor if self.rank == source else tensor.new_empty(0))
+        with self._watch.guard("broadcast", CONTROL_BUFFER, "rank 0's values", tensor):
+            dist.broadcast(tensor, group=self.group, group_src=source)
+
+    def barrier(self) -> None:
+        with self._watch.guard("barrier", CONTROL_BUFFER, "all ranks"):
+            dist.barrier(self.group)

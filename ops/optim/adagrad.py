@@ -1,0 +1,61 @@
+"""Adagrad on flat shards, where parameters are narrower than their masters.
+
+The arithmetic and the state are torch.optim.Adagrad's; here the unscaling and the casts are in the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ..kernels.adagrad import adagrad_
+from .shard_optimizer import OnePassOptimizer, Update
+
+
+@final
+class Adagrad(OnePassOptimizer):
+    """g += decay p; s += g^2; p -= lr / (1 + (step - 1) lr_decay) * g / (sqrt(s) + eps)."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+        }
+        super().__init__(params, defaults)
+
+    def one_pass(
+        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Tensor | None
+    ) -> None:
+        master = update.item.master
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state["sum"] = torch.full_like(master, group["initial_accumulator_value"])
+        state["step"] += 1
+        adagrad_(
+            master,
+            update.grad,
+            state["sum"],
+            update.out,
+            state["step"],
+            scale,
+            None,
+            float(group["lr"]),
+            group["lr_decay"],
+            group["eps"],
+            group["weight_decay"],
+            update.out is not None,
+        )

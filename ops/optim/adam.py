@@ -1,0 +1,162 @@
+"""Adam and AdamW on flat shards.
+
+Source: Kingma and Ba, Adam, 2015, algorithm 1, https://arxiv.org/abs/1412.6980; Loshchilov and Hutter,
+Decoupled Weight Decay Regularization, 2019, algorithm 2, https://arxiv.org/abs/1711.05101.
+Where nothing is cast torch's fused kernel does the arithmetic, so results are torch.optim.Adam(W)(fused=True)'s
+bit for bit. Where parameters are narrower than masters the op `adam_` does it, and the casts in the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ..flat import chunks
+from ..kernels.adam import adam_
+from ..libraries import is_loaded, optimizer_library
+from .edits import take_edits
+from .shard_optimizer import ShardOptimizer, Update, World, factor, written
+
+
+@final
+class Adam(ShardOptimizer):
+    """Adam with decoupled (AdamW) or coupled (L2) weight decay.
+
+    Args:
+        params: 1-D fp32 tensors or groups of them.
+        adam_w_mode: decoupled weight decay.
+        bias_correction: divide the moments by 1 - beta^t. False as in DeepSpeed's BERT recipes.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(params, defaults)
+        self._adam_w_mode = adam_w_mode
+
+    def gains_from_kernels(self, *, casts: bool) -> bool:
+        return casts or not all(group["bias_correction"] for group in self.param_groups)
+
+    takes_edits = True
+
+    @torch.no_grad()
+    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
+        for update in updates:
+            master = update.item.master
+            state = self.state[master]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+                state["exp_avg"] = torch.zeros_like(master)
+                state["exp_avg_sq"] = torch.zeros_like(master)
+            state["step"] += 1
+            group = self.param_groups[update.item.group]
+            if self._is_one_pass(update, group):
+                self._one_pass(update, state, group, scale)
+            else:
+                self._torch(update, state, group, scale, world)
+
+    def _is_one_pass(self, update: Update, group: dict[str, Any]) -> bool:
+        """Where there is something to fuse with the update, and a kernel that does it."""
+        if not group["bias_correction"]:
+            return True
+        has_casts = update.out is not None or update.grad.dtype != update.item.master.dtype
+        return has_casts and is_loaded(optimizer_library(update.grad.device))
+
+    def _one_pass(
+        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: float
+    ) -> None:
+        adam_(
+            update.item.master,
+            update.grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            update.out,
+            state["step"],
+            factor(scale, update.grad.device),
+            None,
+            float(group["lr"]),
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            self._adam_w_mode,
+            group["bias_correction"],
+            update.out is not None,
+        )
+        written(update)
+
+    def _torch(
+        self,
+        update: Update,
+        state: dict[str, Any],
+        group: dict[str, Any],
+        scale: float,
+        world: World,
+    ) -> None:
+        """torch's own kernel: the same bits as plain torch where nothing is cast."""
+        master, out = update.item.master, update.out
+        divisor = None if scale == 1.0 else 1.0 / scale
+        grad = update.grad.to(master.dtype)
+        tensors = (master, grad, state["exp_avg"], state["exp_avg_sq"])
+        if world.collectives.world_size == 1:
+            if out is not None:
+                take_edits(master, out)
+            # one call a parameter, as torch makes it: its kernel rounds the ragged tail of a tensor
+            # differently, and one rank shall equal plain torch bit for bit
+            here = [slice(part.start, part.stop) for part in update.item.parts]
+            self._fused([[t[at] for at in here] for t in tensors], state["step"], group, divisor)
+            if out is not None:
+                out.copy_(master)
+            return
+        on_cpu = master.device.type == "cpu"
+        # a piece stays in the cache from the update to the cast; without a cast one call is best
+        for piece in chunks(master.numel(), on_cpu and out is not None):
+            if out is not None:
+                take_edits(master[piece], out[piece])
+            self._fused([[t[piece]] for t in tensors], state["step"], group, divisor)
+            if out is not None:
+                out[piece].copy_(master[piece])
+
+    def _fused(
+        self,
+        lists: Sequence[list[Tensor]],
+        step: Tensor,
+        group: dict[str, Any],
+        divisor: float | None,
+    ) -> None:
+        params, grads, exp_avgs, exp_avg_sqs = lists
+        call = torch._fused_adamw_ if self._adam_w_mode else torch._fused_adam_
+        call(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [step] * len(params),
+            lr=float(group["lr"]),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=None if divisor is None else torch.tensor(divisor, device=step.device),
+            found_inf=None,
+        )

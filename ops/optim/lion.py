@@ -1,0 +1,50 @@
+"""Lion on flat shards.
+
+Source: Chen et al., Symbolic Discovery of Optimization Algorithms, 2023, program 1,
+https://arxiv.org/abs/2302.06675. Weight decay multiplies with the learning rate, as in the paper. The
+defaults are DeepSpeed's; the paper has lr 1e-4 and betas (0.9, 0.99).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ..kernels.lion import lion_
+from .shard_optimizer import OnePassOptimizer, Update
+
+
+@final
+class Lion(OnePassOptimizer):
+    """p -= lr * (sign(beta1 m + (1 - beta1) g) + decay p); m = beta2 m + (1 - beta2) g."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    def one_pass(
+        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Tensor | None
+    ) -> None:
+        master = update.item.master
+        if not state:
+            state["exp_avg"] = torch.zeros_like(master)
+        lion_(
+            master,
+            update.grad,
+            state["exp_avg"],
+            update.out,
+            scale,
+            None,
+            float(group["lr"]),
+            *group["betas"],
+            group["weight_decay"],
+            update.out is not None,
+        )

@@ -1,0 +1,149 @@
+"""Muon on flat shards, exact: every matrix is orthogonalised whole, on the ranks that own a part of it.
+
+Source: Jordan et al., Muon: An optimizer for hidden layers, 2024, https://kellerjordan.github.io/posts/muon/;
+the iteration and the learning-rate adjustment are torch.optim.Muon's. Groups with use_muon = False are
+updated by AdamW with `adam_lr`, `betas` and `eps`. The defaults of both halves are DeepSpeed's.
+
+    momentum on the shard -> direction (bf16) --all_gather--> whole matrices -> orthogonalise -> own part
+
+Beyond stages 0-3 a step sends the flat buffer once in bf16: 2 (world_size - 1) / world_size bytes an element.
+A matrix that a cut divides is orthogonalised on both sides of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from .adam import Adam
+from .shard_optimizer import Flat, Item, Part, ShardOptimizer, Update, World
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPS = 1e-7
+MUON_LR, ADAM_LR = 0.02, 3e-4
+
+
+@final
+class Muon(ShardOptimizer):
+    """Momentum, orthogonalised by Newton-Schulz, for hidden matrices; AdamW for everything else."""
+
+    is_elementwise = False
+
+    def __init__(  # noqa: PLR0913 (the config's keys)
+        self,
+        params: Iterable[Any],
+        lr: float | None = None,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        betas: Sequence[float] = (0.9, 0.95),
+        eps: float = 1e-10,
+    ) -> None:
+        """A group's own `lr` comes first, then `muon_lr` or `adam_lr`, then `lr`, then 0.02 or 3e-4."""
+        defaults = {
+            "lr": _first_given(muon_lr, lr, MUON_LR),
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "betas": tuple(betas),
+            "eps": eps,
+            "use_muon": True,
+            "bias_correction": True,
+        }
+        entries = list(params)
+        for number, entry in enumerate(entries):
+            if isinstance(entry, dict) and not entry.get("use_muon", True):
+                entries[number] = {"lr": _first_given(adam_lr, lr, ADAM_LR), **entry}
+        super().__init__(entries, defaults)
+        self._adam = Adam([dict(group) for group in self.param_groups])
+        # one list of groups and one state: LR schedules and checkpoints see a single optimizer
+        self._adam.param_groups = self.param_groups
+        self._adam.state = self.state
+
+    def gains_from_kernels(self, *, casts: bool) -> bool:
+        return self._adam.gains_from_kernels(casts=casts)
+
+    @torch.no_grad()
+    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
+        plain = [u for u in updates if not self.param_groups[u.item.group]["use_muon"]]
+        self._adam.update(plain, scale, world)
+        mine: dict[int, list[Update]] = {}
+        for update in updates:
+            if self.param_groups[update.item.group]["use_muon"]:
+                mine.setdefault(update.item.flat, []).append(update)
+        for flat in world.flats:
+            if any(self.param_groups[part.group]["use_muon"] for part in flat.parts):
+                self._update_flat(flat, mine.get(flat.index, []), scale, world)
+
+    def _update_flat(
+        self, flat: Flat, updates: Sequence[Update], scale: float, world: World
+    ) -> None:
+        """One flat buffer. Every rank comes here for it, with or without matrices of its own."""
+        collectives = world.collectives
+        whole = torch.zeros(flat.numel, dtype=torch.bfloat16, device=collectives.device)
+        here = collectives.shard_of(whole) if world.is_sharded else whole
+        for update in updates:
+            start, numel = update.item.start, update.item.master.numel()
+            here[start : start + numel].copy_(self._momentum(update, scale))
+        if world.is_sharded:
+            collectives.all_gather(whole, here, buffer=flat.index, kind="muon").wait()
+        places = {part.name: part for part in flat.parts}
+        for update in updates:
+            for part in update.item.parts:
+                self._apply(update.item, part, whole[places[part.name].start :])
+            if update.out is not None:
+                update.out.copy_(update.item.master)
+
+    def _momentum(self, update: Update, scale: float) -> Tensor:
+        group = self.param_groups[update.item.group]
+        state = self.state[update.item.master]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(update.item.master)
+        grad = update.grad.to(update.item.master.dtype).mul_(scale)
+        buffer: Tensor = state["momentum_buffer"]
+        buffer.lerp_(grad, 1 - group["momentum"])
+        return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+
+    def _apply(self, item: Item, part: Part, direction: Tensor) -> None:
+        """`direction` begins with the whole matrix of `part`, flattened."""
+        group = self.param_groups[item.group]
+        lr = float(group["lr"])
+        numel = math.prod(part.shape)
+        matrix = direction[:numel].view(part.shape[0], -1)
+        step = orthogonalize(matrix, group["ns_steps"]).reshape(-1)
+        adjusted = lr * math.sqrt(max(1.0, matrix.shape[0] / matrix.shape[1]))
+        own = item.master[part.start : part.stop]
+        own.mul_(1 - lr * group["weight_decay"])
+        taken = step[part.param_start : part.param_start + own.numel()]
+        own.add_(taken.to(own.dtype), alpha=-adjusted)
+
+
+def _first_given(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
+def orthogonalize(matrix: Tensor, num_steps: int) -> Tensor:
+    """Nearly the orthogonal factor of `matrix` [m, n] (singular values in about [0.7, 1.2]), in bf16.
+
+    The quintic Newton-Schulz iteration X <- a X + (b A + c A^2) X with A = X X^T.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix.bfloat16()
+    is_tall = x.shape[0] > x.shape[1]
+    if is_tall:
+        x = x.T
+    x = x / x.norm().clamp(min=EPS)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        poly = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, poly, x, beta=a)
+    return x.T if is_tall else x

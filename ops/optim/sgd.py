@@ -1,0 +1,63 @@
+"""SGD with momentum on flat shards, where parameters are narrower than their masters.
+
+The arithmetic and the state are torch.optim.SGD's; here the unscaling and the casts are in the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ..kernels.sgd import sgd_
+from .shard_optimizer import OnePassOptimizer, Update
+
+
+@final
+class SGD(OnePassOptimizer):
+    """g += decay p; m = momentum m + (1 - dampening) g, at first g; p -= lr m, or lr (g + momentum m)."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults)
+
+    def one_pass(
+        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Tensor | None
+    ) -> None:
+        master = update.item.master
+        is_first = "momentum_buffer" not in state
+        if is_first and group["momentum"]:
+            state["momentum_buffer"] = torch.empty_like(master)
+        step = torch.full((), 1.0 if is_first else 2.0, device=master.device)
+        sgd_(
+            master,
+            update.grad,
+            state.get("momentum_buffer"),
+            update.out,
+            step,
+            scale,
+            None,
+            float(group["lr"]),
+            group["momentum"],
+            group["dampening"],
+            group["weight_decay"],
+            group["nesterov"],
+            update.out is not None,
+        )

@@ -1,0 +1,117 @@
+"""The gradient norm, and clipping by it, where squares leave the range of fp32."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+from torch import nn
+
+import xds
+from xds.ops.kernels.square_sum import exact_square_sum, is_in_range, square_sum
+from xds.zero import get_full_grad, get_full_param
+
+WIDTH = 130  # its square has more elements than the threshold below which gradients wait in `.grad`
+LR = 0.5
+
+
+def engine_of(stage: int, precision: str, **more: Any) -> xds.Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": precision == "bf16"},
+        **more,
+    }
+    return xds.initialize(model, config)
+
+
+def backward(engine: xds.Engine, factor: float) -> None:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(2, WIDTH, generator=generator).to(next(engine.module.parameters()).dtype)
+    engine.backward(engine(x).float().square().mean() * factor)
+
+
+def norms(stage: int) -> None:
+    for precision in ("fp32", "bf16"):
+        for native in (True, False):
+            for factor in (1e21, 1e-25, 1.0):
+                check(stage, precision, factor, ops={"native": native})
+
+
+def check(stage: int, precision: str, factor: float, **more: Any) -> None:
+    where = (stage, precision, factor, more)
+    limit = factor / 10  # so that every step is clipped
+    engine = engine_of(stage, precision, gradient_clipping=limit, **more)
+    params = list(engine.module.parameters())
+    before = [get_full_param(param) for param in params]
+    backward(engine, factor)
+    grads = [get_full_grad(param).double() for param in params]
+    engine.step()
+    norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
+    assert norm > limit > 0, where
+    assert engine.was_step_applied(), where
+    assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5), where
+    clip = limit / (norm + 1e-6)
+    for param, old, grad in zip(params, before, grads, strict=True):
+        want = old.double() - LR * clip * grad
+        error = (get_full_param(param).double() - want).norm()
+        assert error <= 1e-6 * (LR * limit + old.double().norm()), where
+    engine.destroy()
+
+
+def no_number(stage: int) -> None:
+    """What is really inf or nan is told as before, and changes nothing; a gradient of zeros has norm 0."""
+    for factor, told in ((math.inf, (math.inf, math.nan)), (math.nan, (math.nan,)), (0.0, (0.0,))):
+        engine = engine_of(stage, "fp32")
+        before = [get_full_param(param) for param in engine.module.parameters()]
+        backward(engine, factor)
+        if factor == 0.0:
+            engine.step()
+        else:
+            with pytest.raises(xds.XdsError, match="the gradient norm over all ranks is"):
+                engine.step()
+        norm = engine.get_global_grad_norm()
+        assert norm in told or (math.isnan(norm) and any(map(math.isnan, told)))
+        for param, old in zip(engine.module.parameters(), before, strict=True):
+            assert get_full_param(param).equal(old)
+        engine.destroy()
+
+
+def at_every_stage() -> None:
+    for stage in (0, 1, 2, 3):
+        norms(stage)
+        no_number(stage)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_norms_of_any_size(world: int) -> None:
+    run_ranks(at_every_stage, world)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_sums_of_squares_of_any_size(dtype: torch.dtype) -> None:
+    """Either the fast sum is right, or `is_in_range` says that it is not; the exact one always is."""
+    largest = torch.finfo(dtype).max if dtype == torch.float16 else 3e38
+    for numel in (0, 1, 1023, 1024, 5000, (1 << 20) + 3):
+        base = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).clamp(-1, 1)
+        for size in (largest, 1e20, 1e10, 1.0, 1e-14, 1e-16, 1e-19, 1e-25, 1e-37, 0.0):
+            flat = (base.double() * min(size, largest)).to(dtype)
+            want = float(flat.double().square().sum())
+            exact = float(exact_square_sum(flat))
+            assert exact == pytest.approx(want, rel=1e-12)
+            fast = float(square_sum(flat))
+            if is_in_range(fast, numel):
+                assert fast == pytest.approx(want, rel=1e-4)
+        if numel:
+            for wrong in (math.inf, -math.inf, math.nan):
+                flat = base.to(dtype)
+                flat[numel // 2] = wrong
+                assert not math.isfinite(float(exact_square_sum(flat)))
+                assert not is_in_range(float(square_sum(flat)), numel)

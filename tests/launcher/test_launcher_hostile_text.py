@@ -1,0 +1,166 @@
+"""Whatever a command line, a config or a hostfile holds: a sentence that steers no terminal, and an end."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from xds.launcher.cli import main
+
+ESCAPES = "\x1b[31m\x1b]0;title\x07\r\x9b"
+LONG = "x" * 500_000
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def said(argv, capsys):
+    """What one command prints, after a refusal; every character of it is one that is seen."""
+    try:
+        code = main(argv)
+    except SystemExit as request:
+        code = request.code
+    out, err = capsys.readouterr()
+    assert code == 2 and err and "Traceback" not in err
+    lines = (out + err).split("\n")
+    assert all(line.isprintable() for line in lines), lines
+    assert max(map(len, lines)) < 1500 and len(lines) < 40
+    return err
+
+
+CONFIGS = {
+    "keys": json.dumps({f"a{ESCAPES}\nxds check: all is well": 1, "fp16": {ESCAPES: 2}}),
+    "values": json.dumps({"optimizer": {"type": ESCAPES, "params": {ESCAPES: ESCAPES}}}),
+    "no JSON": '{"a' + ESCAPES + '": ' + ESCAPES + " nothing}",
+    "no JSON, raw": ESCAPES,
+    "twice": '{"' + "a\\u001b[2J" + '": 1, "' + "a\\u001b[2J" + '": 2}',
+    "long keys": json.dumps({LONG: 1, "fp16": {LONG[1:]: {LONG[2:]: 1}}}),
+    "long values": json.dumps({"fp16": LONG, "optimizer": {"type": LONG, "params": {"lr": LONG}}}),
+    "long number": json.dumps({"train_batch_size": int("9" * 4000)}),
+    "many keys": json.dumps({f"key{number}": number for number in range(20_000)}),
+    "many parameters": json.dumps(
+        {"optimizer": {"type": "AdamW", "params": {f"key{number}": 1 for number in range(20_000)}}}
+    ),
+    "many autos": json.dumps(
+        {
+            "optimizer": {
+                "type": "Adam",
+                "params": {f"key{number}": "auto" for number in range(9999)},
+            }
+        }
+    ),
+    "too long": json.dumps({"fp16": LONG * 3}),
+    "deep": "[" * 300_000,
+    "elastic": json.dumps(
+        {
+            "elasticity": {
+                "enabled": True,
+                "max_train_batch_size": 10**15,
+                "micro_batch_sizes": list(range(1, 3000)),
+                "max_gpus": 10**9,
+            }
+        }
+    ),
+    "elastic, many": json.dumps(
+        {
+            "elasticity": {
+                "enabled": True,
+                "max_train_batch_size": 10**9,
+                "micro_batch_sizes": list(range(1, 30_000)),
+            }
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("command", ["check", "elastic"])
+def test_configs(command, name, folder, capsys):
+    (folder / "config.json").write_text(CONFIGS[name])
+    assert f"xds {command}: config.json: " in said([command, "config.json"], capsys)
+
+
+@pytest.mark.parametrize("command", ["check", "elastic"])
+def test_names_of_configs(command, folder, capsys):
+    said([command, f"none{ESCAPES}\n"], capsys)
+    (folder / f"a{ESCAPES}\nb").write_text("{")
+    assert "a\\x1b[31m" in said([command, f"a{ESCAPES}\nb"], capsys)
+    said([command, f"--{ESCAPES}", "config.json"], capsys)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [f"--{ESCAPES}"],
+        [f"--nproc-per-node={ESCAPES}", "t.py"],
+        ["--nproc-per-node", LONG, "t.py"],
+        [f"--launcher={ESCAPES}", "--hostfile", "hosts", "t.py"],
+        [f"--quiet={ESCAPES}", "t.py"],
+        ["--hostfile", f"none{ESCAPES}\n", "t.py"],
+        ["--hostfile", "hosts", f"--include={ESCAPES}", "t.py"],
+        ["--hostfile", "hosts", f"--include=node-1:{ESCAPES}", "t.py"],
+        ["--hostfile", "hosts", f"--include={LONG}", "t.py"],
+        ["--hostfile", "hosts", f"--exclude=@{ESCAPES}", "t.py"],
+        ["--hostfile", "hosts", f"--launcher-args={ESCAPES}'", "t.py"],
+        ["--nnodes", ESCAPES, "--node-rank", "0", "t.py"],
+        ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ESCAPES}:x:", "t.py"],
+        ["bench", "comm", f"--op={ESCAPES}"],
+        ["env", f"--{ESCAPES}"],
+        ["ops", "build", ESCAPES],
+        ["checkpoint", "info", ESCAPES],
+        ["checkpoint", ESCAPES],
+        [f"{ESCAPES}.py"],
+    ],
+)
+def test_command_lines(argv, folder, capsys):
+    (folder / "hosts").write_text("node-1 slots=2\nnode-2 slots=2\n")
+    said(argv, capsys)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{ESCAPES} slots=2",
+        f"node-1 {ESCAPES}",
+        f"node-1 slots={ESCAPES}",
+        f"node-1 slots=2 {ESCAPES}",
+        f"node-1 slots={LONG}",
+        f"-{LONG} slots=1",
+        LONG,
+        LONG * 3,
+        f"bad{ESCAPES}\n" * 9999,
+        "node-1 slots=1\n" * 9999,
+    ],
+)
+def test_hostfiles(text, folder, capsys):
+    (folder / "hosts").write_text(text)
+    assert "hostfile = 'hosts'" in said(["--hostfile", "hosts", "t.py"], capsys)
+
+
+def test_environment_files(folder, capsys):
+    (folder / "hosts").write_text("node-1 slots=2\nnode-2 slots=2\n")
+    for text in (f"{ESCAPES}\n", LONG, LONG * 3):
+        (folder / ".xds_env").write_text(text)
+        assert "environment file" in said(["--hostfile", "hosts", "--dry-run", "t.py"], capsys)
+
+
+@pytest.mark.parametrize("words", ["check {}", "elastic {}", "--hostfile {} t.py"])
+@pytest.mark.parametrize("path", ["/dev/zero", "pipe", "."])
+def test_what_is_no_file(words, path, folder):
+    """With little memory, in a process that can be killed: it may not be read at all."""
+    os.mkfifo(folder / "pipe")
+    done = subprocess.run(
+        [sys.executable, "-m", "xds.launcher.cli", *words.format(path).split()],
+        cwd=folder,
+        timeout=60,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)),
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr

@@ -1,0 +1,133 @@
+"""The folder of a run: nobody else reads it, nobody else lays it out, and the newest twenty stay."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xds.launcher.ranks import run_folder as module
+from xds.launcher.ranks.rank_zero import RankZero
+from xds.launcher.ranks.run_folder import run_folder
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="gives files to another user")
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    return tmp_path / "cache" / "runs"
+
+
+def mode(path):
+    return path.stat().st_mode & 0o777
+
+
+def a_run(number, run_id=""):
+    """The folder of a run that has left a log, begun at second `number` of a day."""
+    hours, rest = divmod(number, 3600)
+    clock = f"20300101-{hours:02}{rest // 60:02}{rest % 60:02}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.time, "strftime", lambda _: clock)
+        with run_folder("", run_id) as folder:
+            folder.log(0).write_text("told")
+    return folder.path
+
+
+def test_nobody_else_may_read_what_ranks_print(runs, tmp_path):
+    before = os.umask(0)
+    try:
+        for asked in ("", str(tmp_path / "logs")):
+            with run_folder(asked) as folder:
+                folder.ranks.add(0)
+                with RankZero(folder.path, folder.log(0), lambda *_: None) as tee:
+                    streams = {os.open(path, os.O_WRONLY) for path in tee.environment.values()}
+                    for stream in streams:
+                        os.write(stream, b"secret")
+                        os.close(stream)
+                    assert tee.drain(30)
+                assert mode(folder.path) == 0o700 and mode(folder.log(0)) == 0o600
+    finally:
+        os.umask(before)
+    assert mode(runs) == 0o700
+
+
+def test_a_worker_keeps_its_files_to_its_user(tmp_path):
+    (tmp_path / "train.py").write_text("raise ValueError('secret')")
+    worker = Path(module.__file__).with_name("worker.py")
+    environment = os.environ | {
+        "RANK": "1",
+        "XDS_RANK_FILES": str(tmp_path / "rank1"),
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "rank1.error.json"),
+    }
+    words = [sys.executable, str(worker), "script", str(tmp_path / "train.py")]
+    before = os.umask(0)
+    try:
+        assert subprocess.run(words, env=environment, timeout=60).returncode == 1
+    finally:
+        os.umask(before)
+    written = {path.name: mode(path) for path in tmp_path.glob("rank1.*")}
+    assert set(written) >= {"rank1.log", "rank1.error.json", "rank1.fault.txt"}
+    assert set(written.values()) == {0o600}
+
+
+def test_the_newest_twenty_stay(runs):
+    paths = [a_run(number) for number in range(25)]
+    (runs / "notes").mkdir()  # none of ours
+    newest = a_run(25)
+    assert sorted(runs.iterdir()) == [*paths[-19:], newest, runs / "notes"]
+
+
+def test_a_run_that_goes_on_stays_however_old(runs):
+    with contextlib.ExitStack() as going_on:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module.time, "strftime", lambda _: "20290101-000000")
+            old = going_on.enter_context(run_folder("")).path
+        for number in range(22):
+            a_run(number)
+        assert old.is_dir()
+        (old / "rank0.log").write_text("told")
+    a_run(30)
+    assert not old.exists()
+
+
+def test_a_launcher_that_was_killed_keeps_no_folder(runs):
+    text = (
+        "import os\nfrom xds.launcher.ranks.run_folder import run_folder\n"
+        "with run_folder('') as folder:\n    print(folder.path, flush=True)\n"
+        "    folder.log(0).write_text('told')\n    os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    path = Path(killed.stdout.strip())
+    assert (path / module._LOCK).exists()
+    for number in range(21):
+        a_run(40_000 + number)
+    assert not path.exists()
+
+
+def test_hosts_that_share_the_folder_count_as_one_run(runs):
+    shared = [a_run(number, "abcdef12") for number in range(30)]
+    others = [a_run(100 + number) for number in range(19)]
+    assert sorted(runs.iterdir()) == [*shared, *others]
+    a_run(200)
+    assert not any(path.exists() for path in shared)
+
+
+def test_nothing_is_left_of_a_run_that_told_nothing(runs):
+    with contextlib.suppress(ValueError), run_folder("") as folder:
+        raise ValueError
+    assert not folder.path.exists() and list(runs.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["mode", pytest.param("owner", marks=needs_root)])
+def test_where_others_may_write_the_folder_is_made_elsewhere(runs, tmp_path, how):
+    """They could lay a link in the place of a log, and have us write through it."""
+    runs.mkdir(parents=True)
+    runs.parent.chmod(0o777) if how == "mode" else os.chown(runs.parent, 12345, 12345)
+    with run_folder("") as folder:
+        assert folder.path.parent == tmp_path and mode(folder.path) == 0o700
+    shutil.rmtree(folder.path, ignore_errors=True)

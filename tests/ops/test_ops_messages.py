@@ -1,0 +1,117 @@
+"""Writing to streams that nobody reads: it never fails, and never blocks once there is a hurry."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from xds.utils.messages import PATIENCE_SECONDS, Outlet, always, never, say
+
+FULL_BYTES = 1 << 20  # more than a pipe holds
+
+
+@pytest.fixture
+def pipe():
+    ends = list(os.pipe())
+    yield ends
+    for descriptor in ends:
+        os.close(descriptor)
+
+
+def fill(descriptor):
+    os.set_blocking(descriptor, False)
+    try:
+        while True:
+            os.write(descriptor, b"x" * 4096)
+    except BlockingIOError:
+        os.set_blocking(descriptor, True)
+
+
+def test_a_message_is_written_whole(pipe, monkeypatch):
+    reader, writer = pipe
+    monkeypatch.setattr(sys, "stderr", open(writer, "w", closefd=False))
+    got = []
+    thread = threading.Thread(target=lambda: got.append(os.read(reader, FULL_BYTES)))
+    thread.start()
+    say("größer\n", never)
+    thread.join()
+    assert got == ["größer\n".encode()]
+
+
+def test_a_message_for_nobody_fails_not(pipe, monkeypatch):
+    reader, writer = pipe
+    monkeypatch.setattr(sys, "stderr", open(writer, "w", closefd=False))
+    os.close(reader)
+    pipe[0] = os.dup(writer)
+    say("lost\n", never)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        say("lost\n", never)
+    say("closed\n", never)
+    monkeypatch.setattr(sys, "stderr", None)
+    say("none\n", never)
+
+
+def test_a_message_for_a_full_pipe_is_given_up_in_a_hurry_only(pipe, monkeypatch):
+    reader, writer = pipe
+    fill(writer)
+    monkeypatch.setattr(sys, "stderr", open(writer, "w", closefd=False))
+    say("not yet\n", always)
+    asked = []
+
+    def is_hurried():
+        asked.append(1)
+        return len(asked) > 5
+
+    say("not yet\n", is_hurried)
+    assert len(asked) > 5
+    os.read(reader, FULL_BYTES)
+    wait_until(lambda: not any(t.name == "xds-message" for t in threading.enumerate()))
+    assert os.read(reader, FULL_BYTES).endswith(b"not yet\nnot yet\n")
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_outlet_waits_for_a_slow_reader_and_drops_the_rest_in_a_hurry(pipe):
+    reader, writer = pipe
+    is_hurried = threading.Event()
+    outlet = Outlet(is_hurried.is_set)
+    begun = threading.Event()
+    thread = threading.Thread(
+        target=lambda: (begun.set(), outlet.write(writer, b"y" * FULL_BYTES)), daemon=True
+    )
+    thread.start()
+    begun.wait()
+    thread.join(2 * PATIENCE_SECONDS)
+    assert thread.is_alive()  # as a plain write would
+    is_hurried.set()
+    thread.join()
+    outlet.write(writer, b"dropped")
+    got = b""
+    while len(got) < FULL_BYTES:
+        got += os.read(reader, FULL_BYTES)
+    outlet.close()
+    os.set_blocking(reader, False)
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 1)
+    assert got == b"y" * FULL_BYTES
+
+
+def test_an_outlet_tells_that_nobody_reads_and_keeps_streams_apart(pipe):
+    reader, writer = pipe
+    other_reader, other_writer = os.pipe()
+    outlet = Outlet(never)
+    os.close(other_reader)
+    with pytest.raises(BrokenPipeError):
+        outlet.write(other_writer, b"lost")
+    outlet.write(writer, b"kept")
+    assert os.read(reader, 10) == b"kept"
+    os.close(other_writer)
+    outlet.close()

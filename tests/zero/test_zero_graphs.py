@@ -1,0 +1,379 @@
+"""Graphs that leave a unit by another way than its output's gradient: right at every stage, and no crash."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import helpers
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import xds
+
+run_ranks = partial(helpers.run_ranks, small_numel=None)  # with the real threshold
+WIDTHS = (8, 132)  # below and above SMALL_NUMEL
+STAGES = range(4)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    block: type[nn.Module] = Block
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([self.block(width) for _ in range(3)])
+        self.last = nn.Linear(width, 1)
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        result: Tensor = block(x)
+        return result
+
+    def outputs(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.call(block, x)
+        result: Tensor = self.last(x)
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outputs(x).square().mean()
+
+
+class ViewBlock(nn.Module):
+    """A prompt: what it returns is a view of its parameter, alone and in a tuple."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2, width, width) / width)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.table[0].expand(1, -1, -1), {"whole": (self.table, len(x))}
+
+
+class Views(Net):
+    block = ViewBlock
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        view, more = block(x)
+        return x @ view[0] + x * more["whole"][0][1, 0] + x
+
+
+class Holder:
+    """A container that torch's pytree does not know."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class HeldBlock(ViewBlock):
+    def forward(self, x: Tensor) -> Any:
+        return Holder(self.table[1])
+
+
+class HeldViews(Net):
+    block = HeldBlock
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return torch.tanh(x @ block(x).value) + x
+
+
+class NothingBlock(Block):
+    def forward(self, x: Tensor, box: list[Tensor] | None = None) -> Any:
+        assert box is not None
+        box.append(super().forward(x))
+
+
+class Nothing(Net):
+    """Blocks that return None."""
+
+    block = NothingBlock
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        box: list[Tensor] = []
+        block(x, box)
+        return box[0]
+
+
+class After(Net):
+    """A weight that the model's own code uses after its block, one before it, and a frozen one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.blocks[2].linear.weight.requires_grad_(False)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.blocks[2].linear.weight)
+        result: Tensor = super().outputs(x) + (x @ self.blocks[0].linear.weight).sum(-1, True)
+        return result
+
+
+class Penalty(Net):
+    """WGAN-GP: the gradient of the outputs is a part of the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        y = self.outputs(x)
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.square().mean() + (grad.norm(dim=-1) - 1).square().mean()
+
+
+class Passed(Net):
+    """A parameter of the root goes into each unit as an input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.token = nn.Parameter(torch.randn(1, width))
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x) + block(self.token)  # type: ignore[no-any-return]
+
+
+class OddParameters(Net):
+    """Frozen int8 and bool parameters, and a layer without inputs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        for block in self.blocks:
+            block.steps = nn.Parameter(torch.arange(8, dtype=torch.int8), requires_grad=False)
+            block.mask = nn.Parameter(torch.tensor([True, False] * 4), requires_grad=False)
+        self.none = nn.Linear(0, width)
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        known = (block.steps * block.mask).sum()  # type: ignore[operator]
+        return block(x) + self.none(x[..., :0]) + 0.01 * known  # type: ignore[no-any-return]
+
+
+MODELS: list[type[Net]] = [Views, HeldViews, Nothing, After, Penalty, Passed, OddParameters]
+
+
+def build(kind: type[Net], width: int) -> Net:
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            nn.init, "kaiming_uniform_", _uniform
+        )  # torch warns of layers without elements
+        return kind(width)
+
+
+def _uniform(tensor: Tensor, a: float = 0) -> Tensor:
+    bound = (3 / max(tensor.shape[-1], 1)) ** 0.5 / 3**0.5
+    with torch.no_grad():
+        return tensor.uniform_(-bound, bound)
+
+
+def samples(step: int, rank: int, width: int) -> Tensor:
+    return torch.randn(2, width, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def plain(kind: type[Net], width: int, world_size: int, retains: bool) -> list[float]:
+    model = build(kind, width)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(trained, 0.05)
+    norms = []
+    for step in range(3):
+        for rank in range(world_size):
+            (model(samples(step, rank, width)) / world_size).backward()
+        norms.append(nn.utils.clip_grad_norm_(trained, 1e9).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def train(kind: type[Net], width: int, zeros: list[dict[str, Any]]) -> list[list[float]]:
+    found = []
+    for zero in zeros:
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+            "zero_optimization": {"unit_min_numel": 0, **zero},
+        }
+        engine = xds.initialize(build(kind, width), config)
+        norms = []
+        for step in range(3):
+            x = samples(step, dist.get_rank(), width)
+            loss = engine(x)
+            if step == 1:  # in between nothing may be dropped that the backward needs
+                engine.eval()
+                with torch.set_grad_enabled(kind is Penalty):
+                    engine(x.detach().clone())
+                engine.train()
+            if step == 2:
+                engine.backward(loss * 0.5, retain_graph=True)
+                engine.backward(loss * 0.5)
+            else:
+                engine.backward(loss)
+            engine.step()
+            norms.append(engine.get_global_grad_norm() or 0.0)
+        engine.destroy()
+        found.append(norms)
+    return found
+
+
+def settings() -> list[dict[str, Any]]:
+    small = {"stage3_param_persistence_threshold": 0}
+    return [
+        *({"stage": stage, **small} for stage in STAGES),
+        {"stage": 3, "stage3_max_reuse_distance": 0, **small},
+        {"stage": 3, "stage3_max_reuse_distance": 0, "overlap_comm": False, **small},
+        {"stage": 3, "divergent_graphs": True, **small},
+    ]
+
+
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_norms_are_those_of_plain_torch(kind: type[Net]) -> None:
+    for width in WIDTHS:
+        want = plain(kind, width, 2, retains=False)
+        per_rank = run_ranks(train, 2, kind, width, settings())
+        for setting, *got in zip(settings(), *per_rank, strict=True):
+            for norms in got:
+                assert norms == pytest.approx(want, rel=2e-4), (width, setting)
+
+
+def evaluate(width: int) -> list[float]:
+    """A view of a parameter as the result of the whole model, too."""
+    found = []
+    for kind in (Views, HeldViews, Nothing):
+        for zero in settings():
+            engine = xds.initialize(
+                build(kind, width),
+                {
+                    "train_micro_batch_size_per_gpu": 2,
+                    "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+                    "zero_optimization": {"unit_min_numel": 0, **zero},
+                },
+            )
+            engine.eval()
+            with torch.no_grad():
+                want = build(kind, width).eval()(samples(0, 0, width))
+                found.append(abs(float(engine(samples(0, 0, width)) - want)))
+                if kind is Views:  # a direct call of a part
+                    view = engine.module.blocks[0](samples(0, 0, width))[0]
+                    found.append(
+                        abs(float(view.sum() - build(kind, width).blocks[0].table[0].sum()))
+                    )
+            engine.destroy()
+    return found
+
+
+def test_evaluation_of_views_is_right() -> None:
+    for found in run_ranks(evaluate, 2, 132):
+        assert max(found) < 1e-4
+
+
+def count_hooks() -> list[int]:
+    found = []
+    for stage in STAGES:
+        model = build(Passed, 8)
+        engine = xds.initialize(
+            model,
+            {
+                "train_micro_batch_size_per_gpu": 2,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+                "zero_optimization": {"stage": stage, "unit_min_numel": 0},
+            },
+        )
+        kept = torch.ones(2, 8, requires_grad=True)  # an input that a script keeps
+        for _ in range(5):
+            engine.backward(engine(kept))
+            engine.step()
+        assert isinstance(model, Passed)
+        found.append(len(model.token._backward_hooks or {}) + len(kept._backward_hooks or {}))
+        engine.destroy()
+    return found
+
+
+def test_no_hook_stays_on_a_parameter_that_goes_into_units() -> None:
+    for found in run_ranks(count_hooks, 2):
+        assert found == [0, 0, 0, 0]
+
+
+DTYPES = (
+    *("float64", "float16", "bfloat16", "complex64", "bool", "uint8", "int8", "int16", "int32"),
+    *("int64", "uint16", "uint32", "float8_e4m3fn"),
+)
+
+
+def spread_buffers() -> list[bool]:
+    rank = dist.get_rank()
+    values: dict[str, Tensor] = {name: torch.full((3,), rank + 1.0) for name in DTYPES}
+    values = {name: value.to(getattr(torch, name)) for name, value in values.items()}
+    values |= {
+        "expanded": torch.full((1,), rank + 1.0).expand(4),
+        "transposed": torch.full((3, 4), rank + 1.0).t(),
+        "strided": torch.full((8,), rank + 1.0)[::2],
+        "empty": torch.empty(0),
+        "scalar": torch.tensor(rank + 1.0),
+        "conjugate": torch.full((3,), rank + 1.0j).conj(),
+    }
+    model = build(Net, 8)
+    for name, value in values.items():
+        model.register_buffer(f"of_{name}", value)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine = xds.initialize(model, {**config, "zero_optimization": {"stage": 2}})
+    first = torch.tensor(1.0)
+    same = []
+    for name, value in values.items():
+        now = model.get_buffer(f"of_{name}")
+        want = 0.0 - 1.0j if name == "conjugate" else first
+        whole = now.to(torch.complex64 if now.is_complex() else torch.float32)
+        same.append(
+            bool((whole == want).all()) and now.shape == value.shape and now.dtype == value.dtype
+        )
+    engine.destroy()
+    return same
+
+
+def test_buffers_of_every_kind_begin_as_rank_0s() -> None:
+    for same in run_ranks(spread_buffers, 2):
+        assert all(same), same
+
+
+def ask_autograd() -> list[bool]:
+    """torch.autograd.grad, vmap and inference mode beside training."""
+    found = []
+    x = samples(0, dist.get_rank(), 132)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    for zero in settings():
+        with torch.inference_mode(), pytest.raises(xds.UsageError, match="inference_mode"):
+            xds.initialize(build(Net, 132), {**config, "zero_optimization": zero})
+        model, plain = build(Net, 132), build(Net, 132)
+        engine = xds.initialize(
+            model, {**config, "zero_optimization": {"unit_min_numel": 0, **zero}}
+        )
+        loss = engine(x)
+        (own,) = torch.autograd.grad(loss, [model.first.weight], retain_graph=True)
+        (want,) = torch.autograd.grad(plain(x), [plain.first.weight])
+        found.append(torch.allclose(own, want, atol=1e-6))
+        engine.backward(loss)
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        for rank in range(engine.world_size):
+            (plain(samples(0, rank, 132)) / engine.world_size).backward()
+        total = nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+        found.append(norm == pytest.approx(total, rel=1e-4))
+        found.append(torch.func.vmap(model.outputs)(x).shape == (2, 1))
+        engine.destroy()
+    return found
+
+
+def test_autograd_grad_and_vmap_beside_training() -> None:
+    for found in run_ranks(ask_autograd, 2):
+        assert all(found), found

@@ -1,0 +1,227 @@
+"""Gradients that come more than once in a backward, and after their buffer was sent: none is lost.
+
+A reentrant checkpoint runs a graph of its own for every call. Each case runs with weights below and above
+SMALL_NUMEL, whose gradients take different ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import helpers
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import xds
+from xds.zero.core.flat_grads import SMALL_NUMEL
+
+run_ranks = partial(helpers.run_ranks, small_numel=None)  # with the real threshold
+NARROW, WIDE = 8, 132
+assert NARROW**2 < SMALL_NUMEL < WIDE**2
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+        self.last = nn.Linear(width, 1)
+
+    def run(self, x: Tensor, calls: list[nn.Module], reentrant: bool) -> Tensor:
+        x = self.first(x)
+        for block in calls:
+            x = torch.tanh(checkpoint(block, x, use_reentrant=reentrant))
+        return self.last(x)
+
+
+class Twice(Net):
+    """Every block is used twice in a forward."""
+
+    def forward(self, x: Tensor, reentrant: bool = True) -> Tensor:
+        return self.run(x, [*self.blocks, *self.blocks], reentrant).square().mean()
+
+
+class Pairs(Net):
+    """Two forwards in one backward."""
+
+    def forward(self, x: Tensor, reentrant: bool = True) -> Tensor:
+        one = self.run(x, list(self.blocks), reentrant)
+        return (one - self.run(-x * 0.5, list(self.blocks), reentrant)).square().mean()
+
+
+class Inner(Net):
+    """A block checkpoints a part of itself; the weight of one is used by the model as well."""
+
+    def forward(self, x: Tensor, reentrant: bool = True) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + checkpoint(nn.Sequential(block, nn.Tanh()), x, use_reentrant=reentrant)
+        return self.last(x @ self.blocks[0].weight).square().mean()
+
+
+MODELS: list[type[Net]] = [Twice, Pairs, Inner]
+
+
+def samples(step: int, rank: int, width: int) -> Tensor:
+    return torch.randn(2, width, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def plain(kind: type[Net], width: int, world_size: int, steps: int, micro: int) -> list[float]:
+    torch.manual_seed(0)
+    model = kind(width)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    norms = []
+    for step in range(steps):
+        for part in range(micro):
+            for rank in range(world_size):
+                loss = model(samples(micro * step + part, rank, width), False)
+                (loss / world_size / micro).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def ours(kind: type[Net], width: int, case: Case, steps: int) -> list[float]:
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case.micro,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": case.stage, **case.zero},
+    }
+    engine = xds.initialize(kind(width), config)
+    norms = []
+    rank = dist.get_rank()
+    for step in range(steps):
+        for part in range(case.micro):
+            loss = engine(samples(case.micro * step + part, rank, width), case.reentrant(rank))
+            if case.by_script:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            if part + 1 == case.micro and case.reads:
+                grads = [xds.zero.get_full_grad(param) for param in engine.module.parameters()]
+                read = torch.sqrt(sum(grad.square().sum() for grad in grads))  # type: ignore[arg-type]
+            engine.step()
+        norm = engine.get_global_grad_norm()
+        assert norm is not None
+        if case.reads:
+            assert read.item() == pytest.approx(norm, rel=1e-5)
+        norms.append(norm)
+    engine.destroy()
+    return norms
+
+
+class Case:
+    """How a model is trained; `reentrant` says which ranks use a reentrant checkpoint."""
+
+    def __init__(
+        self,
+        stage: int,
+        *,
+        micro: int = 1,
+        reads: bool = False,
+        by_script: bool = False,
+        reentrant: Callable[[int], bool] = lambda rank: True,
+        **zero: Any,
+    ) -> None:
+        self.stage = stage
+        self.micro = micro
+        self.reads = reads
+        self.by_script = by_script
+        self.reentrant = reentrant
+        self.zero = {"unit_min_numel": 0, "stage3_param_persistence_threshold": 0, **zero}
+
+
+def cases() -> list[Case]:
+    found = [Case(stage) for stage in range(4)]
+    found += [Case(stage, micro=2, reads=True) for stage in range(4)]
+    found += [Case(stage, by_script=True, micro=2) for stage in range(4)]
+    # ranks whose graphs differ send the same messages
+    found += [Case(stage, reentrant=lambda rank: rank == 0) for stage in range(3)]
+    found += [Case(1, by_script=True, reentrant=lambda rank: rank == 0)]
+    found += [Case(2, unit_min_numel=1 << 20), Case(3, unit_min_numel=1 << 20)]
+    found += [Case(3, stage3_max_reuse_distance=0, overlap_comm=False)]
+    return found
+
+
+def train(kind: type[Net], width: int, steps: int) -> list[list[float]]:
+    return [ours(kind, width, case, steps) for case in cases()]
+
+
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("world_size", "width"), [(2, NARROW), (2, WIDE), (3, WIDE)])
+def test_norms_are_those_of_plain_torch(kind: type[Net], world_size: int, width: int) -> None:
+    steps = 2
+    per_rank = run_ranks(train, world_size, kind, width, steps)
+    for number, case in enumerate(cases()):
+        want = plain(kind, width, world_size, steps, case.micro)
+        for rank in range(world_size):
+            assert per_rank[rank][number] == pytest.approx(want, rel=1e-4), (vars(case), rank)
+
+
+def watch_small_and_large() -> dict[str, list[bool]]:
+    seen: dict[str, list[bool]] = {}
+    for stage in range(4):
+        torch.manual_seed(0)
+        model = Twice(WIDE)
+        watched = [model.first.weight, model.first.bias, model.blocks[0].weight, model.last.bias]
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage},
+        }
+        engine = xds.initialize(model, config)
+        for param in watched:
+            param.register_post_accumulate_grad_hook(
+                lambda param, stage=stage: seen.setdefault(str(stage), []).append(
+                    param.grad is not None and param.grad.shape == param.shape
+                )
+            )
+        engine.backward(engine(samples(0, dist.get_rank(), WIDE), False))
+        engine.step()
+        engine.destroy()
+    return seen
+
+
+def test_hooks_of_the_script_see_every_gradient() -> None:
+    for seen in run_ranks(watch_small_and_large, 2):
+        assert {stage: all(found) for stage, found in seen.items()} == dict.fromkeys("0123", True)
+        assert all(len(found) == 4 for found in seen.values())
+
+
+def halve(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+def halve_by_hook() -> list[float]:
+    norms = []
+    for halves in (False, True):
+        torch.manual_seed(0)
+        model = Twice(WIDE)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 2},
+        }
+        engine = xds.initialize(model, config)
+        if halves:
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(halve)
+        engine.backward(engine(samples(0, dist.get_rank(), WIDE), False))
+        engine.step()
+        norms.append(engine.get_global_grad_norm() or 0.0)
+        engine.destroy()
+    return norms
+
+
+def test_what_a_hook_of_the_script_writes_to_a_gradient_counts() -> None:
+    for whole, half in run_ranks(halve_by_hook, 2):
+        assert half == pytest.approx(whole / 2, rel=1e-6)

@@ -1,0 +1,68 @@
+"""The errors a user can meet, each one sentence that names setting, value, need and remedy.
+
+XdsError
+ +- ConfigError   the JSON config: carries every complaint of the file at once
+ +- UsageError    a call that cannot work: wrong order, wrong argument, wrong model
+ |   +- DamagedError   a file of a checkpoint is missing, cut off or changed
+ +- PeerError     another rank failed, or does not answer, in the middle of a collective
+ +- BuildError    a native op cannot be compiled or loaded here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .quoting import plain_lines, printable
+
+LISTED_COMPLAINTS = 20
+
+
+class XdsError(Exception):
+    """Base of every error that xds raises on purpose. Its text holds nothing that steers a terminal."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(plain_lines(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+class UsageError(XdsError):
+    """A call that cannot work as it was made; the message says what to do instead."""
+
+
+class DamagedError(UsageError):
+    """A checkpoint's file is missing, cut off or changed; the message names it."""
+
+
+class PeerError(XdsError):
+    """Another rank failed or stopped answering; the message names the collective and the ranks."""
+
+
+class BuildError(XdsError):
+    """A native library cannot be built or loaded; carries the command and the compiler's last lines."""
+
+    def __init__(
+        self, what: str, command: str = "", lines: Sequence[str] = (), remedy: str = ""
+    ) -> None:
+        self.what, self.command, self.lines, self.remedy = what, command, tuple(lines), remedy
+        parts = [what + (f"; {remedy}" if remedy else "")]
+        parts += [f"  command: {command}"] if command else []
+        parts += [f"  | {line}" for line in lines]
+        super().__init__("\n".join(parts))
+
+    def __reduce__(self) -> tuple[type[BuildError], tuple[str, str, tuple[str, ...], str]]:
+        return BuildError, (self.what, self.command, self.lines, self.remedy)
+
+
+class ConfigError(XdsError, ValueError):
+    """One or more complaints about a config, each with its full key path; the text lists the first of many."""
+
+    def __init__(self, complaints: Sequence[str], source: str = "config") -> None:
+        self.complaints = tuple(map(plain_lines, complaints))
+        self.source = source
+        listed = list(self.complaints[:LISTED_COMPLAINTS])
+        if len(listed) < len(self.complaints):
+            listed.append(f"... and {len(self.complaints) - len(listed)} more")
+        many = "" if len(self.complaints) == 1 else f"{len(self.complaints)} problems\n  - "
+        super().__init__(f"{printable(source)}: {many}" + "\n  - ".join(listed))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...], str]]:
+        return ConfigError, (self.complaints, self.source)

@@ -1,0 +1,142 @@
+"""A section of the config that xds reads: a frozen typed model plus tables for its other keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import CoreSchema, core_schema
+
+from .keys import AUTO, Entry, Report, check_entry, joined, unknown_key
+from .rules import Rule
+
+
+class Section(BaseModel):
+    """Base of every typed section. Fields are the keys that xds reads, `others` the known rest.
+
+    The rule in a field's annotation reads its value, both here and when the class is called.
+    `aliases` maps other spellings to the field or table name; `results` are fields that are
+    computed while reading and are no keys of the JSON, `secrets` are never shown.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    others: ClassVar[Mapping[str, Entry]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
+    results: ClassVar[frozenset[str]] = frozenset()
+    secrets: ClassVar[frozenset[str]] = frozenset()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The section as JSON values, every default filled in, secrets masked."""
+        return {
+            name: self.shown_value(name)
+            for name in type(self).model_fields
+            if name not in self.results
+        }
+
+    def shown_value(self, name: str) -> Any:
+        """The value of a field as JSON value; of a secret only whether it is set."""
+        value = getattr(self, name)
+        return "***" if name in self.secrets and value is not None else _as_json(value)
+
+
+class AsRead:
+    """Annotation of a nested section: it was read on its own and is taken as it is."""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: Callable[[object], CoreSchema]
+    ) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(_already_read)
+
+
+def _already_read(value: object) -> object:
+    if value is None or isinstance(value, Section):
+        return value
+    raise ValueError("must be a section object; Config.load reads JSON and dicts")
+
+
+S = TypeVar("S", bound=Section)
+
+
+def subsection(model: type[Section], name: str) -> type[Section] | None:
+    """The section class of a field that holds a section, else None."""
+    annotation = model.model_fields[name].annotation
+    candidates = [annotation, *getattr(annotation, "__args__", ())]
+    for candidate in candidates:
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def read_section(model: type[S], data: object, path: str, report: Report) -> S:
+    """Read one object of the JSON; `report` gets what is wrong, and the default takes its place."""
+    if not isinstance(data, dict):
+        report.complain(path or "config", data, "must be an object {...}")
+        return model.model_construct()
+    values: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for key, value in data.items():
+        name = model.aliases.get(key, key)
+        here = joined(path, key)
+        if name in spelled:
+            report.complain(here, value, f"says the same as {spelled[name]}: remove one of the two")
+            continue
+        spelled[name] = here
+        if name in model.model_fields and name not in model.results:
+            _read_field(model, name, value, here, report, values)
+        elif name in model.others:
+            check_entry(model.others[name], value, here, report)
+        else:
+            unknown_key(here, value, _known(model), report)
+    return model.model_construct(**values)
+
+
+def _read_field(
+    model: type[Section],
+    name: str,
+    value: object,
+    here: str,
+    report: Report,
+    values: dict[str, Any],
+) -> None:
+    inner = subsection(model, name)
+    if inner is not None:
+        if value is not None:
+            values[name] = read_section(inner, value, here, report)
+    elif isinstance(value, str) and value.casefold() == AUTO:
+        report.auto_keys.append(here)
+    else:
+        try:
+            values[name] = rule_of(model, name).read(value)
+        except ValueError as error:
+            report.complain(here, value, str(error))
+
+
+def rule_of(model: type[Section], name: str) -> Rule:
+    """The rule in a field's annotation."""
+    return next(item for item in model.model_fields[name].metadata if isinstance(item, Rule))
+
+
+def _known(model: type[Section]) -> set[str]:
+    return {*model.model_fields, *model.others, *model.aliases} - model.results
+
+
+def paths_named(model: type[Section], key: str, path: str = "") -> list[str]:
+    """Paths of all keys called `key` in the model and its subsections."""
+    found = [joined(path, key)] if key in _known(model) else []
+    for name in model.model_fields:
+        inner = subsection(model, name)
+        if inner is not None:
+            found += paths_named(inner, key, joined(path, name))
+    return found
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Section):
+        return value.as_dict()
+    if isinstance(value, dict):
+        return {key: _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return [_as_json(inner) for inner in value]
+    return value

@@ -1,0 +1,103 @@
+"""Who else may change what a path leads to: asked before anything there is run, loaded or believed.
+
+Only root and this user may: they own every folder and every link on the way and the file or folder at the
+end, and nobody else may write to them. A folder with the sticky bit, such as /tmp, is good on the way: there
+nobody can replace what others own. Once all this holds nobody else can undo it, so there is no race between
+the question and the use.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from functools import cache
+from pathlib import Path
+
+_MOST_LINKS = 40  # as the kernel's
+_OTHERS, _GROUP = 0o002, 0o020
+
+
+def why_not_trusted(path: str | Path) -> str:
+    """Who else may change what `path` leads to, in a sentence; "" where nobody may.
+
+    What does not exist yet is judged by the folders that do: after it was made, ask again.
+    """
+    here, num_links = "/", 0
+    rest = _names(os.path.join(os.getcwd(), path))
+    reason = _why_not(here, os.lstat(here), is_last=not rest)
+    while rest and not reason:
+        name = rest.pop()
+        if name == "..":  # `here` has no links in it
+            here = os.path.dirname(here)
+            continue
+        there = os.path.join(here, name)
+        try:
+            status = os.lstat(there)
+            if stat.S_ISLNK(status.st_mode):
+                reason, num_links = _whose(there, status, is_last=False), num_links + 1
+                target = os.readlink(there)
+                here = "/" if target.startswith("/") else here
+                rest += _names(target)
+                if num_links > _MOST_LINKS:
+                    return f"{there} leads through too many links"
+                continue
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+        except OSError as error:
+            return f"{there}: {error.strerror}"
+        reason = _why_not(there, status, is_last=not rest)
+        here = there
+    return reason
+
+
+def make_folders(path: Path) -> None:
+    """Make `path` and what is missing above it such that nobody else may write there, whatever the umask."""
+    for each in (*reversed(path.parents), path):
+        if not each.is_dir():
+            each.mkdir(mode=0o755, exist_ok=True)
+
+
+def _names(path: str) -> list[str]:
+    """The last one first."""
+    return [name for name in reversed(path.split("/")) if name not in ("", ".")]
+
+
+def _why_not(path: str, status: os.stat_result, *, is_last: bool) -> str:
+    whose = _whose(path, status, is_last=is_last)
+    is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX and not is_last
+    if whose or is_sticky:
+        return whose
+    if status.st_mode & _OTHERS:
+        return f"every user may write to {path}"
+    if status.st_mode & _GROUP and not _is_own_group(status.st_gid):
+        return f"the group {status.st_gid} may write to {path}"
+    return ""
+
+
+def _whose(path: str, status: os.stat_result, *, is_last: bool) -> str:
+    owners = {0, os.geteuid()} | (set() if is_last else _unmapped())
+    return "" if status.st_uid in owners else f"{path} belongs to user {status.st_uid}"
+
+
+@cache
+def _unmapped() -> set[int]:
+    """The number that stands for root, and for all others, in a namespace that maps one user only."""
+    try:
+        with open("/proc/self/uid_map") as file:
+            num_mapped = sum(int(line.split()[2]) for line in file)
+        with open("/proc/sys/kernel/overflowuid") as file:
+            return {int(file.read())} if num_mapped < 2**31 else set()
+    except (OSError, ValueError, IndexError):
+        return set()
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether it is the group that many systems make for each user, with nobody else in it."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    is_of_user = user.pw_gid == gid and user.pw_name == group.gr_name
+    return is_of_user and set(group.gr_mem) <= {user.pw_name}

@@ -1,0 +1,270 @@
+"""Reads and writes single parameters of an engine, their gradients and optimizer states, at every stage.
+
+Everything lies in flat ranges; a parameter is the intersection of its slot with the ranks' ranges. Reading
+moves that parameter's elements and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.flat import overlap
+from ...utils.errors import UsageError
+from ...utils.views import write
+from ..core.flat_params import FlatParams
+from ..core.layout import Slot
+from ..core.sharded_model import ShardedModel
+from ..core.update import Master, Updater
+from .owners import Owner, Reader, Stored, clear_owner, set_owner
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a parameter is: slot `position` of `flat`; `master` updates it, None where it is frozen."""
+
+    number: int
+    flat: FlatParams
+    position: int
+    master: Master | None
+
+    @property
+    def slot(self) -> Slot:
+        return self.flat.layout.slots[self.position]
+
+
+@final
+class Access(Owner):
+    """The parameters of one engine, one by one. All but `name_of` is for all ranks together."""
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        updater: Updater,
+        gradient_factor: Callable[[], float],
+        may_reduce: Callable[[], bool],
+    ) -> None:
+        """`gradient_factor` times a sum of gradients is what the optimizer's step will use, before clipping.
+
+        `may_reduce`: gradients that wait for their reduction are all that the step will get.
+        """
+        self.collectives = model.collectives
+        self._model = model
+        self._updater = updater
+        self._factor = gradient_factor
+        self._may_reduce = may_reduce
+        masters = {id(master.params): master for master in updater.masters}
+        self._places: dict[int, _Place] = {}
+        self._params: list[nn.Parameter] = []
+        for unit in model.units:
+            for flat in unit.params:
+                for position, param in enumerate(flat.params):
+                    place = _Place(len(self._params), flat, position, masters.get(id(flat)))
+                    self._places[id(param)] = place
+                    self._params.append(param)
+                    set_owner(param, self)
+        # frozen ones of stages 0 to 2 are in no flat buffer: every rank holds them as they are
+        self._loose: dict[int, tuple[int, str]] = {}
+        for name, param in model.units[-1].modules[0].named_parameters():
+            if id(param) not in self._places:
+                self._loose[id(param)] = (len(self._params), name)
+                self._params.append(param)
+                set_owner(param, self)
+
+    def release(self) -> None:
+        """The parameters belong to nobody again."""
+        for param in self._params:
+            clear_owner(param)
+        self._params = []
+        self._places, self._loose = {}, {}
+
+    # -- values -----------------------------------------------------------------------------------------
+
+    def name_of(self, param: nn.Parameter) -> str:
+        if id(param) in self._loose:
+            return self._loose[id(param)][1]
+        return self._places[id(param)].slot.name
+
+    def number_of(self, param: nn.Parameter) -> int:
+        if id(param) in self._loose:
+            return self._loose[id(param)][0]
+        return self._places[id(param)].number
+
+    def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
+        self._model.end_own()  # its messages come before those of the access
+        super().agree(doing, param, value)
+
+    def value(self, param: nn.Parameter) -> Stored:
+        self._model.end_own()
+        place = self._places.get(id(param))
+        if place is None or place.master is None:
+            return self.compute(param)
+        master, is_whole = place.master, not place.master.is_sharded
+        place.flat.take_edits(place.position)
+        first = self._first(place, is_whole=is_whole)
+        stored = self._cut(place, master.tensor, first=first, is_whole=is_whole)
+        at = int(stored.mine.storage_offset()) - int(master.tensor.storage_offset())
+        master.take_edits(at, at + stored.mine.numel())
+        return stored
+
+    def compute(self, param: nn.Parameter) -> Stored:
+        self._model.end_own()
+        place = self._places.get(id(param))
+        if place is None:
+            return Stored(tuple(param.shape), param.data.reshape(-1), (), is_whole=True)
+        flat = place.flat
+        flat.take_edits(place.position)
+        is_whole = not flat.is_sharded
+        first = self._first(place, is_whole=is_whole)
+        return self._cut(
+            place, flat.raw if is_whole else flat.shard, first=first, is_whole=is_whole
+        )
+
+    def _cut(self, place: _Place, held: Tensor, *, first: int, is_whole: bool) -> Stored:
+        """The slot's part of `held`, whose first element is element `first` of the flat buffer."""
+        slot, layout = place.slot, place.flat.layout
+        bounds = [_overlap(slot, *layout.shard_range(rank)) for rank in range(layout.world_size)]
+        start, stop = (0, slot.numel) if is_whole else bounds[self.collectives.rank]
+        at = slot.offset - first
+        mine = held[at + start : at + stop] if stop > start else held[:0]
+        return Stored(slot.shape, mine, bounds, is_whole)
+
+    def _first(self, place: _Place, *, is_whole: bool) -> int:
+        """Where what this rank holds of the flat buffer begins."""
+        return 0 if is_whole else place.flat.layout.shard_range(self.collectives.rank)[0]
+
+    def write(self, param: nn.Parameter, reader: Reader) -> None:
+        place = self._places.get(id(param))
+        if place is None:
+            write(param.data, reader(0, param.numel()).view(param.shape))
+            return
+        rank = self.collectives.rank
+        flat = place.flat
+        with torch.no_grad():
+            self.value(param).write(reader, rank)
+            if (place.master is not None and place.master.casts) or self._is_apart(place):
+                self.compute(param).write(reader, rank)
+            if flat.is_sharded and flat.is_unsharded:
+                whole = flat.raw[place.slot.offset : place.slot.stop]
+                whole.copy_(reader(0, place.slot.numel))
+
+    def edit(self, param: nn.Parameter, reader: Reader) -> None:
+        place = self._places.get(id(param))
+        if place is None or place.master is None or not place.master.casts:
+            return self.write(param, reader)
+        with torch.no_grad():
+            master = self.value(param)
+            kept = master.mine.clone()
+            changed = reader(*master.range_of(self.collectives.rank)) != kept.to(place.flat.dtype)
+            self.write(param, reader)
+            master.mine.copy_(torch.where(changed, master.mine, kept))
+
+    @staticmethod
+    def _is_apart(place: _Place) -> bool:
+        """The computed values are whole, the master is a view of this rank's shard of them."""
+        return place.master is not None and place.master.is_sharded and not place.flat.is_sharded
+
+    def is_lent(self, param: nn.Parameter) -> bool:
+        place = self._places.get(id(param))
+        return place is not None and place.flat.is_lent(place.position)
+
+    def invite(self, param: nn.Parameter, module: nn.Module) -> bool:
+        return self._model.invite(param, module)
+
+    def trains(self, param: nn.Parameter) -> bool:
+        place = self._places.get(id(param))
+        return place is not None and place.master is not None
+
+    def lend(self, param: nn.Parameter, full: Tensor) -> None:
+        place = self._places[id(param)]
+        place.flat.lend(place.position, full)
+
+    def take_back(self, param: nn.Parameter) -> None:
+        place = self._places[id(param)]
+        place.flat.take_back(place.position)
+
+    def hand_over(self, param: nn.Parameter, target: Tensor) -> None:
+        raise UsageError(
+            f"{self.name_of(param)} already belongs to another engine: call destroy() on that engine first, or "
+            "give this one a model of its own"
+        )
+
+    # -- gradients --------------------------------------------------------------------------------------
+
+    def grad(self, param: nn.Parameter) -> Stored | None:
+        """The sum over ranks as it lies in memory, unscaled by nothing; None: there is none now.
+
+        Raises:
+            UsageError: the parameter is frozen, or its gradient is not reduced yet.
+        """
+        master = self._trained(param, "its gradient")
+        grads = master.grads
+        is_reduced = self._model.reduce_rest(also_held=self._may_reduce())
+        if not is_reduced and grads.has_local and not grads.is_alone:
+            raise UsageError(
+                f"the gradient of {self.name_of(param)} is not reduced over the ranks yet: ask after the "
+                "last backward of the accumulation, outside of no_sync(), and before step()"
+            )
+        held = grads.reduced()
+        if held is None:
+            return None
+        place, is_whole = self._places[id(param)], not master.is_sharded
+        first = self._first(place, is_whole=is_whole)
+        return self._cut(place, held, first=first, is_whole=is_whole)
+
+    def gradient_factor(self) -> float:
+        """What a sum of gradients is multiplied with before clipping: 1 / (ranks x loss scale), as a rule."""
+        return self._factor()
+
+    # -- optimizer states -------------------------------------------------------------------------------
+
+    def optimizer_state(self, param: nn.Parameter, key: str) -> Stored | Tensor | None:
+        """The state `key` of the optimizer; a scalar (step counts) is itself; None before the first step.
+
+        Raises:
+            UsageError: the parameter is frozen, or the optimizer has no such state.
+        """
+        master = self._trained(param, f'optimizer state "{key}"')
+        place = self._places[id(param)]
+        state, held = self._updater.state_of(master, place.slot)
+        if state is None:
+            return None
+        if key not in state:
+            raise UsageError(
+                f'optimizer state "{key}" of {self.name_of(param)}: the optimizer has '
+                f"{', '.join(sorted(state)) or 'none'}; ask for one of them"
+            )
+        value = state[key]
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return torch.as_tensor(value)
+        if held is None:  # the parameter's own tensor, not a range of a flat one
+            flat = value.view(-1)
+            return Stored(place.slot.shape, flat, [(0, flat.numel())], is_whole=True)
+        if held != (0, 0) and value.shape != (held[1] - held[0],):
+            raise UsageError(
+                f"this optimizer state of {place.slot.name} has shape {tuple(value.shape)}: it is not per "
+                "element, so it has no full value; read engine.optimizer.state"
+            )
+        is_whole = not master.is_sharded
+        first = self._first(place, is_whole=is_whole) + held[0]
+        return self._cut(place, value, first=first, is_whole=is_whole)
+
+    def _trained(self, param: nn.Parameter, what: str) -> Master:
+        place = self._places.get(id(param))
+        master = None if place is None else place.master
+        if master is None:
+            raise UsageError(
+                f"{what}: {self.name_of(param)} is frozen, so the engine keeps no gradient and no optimizer "
+                "state for it"
+            )
+        return master
+
+
+def _overlap(slot: Slot, start: int, stop: int) -> tuple[int, int]:
+    """[start, stop) of the flat buffer as elements of the slot; empty if they do not meet."""
+    low, high = overlap((start, stop), (slot.offset, slot.stop))
+    return low - slot.offset, high - slot.offset

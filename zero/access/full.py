@@ -1,0 +1,154 @@
+"""Whole parameters, gradients and optimizer states by parameter: `xds.zero.get_full_param` and its kin.
+
+Every function is a collective: all ranks call it, with the same parameter, in the same order. DeepSpeed's
+names (`safe_get_full_fp32_param`, ...) are the same functions, but that they answer None where there is
+nothing yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...utils.errors import UsageError
+from ..core.policy import LOW_PRECISION
+from .owners import Owner, owner_of, reader_of
+
+
+def get_full_param(param: nn.Parameter) -> Tensor:
+    """The parameter's value in full precision (the fp32 master's, if it computes in 16 bits), fresh.
+
+    Shapes:  the parameter's.
+    Sends:   each rank its part to every other: a rank receives what it does not hold, plus 24 bytes.
+    Raises:
+        UsageError: no live engine has this parameter, or the ranks ask for different ones.
+    """
+    owner = owner_of(param, "get_full_param")
+    owner.agree("get_full_param", param)
+    value = owner.value(param).read(owner.collectives)
+    assert value is not None
+    return value
+
+
+def set_full_param(param: nn.Parameter, value: Tensor) -> None:
+    """Overwrite the parameter and its master; optimizer states stay. `value` is the same on every rank.
+
+    Shapes:  `value` the parameter's, any floating dtype.
+    Sends:   24 bytes to each rank.
+    Raises:
+        UsageError: wrong shape, no live engine, or ranks that differ; nothing is changed then.
+    """
+    owner = owner_of(param, "set_full_param")
+    _check_shape("set_full_param", owner, param, value)
+    owner.agree("set_full_param", param, value)
+    owner.write(param, reader_of(value))
+
+
+def get_full_grad(param: nn.Parameter) -> Tensor:
+    """The gradient that step() will use, before clipping: mean over ranks, loss scale taken out.
+
+    Valid after the backward that ends the accumulation (at stages 2 and 3 after any) and before step().
+    Shapes:  the parameter's, fp32 for 16-bit parameters. Sends as `get_full_param`.
+    Raises:
+        UsageError: there is no gradient now, it is not reduced yet, or the parameter is frozen.
+    """
+    grad = safe_get_full_grad(param)
+    if grad is None:
+        raise UsageError(
+            f"get_full_grad({owner_of(param, 'get_full_grad').name_of(param)}): there is no gradient now; ask "
+            "after backward and before step(), which clears it"
+        )
+    return grad
+
+
+def set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Overwrite the gradient that step() will use. `value` is the same on every rank; errors as above."""
+    owner = owner_of(param, "set_full_grad")
+    _check_shape("set_full_grad", owner, param, value)
+    owner.agree("set_full_grad", param, value)
+    stored = owner.grad(param)
+    if stored is None:
+        raise UsageError(
+            f"set_full_grad({owner.name_of(param)}): there is no gradient now; set it after "
+            "backward and before step()"
+        )
+    with torch.no_grad():
+        stored.write(reader_of(value / owner.gradient_factor()), owner.collectives.rank)
+
+
+def get_full_optimizer_state(param: nn.Parameter, key: str) -> Tensor:
+    """The optimizer's state `key` ("exp_avg", "step", ...) of one parameter, whole.
+
+    Shapes:  the parameter's, or [] for a scalar such as the step count. Sends as `get_full_param`.
+    Raises:
+        UsageError: no step was made yet, there is no such state, or the parameter is frozen.
+    """
+    state = safe_get_full_optimizer_state(param, key)
+    if state is None:
+        raise UsageError(
+            f'get_full_optimizer_state({owner_of(param, "").name_of(param)}, "{key}"): the optimizer '
+            "has no state before its first step"
+        )
+    return state
+
+
+def set_full_optimizer_state(param: nn.Parameter, value: Tensor, key: str) -> None:
+    """Overwrite the optimizer's state `key`. `value` is the same on every rank; errors as above."""
+    owner = owner_of(param, "set_full_optimizer_state")
+    owner.agree("set_full_optimizer_state", param, value)
+    stored = owner.optimizer_state(param, key)
+    if stored is None:
+        raise UsageError(
+            f'set_full_optimizer_state({owner.name_of(param)}, "{key}"): the optimizer has no state before its '
+            "first step"
+        )
+    if isinstance(stored, Tensor):
+        raise UsageError(
+            f'set_full_optimizer_state({owner.name_of(param)}, "{key}"): this state is one number for a whole '
+            "flat range, not this parameter's own; it can be read, not set"
+        )
+    _check_shape("set_full_optimizer_state", owner, param, value)
+    with torch.no_grad():
+        stored.write(reader_of(value), owner.collectives.rank)
+
+
+# -- DeepSpeed's names ------------------------------------------------------------------------------------
+
+safe_get_full_fp32_param = get_full_param
+safe_set_full_fp32_param = set_full_param
+safe_set_full_grad = set_full_grad
+safe_set_full_optimizer_state = set_full_optimizer_state
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """`get_full_grad`, but None where there is no gradient now."""
+    owner = owner_of(param, "get_full_grad")
+    owner.agree("get_full_grad", param)
+    stored = owner.grad(param)
+    if stored is None:
+        return None
+    grad = stored.read(owner.collectives)
+    assert grad is not None
+    wide = grad.float() if grad.dtype in LOW_PRECISION else grad
+    return wide.mul_(owner.gradient_factor())
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, key: str) -> Tensor | None:
+    """`get_full_optimizer_state`, but None before the first step."""
+    owner = owner_of(param, "get_full_optimizer_state")
+    owner.agree(f"get_full_optimizer_state {key}", param)
+    stored = owner.optimizer_state(param, key)
+    if stored is None or isinstance(stored, Tensor):
+        return None if stored is None else stored.clone()
+    return stored.read(owner.collectives)
+
+
+def _check_shape(doing: str, owner: Owner, param: nn.Parameter, value: Tensor) -> None:
+    shape: Sequence[int] = owner.value(param).shape
+    if tuple(value.shape) != tuple(shape):
+        raise UsageError(
+            f"{doing}({owner.name_of(param)}): the value has shape {tuple(value.shape)}, but the parameter "
+            f"{tuple(shape)}; give a whole value of that shape"
+        )

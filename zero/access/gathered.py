@@ -1,0 +1,133 @@
+"""`GatheredParameters`: whole parameters inside a context, edited by one rank if asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.comm.collectives import ACCESS_BUFFER
+from ...utils.errors import UsageError
+from .owners import Owner, reader_of, settled_owner
+
+
+@final
+class GatheredParameters:
+    """Inside the context `params` hold whole values on every rank; entry and exit are collectives.
+
+        with xds.zero.GatheredParameters(model.head.parameters(), modifier_rank=0):
+            if rank == 0:
+                nn.init.zeros_(model.head.weight)
+
+    With `modifier_rank` that rank's values are everybody's on exit, masters included, at every stage. Without
+    it they are for reading: at stage 3 an edit is an error on exit, and lost. Each parameter travels by
+    itself, so a few of a large model cost their own bytes. Forward passes work inside, with what the
+    parameters hold there. Contexts may be nested. Parameters that no engine holds pass through, unchanged.
+    After an exception inside nothing is written.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | nn.Module | Iterable[Any],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        """
+        Args:
+            params: a parameter, a module, or an iterable of parameters (or of (name, parameter)).
+            modifier_rank: whose edits count; a rank within the engine's group.
+            fwd_module: DeepSpeed's name for a module that uses the parameters; not needed.
+            enabled: False does nothing.
+        """
+        self._params = _listed(params) if enabled else []
+        self._modifier = modifier_rank
+        self._held: list[tuple[nn.Parameter, Owner]] = []
+        self._lent: list[tuple[nn.Parameter, Owner]] = []
+
+    def __enter__(self) -> None:
+        found = [(param, settled_owner(param)) for param in self._params]
+        self._held = [(param, owner) for param, owner in found if owner is not None]
+        for param, owner in self._held:
+            self._check_modifier(owner)
+            owner.agree("GatheredParameters", param)
+            if not owner.compute(param).is_whole and not owner.is_lent(param):
+                full = owner.compute(param).read(owner.collectives)
+                assert full is not None
+                owner.lend(param, full)
+                self._lent.append((param, owner))
+
+    def _check_modifier(self, owner: Owner) -> None:
+        world_size = owner.collectives.world_size
+        if self._modifier is not None and not 0 <= self._modifier < world_size:
+            raise UsageError(
+                f"GatheredParameters(modifier_rank={self._modifier}): must be None or a rank, 0 to "
+                f"{world_size - 1}"
+            )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        edited: list[str] = []
+        if kind is None:
+            with torch.no_grad():
+                edited = self._finish()
+        lent, self._lent, self._held = self._lent, [], []
+        for param, owner in lent:
+            owner.take_back(param)
+        if edited:
+            raise UsageError(
+                f"{', '.join(edited[:5])} changed inside GatheredParameters without modifier_rank: the edit is "
+                "lost; pass modifier_rank=0 (or another rank) to keep that rank's values"
+            )
+
+    def _finish(self) -> list[str]:
+        if self._modifier is None:
+            return _edited(self._lent)
+        for param, owner in self._held:
+            owner.agree(f"GatheredParameters, leaving with modifier_rank={self._modifier}", param)
+            whole = param.data.contiguous().view(-1)
+            owner.collectives.broadcast(whole, self._modifier)
+            owner.edit(param, reader_of(whole))
+        return []
+
+
+def _edited(lent: Sequence[tuple[nn.Parameter, Owner]]) -> list[str]:
+    """Names of the parameters that any rank has changed. Each rank looks at its own part; sends a byte each."""
+    if not lent:
+        return []
+    collectives = lent[0][1].collectives
+    flags = [_differs(param, owner) for param, owner in lent]
+    mine = torch.tensor(flags, dtype=torch.uint8, device=collectives.device)
+    table = collectives.gather_small(mine, buffer=ACCESS_BUFFER).amax(0).tolist()
+    return [owner.name_of(param) for (param, owner), hit in zip(lent, table, strict=True) if hit]
+
+
+def _differs(param: nn.Parameter, owner: Owner) -> bool:
+    """This rank's own part of the lent copy is no longer what the rank holds, bit for bit."""
+    stored = owner.compute(param)
+    start, stop = stored.range_of(owner.collectives.rank)
+    return not _bits(param.data.reshape(-1)[start:stop]).equal(_bits(stored.mine))
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8) if values.numel() else values
+
+
+def _listed(params: Any) -> list[nn.Parameter]:
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    if isinstance(params, Tensor):
+        return [params]  # type: ignore[list-item]
+    listed = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+    unique = {id(param): param for param in listed}
+    return list(unique.values())
+
+
+__all__ = ["GatheredParameters"]

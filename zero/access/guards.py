@@ -1,0 +1,111 @@
+"""Refuses what a sharded model cannot do silently: saving empty parameters, growing new ones.
+
+Torch's own hooks, gone with `remove`: nothing is patched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, final
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...utils.errors import UsageError
+from .owners import Owner, find_owner
+
+
+@final
+class Guards:
+    """Watches one engine's model from `initialize` to `destroy`."""
+
+    def __init__(self, model: nn.Module, owner: Owner) -> None:
+        self._modules = weakref.WeakSet(model.modules())
+        # these may be moved about: peft parametrizes a parameter in every forward and puts it back
+        self._params = WeakTensorKeyDictionary()
+        self._params.update((param, True) for param in model.parameters())
+        self._owner = weakref.ref(owner)
+        self._handles: list[RemovableHandle] = [
+            register_module_parameter_registration_hook(self._parameter_registered),
+            register_module_module_registration_hook(self._module_registered),
+        ]
+        for module in model.modules():
+            if any(_is_sharded(param) for param in module.parameters(recurse=False)):
+                self._handles += [
+                    module.register_state_dict_pre_hook(_before_state_dict),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(_before_load_state_dict),  # type: ignore[no-untyped-call]
+                ]
+
+    def remove(self) -> None:
+        """Let everything happen again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
+        if module not in self._modules or param in self._params:
+            return
+        if self._owner() is not None:
+            raise UsageError(
+                f"{type(module).__name__}.{name} = a parameter, after xds.initialize: the engine would neither "
+                "train nor shard it; set it before xds.initialize, or call engine.destroy(), change the model, "
+                "and initialize again"
+            )
+
+    def _module_registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if submodule is None or module not in self._modules or self._owner() is None:
+            return
+        strangers = [n for n, p in submodule.named_parameters() if p not in self._params]
+        if strangers:
+            raise UsageError(
+                f"{type(module).__name__}.{name} = {type(submodule).__name__}, after xds.initialize: the "
+                f"engine would neither train nor shard its parameters ({', '.join(strangers[:3])}); add "
+                "modules before xds.initialize, or call engine.destroy(), change the model, initialize again"
+            )
+
+
+def _is_sharded(param: nn.Parameter) -> bool:
+    owner = find_owner(param)
+    return owner is not None and not owner.compute(param).is_whole
+
+
+def _is_hidden(param: nn.Parameter) -> bool:
+    """Its values are in shards, and no context shows them."""
+    owner = find_owner(param)
+    return owner is not None and not owner.compute(param).is_whole and not owner.is_lent(param)
+
+
+def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if keep_vars:  # the parameters themselves, not their values
+        return
+    hidden = [name for name, p in module.named_parameters(recurse=False) if _is_hidden(p)]
+    if hidden:
+        raise UsageError(
+            f"state_dict() of a module whose parameters are sharded (stage 3): {prefix}{hidden[0]} is not "
+            "whole on this rank; call engine.state_dict() or engine.full_state_dict(...) on every rank"
+        )
+
+
+def _before_load_state_dict(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
+) -> None:
+    hidden = [
+        name
+        for name, param in module.named_parameters(recurse=False)
+        if prefix + name in state_dict and _is_hidden(param)
+    ]
+    if hidden:
+        raise UsageError(
+            f"load_state_dict() into a module whose parameters are sharded (stage 3): {prefix}{hidden[0]} is "
+            "not whole on this rank; call engine.load_state_dict(...) or xds.zero.load_weights(module, ...) on "
+            "every rank"
+        )
+
+
+__all__ = ["Guards"]

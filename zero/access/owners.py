@@ -1,0 +1,236 @@
+"""Who holds a parameter's values: one registry from parameter to owner, so that nothing hangs on the parameter.
+
+    parameter ──> Owner ──> Stored: the flattened tensor [numel], cut by `bounds` over the ranks
+                            rank 0 |-- [0, a) --|-- [a, b) rank 1 --|  rank 2: nothing  |
+
+An engine owns its model's parameters from `initialize` to `destroy`; before that `zero.Init` may own them.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...ops.comm.collectives import ACCESS_BUFFER, Bounds, Collectives
+from ...ops.flat import numel_of
+from ...utils.errors import UsageError
+
+# (start, stop) -> elements [start, stop) of the flattened value
+Reader = Callable[[int, int], Tensor]
+
+
+def reader_of(value: Tensor) -> Reader:
+    """Reads from a whole tensor in memory."""
+    flat = value.detach().reshape(-1)
+    return lambda start, stop: flat[start:stop]
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """One tensor of a parameter as the ranks hold it.
+
+    Shapes:  `mine` is 1-D and writable: elements [start, stop) of this rank's bounds, or all of them where
+             `is_whole`, which says that every rank holds everything.
+    """
+
+    shape: tuple[int, ...]
+    mine: Tensor
+    bounds: Bounds
+    is_whole: bool = False
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """[start, stop) of the flattened tensor that `rank` holds."""
+        return (0, numel_of(self.shape)) if self.is_whole else self.bounds[rank]
+
+    def read(self, collectives: Collectives, target: int | None = None) -> Tensor | None:
+        """The full tensor, fresh; None on ranks other than `target`. Sends this rank's part."""
+        wanted = target in (None, collectives.rank)
+        if self.is_whole:
+            return self.mine.clone().view(self.shape) if wanted else None
+        out = self.mine.new_empty(numel_of(self.shape)) if wanted else None
+        collectives.collect(out, self.mine, self.bounds, target=target)
+        return None if out is None else out.view(self.shape)
+
+    def write(self, reader: Reader, rank: int) -> None:
+        """Overwrite what this rank holds. Nothing is sent."""
+        start, stop = self.range_of(rank)
+        if stop > start:
+            self.mine.copy_(reader(start, stop))
+
+
+class Owner(ABC):
+    """Holds values of parameters on behalf of the script. Every method but `name_of` is for all ranks."""
+
+    collectives: Collectives
+
+    @abstractmethod
+    def name_of(self, param: nn.Parameter) -> str:
+        """The parameter's global name."""
+
+    @abstractmethod
+    def value(self, param: nn.Parameter) -> Stored:
+        """The values in full precision: the master's where there is one."""
+
+    @abstractmethod
+    def compute(self, param: nn.Parameter) -> Stored:
+        """The values that forward computes with."""
+
+    @abstractmethod
+    def write(self, param: nn.Parameter, reader: Reader) -> None:
+        """Set master and computed value from `reader`, which gives the same numbers on every rank."""
+
+    def edit(self, param: nn.Parameter, reader: Reader) -> None:
+        """`write`, but a master keeps its full precision where the computed value stays as it is."""
+        self.write(param, reader)
+
+    @abstractmethod
+    def is_lent(self, param: nn.Parameter) -> bool:
+        """`param.data` is what `lend` made it."""
+
+    @abstractmethod
+    def lend(self, param: nn.Parameter, full: Tensor) -> None:
+        """`param.data` is `full` until `take_back`."""
+
+    @abstractmethod
+    def take_back(self, param: nn.Parameter) -> None:
+        """End `lend`: `param.data` is what it would be without it."""
+
+    def grad(self, param: nn.Parameter) -> Stored | None:
+        """The reduced gradient; None: there is none now.
+
+        Raises:
+            UsageError: it cannot be had at this moment, or of this parameter.
+        """
+        raise UsageError(f"{self.name_of(param)} has no gradient: no engine trains it yet")
+
+    def gradient_factor(self) -> float:
+        """What the reduced gradient is multiplied with, to be that of the loss."""
+        return 1.0
+
+    def optimizer_state(self, param: nn.Parameter, key: str) -> Stored | Tensor | None:
+        """The optimizer's state `key`: a stored tensor, a scalar, or None before the first step.
+
+        Raises:
+            UsageError: there is no such state.
+        """
+        raise UsageError(f"{self.name_of(param)} has no optimizer state: no engine trains it yet")
+
+    def trains(self, param: nn.Parameter) -> bool:
+        """An engine updates `param`."""
+        return False
+
+    @abstractmethod
+    def hand_over(self, param: nn.Parameter, target: Tensor) -> None:
+        """Put the whole value into `target` (any dtype) and stop owning the parameter."""
+
+    def invite(self, param: nn.Parameter, module: nn.Module) -> bool:
+        """Gather `param` for calls of `module` as well. False: the module is a stranger."""
+        return True
+
+    def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
+        """Every rank is about to do the same with this parameter, with the same `value`, or all raise.
+
+        Sends 24 bytes to each rank.
+        Raises:
+            UsageError: the ranks ask for different things; nothing was changed.
+        """
+        asked = [zlib.crc32(doing.encode()), self.number_of(param), _fingerprint(value)]
+        given = torch.tensor(asked, dtype=torch.int64, device=self.collectives.device)
+        what = f"{doing}({self.name_of(param)})"
+        table = self.collectives.gather_small(given, ACCESS_BUFFER, what).tolist()
+        others = [rank for rank, row in enumerate(table) if row[:2] != asked[:2]]
+        if others:
+            raise UsageError(
+                f"rank {self.collectives.rank} calls {doing}({self.name_of(param)}), but rank {others[0]} "
+                "another access, or the same with another parameter: these calls are collective, so "
+                "make the same ones in the same order on every rank"
+            )
+        if any(row != asked for row in table):
+            raise UsageError(
+                f"{doing}({self.name_of(param)}): the ranks give different values; compute the value on one "
+                "rank and broadcast it, or use xds.zero.GatheredParameters(param, modifier_rank=0)"
+            )
+
+    @abstractmethod
+    def number_of(self, param: nn.Parameter) -> int:
+        """The same number for the same parameter on every rank."""
+
+
+def _fingerprint(value: Tensor | None) -> int:
+    """Equal for equal values; almost surely different for others."""
+    if value is None:
+        return 0
+    total = value.detach().double()
+    total = total.sum() + total.abs().sum() * 3.0
+    return int(total.nan_to_num().view(torch.int64))
+
+
+_owners = WeakTensorKeyDictionary()
+
+
+def set_owner(param: nn.Parameter, owner: Owner, *, keep: bool = False) -> None:
+    """`owner` holds `param` from now on. With `keep` it lives as long as the parameter."""
+    _owners[param] = (lambda: owner) if keep else weakref.ref(owner)
+
+
+def clear_owner(param: nn.Parameter) -> None:
+    """Nobody holds `param`: it is an ordinary parameter again."""
+    _owners.pop(param, None)  # type: ignore[no-untyped-call]
+
+
+def find_owner(param: Tensor) -> Owner | None:
+    """Who holds `param`; None for an ordinary tensor."""
+    found = _owners.get(param)  # type: ignore[no-untyped-call]
+    owner: Owner | None = None if found is None else found()
+    return owner
+
+
+def is_trained(param: nn.Parameter) -> bool:
+    """An engine trains `param`, or one did that went away without destroy() and left it in its buffers."""
+    if param not in _owners:
+        return False
+    owner = find_owner(param)
+    return param.requires_grad if owner is None else owner.trains(param)
+
+
+_keepers = WeakTensorKeyDictionary()
+
+
+def set_keeper(param: nn.Parameter, keep: Callable[[nn.Parameter], None]) -> None:
+    """`keep(param)` would give the parameter an owner: it is being built, and whole for the moment."""
+    _keepers[param] = keep
+
+
+def clear_keeper(param: nn.Parameter) -> None:
+    """The parameter has its owner, or will have none."""
+    _keepers.pop(param, None)  # type: ignore[no-untyped-call]
+
+
+def settled_owner(param: nn.Parameter) -> Owner | None:
+    """`find_owner`, after a parameter that is being built was given its owner. For all ranks."""
+    keep = _keepers.get(param)  # type: ignore[no-untyped-call]
+    if keep is not None:
+        keep(param)
+    return find_owner(param)
+
+
+def owner_of(param: Tensor, doing: str) -> Owner:
+    """The same, or a sentence.
+
+    Raises:
+        UsageError: no live engine has this tensor as a parameter.
+    """
+    owner = find_owner(param)
+    if owner is None:
+        raise UsageError(
+            f"{doing}: this tensor of shape {tuple(param.shape)} is not a parameter of a live xds engine; pass "
+            "a parameter of engine.module, not a copy or a view of one, of an engine that was not destroyed"
+        )
+    return owner

@@ -1,0 +1,1 @@
+"""Which elements of a sharded model lie in which range: the arithmetic of checkpoints."""

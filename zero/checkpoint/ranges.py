@@ -1,0 +1,316 @@
+"""Which elements lie in which range of which file: the arithmetic of a checkpoint, without files. Pure.
+
+    saved    flat 0   |----- a -----|.|--- b ---|..|     files    |--- file 0 ---|--- file 1 ---|
+    wanted   flat 5   |--- b ---|.|----- a -----|...     this rank's part   |---------|
+                      -> copies: file 1, elements [3, 9) to [0, 6); ...      . = alignment gap
+
+Every tensor of a checkpoint is a range of a flat, and a flat's slots say what its elements are. So what one
+layout saved another finds by name, and reads only that.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Generic, TypeVar, final
+
+from ...ops.flat import cut, overlap
+from ...utils.schema.checked_types import Flag, Size, Text
+from ..core.layout import Slot
+
+SPLIT_NUMEL = 1 << 16  # elements a rank; what is smaller is written whole by one rank
+
+
+@dataclass(frozen=True)
+class SavedFlat:
+    """One flat buffer, or one tensor that lies alone: then it has one slot.
+
+    kind: "param"; "buffer" of a module; "either", an imported tensor of which nobody said which of the two;
+        "state", an optimizer's tensor that is not per element, with the slot name "parameter/key".
+    dtype: what the parameters compute in, as "float32"; their values may be saved in a wider one.
+    has_values: False where they were left out of the files (frozen parameters, on request).
+    tied: what else a state dict calls a parameter or buffer: pairs (other name, name of its slot).
+    """
+
+    kind: Text
+    trains: Flag
+    dtype: Text
+    numel: Size
+    slots: tuple[Slot, ...]
+    has_values: Flag = True
+    tied: tuple[tuple[Text, Text], ...] = ()
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements [start, stop) of flat number `flat`, of what `key` names, are tensor `tensor` of file `file`.
+
+    key: "value", "grad", or "state/" and the optimizer's own key.
+    """
+
+    flat: Size
+    key: Text
+    start: Size
+    stop: Size
+    file: Size
+    tensor: Text
+    dtype: Text
+
+
+@dataclass(frozen=True)
+class ConstantRange:
+    """All elements [start, stop) of a flat share one value of `key`, such as an optimizer's step count.
+
+    dtype: where it is a tensor, of one element and of `shape`; on_device: and lies beside the masters.
+    """
+
+    flat: Size
+    key: Text
+    start: Size
+    stop: Size
+    value: Any  # a number, a bool, a text or None
+    dtype: Text | None = None
+    on_device: Flag = False
+    shape: tuple[Size, ...] = ()
+
+
+@dataclass(frozen=True)
+class Copy:
+    """`numel` elements of a file's tensor, from element `source`, go to element `target` of the receiver."""
+
+    file: int
+    tensor: str
+    dtype: str
+    source: int
+    target: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of the parameter or buffer `name`, which begin at `target` of the receiver."""
+
+    kind: str
+    name: str
+    start: int
+    stop: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What a model and a checkpoint do not share: names, and sentences about shapes."""
+
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+    shapes: tuple[str, ...]
+
+
+Held = TypeVar("Held", Range, ConstantRange)
+
+
+def kind_of_number(dtype: str) -> str:
+    """ "float", "complex" or "whole": within a kind, values may be converted."""
+    return next((kind for kind in ("float", "complex") if kind in dtype), "whole")
+
+
+@final
+class _Index(Generic[Held]):
+    """Ranges of flats, to be found by flat, key and place."""
+
+    def __init__(self, ranges: Iterable[Held]) -> None:
+        self._sorted: dict[int, dict[str, list[Held]]] = {}
+        for one in ranges:
+            self._sorted.setdefault(one.flat, {}).setdefault(one.key, []).append(one)
+        for keys in self._sorted.values():
+            for key, found in keys.items():
+                found.sort(key=lambda one: one.start)
+                for before, after in pairwise(found):
+                    if before.stop > after.start:
+                        raise ValueError(f"two ranges of {key} claim element {after.start}")
+
+    def keys(self, flat: int) -> Iterable[str]:
+        return self._sorted.get(flat, {})
+
+    def between(self, flat: int, key: str, start: int, stop: int) -> Iterator[Held]:
+        """The ranges that have an element in [start, stop), in order."""
+        found = self._sorted.get(flat, {}).get(key, [])
+        at = bisect_right(found, start, key=lambda one: one.start)
+        for one in found[max(at - 1, 0) :]:
+            if one.start >= stop:
+                return
+            if one.stop > start:
+                yield one
+
+
+@final
+class Catalogue:
+    """Finds elements in a checkpoint by name.
+
+    Raises:
+        ValueError: two ranges claim the same elements.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[SavedFlat],
+        ranges: Iterable[Range],
+        constants: Iterable[ConstantRange] = (),
+    ) -> None:
+        self._flats = flats
+        self._places = {
+            (flat.kind, slot.name): (number, slot)
+            for number, flat in enumerate(flats)
+            for slot in flat.slots
+        }
+        self._tied = {
+            (flat.kind, other): self._places[flat.kind, name]
+            for flat in flats
+            for other, name in flat.tied
+            if (flat.kind, name) in self._places
+        }
+        self._whole_states: dict[str, list[str]] = {}
+        for kind, name in self._places:
+            if kind == "state":
+                self._whole_states.setdefault(name.rpartition("/")[0], []).append(name)
+        self._ranges = _Index(ranges)
+        self._constants = _Index(constants)
+
+    def states_of(self, param: str) -> list[str]:
+        """The names "param/key" of the states that belong to the whole of `param`."""
+        return self._whole_states.get(param, [])
+
+    def flat_of(self, kind: str, name: str) -> SavedFlat:
+        """The flat that holds `name`, which the checkpoint has."""
+        return self._flats[self._places[kind, name][0]]
+
+    def group_of(self, param: str) -> int | None:
+        """The hyperparameter group of a parameter that was trained."""
+        place = self._place("param", param)
+        return place[1].group if place is not None and self._flats[place[0]].trains else None
+
+    def copies(self, piece: Piece, key: str) -> list[Copy]:
+        """Where the elements of `piece` lie. What the checkpoint does not have is left out."""
+        number, low, high = self._span(piece)
+        found = []
+        for one in self._ranges.between(number, key, low, high):
+            start, stop = overlap((one.start, one.stop), (low, high))
+            target = piece.target + start - low
+            source = start - one.start
+            found.append(Copy(one.file, one.tensor, one.dtype, source, target, stop - start))
+        return found
+
+    def uncovered(self) -> list[str]:
+        """Names of which the checkpoint should have every element, and has not."""
+        found = []
+        for (kind, name), (number, slot) in self._places.items():
+            key = f"state/{name.rpartition('/')[2]}" if kind == "state" else "value"
+            there = self.copies(Piece(kind, name, 0, slot.numel, 0), key)
+            if self._flats[number].has_values and sum(c.numel for c in there) != slot.numel:
+                found.append(name)
+        return found
+
+    def keys_of(self, piece: Piece) -> dict[str, str]:
+        """Key -> dtype of what the checkpoint has of `piece`, be it a part of it."""
+        number, low, high = self._span(piece)
+        found = {}
+        for key in self._ranges.keys(number):
+            for one in self._ranges.between(number, key, low, high):
+                found[key] = one.dtype
+        return found
+
+    def constants_of(self, piece: Piece) -> list[ConstantRange]:
+        """Every constant that holds for an element of `piece`."""
+        number, low, high = self._span(piece)
+        return [
+            one
+            for key in self._constants.keys(number)
+            for one in self._constants.between(number, key, low, high)
+        ]
+
+    def _span(self, piece: Piece) -> tuple[int, int, int]:
+        """The flat, and [start, stop) in it; an empty range where the checkpoint does not have the name."""
+        place = self._place(piece.kind, piece.name)
+        if place is None:
+            return -1, 0, 0
+        number, slot = place
+        return number, slot.offset + piece.start, slot.offset + piece.stop
+
+    def _place(self, kind: str, name: str) -> tuple[int, Slot] | None:
+        """The flat and slot of a name, be it one of several names of a tied parameter."""
+        for kinds in (kind,) if kind == "state" else (kind, "either"):
+            for places in (self._places, self._tied):
+                if (kinds, name) in places:
+                    return places[kinds, name]
+        return None
+
+    def compare(self, flats: Sequence[SavedFlat]) -> Differences:
+        """Parameters and buffers that only `flats`, or only the checkpoint has, or with another shape."""
+        own = {(f.kind, s.name): s.shape for f in flats for s in f.slots if f.kind != "state"}
+        saved = {place: self._place(*place) for place in own}
+        met = {(there[0], there[1].offset) for there in saved.values() if there is not None}
+        dtypes = {(f.kind, s.name): f.dtype for f in flats for s in f.slots}
+        return Differences(
+            missing=tuple(sorted(name for (_, name), there in saved.items() if there is None)),
+            extra=tuple(
+                sorted(
+                    name
+                    for (kind, name), (number, slot) in self._places.items()
+                    if kind != "state" and slot.numel and (number, slot.offset) not in met
+                )
+            ),
+            shapes=tuple(
+                f"{name} is {list(there[1].shape)} there and {list(own[kind, name])} here"
+                for (kind, name), there in saved.items()
+                if there is not None and there[1].shape != own[kind, name]
+            )
+            + tuple(
+                f"{place[1]} is {self._flats[there[0]].dtype} there and {dtypes[place]} here"
+                for place, there in saved.items()
+                if there is not None
+                and kind_of_number(self._flats[there[0]].dtype) != kind_of_number(dtypes[place])
+            ),
+        )
+
+
+def pieces(flat: SavedFlat, start: int, stop: int) -> list[Piece]:
+    """The parts of slots that lie in [start, stop) of `flat`; targets count from `start`."""
+    found = []
+    for slot in flat.slots:
+        low, high = overlap((slot.offset, slot.stop), (start, stop))
+        if low < high:
+            found.append(
+                Piece(flat.kind, slot.name, low - slot.offset, high - slot.offset, low - start)
+            )
+    return found
+
+
+def merged(copies: Sequence[Copy]) -> list[Copy]:
+    """The same copies; neighbours in the file that are neighbours at the target become one."""
+    found: list[Copy] = []
+    for copy in copies:
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and (last.file, last.tensor) == (copy.file, copy.tensor)
+            and last.source + last.numel == copy.source
+            and last.target + last.numel == copy.target
+        ):
+            found[-1] = replace(last, numel=last.numel + copy.numel)
+        else:
+            found.append(copy)
+    return found
+
+
+def share(flat: SavedFlat, rank: int, world_size: int, turn: int) -> tuple[int, int]:
+    """[start, stop) of `flat` that `rank` writes, where every rank could write all of it.
+
+    Buffers of modules are rank 0's; what is small is written whole, by the ranks in turn.
+    """
+    if flat.kind == "buffer":
+        return (0, flat.numel) if rank == 0 else (0, 0)
+    if flat.numel < SPLIT_NUMEL * world_size:
+        return (0, flat.numel) if turn % world_size == rank else (0, 0)
+    return cut(flat.numel, world_size)[rank]

@@ -1,0 +1,312 @@
+"""What a checkpoint's elements are to fill in this rank's part of a model, and how it takes effect.
+
+plan (nothing changes)  ->  the reader fills every target  ->  finish: casts, states, publishing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ...utils.views import holds, write
+from ..core.flat_grads import FlatGrads, GradSums
+from .ranges import Catalogue, ConstantRange, Copy, Piece, merged, pieces
+from .snapshot import Block, Held, Snapshot
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """`copies` go to elements of `receiver` [n]; then, where there is one, to `home` of any layout.
+
+    is_fresh: nobody uses `receiver` yet, so it may be filled before the load is sure to succeed.
+    name: of what it fills, where there is a `home`.
+    """
+
+    receiver: Tensor
+    copies: tuple[Copy, ...]
+    home: Tensor | None = None
+    is_fresh: bool = False
+    name: str = ""
+
+    def fits(self) -> bool:
+        """Whether `home` can hold what the receiver was filled with."""
+        return self.home is None or holds(self.home, self.receiver.view(self.home.shape))
+
+    def finish(self) -> None:
+        if self.home is not None:
+            write(self.home, self.receiver.view(self.home.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class _NewState:
+    held: Held
+    values: dict[str, Any]
+    is_padding: bool
+
+
+def target_for(
+    tensor: Tensor, copies: list[Copy], *, is_fresh: bool = False, name: str = ""
+) -> Target:
+    """A target for what is to be in `tensor`, row by row."""
+    is_plain = not (tensor.is_conj() or tensor.is_neg())  # memory holds the elements as they are
+    if tensor.is_contiguous() and is_plain:
+        flat = tensor.detach().view(-1)
+        if is_fresh:
+            _zero_rest(flat, copies)
+        return Target(flat, tuple(merged(copies)), is_fresh=is_fresh)
+    return Target(
+        torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device),
+        tuple(merged(copies)),
+        home=tensor.detach(),
+        is_fresh=True,
+        name=name,
+    )
+
+
+def _zero_rest(flat: Tensor, copies: list[Copy]) -> None:
+    """Zeros where nothing is copied to; to zero all of it first would touch the memory twice."""
+    at = 0
+    for copy in sorted(copies, key=lambda copy: copy.target):
+        flat[at : copy.target].zero_()
+        at = max(at, copy.target + copy.numel)
+    flat[at:].zero_()
+
+
+@final
+class Restore:
+    """One load into what `snapshot` names. Until `finish` is called nothing has changed but receivers.
+
+    missing: names of optimizer states that the checkpoint has for some elements of a range only.
+    problems: sentences about what cannot be loaded at all.
+    """
+
+    def __init__(self, snapshot: Snapshot, catalogue: Catalogue) -> None:
+        self._snapshot = snapshot
+        self._catalogue = catalogue
+        self._states: list[_NewState] = []
+        self._grads: list[tuple[FlatGrads, Tensor]] = []
+        self._locals: list[tuple[FlatGrads, Tensor, list[bool]]] = []
+        self._any_held = False
+        self.missing: list[str] = []
+        self.problems: list[str] = []
+
+    # -- plans ------------------------------------------------------------------------------------------
+
+    def plan_values(self) -> list[Target]:
+        """Targets for parameters, masters and buffers."""
+        flats = self._snapshot.flats
+        return [
+            target_for(block.tensor, self._copies(block), name=flats[block.flat].slots[0].name)
+            for block in self._snapshot.values
+        ]
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The module's buffers by name."""
+        for block in self._snapshot.values:
+            flat = self._snapshot.flats[block.flat]
+            if flat.kind == "buffer":
+                yield flat.slots[0].name, block.tensor
+
+    def _copies(self, block: Block) -> list[Copy]:
+        return [
+            copy
+            for piece in self._pieces(block.flat, block.start, block.stop)
+            for copy in self._catalogue.copies(piece, block.key)
+        ]
+
+    def _pieces(self, flat: int, start: int, stop: int) -> list[Piece]:
+        return pieces(self._snapshot.flats[flat], start, stop)
+
+    def plan_states(self) -> list[Target]:
+        """Targets for the optimizer's states, in fresh tensors where the optimizer has none that fit."""
+        targets: list[Target] = []
+        for held in self._snapshot.held:
+            stop = held.start + held.tensor.numel()
+            here = self._pieces(held.flat, held.start, stop)
+            values = self._constants(here, held)
+            for key, dtype in self._keys(here):
+                found = [c for p in here for c in self._catalogue.copies(p, f"state/{key}")]
+                is_whole = sum(c.numel for c in found) == sum(p.stop - p.start for p in here)
+                shape = tuple(held.tensor.shape)
+                tensor, is_fresh = self._tensor_for(held, key, shape, dtype, keeps=is_whole)
+                values[key] = tensor
+                targets.append(target_for(tensor, found, is_fresh=is_fresh))
+            targets += self._plan_whole(held, here, values)
+            self._states.append(_NewState(held, values, is_padding=not here))
+        self._fill_padding()
+        return targets
+
+    def _fill_padding(self) -> None:
+        """States for ranges that hold no parameter: torch steps a group only where all or none have them."""
+        for new in self._states:
+            others = (
+                o for o in self._states if o.held.group == new.held.group and not o.is_padding
+            )
+            other = next(others, None) if new.is_padding else None
+            for key, value in {} if other is None else other.values.items():
+                assert other is not None
+                new.values[key] = _like(value, other.held.tensor, new.held.tensor)
+
+    def _keys(self, here: list[Piece]) -> list[tuple[str, str]]:
+        """Key and dtype of every per-element state of a range."""
+        found: dict[str, str] = {}
+        each = [self._catalogue.keys_of(piece) for piece in here]
+        for keys in each:
+            found.update({k: v for k, v in keys.items() if k.startswith("state/")})
+        for piece, keys in zip(here, each, strict=True):
+            for key in found:
+                there = self._catalogue.copies(piece, key) if key in keys else []
+                if sum(copy.numel for copy in there) != piece.stop - piece.start:
+                    self.missing.append(f"{piece.name}/{key.removeprefix('state/')}")
+        return [(key.removeprefix("state/"), dtype) for key, dtype in found.items()]
+
+    def _constants(self, here: list[Piece], held: Held) -> dict[str, Any]:
+        """The values that a whole range shares; the ranges they come from must agree."""
+        found: dict[str, ConstantRange] = {}
+        for piece in here:
+            for one in self._catalogue.constants_of(piece):
+                first = found.setdefault(one.key, one)
+                if not _same(first.value, one.value):
+                    self.problems.append(
+                        f"{one.key.removeprefix('state/')} is {one.value} for {piece.name}, {first.value} for "
+                        "a parameter that shares one number with it in this layout"
+                    )
+        return {
+            key.removeprefix("state/"): _constant(one, held.tensor.device)
+            for key, one in found.items()
+        }
+
+    def _tensor_for(
+        self, held: Held, key: str, shape: tuple[int, ...], dtype: str, *, keeps: bool = True
+    ) -> tuple[Tensor, bool]:
+        """The state tensor that is there, if it fits and `keeps`, else a new one; and which of the two."""
+        wanted: torch.dtype = getattr(torch, dtype)
+        old = self._snapshot.state.get(held.tensor, {}).get(key)
+        fits = isinstance(old, Tensor) and tuple(old.shape) == shape and old.dtype == wanted
+        if keeps and fits and old.is_contiguous():
+            return old, False
+        return torch.empty(shape, dtype=wanted, device=held.tensor.device), True
+
+    def _plan_whole(self, held: Held, here: list[Piece], values: dict[str, Any]) -> list[Target]:
+        """Targets for states that belong to whole parameters, such as a factored second moment."""
+        targets = []
+        for name in {piece.name for piece in here}:
+            for full in self._catalogue.states_of(name):
+                key = full.removeprefix(f"{name}/")
+                if held.name != name:
+                    self.problems.append(
+                        f"the optimizer state {key} of {name} is not per element: it loads only where the "
+                        "optimizer sees whole parameters (one rank, or stage 0), as where it was saved"
+                    )
+                    continue
+                saved = self._catalogue.flat_of("state", full)
+                shape = saved.slots[0].shape
+                tensor, is_fresh = self._tensor_for(held, key, shape, saved.dtype)
+                piece = Piece("state", full, 0, saved.numel, 0)
+                values[key] = tensor
+                found = self._catalogue.copies(piece, f"state/{key}")
+                targets.append(target_for(tensor, found, is_fresh=is_fresh))
+        return targets
+
+    def plan_grads(self) -> list[Target]:
+        """Targets for gradient sums over ranks, in fresh tensors."""
+        targets = []
+        for master in self._snapshot.masters:
+            layout = master.params.layout
+            start, stop = layout.shard_range(self._snapshot.rank)
+            here = self._pieces(self._snapshot.number_of(master), start, stop)
+            found = [copy for piece in here for copy in self._catalogue.copies(piece, "grad")]
+            dtypes = {copy.dtype for copy in found}
+            if found:
+                total = torch.empty(
+                    layout.shard_numel,
+                    dtype=getattr(torch, dtypes.pop()),
+                    device=master.tensor.device,
+                )
+                self._grads.append((master.grads, total))
+                targets.append(target_for(total, found, is_fresh=True))
+        return targets
+
+    def plan_locals(self, saved: Mapping[str, Any], *, any_held: bool) -> None:
+        """This rank's own sums, not reduced yet, by flat: a tensor `local` and which slots are `filled`.
+
+        any_held: some rank has such sums; then all ranks go on as those that have.
+        """
+        self._any_held = any_held
+        for master in self._snapshot.masters:
+            one = saved.get(str(self._snapshot.number_of(master)))
+            if one is None:
+                continue
+            layout = master.params.layout
+            is_same = tuple(one["local"].shape) == (layout.numel,)
+            if not is_same or len(one["filled"]) != len(layout.slots):
+                self.problems.append("its half step was saved with other flat buffers")
+                continue
+            self._locals.append((master.grads, one["local"], one["filled"]))
+
+    # -- taking effect ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Values are about to be written: gathered copies and gradients are dropped. For all ranks."""
+        sharded = self._snapshot.sharded
+        sharded.settle_reductions()
+        sharded.reset()
+        sharded.forget_backward()
+        sharded.before_update()
+
+    @torch.no_grad()
+    def finish(self, targets: list[Target]) -> None:
+        """Every target is filled: cast the masters, set the states, publish. For all ranks.
+
+        Sends what an update's publishing sends.
+        """
+        for target in targets:
+            target.finish()
+        for master in self._snapshot.masters:
+            if master.casts:
+                master.compute.copy_(master.tensor)
+        state = self._snapshot.state
+        for new in self._states:
+            state.pop(new.held.tensor, None)
+            if new.values:
+                state[new.held.tensor] = new.values
+        for master in self._snapshot.masters if self._any_held else ():
+            master.grads.hold()
+        for grads, local, filled in self._locals:
+            grads.restore(GradSums(local, filled, None))
+        for grads, total in self._grads:
+            grads.restore(GradSums(None, [], total))
+        self._publish()
+
+    def _publish(self) -> None:
+        sharded = self._snapshot.sharded
+        if sharded.policy.shards_optimizer:
+            for unit in sharded.units:
+                for flat in unit.params:
+                    flat.start_publish()
+        sharded.wait_published()
+
+
+def _constant(one: ConstantRange, device: torch.device) -> Any:
+    if one.dtype is None:
+        return one.value
+    where = device if one.on_device else torch.device("cpu")
+    return torch.full(one.shape, one.value, dtype=getattr(torch, one.dtype), device=where)
+
+
+def _same(one: Any, two: Any) -> bool:
+    return bool(one == two) or (one != one and two != two)  # nan is the same as nan
+
+
+def _like(state: Any, theirs: Tensor, ours: Tensor) -> Any:
+    """What the `state` of range `theirs` is for range `ours`: zeros where it is per element."""
+    if not isinstance(state, Tensor):
+        return state
+    if state.shape != theirs.shape:
+        return state.clone()
+    return torch.zeros_like(ours, dtype=ours.dtype if state.dtype == theirs.dtype else state.dtype)

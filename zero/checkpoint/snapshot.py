@@ -1,0 +1,267 @@
+"""Names every tensor of a sharded model and its optimizer: which elements of which flat it holds.
+
+    flats     0 .. k     the flat buffers, as the layout has them
+              k+1 ..     what lies alone: frozen parameters below stage 3, buffers of modules, and optimizer
+                         states that are neither per element nor a single number
+
+Nothing is copied: a block is the memory that trains, whole or this rank's part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.flat import overlap
+from ...utils.errors import UsageError
+from ..core.layout import FlatLayout, Slot
+from ..core.sharded_model import ShardedModel
+from ..core.update import Master, Updater
+from .ranges import ConstantRange, SavedFlat, share
+
+COMPILED = "_orig_mod."  # what torch.compile puts into names; a checkpoint does without
+STEP = "step"  # of a parameter of one element: the one key that cannot be told from its shape
+SCALARS = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """`tensor` holds elements [start, start + numel) of flat number `flat`, of what `key` names."""
+
+    flat: int
+    key: str
+    start: int
+    tensor: Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tensor.numel()
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A tensor that the optimizer holds: elements [start, start + numel) of flat number `flat`.
+
+    name: of the parameter, where the tensor is one, whole and of its shape; else None.
+    group: which of the optimizer's it is in.
+    """
+
+    tensor: Tensor
+    flat: int
+    start: int
+    name: str | None
+    group: int
+
+
+def plain(name: str) -> str:
+    """The name of a parameter as it is without torch.compile."""
+    return name.replace(COMPILED, "")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """ "float32" of torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _saved(layout: FlatLayout, *, trains: bool, dtype: torch.dtype) -> SavedFlat:
+    slots = tuple(replace(slot, name=plain(slot.name)) for slot in layout.slots)
+    return SavedFlat("param", trains, name_of(dtype), layout.numel, slots)
+
+
+def _alone(kind: str, name: str, tensor: Tensor) -> SavedFlat:
+    slot = Slot(name, tuple(tensor.shape), 0, 0)
+    return SavedFlat(kind, False, name_of(tensor.dtype), tensor.numel(), (slot,))
+
+
+@final
+class Snapshot:
+    """What there is to save, at this moment. `flats` is the same list on every rank."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sharded: ShardedModel,
+        updater: Updater,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        """Raises UsageError: the optimizer keeps something that is neither a number nor a known tensor."""
+        self.rank = sharded.collectives.rank
+        self.world_size = sharded.collectives.world_size
+        self._updater = updater
+        self.masters = updater.masters
+        self.sharded = sharded
+        self.optimizer = optimizer
+        self.state = {} if optimizer is None else optimizer.state  # by tensor that it holds
+        self.flats: list[SavedFlat] = []
+        self.values: list[Block] = []
+        self.states: list[Block] = []
+        self.constants: list[ConstantRange] = []
+        self._layouts: list[FlatLayout] = []
+        self._slots: list[dict[int, Slot]] = []  # of a flat buffer, by offset
+        self._numbers: dict[int, int] = {}  # id(FlatParams) -> number
+        self._add_flats()
+        self._add_alone(module)
+        self._add_tied(module)
+        self.held = list(self._find_held())
+        self._add_states()
+
+    def share(self, flat: int) -> tuple[int, int]:
+        """[start, stop) of a flat that this rank writes. The ranks' shares cover it."""
+        if flat < len(self._layouts):
+            return self._layouts[flat].shard_range(self.rank)
+        return share(self.flats[flat], self.rank, self.world_size, turn=flat)
+
+    def leave_out_frozen(self) -> None:
+        """The values of frozen parameters are not saved; their names stay."""
+        for number, flat in enumerate(self.flats):
+            if flat.kind == "param" and not flat.trains:
+                self.flats[number] = replace(flat, has_values=False)
+        self.values = [block for block in self.values if self.flats[block.flat].has_values]
+
+    def number_of(self, master: Master) -> int:
+        """The flat of `master`."""
+        return self._numbers[id(master.params)]
+
+    # -- parameters and buffers -------------------------------------------------------------------------
+
+    def _add_flats(self) -> None:
+        masters = {id(master.params): master for master in self.masters}
+        for unit in self.sharded.units:
+            for flat in unit.params:
+                number = self._numbers[id(flat)] = len(self.flats)
+                master = masters.get(id(flat))
+                self._layouts.append(flat.layout)
+                self.flats.append(_saved(flat.layout, trains=master is not None, dtype=flat.dtype))
+                self._slots.append({slot.offset: slot for slot in self.flats[-1].slots})
+                is_part = flat.is_sharded if master is None else master.is_sharded
+                start = flat.layout.shard_range(self.rank)[0] if is_part else 0
+                tensor = flat.shard if master is None else master.tensor
+                self.values.append(Block(number, "value", start, tensor))
+
+    def _add_alone(self, module: nn.Module) -> None:
+        inside = {id(p) for unit in self.sharded.units for flat in unit.params for p in flat.params}
+        for name, param in module.named_parameters():
+            if id(param) not in inside:
+                self._append("param", plain(name), param.data, "value", self.values)
+        for name, buffer in _buffers(module):
+            self._append("buffer", plain(name), buffer, "value", self.values)
+
+    def _add_tied(self, module: nn.Module) -> None:
+        names = {id(tensor): plain(name) for name, tensor in module.named_parameters()}
+        names.update((id(tensor), plain(name)) for name, tensor in _buffers(module))
+        others: dict[str, list[tuple[str, str]]] = {}
+        for full, tensor in module.state_dict(keep_vars=True).items():
+            other, name = plain(full), names.get(id(tensor))
+            if name is not None and name != other:
+                others.setdefault(name, []).append((other, name))
+        if not others:
+            return
+        for number, flat in enumerate(self.flats):
+            tied = tuple(pair for slot in flat.slots for pair in others.get(slot.name, ()))
+            self.flats[number] = replace(flat, tied=tied)
+
+    def _append(self, kind: str, name: str, tensor: Tensor, key: str, blocks: list[Block]) -> None:
+        blocks.append(Block(len(self.flats), key, 0, tensor))
+        self.flats.append(_alone(kind, name, tensor))
+
+    # -- the optimizer ----------------------------------------------------------------------------------
+
+    def _find_held(self) -> Iterator[Held]:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        for number, group in enumerate(groups):
+            for tensor in group["params"]:
+                place = self._updater.place_of(tensor)
+                if place is not None:
+                    yield self._held(tensor, *place, number)
+
+    def _held(self, tensor: Tensor, master: Master, at: int, group: int) -> Held:
+        layout = master.params.layout
+        start = at + (layout.shard_range(self.rank)[0] if master.is_sharded else 0)
+        number = self.number_of(master)
+        slot = None if master.is_sharded else self._slots[number].get(start)
+        name = slot.name if slot is not None and slot.shape == tensor.shape else None
+        return Held(tensor, number, start, name, group)
+
+    def _add_states(self) -> None:
+        known = {id(held.tensor) for held in self.held}
+        for tensor in self.state:
+            if id(tensor) not in known:
+                self._refuse("state", "that belongs to no parameter")
+        single = {STEP}  # keys of which one number stands for a whole tensor
+        for held in self.held:
+            for key, value in self.state.get(held.tensor, {}).items():
+                if isinstance(value, Tensor) and value.numel() == 1 < held.tensor.numel():
+                    single.add(key)
+        for held in self.held:
+            for key, value in self.state.get(held.tensor, {}).items():
+                self._add_state(held, key, value, is_single=key in single)
+
+    def _add_state(self, held: Held, key: str, value: Any, *, is_single: bool) -> None:
+        name = f"state/{key}"
+        if isinstance(value, Tensor):
+            if value.numel() == 1 and is_single and not value.is_complex():
+                self._add_constant(held, name, value.item(), value)
+            elif value.shape == held.tensor.shape:
+                self.states.append(Block(held.flat, name, held.start, value))
+            elif held.name is not None:
+                self._append("state", f"{held.name}/{key}", value, name, self.states)
+            else:
+                self._refuse(key, f"of shape {list(value.shape)} for a range of elements")
+        elif isinstance(value, SCALARS):
+            self._add_constant(held, name, value, None)
+        else:
+            self._refuse(key, f"of type {type(value).__name__}")
+
+    def _add_constant(self, held: Held, key: str, value: Any, tensor: Tensor | None) -> None:
+        here = (held.start, held.start + held.tensor.numel())
+        start, stop = overlap(self.share(held.flat), here)
+        if start < stop:
+            dtype = None if tensor is None else name_of(tensor.dtype)
+            beside = tensor is not None and tensor.device.type != "cpu"
+            shape = () if tensor is None else tuple(tensor.shape)
+            self.constants.append(
+                ConstantRange(held.flat, key, start, stop, value, dtype, beside, shape)
+            )
+
+    def _refuse(self, key: str, what: str) -> None:
+        raise UsageError(
+            f"the optimizer {type(self.optimizer).__name__} keeps {key!r} {what}: a checkpoint holds numbers, "
+            "tensors of a parameter's shape, and other tensors of whole parameters (stage 0); save its state "
+            "yourself, or use another optimizer"
+        )
+
+    # -- gradients in the middle of an accumulation -----------------------------------------------------
+
+    def grad_totals(self) -> list[Block]:
+        """Sums over ranks that no update has taken yet: this rank's shards."""
+        blocks = []
+        for master in self.masters:
+            total = master.grads.sums().total
+            if total is not None:
+                start = master.params.layout.shard_range(self.rank)[0]
+                blocks.append(Block(self.number_of(master), "grad", start, total))
+        return blocks
+
+    def grad_locals(self) -> dict[int, tuple[Tensor, list[bool]]]:
+        """By flat: this rank's own sums, not reduced yet, and which slots they have values for."""
+        found = {}
+        for master in self.masters:
+            held = master.grads.sums()
+            if held.local is not None:
+                found[self.number_of(master)] = (held.local, held.filled)
+        return found
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every buffer that a state dict would have, once."""
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None or name in owner._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield f"{prefix}.{name}" if prefix else name, buffer

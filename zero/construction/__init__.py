@@ -1,0 +1,1 @@
+"""Models that come into being in slices, and weights from outside."""

@@ -1,0 +1,217 @@
+"""Builds a model that fits no rank: while the context lasts, one module's own parameters are whole at a time.
+
+    registered ──> whole ──another module's turn──> slice ──an op touches it──> whole ──> ... ──exit──> slice
+
+Torch's own registration hooks say when a parameter is born, a `TorchFunctionMode` when one is touched; both
+end with the context, and nothing is patched. The constructors run as they are, on every rank, and draw the
+same random numbers as without the context: values are bit-equal to plain construction (rank 0's, where the
+ranks' seeds differ).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import TracebackType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from ...utils.errors import UsageError
+from ..access.owners import clear_keeper, find_owner, set_keeper
+from ..core.touched import touched_params
+from .slices import SliceStore
+
+
+@final
+class Construction(TorchFunctionMode):
+    """The context inside which modules are built into `store`. For all ranks, which run the same code."""
+
+    def __init__(self, store: SliceStore) -> None:
+        super().__init__()
+        self._store = store
+        self._whole: dict[int, tuple[nn.Parameter, int]] = {}  # id -> parameter, id of its module
+        self._homes: dict[int, int] = {}  # id of a parameter -> id of the module that holds it
+        self._known: list[nn.Parameter] = []  # keeps those ids from being given away
+        self._hooks: list[RemovableHandle] = []
+        self._is_busy = False
+
+    def __enter__(self) -> Construction:
+        self._hooks = [
+            register_module_parameter_registration_hook(self._parameter_registered),
+            register_module_module_registration_hook(self._module_registered),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+        if kind is None:
+            self._put_away_all_but(None)
+        for param, _ in self._whole.values():
+            clear_keeper(param)
+        self._whole, self._homes, self._known = {}, {}, []
+
+    def adopt(self, module: nn.Module) -> None:
+        """Take the parameters of a module that was built outside, one module after the other."""
+        for inner in module.modules():
+            for param in inner.parameters(recurse=False):
+                self._take(param, inner)
+
+    # -- what torch tells us ----------------------------------------------------------------------------
+
+    def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
+        self._take(param, module)
+
+    def _module_registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        """Copies made by deepcopy never pass through the registration of parameters."""
+        if submodule is not None:
+            self.adopt(submodule)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_busy:
+            touched = touched_params(func, args, kwargs)
+            # inside GatheredParameters a parameter is whole, and one rank alone may edit it
+            needed = {
+                id(p): p for p in touched if self._store.holds(p) and not self._store.is_lent(p)
+            }
+            if needed:
+                self._bring_back(list(needed.values()))
+        return func(*args, **kwargs)
+
+    # -- what we do -------------------------------------------------------------------------------------
+
+    def _take(self, param: nn.Parameter, module: nn.Module) -> None:
+        if param.is_meta or id(param) in self._whole or find_owner(param) is not None:
+            return
+        self._put_away_all_but(id(module))
+        self._hold_whole(param, id(module))
+        self._homes[id(param)] = id(module)
+        self._known.append(param)
+
+    def _bring_back(self, params: list[nn.Parameter]) -> None:
+        self._put_away_all_but(self._homes.get(id(params[0])))
+        self._is_busy = True
+        try:
+            with torch.no_grad():
+                for param in params:
+                    self._store.bring_back(param)
+                    self._hold_whole(param, self._homes.get(id(param), 0))
+        finally:
+            self._is_busy = False
+
+    def _hold_whole(self, param: nn.Parameter, home: int) -> None:
+        self._whole[id(param)] = (param, home)
+        set_keeper(param, lambda param: self._put_away([param]))
+
+    def _put_away_all_but(self, module_id: int | None) -> None:
+        self._put_away([param for param, home in self._whole.values() if home != module_id])
+
+    def _put_away(self, leaving: list[nn.Parameter]) -> None:
+        if not leaving:
+            return
+        self._is_busy = True
+        try:
+            with torch.no_grad():
+                for param in leaving:
+                    self._store.put_away(param)
+                    del self._whole[id(param)]
+                    clear_keeper(param)
+        finally:
+            self._is_busy = False
+
+
+def materialise(model: nn.Module, construction: Construction) -> None:
+    """Give a model on the meta device its initial values, module by module.
+
+    Modules make them by `reset_parameters`; `_init_weights(module)` of the model, as in transformers, follows.
+
+    Children come before their parents: the order in which constructors that end with `reset_parameters`, as
+    torch's own do, have drawn. Values are then bit-equal to plain construction.
+
+    Raises:
+        UsageError: modules with parameters or buffers on meta have no `reset_parameters`; all of them.
+    """
+    on_meta = [
+        (name, module, _initialisers(module, owner))
+        for name, module, owner in _children_first(model, "", model)
+        if any(_meta_tensors(module))
+    ]
+    helpless = [
+        f"{name or type(module).__name__} ({type(module).__name__})"
+        for name, module, initialisers in on_meta
+        if not initialisers
+    ]
+    if helpless:
+        raise UsageError(
+            f"{', '.join(helpless[:5])}{' and more' if len(helpless) > 5 else ''} on the meta device: no "
+            "reset_parameters() to make initial values with; pass weights= to xds.initialize, or build the "
+            "model inside xds.zero.Init(config)"
+        )
+    with construction:
+        for _, module, initialisers in on_meta:
+            for _, tensor in _meta_tensors(module):
+                make_real(tensor, torch.empty_like(tensor, device="cpu"))
+            for initialise in initialisers:
+                initialise()
+            construction.adopt(module)
+
+
+def _children_first(
+    module: nn.Module, prefix: str, owner: nn.Module
+) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Name, module, and the nearest module around it that knows how to initialise others."""
+    if callable(getattr(module, "_init_weights", None)):
+        owner = module
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{prefix}{name}.", owner)
+    yield prefix[:-1], module, owner
+
+
+def _initialisers(module: nn.Module, owner: nn.Module) -> list[Callable[[], None]]:
+    found = [
+        getattr(module, name)
+        for name in ("reset_parameters", "_reset_parameters")
+        if callable(getattr(module, name, None))
+    ][:1]
+    if callable(getattr(owner, "_init_weights", None)):
+        by_owner: Callable[[nn.Module], None] = owner._init_weights  # type: ignore[assignment]
+        found.append(partial(by_owner, module))
+    return found
+
+
+def _meta_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None and tensor.is_meta:
+            yield name, tensor
+
+
+def make_real(tensor: Tensor, real: Tensor) -> None:
+    """A tensor on meta becomes `real`, in place: whoever refers to it goes on doing so."""
+    if isinstance(tensor, nn.Parameter):
+        real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
+
+
+__all__ = ["Construction", "make_real", "materialise"]

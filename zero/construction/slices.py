@@ -1,0 +1,140 @@
+"""Parameters that exist in slices before there is an engine: rank r keeps elements [r*c, (r+1)*c) of each.
+
+    whole (live)  --put_away-->  slice [c], param.data = NaN expanded to its shape  --bring_back-->  whole
+
+`zero.Init` and the loading of pretrained weights fill it; building an engine empties it, unit by unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...ops.comm.collectives import Collectives
+from ...ops.flat import cut, numel_of
+from ..access.owners import Owner, Reader, Stored, clear_owner, set_owner
+from ..core.flat_params import absent_like
+
+CHUNK_NUMEL = 1 << 22  # elements a rank sends at a time when a slice is handed over
+
+
+@dataclass(eq=False)
+class _Slice:
+    shape: tuple[int, ...]
+    device: torch.device  # where the whole parameter was, and comes back to
+    dtype: torch.dtype  # the same
+    mine: Tensor  # [own elements] on the collectives' device
+    number: int
+    is_lent: bool = False
+
+
+@final
+class SliceStore(Owner):
+    """Owns slices of parameters. Every method is for all ranks, in the same order."""
+
+    def __init__(self, collectives: Collectives, dtype: torch.dtype | None = None) -> None:
+        """Floating values are kept in `dtype`; None keeps each parameter's own."""
+        self.collectives = collectives
+        self._dtype = dtype
+        self._slices = WeakTensorKeyDictionary()  # parameter -> _Slice
+        self._numbers = 0
+
+    def holds(self, param: Tensor) -> bool:
+        """`param` is put away here."""
+        return param in self._slices
+
+    def put_away(self, param: nn.Parameter) -> None:
+        """Keep this rank's slice of rank 0's values, and empty the parameter. Rank 0 sends the slices."""
+        full = param.data.contiguous().view(-1)
+        full = full.to(device=self.collectives.device, dtype=self._kept_dtype(param.dtype))
+        bounds = self._bounds(full.numel())
+        start, stop = bounds[self.collectives.rank]
+        mine = full.new_empty(stop - start)
+        self.collectives.scatter(full, mine, bounds)
+        self._keep(param, param.device, param.dtype, mine)
+
+    def adopt(self, param: nn.Parameter, reader: Reader) -> None:
+        """Keep this rank's slice of what `reader` gives; the parameter's own values are never read."""
+        start, stop = self._bounds(param.numel())[self.collectives.rank]
+        dtype = self._kept_dtype(param.dtype)
+        mine = torch.empty(stop - start, dtype=dtype, device=self.collectives.device)
+        if stop > start:
+            mine.copy_(reader(start, stop))
+        self._keep(param, self.collectives.device, param.dtype, mine)
+
+    def _kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
+
+    def _keep(
+        self, param: nn.Parameter, device: torch.device, dtype: torch.dtype, mine: Tensor
+    ) -> None:
+        shape = tuple(param.shape)
+        self._slices[param] = _Slice(shape, device, dtype, mine, self._numbers)
+        self._numbers += 1
+        param.data = absent_like(shape, mine.dtype, self.collectives.device)
+        set_owner(param, self, keep=True)
+
+    def bring_back(self, param: nn.Parameter) -> None:
+        """The whole parameter again, an ordinary one. Every rank sends its slice."""
+        piece = self._slices.pop(param)  # type: ignore[no-untyped-call]
+        clear_owner(param)
+        full = self._stored(piece).read(self.collectives)
+        assert full is not None
+        param.data = full.to(device=piece.device, dtype=piece.dtype)
+
+    def hand_over(self, param: nn.Parameter, target: Tensor) -> None:
+        """As above. It travels in pieces, so that no second copy of a large one is made."""
+        piece = self._slices.pop(param)  # type: ignore[no-untyped-call]
+        clear_owner(param)
+        bounds = self._bounds(target.numel())
+        flat = target.view(-1)
+        longest = max(stop - start for start, stop in bounds)
+        for at in range(0, longest, CHUNK_NUMEL):
+            parts = [(min(a + at, b), min(a + at + CHUNK_NUMEL, b)) for a, b in bounds]
+            ends = [0]
+            for start, stop in parts:
+                ends.append(ends[-1] + stop - start)
+            packed = piece.mine.new_empty(ends[-1])
+            mine = piece.mine[at : at + CHUNK_NUMEL]
+            self.collectives.collect(packed, mine, list(zip(ends[:-1], ends[1:], strict=True)))
+            for (start, stop), begin in zip(parts, ends[:-1], strict=True):
+                flat[start:stop] = packed[begin : begin + stop - start]
+
+    def _bounds(self, numel: int) -> list[tuple[int, int]]:
+        return cut(numel, self.collectives.world_size)
+
+    def _stored(self, piece: _Slice) -> Stored:
+        return Stored(piece.shape, piece.mine, self._bounds(numel_of(piece.shape)))
+
+    # -- as an owner ------------------------------------------------------------------------------------
+
+    def name_of(self, param: nn.Parameter) -> str:
+        return f"parameter {self.number_of(param)} of zero.Init, {tuple(self._slices[param].shape)}"
+
+    def number_of(self, param: nn.Parameter) -> int:
+        return int(self._slices[param].number)
+
+    def value(self, param: nn.Parameter) -> Stored:
+        return self._stored(self._slices[param])
+
+    def compute(self, param: nn.Parameter) -> Stored:
+        return self.value(param)
+
+    def write(self, param: nn.Parameter, reader: Reader) -> None:
+        self.value(param).write(reader, self.collectives.rank)
+
+    def is_lent(self, param: nn.Parameter) -> bool:
+        return bool(self._slices[param].is_lent)
+
+    def lend(self, param: nn.Parameter, full: Tensor) -> None:
+        self._slices[param].is_lent = True
+        param.data = full
+
+    def take_back(self, param: nn.Parameter) -> None:
+        piece = self._slices[param]
+        param.data = absent_like(piece.shape, piece.mine.dtype, self.collectives.device)
+        piece.is_lent = False  # last: until then a `Construction` leaves the parameter alone

@@ -1,0 +1,296 @@
+"""Weights from outside: a state dict, a safetensors file, or a folder of them; read range by range.
+
+A rank reads the rows that its part of a parameter touches, and nothing else of the file. Nothing in a file
+is executed: `.bin` and `.pt` files are read with weights_only, mapped into memory.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.flat import numel_of
+from ...utils.errors import UsageError
+from ...utils.views import holds, may_overlap, write
+from ..access.owners import Reader, find_owner
+from ..core.flat_params import absent_like
+from .construction import make_real
+from .slices import SliceStore
+
+INDEX = "model.safetensors.index.json"
+SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
+
+
+class Weights(ABC):
+    """Named tensors that can be read in parts."""
+
+    source: str
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Every tensor's name."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened tensor, 1-D, on the CPU."""
+
+    def reader(self, name: str) -> Reader:
+        """The same for one tensor."""
+        return lambda start, stop: self.read(name, start, stop)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let the files go."""
+
+
+@final
+class InMemory(Weights):
+    """A state dict."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], source: str = "the state dict") -> None:
+        self.source = source
+        self._tensors = tensors
+
+    def names(self) -> Sequence[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self._tensors[name].detach().reshape(-1)[start:stop]
+
+    def close(self) -> None:
+        return
+
+
+@final
+class SafeTensors(Weights):
+    """One or several safetensors files."""
+
+    def __init__(self, source: str, files: Mapping[str, Path]) -> None:
+        """`files`: which file holds which tensor; every tensor of a file if it maps "" to one."""
+        self.source = source
+        self._stack = ExitStack()
+        open_file = _safe_open()
+        opened = {
+            path: self._stack.enter_context(open_file(path, framework="pt"))
+            for path in dict.fromkeys(files.values())
+        }
+        if "" in files:
+            self._homes = {name: opened[files[""]] for name in opened[files[""]].keys()}
+        else:
+            self._homes = {name: opened[path] for name, path in files.items()}
+
+    def names(self) -> Sequence[str]:
+        return list(self._homes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._homes[name].get_slice(name).get_shape())
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        shape = self.shape(name)
+        if len(shape) < 2:
+            whole: Tensor = self._homes[name].get_tensor(name).reshape(-1)
+            return whole[start:stop]
+        row = numel_of(shape[1:])
+        first, last = start // max(row, 1), -(-stop // max(row, 1))
+        rows: Tensor = self._homes[name].get_slice(name)[first:last]
+        return rows.reshape(-1)[start - first * row : stop - first * row]
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def open_weights(source: Any) -> Weights:
+    """The weights in `source`: a state dict, a file, an index, or a folder with one of them.
+
+    Raises:
+        UsageError: there is nothing that can be read.
+    """
+    if isinstance(source, Weights):
+        return source
+    if isinstance(source, Mapping):
+        return InMemory(source)
+    path = Path(source)
+    if path.is_dir():
+        found = [path / name for name in (INDEX, *SINGLE) if (path / name).is_file()]
+        if not found:
+            raise UsageError(
+                f"weights: {path} holds none of {INDEX}, {', '.join(SINGLE)}; give a folder that a model was "
+                "saved to, or the path of a file"
+            )
+        path = found[0]
+    if not path.is_file():
+        raise UsageError(f"weights: {path} does not exist; give a file, a folder or a state dict")
+    if path.name.endswith(".index.json"):
+        return _open_index(path)
+    if path.suffix == ".safetensors":
+        return SafeTensors(str(path), {"": path})
+    return InMemory(_torch_load(path), str(path))
+
+
+def _open_index(path: Path) -> Weights:
+    try:
+        table = json.loads(path.read_text())["weight_map"]
+        files = {str(name): path.parent / str(file) for name, file in table.items()}
+    except (ValueError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f'weights: {path} is no index of weights: it needs "weight_map"'
+        ) from error
+    missing = sorted({file.name for file in files.values() if not file.is_file()})
+    if missing:
+        raise UsageError(
+            f"weights: {path} names files that are not beside it: {', '.join(missing)}"
+        )
+    if not all(file.suffix == ".safetensors" for file in files.values()):
+        tensors: dict[str, Tensor] = {}
+        for file in dict.fromkeys(files.values()):
+            tensors.update(_torch_load(file))
+        return InMemory(tensors, str(path))
+    return SafeTensors(str(path), files)
+
+
+def _torch_load(path: Path) -> dict[str, Tensor]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise UsageError(
+            f"weights: {path} cannot be read without executing what is in it ({type(error).__name__}); save "
+            "the weights as safetensors"
+        ) from error
+    if not isinstance(found, dict):
+        raise UsageError(f"weights: {path} holds a {type(found).__name__}, not a state dict")
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _safe_open() -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise UsageError(
+            "reading safetensors needs the package safetensors, which is not installed; run "
+            "pip install safetensors"
+        ) from None
+    return safe_open
+
+
+# -- into a model -----------------------------------------------------------------------------------------
+
+
+def match_names(model: nn.Module, weights: Weights, *, strict: bool) -> dict[str, str]:
+    """Name in the model -> name in `weights`, for every parameter and buffer that is there.
+
+    A tied parameter is there if one of its names is. Buffers that a state dict leaves out are not asked for.
+    Raises:
+        UsageError: with `strict`, missing or extra names; always, another shape. All of them at once.
+    """
+    there = set(weights.names())
+    own = _names_by_tensor(model)
+    found: dict[str, str] = {}
+    missing, shapes = [], []
+    for names, tensor in own:
+        hit = next((name for name in names if name in there), None)
+        if hit is None:
+            missing.append(names[0])
+        elif weights.shape(hit) != tuple(tensor.shape):
+            shapes.append(f"{hit} is {weights.shape(hit)} there and {tuple(tensor.shape)} here")
+        else:
+            found[names[0]] = hit
+    extra = sorted(there - {name for names, _ in own for name in names})
+    problems = [f"shapes differ: {_some(shapes)}"] if shapes else []
+    if strict and missing:
+        problems.append(f"missing there: {_some(missing)}")
+    if strict and extra:
+        problems.append(f"not in the model: {_some(extra)}")
+    if problems:
+        raise UsageError(
+            f"{weights.source} does not fit the model, nothing was changed; {'; '.join(problems)}; "
+            "strict=False leaves out what is missing or extra"
+        )
+    return found
+
+
+def _names_by_tensor(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    names: dict[int, tuple[list[str], Tensor]] = {}
+    kept = set(model.state_dict(keep_vars=True))
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        if name in kept:
+            names.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(names.values())
+
+
+def _some(items: Sequence[str]) -> str:
+    shown = ", ".join(items[:5])
+    return shown if len(items) <= 5 else f"{shown} and {len(items) - 5} more"
+
+
+def load_weights(
+    model: nn.Module, source: Any, *, strict: bool = True, store: SliceStore | None = None
+) -> None:
+    """Overwrite parameters and buffers of `model`, whole or sharded, by those of `source`. For all ranks.
+
+    Each rank reads its own part, unit by unit; nothing is sent. Masters follow, optimizer states stay.
+    Args:
+        model: built in `xds.zero.Init`, or an engine's module, or an ordinary one.
+        source: a state dict, a .safetensors file or index, a folder with one, or a .bin/.pt file.
+        strict: missing and extra names are an error.
+        store: parameters on the meta device are kept there, in slices; None makes them whole.
+    Raises:
+        UsageError: names or shapes that do not fit, or nothing to read; nothing is changed then.
+    """
+    weights = open_weights(source)
+    try:
+        found = match_names(model, weights, strict=strict)
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        with torch.no_grad():
+            for name, stored in found.items():
+                _check_view(name, tensors[name], weights.reader(stored))
+            for name, stored in found.items():
+                _overwrite(tensors[name], weights.reader(stored), store)
+    finally:
+        weights.close()
+
+
+def _check_view(name: str, tensor: Tensor, reader: Reader) -> None:
+    """Elements that share memory cannot get different values."""
+    if tensor.is_meta or not may_overlap(tensor):
+        return
+    owner = find_owner(tensor)
+    if owner is not None and owner.compute(tensor).mine.data_ptr() != tensor.data_ptr():  # type: ignore[arg-type]
+        return  # it shows that its values lie elsewhere
+    values = reader(0, tensor.numel()).to(tensor).view(tensor.shape)
+    if not holds(tensor.data, values):
+        raise UsageError(
+            f"{name} is a view whose elements share memory (expanded), and the weights have different values "
+            "for them; nothing was changed. Give the module a tensor of its own: tensor.clone()"
+        )
+
+
+def _overwrite(tensor: Tensor, reader: Reader, store: SliceStore | None) -> None:
+    if tensor.is_meta and store is not None and isinstance(tensor, nn.Parameter):
+        make_real(tensor, absent_like(tensor.shape, tensor.dtype, store.collectives.device))
+        return store.adopt(tensor, reader)
+    if tensor.is_meta:
+        make_real(tensor, torch.empty_like(tensor, device="cpu"))
+    owner = find_owner(tensor)
+    if owner is not None:
+        owner.write(tensor, reader)  # type: ignore[arg-type]
+    else:
+        write(tensor.data, reader(0, tensor.numel()).view(tensor.shape))
+
+
+__all__ = ["InMemory", "SafeTensors", "Weights", "load_weights", "match_names", "open_weights"]

@@ -1,0 +1,1 @@
+"""A sharded model at work: units, flat buffers, gathering, reducing, updating."""

@@ -1,0 +1,118 @@
+"""Moves the parameters of a model into flat buffers: one for each kind of parameter in each unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import nn
+
+from ...compression.reducer import GradientReducer
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.pool import BufferPool
+from ..config import ZeroConfig
+from .discover import UnitPlan, find_units
+from .flat_grads import FlatGrads
+from .flat_params import FlatParams
+from .layout import Entry, plan_flat
+from .policy import Policy
+from .tensors import broadcast_whole
+from .unit import Unit
+
+
+class _Kind(NamedTuple):
+    """What the parameters of one flat buffer of a unit have in common.
+
+    is_single: of one element. Such a tensor cannot refuse a write, so stage 3 never drops it: a write to it
+    counts, between steps too. At every stage, so that all stages add up the norm in one order.
+    """
+
+    trains: bool
+    is_single: bool
+    dtype: torch.dtype
+
+
+@final
+class Builder:
+    """Builds units, rank 0's values in them. `groups` as in `ShardedModel`."""
+
+    def __init__(
+        self,
+        groups: Mapping[int, int],
+        policy: Policy,
+        collectives: Collectives,
+        reducer: GradientReducer,
+        pool: BufferPool,
+    ) -> None:
+        self._groups = groups
+        self._policy = policy
+        self._collectives = collectives
+        self._reducer = reducer
+        self._pool = pool
+        self._numbers = 0
+
+    def build(self, model: nn.Module, config: ZeroConfig) -> list[Unit]:
+        """The units of `model`, the root last."""
+        blocks, root = find_units(model, config.units, config.unit_min_numel)
+        for buffer in model.buffers():
+            buffer.data = broadcast_whole(self._collectives, buffer.data)
+        self._cast_empty(model)
+        units = [self._build(plan, is_root=False) for plan in blocks]
+        units.append(self._build(root, is_root=True))
+        return [unit for unit in units if unit.params or unit.is_root]
+
+    def _cast_empty(self, model: nn.Module) -> None:
+        """Parameters without elements lie in no buffer, and compute in the same dtype as the others."""
+        for param in model.parameters():
+            if not param.numel():
+                param.data = param.data.to(self._policy.param_dtype(param.dtype))
+
+    def _build(self, plan: UnitPlan, *, is_root: bool) -> Unit:
+        unit = Unit(plan.name, plan.modules, is_root)
+        kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
+        for name, param in plan.params:
+            dtype = self._policy.param_dtype(param.dtype)
+            kind = _Kind(id(param) in self._groups, param.numel() == 1, dtype)
+            kinds.setdefault(kind, []).append((name, param))
+        for kind, entries in sorted(kinds.items(), key=lambda found: not found[0].trains):
+            if kind.trains or self._policy.shards_params:
+                self._add_flat(unit, entries, kind)
+            else:
+                for _, param in entries:
+                    value = param.data.to(kind.dtype)
+                    param.data = broadcast_whole(self._collectives, value)
+        return unit
+
+    def _add_flat(
+        self, unit: Unit, entries: Sequence[tuple[str, nn.Parameter]], kind: _Kind
+    ) -> None:
+        by_name = dict(entries)
+        layout = plan_flat(
+            [Entry(name, tuple(p.shape), self._groups.get(id(p), 0)) for name, p in entries],
+            self._collectives.world_size,
+        )
+        ordered = [by_name[slot.name] for slot in layout.slots]
+        index = self._numbers
+        self._numbers += 1
+        frozen = "" if kind.trains else " (frozen)"
+        name = f"unit '{unit.name}'" if unit.name else "the root unit"
+        self._collectives.name_buffer(index, name + frozen)
+        params = FlatParams(
+            layout,
+            ordered,
+            kind.dtype,
+            self._collectives,
+            index=index,
+            is_sharded=self._policy.shards_params,
+        )
+        if kind.is_single and self._policy.shards_params:
+            params.keep_gathered()
+            params.unshard()
+        unit.params.append(params)
+        if kind.trains:
+            grads = (layout, ordered, self._policy, self._collectives, self._reducer, self._pool)
+            unit.grads.append(FlatGrads(*grads, index))
+
+
+__all__ = ["Builder"]

@@ -1,0 +1,147 @@
+"""Where every parameter lies in its flat buffer, and which part of it each rank owns. Pure arithmetic.
+
+    slots      |--- w0 ---|.|- b0 -|..|------ w1 ------|- n0 -|....|      . = alignment gap, zero for ever
+    segments   |---------- group 0 -------------------|- group 1 -|      one hyperparameter group each
+    shards     |------ rank 0 ------|------ rank 1 -----|--- rank 2 ---|  equal, cut anywhere
+
+Slots of one hyperparameter group lie side by side, so an optimizer sees one contiguous 1-D tensor for each
+(flat buffer, group). Every boundary is a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...ops.flat import ALIGN_NUMEL, align_up, numel_of, overlap
+from ...utils.schema.checked_types import Size, Text
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter to be placed: its global name, its shape, its hyperparameter group."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place: elements [offset, offset + numel) of the flat buffer."""
+
+    name: Text
+    shape: tuple[Size, ...]
+    group: Size
+    offset: Size
+
+    @property
+    def numel(self) -> int:
+        return numel_of(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, stop) that share one hyperparameter group."""
+
+    group: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a slot that lies in a range: elements [start, stop) of the range.
+
+    `slot_start` is where in the slot it begins; `whole` says that the slot is all there.
+    """
+
+    slot: Slot
+    start: int
+    stop: int
+    slot_start: int
+
+    @property
+    def whole(self) -> bool:
+        return self.stop - self.start == self.slot.numel
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The plan of one flat buffer of `numel` elements over `world_size` ranks."""
+
+    slots: tuple[Slot, ...]
+    segments: tuple[Segment, ...]
+    numel: int
+    world_size: int
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.world_size
+
+    @property
+    def payload_numel(self) -> int:
+        """Elements that are parameters."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements that are alignment gaps or the tail."""
+        return self.numel - self.payload_numel
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """[start, stop) of the shard that `rank` owns."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """[start, stop) of every run of padding, in order."""
+        found, at = [], 0
+        for slot in self.slots:
+            if slot.offset > at:
+                found.append((at, slot.offset))
+            at = slot.stop
+        if self.numel > at:
+            found.append((at, self.numel))
+        return found
+
+    def segments_in(self, start: int, stop: int) -> list[Segment]:
+        """The segments clipped to [start, stop), positions relative to `start`."""
+        found = []
+        for segment in self.segments:
+            low, high = overlap((segment.start, segment.stop), (start, stop))
+            if low < high:
+                found.append(Segment(segment.group, low - start, high - start))
+        return found
+
+    def pieces_in(self, start: int, stop: int) -> list[Piece]:
+        """The parts of slots that lie in [start, stop), positions relative to `start`."""
+        pieces = []
+        for slot in self.slots:
+            low, high = overlap((slot.offset, slot.stop), (start, stop))
+            if low < high:
+                pieces.append(Piece(slot, low - start, high - start, low - slot.offset))
+        return pieces
+
+
+def plan_flat(entries: Sequence[Entry], world_size: int) -> FlatLayout:
+    """Lay `entries` out: group by group (stable within a group), every slot and shard 64-byte aligned."""
+    slots: list[Slot] = []
+    segments: list[Segment] = []
+    at = 0
+    for group in sorted({entry.group for entry in entries}):
+        start = at
+        for entry in entries:
+            if entry.group == group:
+                slots.append(Slot(entry.name, entry.shape, group, at))
+                at = align_up(slots[-1].stop, ALIGN_NUMEL)
+        segments.append(Segment(group, start, at))
+    numel = align_up(at, ALIGN_NUMEL * world_size)
+    if (
+        segments
+    ):  # the tail belongs to the last segment: updating zeros is cheaper than a ragged cut
+        segments[-1] = Segment(segments[-1].group, segments[-1].start, numel)
+    return FlatLayout(tuple(slots), tuple(segments), numel, world_size)

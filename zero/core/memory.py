@@ -1,0 +1,67 @@
+"""The memory of a sharded model: how many bytes its states take, and lending it to something else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor
+
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.pool import BufferPool
+from .flat_grads import FlatGrads
+from .unit import Unit
+
+
+@final
+class Memory:
+    """Parameters, gradients and buckets of all units on this rank."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        grads: Sequence[FlatGrads],
+        pool: BufferPool,
+        collectives: Collectives,
+    ) -> None:
+        self._params = [flat for unit in units for flat in unit.params]
+        self._grads = grads
+        self._pool = pool
+        self._collectives = collectives
+
+    def release_gradients(self) -> None:
+        """Let go of all buffers of gradients; the next backward makes them again."""
+        for grads in self._grads:
+            grads.release()
+        self._pool.clear()
+
+    def param_tensors(self) -> list[Tensor]:
+        """The memory that parameters are kept in: shards, and buffers that are whole."""
+        return [flat.shard for flat in self._params] + [flat.raw for flat in self._params]
+
+    def hide_whole_params(self, hides: bool) -> None:
+        """With `hides` parameters show NaN until `show_whole_params`."""
+        for flat in self._params if hides else []:
+            flat.hide()
+
+    def show_whole_params(self) -> None:
+        """End `hide_whole_params`."""
+        for flat in self._params:
+            flat.show()
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes this rank holds: parameters, gradients, and the buckets that units pass around."""
+        params = sum(
+            flat.shard.numel() * flat.shard.element_size() if flat.is_sharded else flat.full_bytes
+            for flat in self._params
+        )
+        gathered = sum(
+            flat.full_bytes
+            for flat in self._params
+            if flat.is_sharded and flat.raw.untyped_storage().nbytes()
+        )
+        return {
+            "param": params,
+            "grad": sum(grads.held_bytes for grads in self._grads),
+            "buckets": self._pool.allocated_bytes + gathered + self._collectives.scratch_bytes,
+        }

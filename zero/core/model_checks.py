@@ -1,0 +1,63 @@
+"""A model before it is sharded: moved to its device, and refused where it cannot be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ...utils.errors import UsageError
+from ..access.owners import find_owner, is_trained
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Parameters and buffers to `device`, in place; those that are kept in slices lie there already."""
+    for param in model.parameters():
+        if find_owner(param) is None:
+            param.data = param.data.to(device)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def check_model(model: nn.Module, groups: Mapping[int, int], *, must_train: bool = True) -> None:
+    """Before anything is moved or allocated: can this model be trained?
+
+    Raises:
+        UsageError: parameters without values, of unsupported dtype, of another engine, on several devices,
+            or none to train; all complaints at once.
+    """
+    problems: list[str] = []
+    if must_train and torch.is_inference_mode_enabled():
+        problems.append(
+            "xds.initialize was called inside torch.inference_mode(): tensors made there cannot be trained; "
+            "call it outside"
+        )
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            problems.append(f"{name} is on the meta device: give it values before initialize")
+        elif id(param) in groups and param.is_inference():
+            problems.append(
+                f"{name} was made inside torch.inference_mode(): build the model outside"
+            )
+        elif param.dtype.is_complex:
+            problems.append(f"{name} is {param.dtype}: complex parameters are not supported")
+        if is_trained(param):
+            problems.append(
+                f"{name} already belongs to another engine: call destroy() on that engine first, or "
+                "give this one a model of its own"
+            )
+    if must_train and not any(id(p) in groups and p.numel() for p in model.parameters()):
+        problems.append(
+            "the model has no trainable parameter: set requires_grad on at least one, "
+            "and pass it in model_parameters"
+        )
+    devices = {str(param.device) for param in model.parameters() if find_owner(param) is None}
+    if len(devices) > 1:
+        problems.append(f"parameters lie on {sorted(devices)}: move the model to one device")
+    if problems:
+        shown = problems[:5] + ([f"and {len(problems) - 5} more"] if len(problems) > 5 else [])
+        raise UsageError("; ".join(shown))
+
+
+__all__ = ["check_model", "move_model"]

@@ -1,0 +1,186 @@
+"""The order in which gradients are reduced over the ranks, and what is on its way.
+
+Reductions start in one fixed order that every rank knows, each as soon as it and all before it are complete;
+what a backward never touched contributes zeros at its end. So ranks whose graphs differ send the same
+messages, and nobody waits for ever. What comes after its buffer was sent waits for `finish`, where the ranks
+agree on a second reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ...ops.comm.collectives import Collectives
+from ...ops.kernels.square_sum import exact_square_sum, is_in_range, square_sum
+from .flat_grads import FlatGrads
+
+REDUCTIONS_IN_FLIGHT = (
+    2  # one on the wire while the one before it is summed; 0 without overlap_comm
+)
+
+
+@final
+class Reduction:
+    """Reduces flat gradients in the order of `order`. Every method but `settle` is for all ranks."""
+
+    def __init__(
+        self,
+        order: Sequence[FlatGrads],
+        collectives: Collectives,
+        *,
+        in_flight: int,
+        gathers: bool,
+    ) -> None:
+        """
+        Args:
+            in_flight: how many reductions are under way at most while a next one is begun.
+            gathers: every rank gets every total (stage 0), not its shard alone.
+        """
+        self.order = list(order)
+        self._collectives = collectives
+        self._depth = in_flight
+        self._gathers = gathers
+        self._next = 0
+        self._in_flight: list[FlatGrads] = []
+        self._reduces = True
+        self._holds = False  # gradients of whole backward passes wait on the ranks for a reduction
+
+    def begin_backward(self, *, reduces: bool) -> None:
+        """Gradients are about to come. With `reduces` they travel before `end_backward` returns."""
+        self.settle()  # gradients may be written again only where nothing is being sent
+        self._reduces = reduces
+        self._next = 0
+        for grads in self.order:
+            grads.begin_backward(hold=not reduces)
+
+    def start_complete(self) -> None:
+        """Begin to reduce what is complete, up to the first that is not."""
+        while self._reduces and self._next < len(self.order):
+            grads = self.order[self._next]
+            if not grads.is_complete:
+                return
+            self._start(grads)
+            self._next += 1
+
+    def end_backward(self) -> None:
+        """No more gradients will come: reduce what is left, with zeros for what was never touched."""
+        if self._reduces:
+            for grads in self.order[self._next :]:
+                self._start(grads)
+            self._next = len(self.order)
+        else:
+            for grads in self.order:
+                grads.collect()
+        self._holds = not self._reduces
+
+    def end_without_reducing(self) -> None:
+        """End a backward whose gradients are not to be taken; what earlier ones held back is kept."""
+        held, self._reduces = self._holds, False
+        self.end_backward()
+        self._holds = held
+
+    def scale_by(self, factor: float) -> None:
+        """Multiply every gradient of this backward that comes from now on with `factor`."""
+        for grads in self.order:
+            grads.factor = factor
+
+    def finish(self) -> float:
+        """Every gradient is summed over the ranks on return, also what was held back.
+
+        Returns:
+            the squared 2-norm of the sums over all parameters, fp64, the same on every rank; inf or nan on
+            overflow. Partial sums of the ranks' shards are added in rank order. Beside the gradients it
+            sends 16 bytes to each rank, one byte at stage 0.
+        """
+        self.reduce_held()
+        square, is_late = self._agree(square_sum)
+        if is_late:
+            self.reduce_late()
+            square, _ = self._agree(square_sum)
+        if is_in_range(square, sum(grads.layout.numel for grads in self.order)):
+            return square
+        return self._agree(exact_square_sum)[0]
+
+    @property
+    def holds(self) -> bool:
+        """The last backward left its gradients on the ranks."""
+        return self._holds
+
+    def reduce_held(self) -> None:
+        """Reduce what backward passes left on the ranks."""
+        if self._holds:
+            self._reduce(self.order)
+            self._holds = False
+
+    def _agree(self, square_sum: Callable[[Tensor], Tensor]) -> tuple[float, bool]:
+        """The squared norm of what is reduced; whether any rank has gradients that came too late for it."""
+        collectives = self._collectives
+        is_late = any(grads.is_late for grads in self.order)
+        flag = torch.tensor([is_late], dtype=torch.uint8, device=collectives.device)
+        # where every rank will see all sums nobody waits for a norm, so the flag goes ahead of them
+        early = collectives.start_gather_small(flag) if self._gathers else None
+        self._drain()
+        squares = torch.zeros(
+            collectives.world_size, dtype=torch.float64, device=collectives.device
+        )
+        for grads in self.order:  # a norm is read while the next buffer is on its way
+            grads.finish_gather()
+            squares += grads.square_sums(square_sum)
+        if early is not None:
+            late, handle = early
+            handle.wait()
+            return float(sum(squares.tolist())), bool(late.any())
+        own = squares[collectives.rank]
+        table = collectives.gather_small(torch.stack([own, own.new_full((), is_late)])).tolist()
+        return float(sum(square for square, _ in table)), any(late for _, late in table)
+
+    def reduce_late(self) -> None:
+        """Reduce once more what came too late on any rank. Sends a byte a buffer to each rank."""
+        flags = [grads.is_late for grads in self.order]
+        mine = torch.tensor(flags, dtype=torch.uint8, device=self._collectives.device)
+        late = self._collectives.gather_small(mine).amax(0).tolist()
+        self._reduce([grads for grads, flag in zip(self.order, late, strict=True) if flag])
+
+    def _reduce(self, several: Sequence[FlatGrads]) -> None:
+        """Add this rank's sums to the totals again, and wait for it. All ranks name the same ones."""
+        self.settle()
+        for grads in several:
+            self._start(grads)
+        self.settle()
+
+    def settle(self, only: FlatGrads | None = None) -> None:
+        """Nothing of the gradients, or of `only`, is under way on return."""
+        if only is None:
+            self._drain()
+        while only in self._in_flight:
+            self._end(self._in_flight.pop(0))
+        for grads in self.order if only is None else [only]:
+            grads.finish_gather()
+
+    def reset(self) -> None:
+        """Drop all gradients: the step is done, or skipped."""
+        for grads in self.order:
+            grads.reset()
+        self._holds = False
+
+    def _start(self, grads: FlatGrads) -> None:
+        grads.start_reduce()
+        self._in_flight.append(grads)
+        if len(self._in_flight) > self._depth:
+            self._end(self._in_flight.pop(0))
+
+    def _end(self, grads: FlatGrads) -> None:
+        grads.finish_reduce()
+        if self._gathers:
+            grads.start_gather()
+
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._end(self._in_flight.pop(0))
+
+
+__all__ = ["REDUCTIONS_IN_FLIGHT", "Reduction"]
