@@ -13,7 +13,7 @@ from typing import final
 
 AT_ONCE = 64
 _LAST_SECONDS = 5.0
-_READ_BYTES = 1 << 16
+_OUTPUT, _ERRORS = 1, 2
 _MAX_BYTES = 4 << 20  # of one stream: what comes after is dropped
 
 
@@ -55,38 +55,55 @@ async def _all(
         async with turn:
             return await _ask(words, timeout_seconds)
 
-    answers = await asyncio.gather(*(one(words) for words in commands.values()))
-    return dict(zip(commands, answers, strict=True))
+    # return_exceptions: an interrupt waits until each has ended what it started
+    asked = (one(words) for words in commands.values())
+    answers: dict[str, Answer] = {}
+    for name, answer in zip(
+        commands, await asyncio.gather(*asked, return_exceptions=True), strict=True
+    ):
+        if isinstance(answer, BaseException):
+            raise answer
+        answers[name] = answer
+    return answers
 
 
 async def _ask(words: Sequence[str], timeout_seconds: float) -> Answer:
     try:
-        process = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # so that it can be killed with what it started, and nothing else
-        )
+        transport, heard = await _start(words)
     except OSError as error:
         return Answer(None, "", "", time.time(), f"cannot start {words[0]}: {error.strerror}")
-    assert process.stdout is not None and process.stderr is not None
-    output, errors = _Stream(process.stdout), _Stream(process.stderr)
     trouble = ""
     try:
-        await asyncio.wait_for(_end_of(process, output, errors), timeout_seconds)
+        await asyncio.wait_for(heard.has_ended.wait(), timeout_seconds)
     except asyncio.TimeoutError:  # noqa: UP041 (two classes before Python 3.11)
         trouble = f"no end within {timeout_seconds:g} s"
     finally:
-        _kill(process.pid, process.returncode)
-        with contextlib.suppress(asyncio.TimeoutError):  # something else holds its streams open
-            await asyncio.wait_for(process.wait(), _LAST_SECONDS)
-    code = None if trouble else process.returncode
-    return Answer(code, output.text(), errors.text(), output.ended_at, trouble)
+        await _end(transport, heard)
+    code = None if trouble else transport.get_returncode()
+    return Answer(code, heard.text(_OUTPUT), heard.text(_ERRORS), heard.last_output_at, trouble)
 
 
-async def _end_of(process: asyncio.subprocess.Process, *streams: _Stream) -> None:
-    await asyncio.gather(*(stream.read() for stream in streams), process.wait())
+async def _start(words: Sequence[str]) -> tuple[asyncio.SubprocessTransport, _Heard]:
+    starting = asyncio.ensure_future(
+        asyncio.get_running_loop().subprocess_exec(
+            _Heard,
+            *words,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # so that it can be killed with what it started, and nothing else
+        )
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:  # asyncio does not clean up behind a start that is interrupted
+        await _end(*await starting)
+        raise
+
+
+async def _end(transport: asyncio.SubprocessTransport, heard: _Heard) -> None:
+    _kill(transport.get_pid(), transport.get_returncode())
+    with contextlib.suppress(asyncio.TimeoutError):  # something else holds its streams open
+        await asyncio.wait_for(heard.has_ended.wait(), _LAST_SECONDS)
+    transport.close()  # while the event loop still runs
 
 
 def _kill(pid: int, code: int | None) -> None:
@@ -97,18 +114,22 @@ def _kill(pid: int, code: int | None) -> None:
 
 
 @final
-class _Stream:
-    """A stream's bytes, and when the last of them came."""
+class _Heard(asyncio.SubprocessProtocol):
+    """What a command wrote to its two streams, and when the last of its output came."""
 
-    def __init__(self, reader: asyncio.StreamReader) -> None:
-        self.ended_at = time.time()
-        self._reader = reader
-        self._data = bytearray()
+    def __init__(self) -> None:
+        self.has_ended = asyncio.Event()  # it exited, and both streams are at their end
+        self.last_output_at = time.time()
+        self._streams = {_OUTPUT: bytearray(), _ERRORS: bytearray()}
 
-    async def read(self) -> None:
-        while data := await self._reader.read(_READ_BYTES):
-            self.ended_at = time.time()
-            self._data += data[: _MAX_BYTES - len(self._data)]
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == _OUTPUT:
+            self.last_output_at = time.time()
+        stream = self._streams[fd]
+        stream += data[: _MAX_BYTES - len(stream)]
 
-    def text(self) -> str:
-        return self._data.decode(errors="replace")
+    def connection_lost(self, error: Exception | None) -> None:
+        self.has_ended.set()
+
+    def text(self, fd: int) -> str:
+        return self._streams[fd].decode(errors="replace")
