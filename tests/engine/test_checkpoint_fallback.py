@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from helpers import run_ranks
-from test_engine_checkpoint import check_same, damage, engine_of, states_of, train
+from test_checkpoint import check_same, damage, engine_of, states_of, train
 from torch import nn
 
 import xds

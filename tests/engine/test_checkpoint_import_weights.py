@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_checkpoint_import import DATA, go_on, imported, recipes, whole
+from test_checkpoint_import import DATA, go_on, imported, recipes, whole
 from torch import Tensor, nn
 from warm_ranks import warm
 

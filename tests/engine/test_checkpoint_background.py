@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
-from test_engine_checkpoint import engine_of, inputs, same, states_of, train, whole
+from test_checkpoint import engine_of, inputs, same, states_of, train, whole
 
 import xds
 from xds.engine.checkpoint.io import background

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from power_loss import Recorder, lay_out
-from test_engine_checkpoint import engine_of
+from test_checkpoint import engine_of
 from torch import nn
 
 from xds.engine.checkpoint.io import folders

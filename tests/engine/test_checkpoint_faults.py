@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from broken_disk import BrokenDisk
 from helpers import run_ranks
-from test_engine_checkpoint import check_same, engine_of, states_of
+from test_checkpoint import check_same, engine_of, states_of
 from torch import nn
 
 import xds
