@@ -41,7 +41,7 @@ HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 SCRIPT = """
 import torch, torch.distributed as dist
 from xds.engine.process.process import join, local_rank
-group = join(torch.device("cpu"))
+join(torch.device("cpu"))  # a group in a variable of the script would outlive its threads: torch aborts
 total = torch.tensor(float(dist.get_rank() + 1))
 dist.all_reduce(total)
 print(f"rank {dist.get_rank()} of {dist.get_world_size()} local {local_rank()} sum {total:.0f}\\n", end="")
