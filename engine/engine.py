@@ -64,7 +64,9 @@ class Engine(States):
         self._access = Access(
             parts.sharded, parts.updater, self._gradient_factor, self._reduces_when_asked
         )
-        parts.sharded.watch_own_backwards(self._own_backward_begins, self._factor_of_own_backward)
+        parts.sharded.set_script_backward_callbacks(
+            self._own_backward_begins, self._factor_of_own_backward
+        )
         self._guards = Guards(parts.module, self._access)
         self._report = parts.report
         self._micro_batch_size = parts.config.train_micro_batch_size_per_gpu
@@ -197,7 +199,7 @@ class Engine(States):
             )
         is_boundary = self._accumulation.ends_step()
         self._was_applied = False
-        self._sharded.forget_backward()
+        self._sharded.clear_seen_backward()
         num_micro_batches = self._accumulation.count()
         self.micro_steps += num_micro_batches
         self.global_samples += num_micro_batches * self._micro_batch_size * self.world_size

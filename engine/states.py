@@ -10,7 +10,7 @@ from typing import Any
 from ..utils.errors import UsageError
 from ..zero.access.whole import full_state_dict
 from ..zero.construction.weights import load_weights
-from ..zero.core.parking import Parking
+from ..zero.core.host_copies import HostCopies
 from .checkpoint.load import load_checkpoint
 from .checkpoint.load_plan import LoadOptions
 from .checkpoint.save import SaveOptions, save_checkpoint
@@ -23,7 +23,7 @@ PARKED = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad
 class States(Counts, ABC):
     """The part of an engine that moves its states. Everything here is for all ranks together."""
 
-    _parking: Parking | None = None
+    _host_copies: HostCopies | None = None
 
     @abstractmethod
     def _check_alive(self) -> None:
@@ -167,7 +167,7 @@ class States(Counts, ABC):
             raise UsageError(
                 "offload_states() while gradients wait for a step: call it after step(), or after zero_grad()"
             )
-        self._parking = Parking(pin_memory=pin_memory)
+        self._host_copies = HostCopies(pin_memory=pin_memory)
         sharded.before_update()
         tensors = [
             *(updater.state_tensors() if "optim_states" in names else ()),
@@ -178,13 +178,13 @@ class States(Counts, ABC):
             sharded.memory.release_gradients()
         if self._parts.device.type != "cpu":
             sharded.memory.hide_whole_params("lp_params" in names)
-            self._parking.park(tensors)
+            self._host_copies.move_to_host(tensors)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` moved. Without one before it nothing happens."""
-        parking, self._parking = self._parking, None
-        if parking is not None:
-            parking.unpark()
+        host_copies, self._host_copies = self._host_copies, None
+        if host_copies is not None:
+            host_copies.move_back()
             self._parts.sharded.memory.show_whole_params()
 
 

@@ -30,7 +30,7 @@ _FULL = tuple(
 )
 # loaded on first use: reading a config imports xds.zero.config, and must not pay for torch
 # (Init reads the whole config, so it lives on the engine's floor; users look for it here)
-_HOMES = {
+_LOCATIONS = {
     **dict.fromkeys(_FULL, ".access.full"),
     "GatheredParameters": ".access.gathered",
     "load_weights": ".construction.weights",
@@ -38,14 +38,14 @@ _HOMES = {
     "Init": "xds.engine.model.zero_init",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_LOCATIONS)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _LOCATIONS:
         raise AttributeError(f"module 'xds.zero' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    return getattr(import_module(_LOCATIONS[name], __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_LOCATIONS])

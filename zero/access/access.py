@@ -95,11 +95,11 @@ class Access(Owner):
         return self._places[id(param)].number
 
     def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
-        self._model.end_own()  # its messages come before those of the access
+        self._model.end_script_backward()  # its messages come before those of the access
         super().agree(doing, param, value)
 
     def value(self, param: nn.Parameter) -> Stored:
-        self._model.end_own()
+        self._model.end_script_backward()
         place = self._places.get(id(param))
         if place is None or place.master is None:
             return self.compute(param)
@@ -107,12 +107,12 @@ class Access(Owner):
         place.flat.take_edits(place.position)
         first = self._first(place, is_whole=is_whole)
         stored = self._cut(place, master.tensor, first=first, is_whole=is_whole)
-        at = int(stored.mine.storage_offset()) - int(master.tensor.storage_offset())
-        master.take_edits(at, at + stored.mine.numel())
+        at = int(stored.local.storage_offset()) - int(master.tensor.storage_offset())
+        master.take_edits(at, at + stored.local.numel())
         return stored
 
     def compute(self, param: nn.Parameter) -> Stored:
-        self._model.end_own()
+        self._model.end_script_backward()
         place = self._places.get(id(param))
         if place is None:
             return Stored(tuple(param.shape), param.data.reshape(-1), (), is_whole=True)
@@ -130,8 +130,8 @@ class Access(Owner):
         bounds = [_overlap(slot, *layout.shard_range(rank)) for rank in range(layout.world_size)]
         start, stop = (0, slot.numel) if is_whole else bounds[self.collectives.rank]
         at = slot.offset - first
-        mine = held[at + start : at + stop] if stop > start else held[:0]
-        return Stored(slot.shape, mine, bounds, is_whole)
+        local = held[at + start : at + stop] if stop > start else held[:0]
+        return Stored(slot.shape, local, bounds, is_whole)
 
     def _first(self, place: _Place, *, is_whole: bool) -> int:
         """Where what this rank holds of the flat buffer begins."""
@@ -158,36 +158,36 @@ class Access(Owner):
             return self.write(param, reader)
         with torch.no_grad():
             master = self.value(param)
-            kept = master.mine.clone()
+            kept = master.local.clone()
             changed = reader(*master.range_of(self.collectives.rank)) != kept.to(place.flat.dtype)
             self.write(param, reader)
-            master.mine.copy_(torch.where(changed, master.mine, kept))
+            master.local.copy_(torch.where(changed, master.local, kept))
 
     @staticmethod
     def _is_apart(place: _Place) -> bool:
         """The computed values are whole, the master is a view of this rank's shard of them."""
         return place.master is not None and place.master.is_sharded and not place.flat.is_sharded
 
-    def is_lent(self, param: nn.Parameter) -> bool:
+    def is_overridden(self, param: nn.Parameter) -> bool:
         place = self._places.get(id(param))
-        return place is not None and place.flat.is_lent(place.position)
+        return place is not None and place.flat.is_overridden(place.position)
 
-    def invite(self, param: nn.Parameter, module: nn.Module) -> bool:
-        return self._model.invite(param, module)
+    def register_use(self, param: nn.Parameter, module: nn.Module) -> bool:
+        return self._model.register_use(param, module)
 
     def trains(self, param: nn.Parameter) -> bool:
         place = self._places.get(id(param))
         return place is not None and place.master is not None
 
-    def lend(self, param: nn.Parameter, full: Tensor) -> None:
+    def override(self, param: nn.Parameter, full: Tensor) -> None:
         place = self._places[id(param)]
-        place.flat.lend(place.position, full)
+        place.flat.override(place.position, full)
 
-    def take_back(self, param: nn.Parameter) -> None:
+    def clear_override(self, param: nn.Parameter) -> None:
         place = self._places[id(param)]
-        place.flat.take_back(place.position)
+        place.flat.clear_override(place.position)
 
-    def hand_over(self, param: nn.Parameter, target: Tensor) -> None:
+    def move_into(self, param: nn.Parameter, target: Tensor) -> None:
         raise UsageError(
             f"{self.name_of(param)} already belongs to another engine: call destroy() on that engine first, or "
             "give this one a model of its own"
@@ -204,7 +204,7 @@ class Access(Owner):
         master = self._trained(param, "its gradient")
         grads = master.grads
         is_reduced = self._model.reduce_rest(also_held=self._may_reduce())
-        if not is_reduced and grads.has_local and not grads.is_alone:
+        if not is_reduced and grads.has_local and not grads.is_single_rank:
             raise UsageError(
                 f"the gradient of {self.name_of(param)} is not reduced over the ranks yet: ask after the "
                 "last backward of the accumulation, outside of no_sync(), and before step()"

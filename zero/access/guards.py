@@ -61,11 +61,11 @@ class Guards:
     def _module_registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if submodule is None or module not in self._modules or self._owner() is None:
             return
-        strangers = [n for n, p in submodule.named_parameters() if p not in self._params]
-        if strangers:
+        unknown = [n for n, p in submodule.named_parameters() if p not in self._params]
+        if unknown:
             raise UsageError(
                 f"{type(module).__name__}.{name} = {type(submodule).__name__}, after xds.initialize: the "
-                f"engine would neither train nor shard its parameters ({', '.join(strangers[:3])}); add "
+                f"engine would neither train nor shard its parameters ({', '.join(unknown[:3])}); add "
                 "modules before xds.initialize, or call engine.destroy(), change the model, initialize again"
             )
 
@@ -78,7 +78,9 @@ def _is_sharded(param: nn.Parameter) -> bool:
 def _is_hidden(param: nn.Parameter) -> bool:
     """Its values are in shards, and no context shows them."""
     owner = find_owner(param)
-    return owner is not None and not owner.compute(param).is_whole and not owner.is_lent(param)
+    return (
+        owner is not None and not owner.compute(param).is_whole and not owner.is_overridden(param)
+    )
 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

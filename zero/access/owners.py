@@ -36,12 +36,12 @@ def reader_of(value: Tensor) -> Reader:
 class Stored:
     """One tensor of a parameter as the ranks hold it.
 
-    Shapes:  `mine` is 1-D and writable: elements [start, stop) of this rank's bounds, or all of them where
+    Shapes:  `local` is 1-D and writable: elements [start, stop) of this rank's bounds, or all of them where
              `is_whole`, which says that every rank holds everything.
     """
 
     shape: tuple[int, ...]
-    mine: Tensor
+    local: Tensor
     bounds: Bounds
     is_whole: bool = False
 
@@ -53,16 +53,16 @@ class Stored:
         """The full tensor, fresh; None on ranks other than `target`. Sends this rank's part."""
         wanted = target in (None, collectives.rank)
         if self.is_whole:
-            return self.mine.clone().view(self.shape) if wanted else None
-        out = self.mine.new_empty(numel_of(self.shape)) if wanted else None
-        collectives.collect(out, self.mine, self.bounds, target=target)
+            return self.local.clone().view(self.shape) if wanted else None
+        out = self.local.new_empty(numel_of(self.shape)) if wanted else None
+        collectives.collect(out, self.local, self.bounds, target=target)
         return None if out is None else out.view(self.shape)
 
     def write(self, reader: Reader, rank: int) -> None:
         """Overwrite what this rank holds. Nothing is sent."""
         start, stop = self.range_of(rank)
         if stop > start:
-            self.mine.copy_(reader(start, stop))
+            self.local.copy_(reader(start, stop))
 
 
 class Owner(ABC):
@@ -91,16 +91,16 @@ class Owner(ABC):
         self.write(param, reader)
 
     @abstractmethod
-    def is_lent(self, param: nn.Parameter) -> bool:
-        """`param.data` is what `lend` made it."""
+    def is_overridden(self, param: nn.Parameter) -> bool:
+        """`param.data` is what `override` made it."""
 
     @abstractmethod
-    def lend(self, param: nn.Parameter, full: Tensor) -> None:
-        """`param.data` is `full` until `take_back`."""
+    def override(self, param: nn.Parameter, full: Tensor) -> None:
+        """`param.data` is `full` until `clear_override`."""
 
     @abstractmethod
-    def take_back(self, param: nn.Parameter) -> None:
-        """End `lend`: `param.data` is what it would be without it."""
+    def clear_override(self, param: nn.Parameter) -> None:
+        """End `override`: `param.data` is what it would be without it."""
 
     def grad(self, param: nn.Parameter) -> Stored | None:
         """The reduced gradient; None: there is none now.
@@ -127,10 +127,10 @@ class Owner(ABC):
         return False
 
     @abstractmethod
-    def hand_over(self, param: nn.Parameter, target: Tensor) -> None:
+    def move_into(self, param: nn.Parameter, target: Tensor) -> None:
         """Put the whole value into `target` (any dtype) and stop owning the parameter."""
 
-    def invite(self, param: nn.Parameter, module: nn.Module) -> bool:
+    def register_use(self, param: nn.Parameter, module: nn.Module) -> bool:
         """Gather `param` for calls of `module` as well. False: the module is a stranger."""
         return True
 
@@ -200,22 +200,22 @@ def is_trained(param: nn.Parameter) -> bool:
     return param.requires_grad if owner is None else owner.trains(param)
 
 
-_keepers = WeakTensorKeyDictionary()
+_pending = WeakTensorKeyDictionary()
 
 
-def set_keeper(param: nn.Parameter, keep: Callable[[nn.Parameter], None]) -> None:
+def set_pending_owner(param: nn.Parameter, keep: Callable[[nn.Parameter], None]) -> None:
     """`keep(param)` would give the parameter an owner: it is being built, and whole for the moment."""
-    _keepers[param] = keep
+    _pending[param] = keep
 
 
-def clear_keeper(param: nn.Parameter) -> None:
+def clear_pending_owner(param: nn.Parameter) -> None:
     """The parameter has its owner, or will have none."""
-    _keepers.pop(param, None)  # type: ignore[no-untyped-call]
+    _pending.pop(param, None)  # type: ignore[no-untyped-call]
 
 
-def settled_owner(param: nn.Parameter) -> Owner | None:
+def resolve_owner(param: nn.Parameter) -> Owner | None:
     """`find_owner`, after a parameter that is being built was given its owner. For all ranks."""
-    keep = _keepers.get(param)  # type: ignore[no-untyped-call]
+    keep = _pending.get(param)  # type: ignore[no-untyped-call]
     if keep is not None:
         keep(param)
     return find_owner(param)

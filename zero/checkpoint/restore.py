@@ -20,25 +20,27 @@ from .snapshot import Block, Held, Snapshot
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """`copies` go to elements of `receiver` [n]; then, where there is one, to `home` of any layout.
+    """`copies` go to elements of `receiver` [n]; then, where there is one, to `destination` of any layout.
 
     is_fresh: nobody uses `receiver` yet, so it may be filled before the load is sure to succeed.
-    name: of what it fills, where there is a `home`.
+    name: of what it fills, where there is a `destination`.
     """
 
     receiver: Tensor
     copies: tuple[Copy, ...]
-    home: Tensor | None = None
+    destination: Tensor | None = None
     is_fresh: bool = False
     name: str = ""
 
     def fits(self) -> bool:
-        """Whether `home` can hold what the receiver was filled with."""
-        return self.home is None or holds(self.home, self.receiver.view(self.home.shape))
+        """Whether `destination` can hold what the receiver was filled with."""
+        return self.destination is None or holds(
+            self.destination, self.receiver.view(self.destination.shape)
+        )
 
     def finish(self) -> None:
-        if self.home is not None:
-            write(self.home, self.receiver.view(self.home.shape))
+        if self.destination is not None:
+            write(self.destination, self.receiver.view(self.destination.shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,7 @@ def target_for(
     return Target(
         torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device),
         tuple(merged(copies)),
-        home=tensor.detach(),
+        destination=tensor.detach(),
         is_fresh=True,
         name=name,
     )
@@ -256,7 +258,7 @@ class Restore:
         sharded = self._snapshot.sharded
         sharded.settle_reductions()
         sharded.reset()
-        sharded.forget_backward()
+        sharded.clear_seen_backward()
         sharded.before_update()
 
     @torch.no_grad()
@@ -276,7 +278,7 @@ class Restore:
             if new.values:
                 state[new.held.tensor] = new.values
         for master in self._snapshot.masters if self._any_held else ():
-            master.grads.hold()
+            master.grads.mark_held()
         for grads, local, filled in self._locals:
             grads.restore(GradSums(local, filled, None))
         for grads, total in self._grads:

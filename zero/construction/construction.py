@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ...utils.errors import UsageError
-from ..access.owners import clear_keeper, find_owner, set_keeper
+from ..access.owners import clear_pending_owner, find_owner, set_pending_owner
 from ..core.touched import touched_params
 from .slices import SliceStore
 
@@ -38,8 +38,8 @@ class Construction(TorchFunctionMode):
         super().__init__()
         self._store = store
         self._whole: dict[int, tuple[nn.Parameter, int]] = {}  # id -> parameter, id of its module
-        self._homes: dict[int, int] = {}  # id of a parameter -> id of the module that holds it
-        self._known: list[nn.Parameter] = []  # keeps those ids from being given away
+        self._module_ids: dict[int, int] = {}  # id of a parameter -> id of the module that holds it
+        self._kept_alive: list[nn.Parameter] = []  # keeps those ids from being given away
         self._hooks: list[RemovableHandle] = []
         self._is_busy = False
 
@@ -61,26 +61,26 @@ class Construction(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
         if kind is None:
-            self._put_away_all_but(None)
+            self._shard_all_except(None)
         for param, _ in self._whole.values():
-            clear_keeper(param)
-        self._whole, self._homes, self._known = {}, {}, []
+            clear_pending_owner(param)
+        self._whole, self._module_ids, self._kept_alive = {}, {}, []
 
-    def adopt(self, module: nn.Module) -> None:
+    def add_module(self, module: nn.Module) -> None:
         """Take the parameters of a module that was built outside, one module after the other."""
         for inner in module.modules():
             for param in inner.parameters(recurse=False):
-                self._take(param, inner)
+                self._add(param, inner)
 
     # -- what torch tells us ----------------------------------------------------------------------------
 
     def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
-        self._take(param, module)
+        self._add(param, module)
 
     def _module_registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         """Copies made by deepcopy never pass through the registration of parameters."""
         if submodule is not None:
-            self.adopt(submodule)
+            self.add_module(submodule)
 
     def __torch_function__(
         self,
@@ -94,50 +94,52 @@ class Construction(TorchFunctionMode):
             touched = touched_params(func, args, kwargs)
             # inside GatheredParameters a parameter is whole, and one rank alone may edit it
             needed = {
-                id(p): p for p in touched if self._store.holds(p) and not self._store.is_lent(p)
+                id(p): p
+                for p in touched
+                if self._store.holds(p) and not self._store.is_overridden(p)
             }
             if needed:
-                self._bring_back(list(needed.values()))
+                self._unshard(list(needed.values()))
         return func(*args, **kwargs)
 
     # -- what we do -------------------------------------------------------------------------------------
 
-    def _take(self, param: nn.Parameter, module: nn.Module) -> None:
+    def _add(self, param: nn.Parameter, module: nn.Module) -> None:
         if param.is_meta or id(param) in self._whole or find_owner(param) is not None:
             return
-        self._put_away_all_but(id(module))
-        self._hold_whole(param, id(module))
-        self._homes[id(param)] = id(module)
-        self._known.append(param)
+        self._shard_all_except(id(module))
+        self._keep_whole(param, id(module))
+        self._module_ids[id(param)] = id(module)
+        self._kept_alive.append(param)
 
-    def _bring_back(self, params: list[nn.Parameter]) -> None:
-        self._put_away_all_but(self._homes.get(id(params[0])))
+    def _unshard(self, params: list[nn.Parameter]) -> None:
+        self._shard_all_except(self._module_ids.get(id(params[0])))
         self._is_busy = True
         try:
             with torch.no_grad():
                 for param in params:
-                    self._store.bring_back(param)
-                    self._hold_whole(param, self._homes.get(id(param), 0))
+                    self._store.unshard(param)
+                    self._keep_whole(param, self._module_ids.get(id(param), 0))
         finally:
             self._is_busy = False
 
-    def _hold_whole(self, param: nn.Parameter, home: int) -> None:
-        self._whole[id(param)] = (param, home)
-        set_keeper(param, lambda param: self._put_away([param]))
+    def _keep_whole(self, param: nn.Parameter, module_id: int) -> None:
+        self._whole[id(param)] = (param, module_id)
+        set_pending_owner(param, lambda param: self._shard([param]))
 
-    def _put_away_all_but(self, module_id: int | None) -> None:
-        self._put_away([param for param, home in self._whole.values() if home != module_id])
+    def _shard_all_except(self, module_id: int | None) -> None:
+        self._shard([param for param, held_by in self._whole.values() if held_by != module_id])
 
-    def _put_away(self, leaving: list[nn.Parameter]) -> None:
+    def _shard(self, leaving: list[nn.Parameter]) -> None:
         if not leaving:
             return
         self._is_busy = True
         try:
             with torch.no_grad():
                 for param in leaving:
-                    self._store.put_away(param)
+                    self._store.shard(param)
                     del self._whole[id(param)]
-                    clear_keeper(param)
+                    clear_pending_owner(param)
         finally:
             self._is_busy = False
 
@@ -158,15 +160,15 @@ def materialise(model: nn.Module, construction: Construction) -> None:
         for name, module, owner in _children_first(model, "", model)
         if any(_meta_tensors(module))
     ]
-    helpless = [
+    without_method = [
         f"{name or type(module).__name__} ({type(module).__name__})"
         for name, module, initialisers in on_meta
         if not initialisers
     ]
-    if helpless:
+    if without_method:
         raise UsageError(
-            f"{', '.join(helpless[:5])}{' and more' if len(helpless) > 5 else ''} on the meta device: no "
-            "reset_parameters() to make initial values with; pass weights= to xds.initialize, or build the "
+            f"{', '.join(without_method[:5])}{' and more' if len(without_method) > 5 else ''} on the meta "
+            "device: no reset_parameters() to make initial values with; pass weights= to xds.initialize, or build the "
             "model inside xds.zero.Init(config)"
         )
     with construction:
@@ -175,7 +177,7 @@ def materialise(model: nn.Module, construction: Construction) -> None:
                 make_real(tensor, torch.empty_like(tensor, device="cpu"))
             for initialise in initialisers:
                 initialise()
-            construction.adopt(module)
+            construction.add_module(module)
 
 
 def _children_first(

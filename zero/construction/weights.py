@@ -20,7 +20,7 @@ from ...ops.flat import numel_of
 from ...utils.errors import UsageError
 from ...utils.views import holds, may_overlap, write
 from ..access.owners import Reader, find_owner
-from ..core.flat_params import absent_like
+from ..core.flat_params import placeholder_like
 from .construction import make_real
 from .slices import SliceStore
 
@@ -88,24 +88,24 @@ class SafeTensors(Weights):
             for path in dict.fromkeys(files.values())
         }
         if "" in files:
-            self._homes = {name: opened[files[""]] for name in opened[files[""]].keys()}
+            self._file_of = {name: opened[files[""]] for name in opened[files[""]].keys()}
         else:
-            self._homes = {name: opened[path] for name, path in files.items()}
+            self._file_of = {name: opened[path] for name, path in files.items()}
 
     def names(self) -> Sequence[str]:
-        return list(self._homes)
+        return list(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._homes[name].get_slice(name).get_shape())
+        return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         shape = self.shape(name)
         if len(shape) < 2:
-            whole: Tensor = self._homes[name].get_tensor(name).reshape(-1)
+            whole: Tensor = self._file_of[name].get_tensor(name).reshape(-1)
             return whole[start:stop]
         row = numel_of(shape[1:])
         first, last = start // max(row, 1), -(-stop // max(row, 1))
-        rows: Tensor = self._homes[name].get_slice(name)[first:last]
+        rows: Tensor = self._file_of[name].get_slice(name)[first:last]
         return rows.reshape(-1)[start - first * row : stop - first * row]
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ def _check_view(name: str, tensor: Tensor, reader: Reader) -> None:
     if tensor.is_meta or not may_overlap(tensor):
         return
     owner = find_owner(tensor)
-    if owner is not None and owner.compute(tensor).mine.data_ptr() != tensor.data_ptr():  # type: ignore[arg-type]
+    if owner is not None and owner.compute(tensor).local.data_ptr() != tensor.data_ptr():  # type: ignore[arg-type]
         return  # it shows that its values lie elsewhere
     values = reader(0, tensor.numel()).to(tensor).view(tensor.shape)
     if not holds(tensor.data, values):
@@ -282,8 +282,8 @@ def _check_view(name: str, tensor: Tensor, reader: Reader) -> None:
 
 def _overwrite(tensor: Tensor, reader: Reader, store: SliceStore | None) -> None:
     if tensor.is_meta and store is not None and isinstance(tensor, nn.Parameter):
-        make_real(tensor, absent_like(tensor.shape, tensor.dtype, store.collectives.device))
-        return store.adopt(tensor, reader)
+        make_real(tensor, placeholder_like(tensor.shape, tensor.dtype, store.collectives.device))
+        return store.shard_from(tensor, reader)
     if tensor.is_meta:
         make_real(tensor, torch.empty_like(tensor, device="cpu"))
     owner = find_owner(tensor)

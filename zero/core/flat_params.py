@@ -31,10 +31,10 @@ from ..access.owners import find_owner
 from .layout import FlatLayout
 
 # what the engine itself does with parameters is no use of them: no mode around a forward is to see it
-_UNSEEN = torch._C.DisableTorchFunction
+_NoTorchFunction = torch._C.DisableTorchFunction
 
 
-def absent_like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def placeholder_like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """What a dropped parameter shows: NaN of its shape, in no memory; torch refuses most writes to it.
 
     Integers show their smallest value. A bool holds a byte that no write leaves there; it reads as True.
@@ -74,15 +74,15 @@ class FlatParams:
         self._collectives = collectives
         self._handle: Handle | None = None
         self._reshards = is_sharded
-        self._lent: dict[int, Tensor] = {}  # position -> what a script may edit
+        self._overridden: dict[int, Tensor] = {}  # position -> what a script may edit
         self.raw = torch.zeros(layout.numel, dtype=dtype, device=collectives.device)
         self._views = [
             self.raw.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in layout.slots
         ]
         self._fill()
-        self._nothing = absent_like((), dtype, collectives.device)
-        self._untouched = bytes(_bytes_of(self._nothing).tolist())
-        self._absent = [self._nothing.expand(slot.shape) for slot in layout.slots]
+        self._placeholder = placeholder_like((), dtype, collectives.device)
+        self._placeholder_bytes = bytes(_bytes_of(self._placeholder).tolist())
+        self._placeholders = [self._placeholder.expand(slot.shape) for slot in layout.slots]
         own = collectives.shard_of(self.raw)
         self.shard = own.clone() if is_sharded else own
         self.is_unsharded = True
@@ -98,7 +98,7 @@ class FlatParams:
                 own.append(view)
                 view.copy_(param.data)
             else:
-                owner.hand_over(param, view)
+                owner.move_into(param, view)
             param.data = view
         for part in [self.raw] if len(own) == len(self.params) else own:
             self._collectives.broadcast(part)
@@ -129,7 +129,7 @@ class FlatParams:
             return
         storage = self.raw.untyped_storage()
         if storage.nbytes() == 0:
-            self._check_untouched()
+            self._check_not_written()
             storage.resize_(self.full_bytes)
         self._handle = self._collectives.all_gather(
             self.raw, self.shard, buffer=self.index, kind="all_gather"
@@ -139,7 +139,7 @@ class FlatParams:
         """A gather that only the ranks `receivers` want; this one may be none of them."""
         wants = self._collectives.rank in receivers
         if wants:
-            self._check_untouched()
+            self._check_not_written()
             self.raw.untyped_storage().resize_(self.full_bytes)
         self._collectives.serve(
             self.raw if wants else None, self.shard, receivers, buffer=self.index
@@ -164,16 +164,16 @@ class FlatParams:
                 self._point_to(self._views)
 
     def _point_to(self, values: Sequence[Tensor]) -> None:
-        with _UNSEEN():
+        with _NoTorchFunction():
             for position, (param, value) in enumerate(zip(self.params, values, strict=True)):
-                if position not in self._lent:
+                if position not in self._overridden:
                     param.data = value
 
     def reshard(self) -> None:
         """Give the whole buffer's memory back; the shard stays."""
         if self._reshards and self.is_unsharded:
             self.take_edits()
-            self._point_to(self._absent)
+            self._point_to(self._placeholders)
             self.raw.untyped_storage().resize_(0)
             self.is_unsharded = False
 
@@ -189,24 +189,24 @@ class FlatParams:
 
     # -- what scripts hold on to ------------------------------------------------------------------------
 
-    def lend(self, position: int, full: Tensor) -> None:
-        """The parameter in slot `position` is `full`, a tensor of its own, until `take_back`."""
-        self._lent[position] = full
+    def override(self, position: int, full: Tensor) -> None:
+        """The parameter in slot `position` is `full`, a tensor of its own, until `clear_override`."""
+        self._overridden[position] = full
         self.params[position].data = full
 
-    def take_back(self, position: int) -> None:
-        """End `lend`; what `full` holds is forgotten unless it was written to the shard."""
-        del self._lent[position]
-        here = self._views if self.is_unsharded or not self.is_sharded else self._absent
+    def clear_override(self, position: int) -> None:
+        """End `override`; what `full` holds is forgotten unless it was written to the shard."""
+        del self._overridden[position]
+        here = self._views if self.is_unsharded or not self.is_sharded else self._placeholders
         self.params[position].data = here[position]
 
-    def is_lent(self, position: int) -> bool:
-        """The parameter in slot `position` shows what `lend` gave it."""
-        return position in self._lent
+    def is_overridden(self, position: int) -> bool:
+        """The parameter in slot `position` shows what `override` gave it."""
+        return position in self._overridden
 
     def hide(self) -> None:
         """The buffer's memory is about to go away: parameters show NaN, as if it had been dropped."""
-        self._point_to(self._absent)
+        self._point_to(self._placeholders)
 
     def show(self) -> None:
         """It is back."""
@@ -225,25 +225,25 @@ class FlatParams:
                 dropped; the parameter is as it was.
         """
         if not self.raw.data_ptr():
-            self._check_untouched(only)
+            self._check_not_written(only)
         if self._handle is not None or not self.is_unsharded or not self.raw.data_ptr():
             return
-        with _UNSEEN():
-            if only is None or not _is(self.params[only], self._views[only]):
+        with _NoTorchFunction():
+            if only is None or not _is_same(self.params[only], self._views[only]):
                 for at in self._assigned(self._views):
-                    self._take_over(at)
+                    self._copy_assigned(at)
         if self.is_sharded:
             self._write_back(only)
 
     def _assigned(self, values: Sequence[Tensor]) -> list[int]:
         """Positions of parameters whose `.data` is not theirs of `values`, but for those that are lent."""
         pairs = zip(self.params, values, strict=True)
-        changed = [  # _is written out: it is asked of every parameter in every step
+        changed = [  # _is_same written out: it is asked of every parameter in every step
             at
             for at, (param, value) in enumerate(pairs)
             if param.dtype is not value.dtype or not param.is_set_to(value)
         ]
-        return [at for at in changed if at not in self._lent]
+        return [at for at in changed if at not in self._overridden]
 
     def _write_back(self, only: int | None) -> None:
         """This rank's part of the whole buffer, or of one slot of it, into the shard."""
@@ -255,7 +255,7 @@ class FlatParams:
             first = self.layout.shard_range(self._collectives.rank)[0]
             self.shard[start - first : stop - first].copy_(self.raw[start:stop])
 
-    def _take_over(self, position: int) -> None:
+    def _copy_assigned(self, position: int) -> None:
         param, view, slot = (
             self.params[position],
             self._views[position],
@@ -277,46 +277,46 @@ class FlatParams:
 
         Values that were cast are taken over; at stage 3 there were none to cast.
         """
-        with _UNSEEN():
+        with _NoTorchFunction():
             dtype = self.raw.dtype
             found = [at for at, param in enumerate(self.params) if param.dtype is not dtype]
             for position in found:
                 param, view = self.params[position], self._views[position]
-                if self.is_unsharded and position not in self._lent:
+                if self.is_unsharded and position not in self._overridden:
                     view.copy_(param.data)
                     param.data = view
                 else:
-                    param.data = self._absent[position]
+                    param.data = self._placeholders[position]
         return found
 
-    def _check_untouched(self, only: int | None = None) -> None:
+    def _check_not_written(self, only: int | None = None) -> None:
         """fill_ and zero_ pass on a dropped parameter, where torch refuses every other write."""
-        with _UNSEEN():
-            is_one = only is not None and _is(self.params[only], self._absent[only])
-            changed = [] if is_one else self._assigned(self._absent)
+        with _NoTorchFunction():
+            is_one = only is not None and _is_same(self.params[only], self._placeholders[only])
+            changed = [] if is_one else self._assigned(self._placeholders)
             for at in changed:
-                self.params[at].data = self._absent[at]
+                self.params[at].data = self._placeholders[at]
             assigned = [self.layout.slots[at].name for at in changed]
         if assigned:
             told = ", ".join(assigned[:3]) + (", ..." if len(assigned) > 3 else "")
-            raise UsageError(f".data of {told} was assigned while dropped (stage 3): {_LOST}")
-        bits = _bytes_of(self._nothing)
-        if bits.device.type == "cpu" and bytes(bits.tolist()) != self._untouched:
+            raise UsageError(f".data of {told} was assigned while dropped (stage 3): {_REMEDY}")
+        bits = _bytes_of(self._placeholder)
+        if bits.device.type == "cpu" and bytes(bits.tolist()) != self._placeholder_bytes:
             names = self.layout.slots[0].name, self.layout.slots[-1].name
-            bits.copy_(bits.new_tensor(list(self._untouched)))
+            bits.copy_(bits.new_tensor(list(self._placeholder_bytes)))
             raise UsageError(
                 f"a parameter between {names[0]} and {names[1]} was written while it was dropped (stage 3): "
-                f"{_LOST}"
+                f"{_REMEDY}"
             )
 
 
-_LOST = (
+_REMEDY = (
     "the value is lost, the parameters are as they were; write inside "
     "xds.zero.GatheredParameters(params, modifier_rank=0), or use xds.zero.set_full_param"
 )
 
 
-def _is(param: Tensor, value: Tensor) -> bool:
+def _is_same(param: Tensor, value: Tensor) -> bool:
     """`.data` of `param` is `value`: the same memory, shape and strides."""
     return param.dtype is value.dtype and param.is_set_to(value)
 

@@ -37,8 +37,8 @@ def clip(ranges: Iterable[Range], at: int, numel: int) -> list[Range]:
 
 
 @final
-class Kept:
-    """What an update must not change. `put_back` ends it."""
+class FrozenValues:
+    """What an update must not change. `restore` ends it."""
 
     def __init__(self) -> None:
         self._values: list[tuple[Tensor, Tensor]] = []
@@ -63,9 +63,9 @@ class Kept:
                 self.keep(value, [(0, value.numel())])
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for target, value in self._values:
             target.copy_(value)
 
 
-__all__ = ["Kept", "Range", "clip", "frozen_ranges"]
+__all__ = ["FrozenValues", "Range", "clip", "frozen_ranges"]

@@ -20,7 +20,7 @@ from .gather import Gatherer
 from .touched import touched_params
 from .unit import Unit
 
-WATCHED_FORWARDS = (
+CHECKED_FORWARDS = (
     2  # of training, and of evaluation: seeing every call costs a few microseconds each
 )
 
@@ -47,15 +47,17 @@ class OutsideUse(TorchFunctionMode):
             unit = self._unit_of.get(id(param))
             if unit is None or unit.is_running or not unit.may_be_resharded:
                 continue
-            if not _is_lent(param):  # gathered or not: by the time of a backward it may be dropped
+            if not _is_overridden(
+                param
+            ):  # gathered or not: by the time of a backward it may be dropped
                 running = self._gatherer.running
-                self._gatherer.invite(unit, running[-1] if running else self._root)
+                self._gatherer.register_use(unit, running[-1] if running else self._root)
         return func(*args, **kwargs)
 
 
-def _is_lent(param: nn.Parameter) -> bool:
+def _is_overridden(param: nn.Parameter) -> bool:
     owner = find_owner(param)
-    return owner is not None and owner.is_lent(param)
+    return owner is not None and owner.is_overridden(param)
 
 
 def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
@@ -66,11 +68,11 @@ def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
         UsageError: `module` is not part of the engine's model.
     """
     owner = find_owner(param)
-    if owner is not None and not owner.invite(param, module):
+    if owner is not None and not owner.register_use(param, module):
         raise UsageError(
             f"register_external_parameter({type(module).__name__}, {owner.name_of(param)}): the module is "
             "not part of the engine's model; pass the module whose forward uses the parameter"
         )
 
 
-__all__ = ["WATCHED_FORWARDS", "OutsideUse", "register_external_parameter"]
+__all__ = ["CHECKED_FORWARDS", "OutsideUse", "register_external_parameter"]

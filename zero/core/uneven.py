@@ -4,7 +4,7 @@
     round 2   rank 0 wants unit 5      rank 1 is done           rank 1 gives its shard of unit 5
     round 3   rank 0 is done           rank 1 is done           over
 
-In each round every rank says what it wants; the lowest number is served, and whoever wanted that goes on.
+In each round every rank says what it wants; the lowest number is served, and whoever requested that goes on.
 So ranks may call different units in different order, as often as they like, until all are done.
 """
 
@@ -30,7 +30,7 @@ class Rounds:
         self._numbers = {id(unit): number for number, unit in enumerate(units)}
         self._collectives = collectives
 
-    def want(self, unit: Unit) -> None:
+    def gather(self, unit: Unit) -> None:
         """`unit` is gathered on return; meanwhile the others are served."""
         for flat in unit.params:
             flat.wait()
@@ -44,14 +44,14 @@ class Rounds:
         while self._round(NOTHING) != NOTHING:
             pass
 
-    def _round(self, wanted: int) -> int:
+    def _round(self, requested: int) -> int:
         """The unit that was served, or NOTHING. Sends 8 bytes and a shard to each rank that wants one."""
-        asked = torch.tensor([wanted], dtype=torch.int64, device=self._collectives.device)
+        asked = torch.tensor([requested], dtype=torch.int64, device=self._collectives.device)
         table = self._collectives.gather_small(asked, what="unequal forwards").view(-1).tolist()
-        wishes = [number for number in table if number != NOTHING]
-        if not wishes:
+        requests = [number for number in table if number != NOTHING]
+        if not requests:
             return NOTHING
-        chosen: int = min(wishes)
+        chosen: int = min(requests)
         receivers = [rank for rank, number in enumerate(table) if number == chosen]
         for flat in self._units[chosen].params:
             if flat.may_be_resharded:

@@ -18,7 +18,7 @@ from ...ops.optim.shard_optimizer import Flat, Item, Part, ShardOptimizer, Updat
 from ...utils.errors import UsageError
 from .flat_grads import FlatGrads
 from .flat_params import FlatParams
-from .frozen import Kept, clip, frozen_ranges
+from .frozen import FrozenValues, clip, frozen_ranges
 from .layout import FlatLayout, Piece, Slot
 from .policy import master_dtype
 from .sharded_model import ShardedModel
@@ -99,7 +99,7 @@ class Updater:
         self.world = World(model.collectives, flats, is_sharded)
         self._optimizer: torch.optim.Optimizer | None = None
         # id(tensor) -> what an optimizer was given: the tensor, its master, where in it it begins
-        self._given: dict[int, tuple[Tensor, Master, int]] = {}
+        self._places: dict[int, tuple[Tensor, Master, int]] = {}
 
     @property
     def casts(self) -> bool:
@@ -109,7 +109,7 @@ class Updater:
     def tensors_of(self, group: int) -> list[Tensor]:
         """What the optimizer's group `group` is to hold: one 1-D tensor for each flat buffer."""
         return [
-            self._give(item.master, master, item.start)
+            self._add_tensor(item.master, master, item.start)
             for master in self.masters
             for item in master.items
             if item.group == group
@@ -124,7 +124,7 @@ class Updater:
         if self.world.is_sharded:
             raise UsageError("shapes are lost in shards")
         return [
-            self._give(
+            self._add_tensor(
                 item.master[part.start : part.stop].view(part.shape),
                 master,
                 item.start + part.start,
@@ -135,13 +135,13 @@ class Updater:
             for part in item.parts
         ]
 
-    def _give(self, tensor: Tensor, master: Master, start: int) -> Tensor:
-        self._given[id(tensor)] = (tensor, master, start)
+    def _add_tensor(self, tensor: Tensor, master: Master, start: int) -> Tensor:
+        self._places[id(tensor)] = (tensor, master, start)
         return tensor
 
     def place_of(self, tensor: Tensor) -> tuple[Master, int] | None:
         """The master of which an optimizer's `tensor` is a range, and where that begins; None: of none."""
-        _, master, start = self._given.get(id(tensor), (None, None, 0))
+        _, master, start = self._places.get(id(tensor), (None, None, 0))
         return None if master is None or not tensor.numel() else (master, start)
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
@@ -158,20 +158,20 @@ class Updater:
         self._model.before_update()
         if isinstance(self._optimizer, ShardOptimizer):
             if not self._optimizer.takes_edits:
-                self._take_edits_over()
+                self._take_edits_into_masters()
             self._step_shards(self._optimizer, scale)
             self._optimizer.step()
         else:
-            self._take_edits_over()
+            self._take_edits_into_masters()
             self._step_torch(self._optimizer, scale)
         self._model.wait_published()
 
     def take_edits(self) -> None:
         """What the script wrote to parameters since the last update is their value, and the masters'."""
         self._model.take_edits()
-        self._take_edits_over()
+        self._take_edits_into_masters()
 
-    def _take_edits_over(self) -> None:
+    def _take_edits_into_masters(self) -> None:
         for master in self.masters:
             master.take_edits()
 
@@ -180,20 +180,20 @@ class Updater:
             for master in self.masters:
                 kept = self._keep_frozen([master])
                 optimizer.update(master.updates(), scale, self.world)
-                kept.put_back()
+                kept.restore()
                 self._publish(master)
             return
         updates = [update for master in self.masters for update in master.updates()]
         kept = self._keep_frozen(self.masters)
         optimizer.update(updates, scale, self.world)
-        kept.put_back()
+        kept.restore()
         for master in self.masters:
             self._publish(master)
 
-    def _keep_frozen(self, masters: Sequence[Master]) -> Kept:
+    def _keep_frozen(self, masters: Sequence[Master]) -> FrozenValues:
         """What belongs to parameters that were frozen after `initialize`."""
         assert self._optimizer is not None
-        kept = Kept()
+        kept = FrozenValues()
         for master in masters:
             layout = master.params.layout
             whole = (0, layout.numel)
@@ -204,7 +204,7 @@ class Updater:
             kept.keep(master.tensor, ranges)
             if master.casts:
                 kept.keep(master.compute, ranges)
-            for tensor, at in self._inside(master):
+            for tensor, at in self._tensors_in(master):
                 inside = clip(ranges, at, tensor.numel())
                 if inside:
                     state = self._optimizer.state.get(tensor, {})
@@ -218,10 +218,10 @@ class Updater:
             wide = grad.to(master.tensor.dtype)
             if scale != 1.0:
                 wide.mul_(scale)
-            self._hang(master, wide)
+            self._set_grads(master, wide)
         kept = self._keep_frozen(self.masters)
         optimizer.step()
-        kept.put_back()
+        kept.restore()
         for group in optimizer.param_groups:
             for tensor in group["params"]:
                 tensor.grad = None
@@ -230,8 +230,8 @@ class Updater:
                 master.compute.copy_(master.tensor)
             self._publish(master)
 
-    def _hang(self, master: Master, grad: Tensor) -> None:
-        for tensor, at in self._inside(master):
+    def _set_grads(self, master: Master, grad: Tensor) -> None:
+        for tensor, at in self._tensors_in(master):
             tensor.grad = grad[at : at + tensor.numel()].view(tensor.shape)
 
     def state_of(
@@ -246,7 +246,7 @@ class Updater:
         assert self._optimizer is not None
         start = master.params.layout.shard_range(self.world.collectives.rank)[0]
         first = slot.offset - (start if master.is_sharded else 0)
-        for tensor, at in self._inside(master):
+        for tensor, at in self._tensors_in(master):
             state = self._optimizer.state.get(tensor)
             if at == first and tensor.shape == slot.shape and not master.is_sharded:
                 return state or None, None
@@ -257,7 +257,7 @@ class Updater:
     def _states_elsewhere(self, master: Master) -> dict[str, Any] | None:
         """States of other parameters: which keys there are, and of which dtypes, where a slot is not here."""
         assert self._optimizer is not None
-        found = [self._optimizer.state.get(tensor) for tensor, _ in self._inside(master)]
+        found = [self._optimizer.state.get(tensor) for tensor, _ in self._tensors_in(master)]
         own: dict[str, Any] | None = next((state for state in found if state), None)
         if own is not None:
             return own
@@ -270,7 +270,7 @@ class Updater:
             for key, value in other.items()
         }
 
-    def _inside(self, master: Master) -> Iterator[tuple[Tensor, int]]:
+    def _tensors_in(self, master: Master) -> Iterator[tuple[Tensor, int]]:
         """The optimizer's tensors that are ranges of `master`, with where they begin."""
         assert self._optimizer is not None
         for group in self._optimizer.param_groups:
