@@ -410,7 +410,7 @@ class Engine(States):
     def _check_alive(self) -> None:
         if self._is_destroyed:
             raise UsageError("this engine was destroyed: make a new one with xds.initialize")
-        if self._parking is not None:
+        if self._host_copies is not None:
             raise UsageError("the engine's states are offloaded: call reload_states() first")
 
     def _forget_batches(self) -> None:

@@ -183,8 +183,8 @@ def from_files(folder: str, stage: int) -> None:
     with pytest.raises(xds.UsageError) as caught:
         zero.load_weights(model, wrong)
     for part in (
-        "nothing was changed; shapes differ: norm.bias is (3,) there and (24,) here",
-        "missing there: norm.weight",
+        "nothing was changed; shapes differ: norm.bias is (3,), in the model (24,)",
+        "missing in the weights: norm.weight",
         "not in the model: stranger",
     ):
         assert part in str(caught.value)

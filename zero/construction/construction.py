@@ -1,11 +1,11 @@
-"""Builds a model that fits no rank: while the context lasts, one module's own parameters are whole at a time.
+"""Builds a model that is too large for one rank: only one module's own parameters are full at a time.
 
-    registered ──> whole ──another module's turn──> slice ──an op touches it──> whole ──> ... ──exit──> slice
+    registered ──> full ──next module registers──> slice ──an op uses it──> full ──> ... ──exit──> slice
 
-Torch's own registration hooks say when a parameter is born, a `TorchFunctionMode` when one is touched; both
-end with the context, and nothing is patched. The constructors run as they are, on every rank, and draw the
-same random numbers as without the context: values are bit-equal to plain construction (rank 0's, where the
-ranks' seeds differ).
+- Torch's registration hooks report new parameters, and a `TorchFunctionMode` reports their uses. Both end
+  with the context, and nothing is patched.
+- The constructors run unchanged on every rank and draw the same random numbers as without the context.
+  Values are bit-equal to plain construction (to rank 0's, if the ranks' seeds differ).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .slices import SliceStore
 
 @final
 class Construction(TorchFunctionMode):
-    """The context inside which modules are built into `store`. For all ranks, which run the same code."""
+    """A context that builds modules into `store`. All ranks enter it and run the same code."""
 
     def __init__(self, store: SliceStore) -> None:
         super().__init__()
         self._store = store
         self._whole: dict[int, tuple[nn.Parameter, int]] = {}  # id -> parameter, id of its module
         self._module_ids: dict[int, int] = {}  # id of a parameter -> id of the module that holds it
-        self._kept_alive: list[nn.Parameter] = []  # keeps those ids from being given away
+        self._kept_alive: list[nn.Parameter] = []  # so that their ids are not reused
         self._hooks: list[RemovableHandle] = []
         self._is_busy = False
 
@@ -67,18 +67,18 @@ class Construction(TorchFunctionMode):
         self._whole, self._module_ids, self._kept_alive = {}, {}, []
 
     def add_module(self, module: nn.Module) -> None:
-        """Take the parameters of a module that was built outside, one module after the other."""
+        """Add the parameters of a module that was built outside of the context, submodule by submodule."""
         for inner in module.modules():
             for param in inner.parameters(recurse=False):
                 self._add(param, inner)
 
-    # -- what torch tells us ----------------------------------------------------------------------------
+    # -- hooks that torch calls -------------------------------------------------------------------------
 
     def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         self._add(param, module)
 
     def _module_registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        """Copies made by deepcopy never pass through the registration of parameters."""
+        """Add the submodule's parameters: deepcopy does not call the registration hook of parameters."""
         if submodule is not None:
             self.add_module(submodule)
 
@@ -92,7 +92,7 @@ class Construction(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._is_busy:
             touched = touched_params(func, args, kwargs)
-            # inside GatheredParameters a parameter is whole, and one rank alone may edit it
+            # inside GatheredParameters a parameter is full, and a single rank may edit it
             needed = {
                 id(p): p
                 for p in touched
@@ -102,7 +102,7 @@ class Construction(TorchFunctionMode):
                 self._unshard(list(needed.values()))
         return func(*args, **kwargs)
 
-    # -- what we do -------------------------------------------------------------------------------------
+    # -- full parameters and slices ---------------------------------------------------------------------
 
     def _add(self, param: nn.Parameter, module: nn.Module) -> None:
         if param.is_meta or id(param) in self._whole or find_owner(param) is not None:
@@ -147,13 +147,12 @@ class Construction(TorchFunctionMode):
 def materialise(model: nn.Module, construction: Construction) -> None:
     """Give a model on the meta device its initial values, module by module.
 
-    Modules make them by `reset_parameters`; `_init_weights(module)` of the model, as in transformers, follows.
-
-    Children come before their parents: the order in which constructors that end with `reset_parameters`, as
-    torch's own do, have drawn. Values are then bit-equal to plain construction.
+    - `reset_parameters` of each module runs first, then the model's `_init_weights(module)` as in transformers.
+    - Children come before their parents. Constructors that end with `reset_parameters`, as torch's own do,
+      draw in the same order, so values are bit-equal to plain construction.
 
     Raises:
-        UsageError: modules with parameters or buffers on meta have no `reset_parameters`; all of them.
+        UsageError: modules with parameters or buffers on meta have no `reset_parameters`; names them.
     """
     on_meta = [
         (name, module, _initialisers(module, owner))
@@ -168,8 +167,8 @@ def materialise(model: nn.Module, construction: Construction) -> None:
     if without_method:
         raise UsageError(
             f"{', '.join(without_method[:5])}{' and more' if len(without_method) > 5 else ''} on the meta "
-            "device: no reset_parameters() to make initial values with; pass weights= to xds.initialize, or build the "
-            "model inside xds.zero.Init(config)"
+            "device: no reset_parameters() to make initial values with; pass weights= to xds.initialize, or "
+            "build the model inside xds.zero.Init(config)"
         )
     with construction:
         for _, module, initialisers in on_meta:
@@ -183,7 +182,7 @@ def materialise(model: nn.Module, construction: Construction) -> None:
 def _children_first(
     module: nn.Module, prefix: str, owner: nn.Module
 ) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Name, module, and the nearest module around it that knows how to initialise others."""
+    """Name, module, and the nearest module around it that has `_init_weights`."""
     if callable(getattr(module, "_init_weights", None)):
         owner = module
     for name, child in module.named_children():
@@ -210,7 +209,7 @@ def _meta_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def make_real(tensor: Tensor, real: Tensor) -> None:
-    """A tensor on meta becomes `real`, in place: whoever refers to it goes on doing so."""
+    """Replace a tensor on meta by `real`, in place: references to it stay valid."""
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]

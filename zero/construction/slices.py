@@ -1,8 +1,8 @@
-"""Parameters that exist in slices before there is an engine: rank r keeps elements [r*c, (r+1)*c) of each.
+"""Parameters in slices before an engine exists: rank r holds elements [r*c, (r+1)*c) of each.
 
-    whole (live)  --shard-->  slice [c], param.data = NaN expanded to its shape  --unshard-->  whole
+    full  --shard-->  slice [c], param.data = NaN expanded to its shape  --unshard-->  full
 
-`zero.Init` and the loading of pretrained weights fill it; building an engine empties it, unit by unit.
+`zero.Init` and the loading of pretrained weights fill the store; building an engine empties it unit by unit.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ...ops.flat import cut, numel_of
 from ..access.owners import Owner, Reader, Stored, clear_owner, set_owner
 from ..core.flat_params import placeholder_like
 
-CHUNK_NUMEL = 1 << 22  # elements a rank sends at a time when a slice is handed over
+CHUNK_NUMEL = 1 << 22  # elements that a rank sends at a time in `move_into`
 
 
 @dataclass(eq=False)
 class _Slice:
     shape: tuple[int, ...]
-    device: torch.device  # where the whole parameter was, and comes back to
-    dtype: torch.dtype  # the same
+    device: torch.device  # of the full parameter
+    dtype: torch.dtype  # of the full parameter
     local: Tensor  # [own elements] on the collectives' device
     number: int
     is_overridden: bool = False
@@ -34,7 +34,7 @@ class _Slice:
 
 @final
 class SliceStore(Owner):
-    """Owns slices of parameters. Every method is for all ranks, in the same order."""
+    """Owns slices of parameters. All ranks call every method in the same order."""
 
     def __init__(self, collectives: Collectives, dtype: torch.dtype | None = None) -> None:
         """Floating values are kept in `dtype`; None keeps each parameter's own."""
@@ -44,11 +44,11 @@ class SliceStore(Owner):
         self._numbers = 0
 
     def holds(self, param: Tensor) -> bool:
-        """`param` is put away here."""
+        """This store holds `param` in slices."""
         return param in self._slices
 
     def shard(self, param: nn.Parameter) -> None:
-        """Keep this rank's slice of rank 0's values, and empty the parameter. Rank 0 sends the slices."""
+        """Keep this rank's slice of rank 0's values and free the parameter. Rank 0 sends the slices."""
         full = param.data.contiguous().view(-1)
         full = full.to(device=self.collectives.device, dtype=self._kept_dtype(param.dtype))
         bounds = self._bounds(full.numel())
@@ -58,7 +58,7 @@ class SliceStore(Owner):
         self._keep(param, param.device, param.dtype, local)
 
     def shard_from(self, param: nn.Parameter, reader: Reader) -> None:
-        """Keep this rank's slice of what `reader` gives; the parameter's own values are never read."""
+        """Keep this rank's slice of the values from `reader`; the parameter's own values are not read."""
         start, stop = self._bounds(param.numel())[self.collectives.rank]
         dtype = self._kept_dtype(param.dtype)
         local = torch.empty(stop - start, dtype=dtype, device=self.collectives.device)
@@ -79,7 +79,7 @@ class SliceStore(Owner):
         set_owner(param, self, keep=True)
 
     def unshard(self, param: nn.Parameter) -> None:
-        """The whole parameter again, an ordinary one. Every rank sends its slice."""
+        """Make `param` a full, ordinary parameter again. Every rank sends its slice."""
         piece = self._slices.pop(param)  # type: ignore[no-untyped-call]
         clear_owner(param)
         full = self._stored(piece).read(self.collectives)
@@ -87,7 +87,10 @@ class SliceStore(Owner):
         param.data = full.to(device=piece.device, dtype=piece.dtype)
 
     def move_into(self, param: nn.Parameter, target: Tensor) -> None:
-        """As above. It travels in pieces, so that no second copy of a large one is made."""
+        """Write the full value into `target` and stop owning `param`.
+
+        The value is sent in chunks, so that no second copy of a large parameter is made.
+        """
         piece = self._slices.pop(param)  # type: ignore[no-untyped-call]
         clear_owner(param)
         bounds = self._bounds(target.numel())
@@ -110,7 +113,7 @@ class SliceStore(Owner):
     def _stored(self, piece: _Slice) -> Stored:
         return Stored(piece.shape, piece.local, self._bounds(numel_of(piece.shape)))
 
-    # -- as an owner ------------------------------------------------------------------------------------
+    # -- the interface of Owner -------------------------------------------------------------------------
 
     def name_of(self, param: nn.Parameter) -> str:
         return f"parameter {self.number_of(param)} of zero.Init, {tuple(self._slices[param].shape)}"
@@ -137,4 +140,4 @@ class SliceStore(Owner):
     def clear_override(self, param: nn.Parameter) -> None:
         piece = self._slices[param]
         param.data = placeholder_like(piece.shape, piece.local.dtype, self.collectives.device)
-        piece.is_overridden = False  # last: until then a `Construction` leaves the parameter alone
+        piece.is_overridden = False  # last: until then a `Construction` ignores the parameter

@@ -387,7 +387,7 @@ class FlatGrads:
         self._was_held = True
 
     def restore(self, saved: GradSums) -> None:
-        """Continue from `saved`, directly after `reset`. Keeps `saved.total` itself and copies `saved.local`."""
+        """Continue from `saved`, directly after `reset`. Keeps `saved.total` and copies `saved.local`."""
         if saved.local is not None:
             self._allocate_local(saved.local.dtype)
             assert self._local is not None
