@@ -105,7 +105,7 @@ def gradients_equal_plain(stage: int, steps: int) -> None:
             zero.get_full_grad(param), other.grad, rtol=1e-5, atol=1e-7, msg=name
         )
     engine.step()
-    with pytest.raises(xds.UsageError, match="there is no gradient now; ask after backward"):
+    with pytest.raises(xds.UsageError, match="there is no gradient now; call it after backward"):
         zero.get_full_grad(model.head.weight)
     engine.destroy()
 

@@ -1,9 +1,9 @@
-"""Moves an engine's states to host memory and back, so that something else can use the device meanwhile.
+"""Moves an engine's states to host memory and back, to free device memory in between.
 
     device storage [bytes] --copy--> host copy [bytes], device storage resized to 0      `move_to_host`
     device storage [bytes] <--copy-- host copy                                           `move_back`
 
-Tensors stay the same objects, so nobody has to be told.
+Tensors stay the same objects, so all references to them stay valid.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HostCopies:
         return sum(host.numel() for _, host in self._moved)
 
     def move_to_host(self, tensors: Iterable[Tensor]) -> None:
-        """Empty the storages of `tensors` (each once, whole), keeping their bytes on the host."""
+        """Copy the storages of `tensors` to the host (each once, completely) and resize them to 0."""
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         for storage in storages.values():
             if storage.nbytes():
@@ -39,7 +39,7 @@ class HostCopies:
                 storage.resize_(0)
 
     def move_back(self) -> None:
-        """Everything is back where it was."""
+        """Restore all storages from their host copies."""
         for storage, host in self._moved:
             storage.resize_(host.numel())
             _bytes_of(storage).copy_(host)

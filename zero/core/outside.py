@@ -1,9 +1,9 @@
-"""Parameters used outside of their unit: found in the first forwards, gathered for their user ever after.
+"""Finds parameters used outside of their unit in the first forwards, and gathers them for later uses.
 
 class Model:                                 self.blocks[0].weight belongs to unit blocks.0, which is
-    def forward(self, x):                    empty again when the model's own code uses it: the call is
-        x = self.blocks[0](x)                seen, blocks.0 is gathered, and becomes a guest of the root
-        return x @ self.blocks[0].weight     unit, gathered whenever that one runs
+    def forward(self, x):                    dropped when the model's own code uses it: the mode sees
+        x = self.blocks[0](x)                the call and gathers blocks.0. From then on blocks.0 is
+        return x @ self.blocks[0].weight     gathered whenever the root unit runs
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHECKED_FORWARDS = (
 
 @final
 class OutsideUse(TorchFunctionMode):
-    """Sees every torch call of a forward."""
+    """A mode that finds uses of parameters outside of their unit in the torch calls of a forward."""
 
     def __init__(self, gatherer: Gatherer, unit_of: Mapping[int, Unit], root: Unit) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class OutsideUse(TorchFunctionMode):
                 continue
             if not _is_overridden(
                 param
-            ):  # gathered or not: by the time of a backward it may be dropped
+            ):  # even if it is gathered now: it may be dropped before backward
                 running = self._gatherer.running
                 self._gatherer.register_use(unit, running[-1] if running else self._root)
         return func(*args, **kwargs)
@@ -61,9 +61,10 @@ def _is_overridden(param: nn.Parameter) -> bool:
 
 
 def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
-    """Calls of `module` use `param`, which another unit holds: gather that one for them, too. For all ranks.
+    """Declare that calls of `module` use `param` of another unit, so that it is gathered. For all ranks.
 
-    Seldom needed: such uses are found in the first forwards. Before `xds.initialize` it does nothing.
+    Rarely needed: the first forwards find such uses. Before `xds.initialize` it does nothing.
+
     Raises:
         UsageError: `module` is not part of the engine's model.
     """
