@@ -1,4 +1,4 @@
-"""ZeRO: which model states are sharded over the ranks, and how a script lives with a sharded model."""
+"""ZeRO: shards model states over the ranks, and gives scripts access to them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _FULL = tuple(
     for verb in ("get", "set")
     for what in ("grad", "optimizer_state", "fp32_param" if prefix else "param")
 )
-# loaded on first use: reading a config imports xds.zero.config, and must not pay for torch
-# (Init reads the whole config, so it lives on the engine's floor; users look for it here)
+# loaded on first use: reading a config imports xds.zero.config and must not import torch
+# (Init reads the whole config, so it is part of the engine package and is only exported here)
 _LOCATIONS = {
     **dict.fromkeys(_FULL, ".access.full"),
     "GatheredParameters": ".access.gathered",

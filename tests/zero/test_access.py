@@ -228,7 +228,7 @@ def test_wrong_access_gets_a_sentence_and_changes_nothing() -> None:
             "is not a parameter of a live xds engine",
             "the value has shape (3, 3)",
             "another access, or the same with another parameter",
-            "the ranks give different values",
+            "the ranks pass different values",
             "is frozen",
             "the optimizer has exp_avg, exp_avg_sq, step",
             "modifier_rank=7",

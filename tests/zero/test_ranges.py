@@ -88,7 +88,7 @@ def test_neighbours_are_read_at_once() -> None:
 def test_differences_are_named() -> None:
     found = Catalogue(FLATS, RANGES).compare([flat_of(("a", 0, 8), ("c", 8, 4))])
     assert (found.missing, found.extra) == (("c",), ("b",))
-    assert found.shapes == ("a is [9] there and [8] here",)
+    assert found.shapes == ("a is [9] in the checkpoint and [8] in the model",)
 
 
 def test_states_of_whole_parameters_are_found_by_parameter() -> None:

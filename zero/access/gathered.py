@@ -1,4 +1,4 @@
-"""`GatheredParameters`: whole parameters inside a context, edited by one rank if asked."""
+"""`GatheredParameters`: full parameters inside a context, which one rank may modify."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from .owners import Owner, reader_of, resolve_owner
 
 @final
 class GatheredParameters:
-    """Inside the context `params` hold whole values on every rank; entry and exit are collectives.
+    """Inside the context `params` hold full values on every rank; entry and exit are collectives.
 
         with xds.zero.GatheredParameters(model.head.parameters(), modifier_rank=0):
             if rank == 0:
                 nn.init.zeros_(model.head.weight)
 
-    With `modifier_rank` that rank's values are everybody's on exit, masters included, at every stage. Without
-    it they are for reading: at stage 3 an edit is an error on exit, and lost. Each parameter travels by
-    itself, so a few of a large model cost their own bytes. Forward passes work inside, with what the
-    parameters hold there. Contexts may be nested. Parameters that no engine holds pass through, unchanged.
-    After an exception inside nothing is written.
+    - With `modifier_rank`, all ranks get that rank's values on exit, masters included, at every stage.
+    - Without it the values are for reading: at stage 3 an edit raises on exit, and is lost.
+    - Each parameter is gathered separately, so only the bytes of `params` are sent.
+    - Forward passes inside use the values that the parameters hold there. Contexts may be nested.
+    - Parameters that no engine owns are left unchanged.
+    - After an exception inside, nothing is written.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class GatheredParameters:
         """
         Args:
             params: a parameter, a module, or an iterable of parameters (or of (name, parameter)).
-            modifier_rank: whose edits count; a rank within the engine's group.
+            modifier_rank: the rank whose edits are kept; a rank within the engine's group.
             fwd_module: DeepSpeed's name for a module that uses the parameters; not needed.
             enabled: False does nothing.
         """
@@ -99,7 +100,7 @@ class GatheredParameters:
 
 
 def _edited(overridden: Sequence[tuple[nn.Parameter, Owner]]) -> list[str]:
-    """Names of the parameters that any rank has changed. Each rank looks at its own part; sends a byte each."""
+    """Names of parameters that any rank changed. Each rank checks its own part; sends one byte for each."""
     if not overridden:
         return []
     collectives = overridden[0][1].collectives
@@ -112,7 +113,7 @@ def _edited(overridden: Sequence[tuple[nn.Parameter, Owner]]) -> list[str]:
 
 
 def _differs(param: nn.Parameter, owner: Owner) -> bool:
-    """This rank's own part of the overridden copy is no longer what the rank holds, bit for bit."""
+    """This rank's part of the full copy differs from its stored values in some bit."""
     stored = owner.compute(param)
     start, stop = stored.range_of(owner.collectives.rank)
     return not _bits(param.data.reshape(-1)[start:stop]).equal(_bits(stored.local))
