@@ -137,14 +137,14 @@ class FlatParams:
 
     def serve(self, receivers: Sequence[int]) -> None:
         """Take part in a gather to the ranks `receivers` only, which may or may not include this one."""
-        wants = self._collectives.rank in receivers
-        if wants:
+        receives = self._collectives.rank in receivers
+        if receives:
             self._check_not_written()
             self.raw.untyped_storage().resize_(self.full_bytes)
         self._collectives.serve(
-            self.raw if wants else None, self.shard, receivers, buffer=self.index
+            self.raw if receives else None, self.shard, receivers, buffer=self.index
         )
-        if wants:
+        if receives:
             self.is_unsharded = True
             self._point_to(self._views)
 
