@@ -61,9 +61,8 @@ class Gatherer:
         self._max_live_numel = max_live_numel
         self._on_backward = on_backward
         self._on_call_done = on_call_done
-        self._without_graph: set[Unit] = (
-            set()
-        )  # called without a graph: a checkpoint recomputes them
+        # called without a graph, as inside of a checkpoint, which calls them again in backward
+        self._without_graph: set[Unit] = set()
         self._order: list[Unit] = []  # units in the order of first use, this pass
         self._previous: list[Unit] = []  # the same of the previous pass
         self._pending_drop: Unit | None = None  # one of its modules returned, others may follow
@@ -353,7 +352,7 @@ class Gatherer:
     def _follow_inputs(self, unit: Unit, inputs: Any) -> None:
         """Hook the inputs of a call: backward has finished the call when all of them have gradients.
 
-        Only at that point it is known that parameters which this rank did not use get no gradient. This must
+        Only then is it known that parameters which this rank did not use get no gradient. This must
         not wait for the end of backward: reductions on other ranks wait for it, and gathers on this rank wait
         for those ranks.
         """

@@ -128,9 +128,8 @@ class ShardedModel:
             if model is not None:
                 model._on_grad(unit, grads, position)
 
-        node = get_gradient_edge(
-            grads.params[position]
-        ).node  # torch drops the hooks of a node without references
+        # keep a reference to the node: torch drops the hooks of a node without references
+        node = get_gradient_edge(grads.params[position]).node
         self._hooks.append((node, node.register_hook(arrived)))
 
     def _on_grad(self, unit: Unit, grads: FlatGrads, position: int) -> None:
