@@ -1,33 +1,35 @@
-"""The engine: a conductor that drives forward, backward and step, and owns the counters.
+"""The engine that `xds.initialize` returns: DeepSpeed's names for training, its states and its counters.
 
-It never asks which ZeRO stage it runs: the sharded model and the updater know.
+Engine ──> TrainingStep (steps/)    forward, backward, step
+       ──> States                   state dicts, checkpoints, offload_states
+       ──> Counters (steps/)        steps, samples, batch sizes
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
-from ..utils.errors import UsageError, XdsError
+from ..utils.errors import UsageError
 from ..zero.access.access import Access
 from ..zero.access.guards import Guards
-from .accumulation import Accumulation
-from .data.batches import call_with, check_loss, loss_of, move
-from .optim.backward_scale import forget_failed, mark, running_loss_scale, scaled_backward
+from .checkpoint.load_plan import LoadOptions
+from .checkpoint.save import SaveOptions
+from .checkpoint.saver import Progress
 from .parts import Parts
 from .states import States
-
-log = logging.getLogger("xds")
+from .steps.accumulation import Accumulation
+from .steps.batch_loop import BatchLoop
+from .steps.counters import CounterAttribute, Counters
+from .steps.training_step import TrainingStep
 
 
 @final
-class Engine(States):
+class Engine:
     """Trains `module` as its config says. Made by `xds.initialize`; names and semantics are DeepSpeed's.
 
     One optimizer step is `gradient_accumulation_steps()` rounds of forward, backward and step():
@@ -36,6 +38,11 @@ class Engine(States):
         engine.backward(loss)     gradients, divided by the accumulation steps, reduced as the stage asks
         engine.step()             on the boundary: clip, update, publish, next learning rate
     """
+
+    global_steps = CounterAttribute()  # optimizer steps, skipped ones included
+    micro_steps = CounterAttribute()  # micro-batches of this rank
+    skipped_steps = CounterAttribute()
+    global_samples = CounterAttribute()
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -50,30 +57,23 @@ class Engine(States):
         self.global_rank = parts.sharded.collectives.rank
         self.world_size = parts.sharded.collectives.world_size
         self.dp_world_size = self.world_size
-        self.global_steps = 0
-        self.micro_steps = 0
-        self.skipped_steps = 0
-        self.global_samples = 0
         self._sharded = parts.sharded
-        self._updater = parts.updater
-        self._scale = parts.loss_scale
         self._accumulation = Accumulation(
             parts.config.gradient_accumulation_steps,
             is_managed=parts.config.managed_gradient_accumulation,
         )
-        self._access = Access(
-            parts.sharded, parts.updater, self._gradient_factor, self._reduces_when_asked
+        self._counters = Counters(
+            self._accumulation,
+            micro_batch_size=parts.config.train_micro_batch_size_per_gpu,
+            world_size=self.world_size,
         )
-        parts.sharded.set_script_backward_callbacks(
-            self._own_backward_begins, self._factor_of_own_backward
+        self._step = TrainingStep(parts, self._counters, self._check_usable)
+        self._states = States(parts, self._counters)
+        self._access = Access(
+            parts.sharded, parts.updater, self._step.gradient_factor, self._step.reduces_when_asked
         )
         self._guards = Guards(parts.module, self._access)
-        self._report = parts.report
-        self._micro_batch_size = parts.config.train_micro_batch_size_per_gpu
-        self._was_applied = False
-        self._grad_norm: float | None = None
-        self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
-        self._batches: Iterator[Any] | None = None
+        self._batches = BatchLoop(parts, self._accumulation)
         self._is_destroyed = False
 
     # -- forward, backward, step ------------------------------------------------------------------------
@@ -86,23 +86,9 @@ class Engine(States):
 
         Raises Preempted: with checkpoint.preemption_save_dir a rank was asked to stop; all states are saved.
         """
-        self._check_alive()
+        self._check_usable()
         self._parts.preemption.check()
-        forget_failed()
-        if torch.is_grad_enabled():
-            self._accumulation.forward()
-        watched = self._sharded.forward_context(
-            is_training=self.module.training, is_compiled=self._parts.compiler.is_compiled
-        )
-        if self._parts.cast_inputs is not None:
-            args, kwargs = move((args, kwargs), self.device, self._parts.cast_inputs)
-        with (
-            self._report.region("forward"),
-            self._parts.autocast(),
-            self._telling("forward"),
-            watched,
-        ):
-            return self.module(*args, **kwargs)
+        return self._step.forward(args, kwargs)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -119,24 +105,7 @@ class Engine(States):
             UsageError: `loss` is not a scalar, or has no graph.
         """
         self._check_trains()
-        check_loss(loss)
-        self._accumulation.backward()
-        divisor = self._accumulation.steps_now if scale_wrt_gas else 1
-        self._clipping = None  # measured before these gradients
-        with self._report.region("backward"):
-            self._sharded.begin_backward(reduces=self._reduces_now())
-            try:
-                factor = self._scale.value / divisor
-                scaled = loss if factor == 1.0 else loss * factor
-                with self._telling("backward"), scaled_backward(self._scale.value):
-                    torch.autograd.backward(scaled, retain_graph=retain_graph)
-            except BaseException:
-                self._sharded.abandon_backward()
-                raise
-            self._sharded.end_backward()
-        result = loss.detach() / divisor if divisor > 1 else loss.detach()
-        self._report.add_loss(result)
-        return result
+        return self._step.backward(loss, retain_graph=retain_graph, divides=scale_wrt_gas)
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
         """`loss` times the loss scale over the accumulation steps, to call `.backward()` on yourself.
@@ -144,38 +113,7 @@ class Engine(States):
         In fp32 and bf16 a plain `loss.backward()` is right as well: the engine divides its gradients by the
         accumulation steps. In fp16 it raises, because small gradients would be lost without the loss scale.
         """
-        check_loss(loss)
-        steps = self._accumulation.steps_now if scale_wrt_gas else 1
-        scaled = loss * (self._scale.value / steps)
-        mark(scaled, self._scale.value)
-        return scaled
-
-    def _own_backward_begins(self) -> bool:
-        """The script started a backward itself: whether its gradients are reduced before it ends."""
-        self._check_alive()
-        self._clipping = None
-        self._accumulation.backward()
-        return not self._accumulation.in_no_sync and self._sharded.policy.shards_grads
-
-    def _factor_of_own_backward(self) -> float:
-        """What the gradients of a backward that the script started are multiplied with.
-
-        Raises UsageError: the loss needs a loss scale and has none.
-        """
-        included = running_loss_scale()  # another engine's, or what scale() multiplied with
-        if included is not None:
-            return self._scale.value / included
-        if self._scale.scales_loss:
-            raise UsageError(
-                f"loss.backward() in fp16, on a loss without the loss scale ({self._scale.value:g}): small "
-                "gradients would be lost; call engine.backward(loss) or engine.scale(loss).backward(). "
-                "Gradients of earlier micro-batches are kept"
-            )
-        return 1.0 / self._accumulation.steps_now
-
-    def _reduces_when_asked(self) -> bool:
-        """Whether gradients that wait for their reduction are all that this step brings."""
-        return self._accumulation.ends_step() and not self._accumulation.in_no_sync
+        return self._step.scale(loss, divides=scale_wrt_gas)
 
     def step(self) -> None:
         """Count a micro-batch; on an accumulation boundary update the parameters. A collective there.
@@ -187,28 +125,9 @@ class Engine(States):
                 that was written in the background is not there.
         """
         self._check_trains()
-        if not self._sharded.has_seen_backward:
-            raise UsageError(
-                "engine.step() without engine.backward(loss) before it: every step needs the gradients of a "
-                "loss; call backward once for each forward"
-            )
-        if self._accumulation.in_no_sync:
-            raise UsageError(
-                "engine.step() inside no_sync(): leave the context before the step, so that gradients are "
-                "reduced"
-            )
-        is_boundary = self._accumulation.ends_step()
-        self._was_applied = False
-        self._sharded.clear_seen_backward()
-        num_micro_batches = self._accumulation.count()
-        self.micro_steps += num_micro_batches
-        self.global_samples += num_micro_batches * self._micro_batch_size * self.world_size
+        is_boundary = self._step.step(self.lr_scheduler)
         if is_boundary:
-            self._accumulation.end_step()
-            with self._report.region("step"):
-                self._take_step()
-            self._sharded.collectives.end_step()
-            self._report.step(self)
+            self._parts.report.step(self)
         self._parts.saver.check()
         if is_boundary:
             self._parts.preemption.boundary()
@@ -216,59 +135,19 @@ class Engine(States):
     def clip_grad_norm(self, max_norm: float) -> float:
         """Let the next step() clip to `max_norm`, not to gradient_clipping; inf only measures. A collective.
 
-        For after the last backward of a step. Returns the norm that `get_global_grad_norm` tells after it.
+        Call it after the last backward of a step. Returns the norm that `get_global_grad_norm` returns after
+        the step.
         """
-        self._check_alive()
-        if not self._sharded.has_gradients:
-            raise UsageError(
-                f"clip_grad_norm({max_norm}) without gradients: call it after the last backward of a step, and "
-                "before step()"
-            )
-        self._clipping = (self._measure(), max_norm)
-        return self._clipping[0]
+        self._check_usable()
+        return self._step.clip(max_norm)
 
-    def _measure(self) -> float:
-        with self._report.region("reduce"):
-            square_norm = self._sharded.finish_reduction()
-        return math.sqrt(square_norm) * self._gradient_factor() if square_norm >= 0 else math.nan
+    def zero_grad(self) -> None:
+        """Drop all gradients since the last update. At any time, before the first backward as well.
 
-    def _take_step(self) -> None:
-        norm, limit = self._clipping or (self._measure(), self.config.gradient_clipping)
-        self._grad_norm, self._clipping = norm, None
-        self.global_steps += 1
-        overflow = not math.isfinite(norm)
-        if overflow:
-            self._skip(norm)
-        else:
-            clip = limit / (norm + 1e-6) if limit and norm > limit else 1.0
-            self._updater.step(self._gradient_factor() * clip)
-            self._sharded.reset()
-            self._was_applied = True
-        self._scale.after_step(overflow=overflow)
-        if self._was_applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-
-    def _gradient_factor(self) -> float:
-        """What a sum of gradients over the ranks is multiplied with to be the loss's gradient."""
-        mean = 1.0 / self.world_size if self.config.gradient_allreduce_op == "mean" else 1.0
-        return mean / self._scale.value
-
-    def _skip(self, norm: float) -> None:
-        self._sharded.reset()
-        self.skipped_steps += 1
-        if not self._scale.skips_overflow:
-            raise XdsError(
-                f"step {self.global_steps}: the gradient norm over all ranks is {norm}, so the loss or a "
-                "gradient is not finite; the parameters are untouched. Look at this batch, lower the "
-                "learning rate, or set gradient_clipping"
-            )
-        log.warning(
-            "step %d skipped on rank %d: the gradient norm over all ranks is %s (loss scale %g)",
-            self.global_steps,
-            self.global_rank,
-            norm,
-            self._scale.value,
-        )
+        `zero_grad()` of the module or of the optimizer drops nothing: the engine has the gradients.
+        """
+        self._check_usable()
+        self._step.drop_gradients()
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step: `gradient_accumulation_steps()` micro-batches from `data_iter`.
@@ -278,79 +157,95 @@ class Engine(States):
         Returns:
             the loss, averaged over micro-batches and ranks, [] fp32.
         """
-        batches = self._next_batches(data_iter)
-        self.train()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        steps = self._accumulation.steps_now
-        for _ in range(steps):
-            with self._telling("the data iterator of train_batch"):
-                batch = next(batches)
-            loss = loss_of(call_with(self, move(batch, self.device)))
-            self.backward(loss)
-            total += loss.detach().double()
-            self.step()
-        return self._average(total / steps)
+        return self._batches.train(self, data_iter)
 
-    @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
         """The loss of the next micro-batches (default: as many as a step takes), averaged as in training."""
-        count = num_micro_batches or self._accumulation.steps
-        was_training = self.module.training
-        self.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for _ in range(count):
-            total += loss_of(call_with(self, move(next(data_iter), self.device))).double()
-        self.train(was_training)
-        return self._average(total / count)
+        return self._batches.evaluate(self, data_iter, num_micro_batches)
 
-    def _next_batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
-        if data_iter is not None:
-            return data_iter
-        if self.training_dataloader is None:
-            raise UsageError(
-                "train_batch() without data_iter: pass an iterator of batches, or training_data to "
-                "xds.initialize"
-            )
-        if self._batches is None:
-            self._batches = self._parts.report.repeat(self.training_dataloader)
-        return self._batches
+    # -- accumulation and batch sizes -------------------------------------------------------------------
 
-    def _average(self, value: Tensor) -> Tensor:
-        table = self._sharded.collectives.gather_small(value.view(1))
-        return table.mean().float()
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """The micro-batch under way is the last of its step (DeepSpeed's rule and override)."""
+        return self._accumulation.is_last()
 
-    def _telling(self, where: str) -> AbstractContextManager[None]:
-        return self._sharded.collectives.telling(where)
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on, until called again, step() takes `is_boundary` for the answer."""
+        self._accumulation.force(is_boundary)
 
-    # -- accumulation -----------------------------------------------------------------------------------
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes in here reduce nothing; the first one after it, or step(), reduces it all.
 
-    def _reduces_now(self) -> bool:
-        return self._accumulation.reduces_now(shards_grads=self._sharded.policy.shards_grads)
+        Valid at every stage. At stages 2 and 3 each rank holds whole gradients until then.
+        """
+        return self._accumulation.no_sync()
+
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+        return self._counters.train_batch_size()
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward on one rank."""
+        return self._counters.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one optimizer step."""
+        return self._accumulation.steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the accumulation steps so that a step has so many samples; the micro-batch stays.
+
+        It counts from the next optimizer step on: one that has begun ends as it began.
+        """
+        self._counters.set_train_batch_size(train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of one forward; the accumulation steps stay."""
+        self._counters.set_micro_batch_size(micro_batch_size)
+
+    # -- what a script reads ----------------------------------------------------------------------------
 
     def was_step_applied(self) -> bool:
         """The last step() changed the parameters (not between boundaries, not when skipped)."""
-        return self._was_applied
-
-    def zero_grad(self) -> None:
-        """Drop all gradients since the last update. At any time, before the first backward as well.
-
-        `zero_grad()` of the module or of the optimizer drops nothing: the engine has the gradients.
-        """
-        self._check_alive()
-        self._clipping = None
-        self._sharded.drop_gradients()
-        self._accumulation.forget()
-
-    # -- what a script asks -----------------------------------------------------------------------------
+        return self._step.was_applied
 
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the last step's gradients over all ranks, unscaled, before clipping; None before one."""
-        return self._grad_norm
+        return self._step.grad_norm
 
     @property
     def loss_scale(self) -> float:
         """The factor the next loss is multiplied with."""
-        return self._scale.value
+        return self._parts.loss_scale.value
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self._param_groups()]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum (or betas) of every parameter group; 0 where the optimizer has neither."""
+        return [group.get("momentum", group.get("betas", 0.0)) for group in self._param_groups()]
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes this rank has sent since the engine was made, for each kind of collective."""
+        return dict(self._sharded.collectives.sent_bytes)
+
+    def memory_plan(self) -> dict[str, int]:
+        """Bytes of model states on this rank: param, grad, master, optimizer, and the named buckets."""
+        return self._states.memory_plan()
+
+    def zero_optimization_stage(self) -> int:
+        """The stage of the config."""
+        return int(self.config.zero_optimization.stage)
+
+    def gradient_clipping(self) -> float:
+        """The limit of the config; 0 is none."""
+        return float(self.config.gradient_clipping)
+
+    # -- the module -------------------------------------------------------------------------------------
 
     def uneven_forwards(self) -> AbstractContextManager[None]:
         """Inside, ranks may run unequal numbers of forwards at stage 3: those that are done serve the others.
@@ -358,7 +253,7 @@ class Engine(States):
         For evaluation on unequal data, and for generation that stops at different lengths; no backward. Each
         gather costs a small message more. Entry and exit are for all ranks; other stages need nothing.
         """
-        self._check_alive()
+        self._check_usable()
         return self._sharded.uneven_forwards()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -375,9 +270,13 @@ class Engine(States):
         """Put the module in evaluation mode."""
         return self.train(False)
 
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each found block from now on; takes what `Compiler.compile` takes, all optional."""
-        self._check_alive()
+        self._check_usable()
         self._parts.compiler.compile(*args, **kwargs)
 
     @property
@@ -385,9 +284,117 @@ class Engine(States):
         """The model was compiled by the config or by compile()."""
         return self._parts.compiler.is_compiled
 
-    @property
-    def training(self) -> bool:
-        return self.module.training
+    # -- states -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole model's state dict on every rank, on the CPU, in the dtypes that forward uses."""
+        return self.full_state_dict(rank0_only=False)
+
+    def full_state_dict(
+        self, *, rank0_only: bool = True, full_precision: bool = False
+    ) -> dict[str, Any]:
+        """The whole model's state dict, on the CPU, gathered parameter by parameter. A collective.
+
+        Args:
+            rank0_only: the other ranks get {}, and need no memory for it.
+            full_precision: fp32 masters instead of 16-bit values.
+        """
+        self._check_usable()
+        return self._states.full_state_dict(rank0_only=rank0_only, full_precision=full_precision)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Overwrite parameters, masters and buffers by whole values, the same on every rank. A collective.
+
+        Raises UsageError, and nothing has changed, where names or shapes do not fit.
+        """
+        self._check_usable()
+        self._states.load_state_dict(state_dict, strict=strict)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write all that training needs to go on to save_dir/tag (default `global_step{N}`). A collective.
+
+        At every instant the last committed checkpoint is whole; a failure on one rank raises on all.
+        With checkpoint.async_save it returns once the states are copied to host memory; the commit comes
+        later, and what goes wrong is raised by the next step(), wait_for_checkpoint() or destroy().
+        client_state: JSON values and tensors, nested; rank 0's is kept.
+        exclude_frozen_parameters: leave the values of frozen parameters out of the files; a load then leaves
+            the model's own as they are.
+        """
+        self._check_usable()
+        options = SaveOptions(save_latest, exclude_frozen_parameters)
+        self._states.save(save_dir, tag, client_state, options)
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no checkpoint is being written in the background (checkpoint.async_save).
+
+        Raises XdsError: it could not be written; the one before it is the last.
+        """
+        self._parts.saver.wait()
+
+    def checkpoint_progress(self) -> Progress | None:
+        """What this rank is writing in the background; None: nothing."""
+        return self._parts.saver.progress()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        *,
+        fallback: bool = False,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint of any stage and number of ranks (default: `latest`). A collective.
+
+        Returns its folder and client_state; (None, None) with a warning where there is no `latest`.
+        fallback: where a file of it is damaged or missing, warn and take the one of the next fewer steps; where
+            there is no `latest`, that of the most.
+        Raises UsageError, and nothing has changed, where it is damaged or does not fit.
+        """
+        self._check_usable()
+        what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states)
+        options = LoadOptions(*what, load_module_only, fallback)
+        found = self._states.load(load_dir, tag, options)
+        if found[0] is not None and not load_module_only:
+            self._batches.forget()
+        return found
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to host memory until `reload_states`, to lend the device to something else.
+
+        Args:
+            include: any of optim_states, hp_params, lp_params, lp_grads, contiguous_grad_buffer (or enum
+                members of these values); None is all of them. Gradients are released, not moved.
+            pin_memory: page-locked host memory. `non_blocking` is accepted; the copies are waited for.
+        On a CPU the states are in host memory already: nothing moves, but the engine refuses to run until
+        `reload_states` all the same.
+        Raises:
+            UsageError: gradients wait for a step, states are away already, or an unknown name or device.
+        """
+        self._check_usable()
+        self._states.offload(include, device, pin_memory=pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` moved. Without one before it nothing happens."""
+        self._states.reload()
+
+    # -- the end ----------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """Take every hook off the model, close the monitors. Parameters stay, whole; a collective.
@@ -407,17 +414,14 @@ class Engine(States):
             self._sharded.collectives.leave()
             self._parts.saver.close()
 
-    def _check_alive(self) -> None:
+    def _check_usable(self) -> None:
         if self._is_destroyed:
             raise UsageError("this engine was destroyed: make a new one with xds.initialize")
-        if self._host_copies is not None:
+        if self._states.are_offloaded:
             raise UsageError("the engine's states are offloaded: call reload_states() first")
 
-    def _forget_batches(self) -> None:
-        self._batches = None
-
     def _check_trains(self) -> None:
-        self._check_alive()
+        self._check_usable()
         self._parts.preemption.check()
         if self.optimizer is None:
             raise UsageError(
@@ -438,4 +442,4 @@ class Engine(States):
             ) from None
 
 
-__all__: Sequence[str] = ["Engine"]
+__all__ = ["Engine"]

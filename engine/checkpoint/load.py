@@ -22,6 +22,7 @@ from ...utils.errors import DamagedError, UsageError
 from ...zero.checkpoint.ranges import Copy
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
+from ..steps.counters import Counters
 from .agreement import together
 from .format import catalogue_of
 from .io.checked_file import CheckedFile
@@ -41,7 +42,7 @@ from .load_plan import DOING, LoadOptions, Plan, some_of
 from .manifest import Manifest
 from .packing import unpack
 from .random_state import check_random_state
-from .training import Counters, Training
+from .training import Training
 
 log = logging.getLogger("xds")
 

@@ -14,9 +14,10 @@ from ...utils.views import holds
 from ...zero.checkpoint.ranges import Catalogue
 from ...zero.checkpoint.restore import Restore, Target
 from ...zero.checkpoint.snapshot import Snapshot
+from ..steps.counters import Counters
 from .io.tensor_table import shown
 from .load_plan import LoadOptions, Plan, some_of
-from .training import Counters, Training
+from .training import Training
 
 log = logging.getLogger("xds")
 
@@ -143,7 +144,7 @@ def _check_accumulation(counters: Counters, plan: Plan, folder: Path) -> None:
     saved = plan.state["counters"]
     if not saved["is_accumulating"]:
         return
-    here = counters.gradient_accumulation_steps()
+    here = counters.accumulation.steps
     if plan.is_same_world and here == saved["accumulation_steps"]:
         return
     raise UsageError(

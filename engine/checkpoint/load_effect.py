@@ -19,9 +19,10 @@ from torch import Tensor
 from ...utils.errors import UsageError, XdsError
 from ...utils.views import write
 from ..data.loaders import keeps_position, resume_loader
+from ..steps.counters import Counters
 from .load_plan import LoadOptions, Plan
 from .random_state import set_random_state
-from .training import Counters, Training
+from .training import Training
 
 log = logging.getLogger("xds")
 
@@ -141,13 +142,13 @@ def _set_counters(
     for name in ("global_steps", "skipped_steps", "global_samples", "micro_steps"):
         undo.callback(setattr, counters, name, getattr(counters, name))
         setattr(counters, name, saved[name])
-    here = counters.gradient_accumulation_steps()
-    undo.callback(counters.resume_accumulation, counters.accumulated()[0])
+    here = counters.accumulation.steps
+    undo.callback(counters.accumulation.resume, counters.accumulation.done)
     if saved["is_accumulating"] and options.with_optimizer:
         # older checkpoints do not say it: they were saved with one number of steps throughout
-        counters.resume_accumulation(saved.get("accumulated", saved["micro_steps"] % here))
+        counters.accumulation.resume(saved.get("accumulated", saved["micro_steps"] % here))
         return
-    counters.resume_accumulation(0)
+    counters.accumulation.resume(0)
     if here != saved["accumulation_steps"]:
         counters.micro_steps = saved["global_steps"] * here
     counters.micro_steps -= counters.micro_steps % here  # half a step's gradients are not there

@@ -22,6 +22,7 @@ from ...utils.quoting import quoted
 from ...zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
 from ...zero.checkpoint.snapshot import Block, Snapshot, name_of
 from ..data.loaders import keeps_position, loader_position
+from ..steps.counters import Counters
 from .agreement import together
 from .format import constants_to_json
 from .io.folders import Claim, check_folder, check_tag, discard, make_folder
@@ -31,7 +32,7 @@ from .manifest import FORMAT, VERSION, FileRecord, Manifest
 from .packing import pack
 from .random_state import read_random_state
 from .saver import DOING, Job
-from .training import Counters, Training
+from .training import Training
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def _prepare(
 
 def _engine_state(training: Training, counters: Counters, is_accumulating: bool) -> dict[str, Any]:
     scheduler = training.scheduler
-    done, accumulation_steps = counters.accumulated()
+    accumulation = counters.accumulation
     has_state = scheduler is not None and hasattr(scheduler, "state_dict")
     return {
         "counters": {
@@ -204,8 +205,8 @@ def _engine_state(training: Training, counters: Counters, is_accumulating: bool)
             "micro_steps": counters.micro_steps,
             "skipped_steps": counters.skipped_steps,
             "global_samples": counters.global_samples,
-            "accumulation_steps": accumulation_steps,
-            "accumulated": done,
+            "accumulation_steps": accumulation.steps_now,
+            "accumulated": accumulation.done,
             "is_accumulating": is_accumulating,
         },
         "loss_scale": training.loss_scale.state_dict(),

@@ -20,19 +20,6 @@ class Scheduler(Protocol):
     def step(self) -> None: ...
 
 
-class Counters(Protocol):
-    """What an engine counts."""
-
-    global_steps: int
-    micro_steps: int
-    skipped_steps: int
-    global_samples: int
-
-    def gradient_accumulation_steps(self) -> int: ...
-    def accumulated(self) -> tuple[int, int]: ...
-    def resume_accumulation(self, done: int) -> None: ...
-
-
 @dataclass(frozen=True)
 class Training:
     """The states of one engine, each with its owner. optimizer: None where the model is frozen."""

@@ -101,7 +101,7 @@ def gan(stage: int, freezes: bool) -> None:
 
 
 def check(engine: xds.Engine, mine: Tensor, plain: Tensor) -> None:
-    mean = engine._average(mine.detach().double())
+    mean = engine._batches.average(mine.detach().double())
     torch.testing.assert_close(mean, plain.detach(), rtol=1e-5, atol=1e-6)
 
 

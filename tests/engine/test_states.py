@@ -88,7 +88,7 @@ def away_and_back(stage: int, precision: str) -> None:
             call()
     engine.reload_states()
     # on a CPU nothing moves by itself: here it does
-    sharded, updater = engine._sharded, engine._updater
+    sharded, updater = engine._sharded, engine._parts.updater
     tensors = [*updater.state_tensors(), *updater.master_tensors(), *sharded.memory.param_tensors()]
     sharded.before_update()
     sharded.memory.hide_whole_params(True)

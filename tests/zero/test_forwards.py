@@ -96,7 +96,7 @@ def compare(model: nn.Module, plain: nn.Module, steps: int = 4) -> None:
         mine = engine(shared_out(tokens))
         engine.backward(mine)
         engine.step()
-        mean = engine._average(mine.detach().double())
+        mean = engine._batches.average(mine.detach().double())
         torch.testing.assert_close(mean, loss.detach(), rtol=1e-5, atol=1e-6)
         if step % 2:
             with torch.no_grad():
@@ -188,7 +188,7 @@ def parts_equal_plain() -> None:
         mine = called_in_parts(engine.module, shared_out(x))
         engine.backward(mine)
         engine.step()
-        mean = engine._average(mine.detach().double())
+        mean = engine._batches.average(mine.detach().double())
         torch.testing.assert_close(mean, loss.detach(), rtol=1e-5, atol=1e-6)
     with torch.no_grad():
         layer, other = model.encoder[1][0], plain.encoder[1][0]

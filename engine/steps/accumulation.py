@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
 
-from ..utils.errors import UsageError
+from ...utils.errors import UsageError
 
 
 @final

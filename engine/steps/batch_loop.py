@@ -1,0 +1,87 @@
+"""Whole batches: the loops of train_batch and eval_batch over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+from ...utils.errors import UsageError
+from ..data.batches import call_with, loss_of, move
+from ..parts import Parts
+from .accumulation import Accumulation
+
+
+class Trained(Protocol):
+    """What the loops call on an engine."""
+
+    module: nn.Module
+    training_dataloader: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def backward(self, loss: Tensor) -> Tensor: ...
+    def step(self) -> None: ...
+
+
+@final
+class BatchLoop:
+    """Runs the micro-batches of a step. Owns the iterator over the engine's own loader."""
+
+    def __init__(self, parts: Parts, accumulation: Accumulation) -> None:
+        self._device = parts.device
+        self._collectives = parts.sharded.collectives
+        self._report = parts.report
+        self._accumulation = accumulation
+        self._repeated: Iterator[Any] | None = None
+
+    def train(self, engine: Trained, data_iter: Iterator[Any] | None) -> Tensor:
+        """One optimizer step; the loss, averaged over micro-batches and ranks, [] fp32."""
+        batches = self._next_batches(engine, data_iter)
+        engine.module.train()
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        steps = self._accumulation.steps_now
+        for _ in range(steps):
+            with self._collectives.telling("the data iterator of train_batch"):
+                batch = next(batches)
+            loss = loss_of(call_with(engine, move(batch, self._device)))
+            engine.backward(loss)
+            total += loss.detach().double()
+            engine.step()
+        return self.average(total / steps)
+
+    @torch.no_grad()
+    def evaluate(self, engine: Trained, data_iter: Iterator[Any], count: int | None) -> Tensor:
+        """The loss of `count` micro-batches (default: as many as a step takes), averaged as in `train`."""
+        count = count or self._accumulation.steps
+        was_training = engine.module.training
+        engine.module.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for _ in range(count):
+            total += loss_of(call_with(engine, move(next(data_iter), self._device))).double()
+        engine.module.train(was_training)
+        return self.average(total / count)
+
+    def average(self, value: Tensor) -> Tensor:
+        """The mean of `value`, [] over the ranks."""
+        return self._collectives.gather_small(value.view(1)).mean().float()
+
+    def forget(self) -> None:
+        """The next batches come from where the loader is now."""
+        self._repeated = None
+
+    def _next_batches(self, engine: Trained, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        if data_iter is not None:
+            return data_iter
+        if engine.training_dataloader is None:
+            raise UsageError(
+                "train_batch() without data_iter: pass an iterator of batches, or training_data to "
+                "xds.initialize"
+            )
+        if self._repeated is None:
+            self._repeated = self._report.repeat(engine.training_dataloader)
+        return self._repeated
+
+
+__all__ = ["BatchLoop"]

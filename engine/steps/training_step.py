@@ -1,0 +1,212 @@
+"""One training step on this rank: forward, backward, and on the accumulation boundary the update."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ...utils.errors import UsageError, XdsError
+from ..checkpoint.training import Scheduler
+from ..data.batches import check_loss, move
+from ..optim.backward_scale import forget_failed, mark, running_loss_scale, scaled_backward
+from ..parts import Parts
+from .counters import Counters
+
+log = logging.getLogger("xds")
+
+
+@final
+class TrainingStep:
+    """Runs forward and backward, and applies the update. Owns the norm and the limit of the clipping.
+
+    It never asks which ZeRO stage it runs: the sharded model and the updater know.
+    """
+
+    def __init__(self, parts: Parts, counters: Counters, check_usable: Callable[[], None]) -> None:
+        """check_usable: raises UsageError where the engine cannot be used now."""
+        self.was_applied = False  # the last step changed the parameters
+        self.grad_norm: float | None = None
+        self._parts = parts
+        self._sharded = parts.sharded
+        self._scale = parts.loss_scale
+        self._report = parts.report
+        self._counters = counters
+        self._accumulation = counters.accumulation
+        self._check_usable = check_usable
+        self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
+        takes_mean = parts.config.gradient_allreduce_op == "mean"
+        self._mean = 1.0 / parts.sharded.collectives.world_size if takes_mean else 1.0
+        parts.sharded.set_script_backward_callbacks(
+            self._own_backward_begins, self._factor_of_own_backward
+        )
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's output, under autocast where the config says so."""
+        forget_failed()
+        if torch.is_grad_enabled():
+            self._accumulation.forward()
+        module = self._parts.module
+        watched = self._sharded.forward_context(
+            is_training=module.training, is_compiled=self._parts.compiler.is_compiled
+        )
+        if self._parts.cast_inputs is not None:
+            args, kwargs = move((args, kwargs), self._parts.device, self._parts.cast_inputs)
+        with (
+            self._report.region("forward"),
+            self._parts.autocast(),
+            self._sharded.collectives.telling("forward"),
+            watched,
+        ):
+            return module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool, divides: bool) -> Tensor:
+        """Gradients of `loss` over the accumulation steps (if it `divides`); returns that loss, detached."""
+        check_loss(loss)
+        self._accumulation.backward()
+        divisor = self._accumulation.steps_now if divides else 1
+        self._clipping = None  # measured before these gradients
+        with self._report.region("backward"):
+            self._sharded.begin_backward(reduces=self._reduces_now())
+            try:
+                factor = self._scale.value / divisor
+                scaled = loss if factor == 1.0 else loss * factor
+                with (
+                    self._sharded.collectives.telling("backward"),
+                    scaled_backward(self._scale.value),
+                ):
+                    torch.autograd.backward(scaled, retain_graph=retain_graph)
+            except BaseException:
+                self._sharded.abandon_backward()
+                raise
+            self._sharded.end_backward()
+        result = loss.detach() / divisor if divisor > 1 else loss.detach()
+        self._report.add_loss(result)
+        return result
+
+    def scale(self, loss: Tensor, *, divides: bool) -> Tensor:
+        """`loss` with the factors that `backward` would multiply it with."""
+        check_loss(loss)
+        steps = self._accumulation.steps_now if divides else 1
+        scaled = loss * (self._scale.value / steps)
+        mark(scaled, self._scale.value)
+        return scaled
+
+    def step(self, scheduler: Scheduler | None) -> bool:
+        """Count a micro-batch; on the boundary update the parameters. Returns whether it was the boundary."""
+        if not self._sharded.has_seen_backward:
+            raise UsageError(
+                "engine.step() without engine.backward(loss) before it: every step needs the gradients of a "
+                "loss; call backward once for each forward"
+            )
+        if self._accumulation.in_no_sync:
+            raise UsageError(
+                "engine.step() inside no_sync(): leave the context before the step, so that gradients are "
+                "reduced"
+            )
+        is_boundary = self._accumulation.ends_step()
+        self.was_applied = False
+        self._sharded.clear_seen_backward()
+        self._counters.count_micro_batches()
+        if is_boundary:
+            self._accumulation.end_step()
+            with self._report.region("step"):
+                self._update(scheduler)
+            self._sharded.collectives.end_step()
+        return is_boundary
+
+    def clip(self, max_norm: float) -> float:
+        """Let the next update clip to `max_norm`; returns the norm of the gradients."""
+        if not self._sharded.has_gradients:
+            raise UsageError(
+                f"clip_grad_norm({max_norm}) without gradients: call it after the last backward of a step, and "
+                "before step()"
+            )
+        self._clipping = (self._measure(), max_norm)
+        return self._clipping[0]
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients since the last update."""
+        self._clipping = None
+        self._sharded.drop_gradients()
+        self._accumulation.forget()
+
+    def gradient_factor(self) -> float:
+        """What a sum of gradients over the ranks is multiplied with to be the loss's gradient."""
+        return self._mean / self._scale.value
+
+    def reduces_when_asked(self) -> bool:
+        """Whether gradients that wait for their reduction are all that this step brings."""
+        return self._accumulation.ends_step() and not self._accumulation.in_no_sync
+
+    def _reduces_now(self) -> bool:
+        return self._accumulation.reduces_now(shards_grads=self._sharded.policy.shards_grads)
+
+    def _own_backward_begins(self) -> bool:
+        """The script started a backward itself: whether its gradients are reduced before it ends."""
+        self._check_usable()
+        self._clipping = None
+        self._accumulation.backward()
+        return not self._accumulation.in_no_sync and self._sharded.policy.shards_grads
+
+    def _factor_of_own_backward(self) -> float:
+        """What the gradients of a backward that the script started are multiplied with.
+
+        Raises UsageError: the loss needs a loss scale and has none.
+        """
+        included = running_loss_scale()  # another engine's, or what scale() multiplied with
+        if included is not None:
+            return self._scale.value / included
+        if self._scale.scales_loss:
+            raise UsageError(
+                f"loss.backward() in fp16, on a loss without the loss scale ({self._scale.value:g}): small "
+                "gradients would be lost; call engine.backward(loss) or engine.scale(loss).backward(). "
+                "Gradients of earlier micro-batches are kept"
+            )
+        return 1.0 / self._accumulation.steps_now
+
+    def _measure(self) -> float:
+        with self._report.region("reduce"):
+            square_norm = self._sharded.finish_reduction()
+        return math.sqrt(square_norm) * self.gradient_factor() if square_norm >= 0 else math.nan
+
+    def _update(self, scheduler: Scheduler | None) -> None:
+        norm, limit = self._clipping or (self._measure(), self._parts.config.gradient_clipping)
+        self.grad_norm, self._clipping = norm, None
+        self._counters.global_steps += 1
+        overflow = not math.isfinite(norm)
+        if overflow:
+            self._skip(norm)
+        else:
+            clip = limit / (norm + 1e-6) if limit and norm > limit else 1.0
+            self._parts.updater.step(self.gradient_factor() * clip)
+            self._sharded.reset()
+            self.was_applied = True
+        self._scale.after_step(overflow=overflow)
+        if self.was_applied and scheduler is not None:
+            scheduler.step()
+
+    def _skip(self, norm: float) -> None:
+        self._sharded.reset()
+        self._counters.skipped_steps += 1
+        step = self._counters.global_steps
+        if not self._scale.skips_overflow:
+            raise XdsError(
+                f"step {step}: the gradient norm over all ranks is {norm}, so the loss or a gradient is not "
+                "finite; the parameters are untouched. Look at this batch, lower the learning rate, or set "
+                "gradient_clipping"
+            )
+        log.warning(
+            "step %d skipped on rank %d: the gradient norm over all ranks is %s (loss scale %g)",
+            step,
+            self._sharded.collectives.rank,
+            norm,
+            self._scale.value,
+        )
+
+
+__all__ = ["TrainingStep"]
