@@ -1,1 +1,1 @@
-"""Floor 1: how a unit's gradient travels."""
+"""How the gradient of a unit is reduced over the ranks."""

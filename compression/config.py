@@ -1,6 +1,6 @@
 """The compression keys of the config: 1-bit optimizers, quantised collectives, compressed training.
 
-None of them is there yet, so every key that would switch one on is refused.
+None of these is supported yet, so every key that would enable one is refused.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from ..utils.schema.rules import ANYTHING, FLAG, LIST, NUMBER, TEXT, whole
 
 ONE_BIT_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 ONE_BIT_NOT_YET = (
-    "1-bit optimizers are not there yet; use Adam or Lamb, which send the exact gradients"
+    "1-bit optimizers are not supported yet; use Adam or Lamb, which send the exact gradients"
 )
 
-_ZEROPP = "quantised and hierarchical collectives (ZeRO++) are not there yet; remove the key"
+_ZEROPP = "quantised and hierarchical collectives (ZeRO++) are not supported yet; remove the key"
 
 ZERO_KEYS: dict[str, Entry] = {
     "zero_quantized_weights": Refused(FLAG, _ZEROPP, harmless=(False,)),
@@ -27,7 +27,7 @@ ZERO_KEYS: dict[str, Entry] = {
     ),
 }
 
-_COMPRESSED = "compressed training is not there yet; set it to false or remove the section"
+_COMPRESSED = "compressed training is not supported yet; set it to false or remove the section"
 
 
 def _switch() -> Refused:
@@ -36,7 +36,7 @@ def _switch() -> Refused:
 
 _MIXED = Group(
     {"enabled": Detail(FLAG), "quantize_change_ratio": Detail(NUMBER)},
-    "moves from fp16 to quantised weights by and by",
+    "moves gradually from fp16 to quantised weights",
 )
 _GROUPS = Group({}, "groups of modules, named freely", open=True)
 
@@ -61,7 +61,7 @@ COMPRESSION_TRAINING = Group(
                 "module_name_prefix": Detail(TEXT),
                 **details(LIST, "teacher_layer", "other_module_name"),
             },
-            "a student with fewer layers",
+            "a student model with fewer layers",
         ),
         "weight_quantization": _technique(
             {
@@ -90,7 +90,7 @@ COMPRESSION_TRAINING = Group(
                 "dense_ratio": Detail(NUMBER),
                 "excluded_modules": Detail(LIST),
             },
-            "single weights set to zero",
+            "individual weights set to zero",
         ),
         "row_pruning": _technique(dict(_PRUNING), "rows set to zero"),
         "head_pruning": _technique(
@@ -108,9 +108,12 @@ QUANTIZE_TRAINING = Group(
         "quantize_eigenvalue": _switch(),
         "quantize_type": Detail(TEXT),
         "quantize_groups": Detail(whole(1)),
-        "quantize_bits": Group(details(whole(1), "start_bits", "target_bits"), "from and to"),
+        "quantize_bits": Group(
+            details(whole(1), "start_bits", "target_bits"), "first and last number of bits"
+        ),
         "quantize_schedule": Group(
-            details(whole(0), "quantize_period", "schedule_offset"), "when bits are dropped"
+            details(whole(0), "quantize_period", "schedule_offset"),
+            "when the number of bits is reduced",
         ),
         "quantize_algo": Group(details(TEXT, "q_type", "rounding"), "how values are rounded"),
         "fp16_mixed_quantize": _MIXED,

@@ -1,4 +1,4 @@
-"""How a unit's gradient travels: an object, chosen once. Exact is the default."""
+"""The reduction of a unit's gradient over the ranks, as an object that is chosen once; exact by default."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..ops.comm.handles import Handle
 
 
 class GradientReducer(ABC):
-    """Turns every rank's flat gradient into this rank's shard of their sum."""
+    """Reduces the flat gradients of all ranks to this rank's shard of their sum."""
 
     @abstractmethod
     def reduce(self, flat: Tensor, out: Tensor, *, add: bool, buffer: int) -> Handle:
-        """Start out = (out +) sum over ranks of `flat`, this rank's shard.
+        """Start to set `out` to this rank's shard of the sum of `flat` over ranks, or to add it (`add`).
 
-        Shapes:  flat [world_size * n], out [n]. `flat` may not be written before the handle's wait.
+        Shapes:  flat [world_size * n], out [n]. `flat` must not be written before the handle's wait.
         """
 
 
 @final
 class ExactReducer(GradientReducer):
-    """The plain sum in rank order. Sends (world_size - 1) / world_size of `flat`'s bytes a rank."""
+    """The exact sum in rank order. Sends (world_size - 1) / world_size of `flat`'s bytes per rank."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives

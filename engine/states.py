@@ -9,7 +9,7 @@ from typing import Any, final
 from ..utils.errors import UsageError
 from ..zero.access.whole import full_state_dict
 from ..zero.construction.weights import load_weights
-from ..zero.core.parking import Parking
+from ..zero.core.host_copies import HostCopies
 from .checkpoint.load import load_checkpoint
 from .checkpoint.load_plan import LoadOptions
 from .checkpoint.save import SaveOptions, save_checkpoint
@@ -26,12 +26,12 @@ class States:
     def __init__(self, parts: Parts, counters: Counters) -> None:
         self._parts = parts
         self._counters = counters
-        self._parking: Parking | None = None
+        self._host_copies: HostCopies | None = None
 
     @property
     def are_offloaded(self) -> bool:
         """`offload` was called, and `reload` was not called since."""
-        return self._parking is not None
+        return self._host_copies is not None
 
     def full_state_dict(self, *, rank0_only: bool, full_precision: bool) -> dict[str, Any]:
         """The whole model's state dict, on the CPU, gathered parameter by parameter."""
@@ -74,7 +74,7 @@ class States:
             raise UsageError(
                 "offload_states() while gradients wait for a step: call it after step(), or after zero_grad()"
             )
-        self._parking = Parking(pin_memory=pin_memory)
+        self._host_copies = HostCopies(pin_memory=pin_memory)
         sharded.before_update()
         tensors = [
             *(updater.state_tensors() if "optim_states" in names else ()),
@@ -85,13 +85,13 @@ class States:
             sharded.memory.release_gradients()
         if self._parts.device.type != "cpu":
             sharded.memory.hide_whole_params("lp_params" in names)
-            self._parking.park(tensors)
+            self._host_copies.move_to_host(tensors)
 
     def reload(self) -> None:
         """Bring back what `offload` moved. Without one before it nothing happens."""
-        parking, self._parking = self._parking, None
-        if parking is not None:
-            parking.unpark()
+        host_copies, self._host_copies = self._host_copies, None
+        if host_copies is not None:
+            host_copies.move_back()
             self._parts.sharded.memory.show_whole_params()
 
 

@@ -1,1 +1,1 @@
-"""Floor 1: where a shard lives."""
+"""Where a shard is stored."""

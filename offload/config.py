@@ -1,11 +1,11 @@
-"""The offload keys of the config: where a shard lives. So far that is the device."""
+"""The offload keys of the config: where a shard is stored. Only the device is supported."""
 
 from __future__ import annotations
 
 from ..utils.schema.keys import Detail, Entry, Group, NoEffect, Refused, details
 from ..utils.schema.rules import FLAG, NUMBER, TEXT, one_of, size, whole
 
-_NOT_YET = "offloading is not there yet; {} (a higher stage or more ranks also save memory)"
+_NOT_YET = "offloading is not supported yet; {} (a higher stage or more ranks also save memory)"
 _DEVICE = Refused(
     one_of("none", "cpu", "nvme"), _NOT_YET.format('set it to "none"'), harmless=("none",)
 )
@@ -19,7 +19,7 @@ OFFLOAD_PARAM = Group(
         **details(size(), "buffer_size", "max_in_cpu"),
         "pin_memory": Detail(FLAG),
     },
-    "where the parameters of stage 3 live",
+    "where the parameters of stage 3 are stored",
 )
 
 OFFLOAD_OPTIMIZER = Group(
@@ -31,7 +31,7 @@ OFFLOAD_OPTIMIZER = Group(
         **details(NUMBER, "ratio", "cpuadam_cores_perc"),
         "super_offload": _FLAG,
     },
-    "where the optimizer state lives",
+    "where the optimizer state is stored",
 )
 
 ZENFLOW = Group(
@@ -42,8 +42,8 @@ ZENFLOW = Group(
         **details(FLAG, "overlap_step", "offload"),
         "full_warm_up_rounds": Detail(whole(0)),
     },
-    "updates the largest gradients on the device and the rest on the host, late",
-    present="ZenFlow is not there yet; remove the section",
+    "updates the largest gradients on the device and the rest later on the host",
+    present="ZenFlow is not supported yet; remove the section",
 )
 
 ZERO_KEYS: dict[str, Entry] = {
@@ -56,7 +56,7 @@ ZERO_KEYS: dict[str, Entry] = {
     "zenflow": ZENFLOW,
 }
 
-_AIO = "only offloading to NVMe would read it, and that is not there yet"
+_AIO = "only offloading to NVMe would use it, and that is not supported yet"
 
 AIO = Group(
     {
@@ -72,6 +72,6 @@ AIO = Group(
 TOP_LEVEL_KEYS: dict[str, Entry] = {
     "aio": AIO,
     "zero_force_ds_cpu_optimizer": NoEffect(
-        FLAG, "only offloading to the CPU would read it, and that is not there yet", same=(True,)
+        FLAG, "only offloading to the CPU would use it, and that is not supported yet", same=(True,)
     ),
 }

@@ -1,1 +1,1 @@
-"""Floor 2: which units this rank has."""
+"""Pipeline parallelism: which units this rank has."""

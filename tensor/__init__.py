@@ -1,1 +1,1 @@
-"""Floor 2: which slice of each parameter is local."""
+"""Tensor parallelism: which slice of each parameter this rank has."""

@@ -1,12 +1,14 @@
-"""The slicing keys of the config: tensor, sequence and expert parallelism. None is there yet."""
+"""The keys of tensor, sequence and expert parallelism in the config. None is supported yet."""
 
 from __future__ import annotations
 
 from ..utils.schema.keys import Detail, Entry, Group, NoEffect, Refused, details
 from ..utils.schema.rules import ANYTHING, FLAG, LIST, TEXT, dtype_name, whole
 
-_TENSOR = "tensor parallelism is not there yet; set it to 1, and shard with zero_optimization.stage"
-_EXPERT = "expert parallelism is not there yet; set it to false or remove the section"
+_TENSOR = (
+    "tensor parallelism is not supported yet; set it to 1, and shard with zero_optimization.stage"
+)
+_EXPERT = "expert parallelism is not supported yet; set it to false or remove the section"
 
 TENSOR_PARALLEL = Group(
     {
@@ -24,14 +26,15 @@ TENSOR_PARALLEL = Group(
         ),
         "tp_size": Refused(whole(0), _TENSOR, harmless=(0, 1)),
         "partition_config": Group(
-            {"use_default_specs": Detail(FLAG), "layer_specs": Detail(LIST)}, "which layers"
+            {"use_default_specs": Detail(FLAG), "layer_specs": Detail(LIST)},
+            "which layers are sharded",
         ),
         "vocab_parallel_lm_head": Detail(FLAG),
         **details(TEXT, "preset_model", "vocab_parallel_ce_backend"),
         **details(FLAG, "keep_module_on_host", "kernel_inject", "replace_with_kernel_inject"),
         "injection_policy_tuple": Detail(ANYTHING),
     },
-    "slices the layers of a model",
+    "shards the layers of a model over ranks",
 )
 
 EXPERT_PARALLEL = Group(
@@ -48,22 +51,22 @@ EXPERT_PARALLEL = Group(
             *("shared_experts_gate_pattern", "validate_folding_routing"),
         ),
     },
-    "spreads the experts of a mixture over ranks",
+    "distributes the experts of a mixture over ranks",
 )
 
 TOP_LEVEL_KEYS: dict[str, Entry] = {
     "tensor_parallel": TENSOR_PARALLEL,
     "sequence_parallel_size": Refused(
         whole(1),
-        "sequence parallelism is not there yet; set it to 1",
+        "sequence parallelism is not supported yet; set it to 1",
         harmless=(1,),
     ),
     "seq_parallel_communication_data_type": NoEffect(
         dtype_name("fp32", "fp16", "bf16"),
-        "it only matters with sequence parallelism, and that is not there yet",
+        "it only matters with sequence parallelism, which is not supported yet",
     ),
     "expert_parallel": EXPERT_PARALLEL,
     "use_data_before_expert_parallelism": NoEffect(
-        FLAG, "it only matters with expert parallelism, and that is not there yet", same=(False,)
+        FLAG, "it only matters with expert parallelism, which is not supported yet", same=(False,)
     ),
 }

@@ -1,4 +1,4 @@
-"""ZeRO: which model states are sharded over the ranks, and how a script lives with a sharded model."""
+"""ZeRO: shards model states over the ranks, and gives scripts access to them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _FULL = tuple(
     for verb in ("get", "set")
     for what in ("grad", "optimizer_state", "fp32_param" if prefix else "param")
 )
-# loaded on first use: reading a config imports xds.zero.config, and must not pay for torch
-# (Init reads the whole config, so it lives on the engine's floor; users look for it here)
-_HOMES = {
+# loaded on first use: reading a config imports xds.zero.config and must not import torch
+# (Init reads the whole config, so it is part of the engine package and is only exported here)
+_LOCATIONS = {
     **dict.fromkeys(_FULL, ".access.full"),
     "GatheredParameters": ".access.gathered",
     "load_weights": ".construction.weights",
@@ -38,14 +38,14 @@ _HOMES = {
     "Init": "xds.engine.model.zero_init",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_LOCATIONS)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _LOCATIONS:
         raise AttributeError(f"module 'xds.zero' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    return getattr(import_module(_LOCATIONS[name], __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_LOCATIONS])

@@ -20,9 +20,9 @@ STAGES = {
     3: "the optimizer state, the gradients and the parameters are sharded over the ranks",
 }
 
-_FLAT = "parameters and gradients are views of flat buffers, which makes it unnecessary"
-_FETCH = "units are gathered in place into flat buffers, in one fixed way"
-_SAVE = "saving gathers the weights when it is asked to; no switch is needed"
+_FLAT = "not needed: parameters and gradients are views of flat buffers"
+_FETCH = "units are always gathered in place into flat buffers"
+_SAVE = "not needed: save functions gather the weights when called for full weights"
 
 
 def _always(why: str) -> NoEffect:
@@ -48,14 +48,16 @@ _OTHERS: dict[str, Entry] = {
     "load_from_fp32_weights": _always("load_checkpoint reads the fp32 masters"),
     "elastic_checkpoint": _never("checkpoints load at any number of ranks without it"),
     "ignore_unused_parameters": _always("parameters without a gradient contribute zeros"),
-    "reduce_bucket_size": NoEffect(size(1), "a unit's gradients travel in one piece; see units"),
-    "allgather_bucket_size": NoEffect(size(1), "a unit is gathered in one piece; see units"),
-    "sub_group_size": NoEffect(size(), "the update walks over units, in one pass each"),
+    "reduce_bucket_size": NoEffect(
+        size(1), "the gradients of a unit are reduced in one call; see units"
+    ),
+    "allgather_bucket_size": NoEffect(size(1), "a unit is gathered in one call; see units"),
+    "sub_group_size": NoEffect(size(), "the update runs unit by unit"),
     "model_persistence_threshold": NoEffect(
-        size(), "param_persistence_threshold alone decides what stays gathered"
+        size(), "only param_persistence_threshold decides what stays gathered"
     ),
     "module_granularity_threshold": NoEffect(
-        size(), "unit_min_numel decides how small a unit may be", same=(0,)
+        size(), "unit_min_numel sets the minimum size of a unit", same=(0,)
     ),
     "use_all_reduce_for_fetch_params": _never(_FETCH),
     "allgather_sequential": _never(_FETCH),
@@ -66,17 +68,17 @@ _OTHERS: dict[str, Entry] = {
     "gather_fp16_weights_on_model_save": _never(_SAVE),
     "pipeline_loading_checkpoint": _never("every rank reads only the ranges that it needs"),
     "override_module_apply": _always("no module is patched"),
-    "log_trace_cache_warnings": _never("units follow their use; there is no trace to lose"),
-    "enable_sanity_checks": _never("the checks cost nothing and are always on"),
+    "log_trace_cache_warnings": _never("units are gathered when they are used; there is no trace"),
+    "enable_sanity_checks": _never("the checks are cheap and always enabled"),
     "save_muon_momentum_buffer_in_memory": _never("optimizer state stays on the device"),
-    "legacy_stage1": _refused_flag("the old stage 1 does not exist; remove the key"),
+    "legacy_stage1": _refused_flag("the legacy stage 1 is not supported; remove the key"),
     "mics_shard_size": Refused(
         whole(-1),
-        "sharding inside sub-groups (MiCS) is not there yet; remove the key",
+        "sharding inside sub-groups (MiCS) is not supported yet; remove the key",
         harmless=(-1, 0),
     ),
     "mics_hierarchical_params_gather": _refused_flag(
-        "sharding inside sub-groups (MiCS) is not there yet; remove the key"
+        "sharding inside sub-groups (MiCS) is not supported yet; remove the key"
     ),
     **offload.ZERO_KEYS,
     **compression.ZERO_KEYS,
@@ -103,20 +105,20 @@ def _read_stage(value: object) -> object:
 
 @final
 class LeafModules(Section):
-    """Modules to treat as one unit, under DeepSpeed's names; merged into `units`."""
+    """DeepSpeed's keys for modules that are one unit each; merged into `units`."""
 
     classes: Names = Field((), description="class names of modules that are one unit each")
     names: Names = Field((), description="dotted names of modules that are one unit each")
     name_suffixes: Names = Field((), description="ends of the dotted names of such modules")
 
     def as_globs(self) -> tuple[str, ...]:
-        """The same as class names and dotted-name globs."""
+        """All entries as class names and dotted-name globs."""
         return (*self.classes, *self.names, *(f"*{suffix}" for suffix in self.name_suffixes))
 
 
 @final
 class ZeroConfig(Section):
-    """What is sharded. Sizes count elements, not bytes."""
+    """Which model states are sharded, and how. Sizes are numbers of elements, not bytes."""
 
     others: ClassVar[Mapping[str, Entry]] = _OTHERS
     aliases: ClassVar[Mapping[str, str]] = {f"stage3_{name}": name for name in _PREFIXED}
@@ -126,18 +128,18 @@ class ZeroConfig(Section):
     )
     overlap_comm: Flag = Field(
         True,
-        description="collectives run while the model computes; false waits for each at once. The results are "
-        "the same. DeepSpeed's default is true at stage 3 alone",
+        description="collectives overlap with computation; false waits for each one directly. The results are "
+        "the same. DeepSpeed's default is true at stage 3 only",
     )
     prefetch_bucket_size: Elements = Field(
         50_000_000,
-        description="stage 3: a unit of at most this many elements is gathered ahead of its use",
+        description="stage 3: units of at most this many elements are gathered ahead of their use",
     )
     param_persistence_threshold: Elements = Field(
         100_000, description="stage 3: units of at most this many elements stay gathered"
     )
     max_live_parameters: Elements = Field(
-        1_000_000_000, description="stage 3: most gathered elements at a time"
+        1_000_000_000, description="stage 3: maximum number of gathered elements at a time"
     )
     max_reuse_distance: Elements = Field(
         50_000_000,
@@ -146,8 +148,8 @@ class ZeroConfig(Section):
     )
     divergent_graphs: Flag = Field(
         False,
-        description="stage 3: ranks may call different units: they ask one another before each gather, and "
-        "gradients stay whole on each rank until the end of backward",
+        description="stage 3: ranks may call different units. They exchange requests before each gather, and "
+        "each rank keeps full gradients until the end of backward",
     )
     units: Names = Field(
         (), description="class names or dotted-name globs of the modules that are one unit each"
@@ -161,6 +163,6 @@ class ZeroConfig(Section):
     )
 
     def with_leaf_modules(self) -> ZeroConfig:
-        """A copy whose `units` also holds what `leaf_module` names."""
+        """A copy whose `units` also contains the entries of `leaf_module`."""
         merged = tuple(dict.fromkeys((*self.units, *self.leaf_module.as_globs())))
         return self if merged == self.units else self.model_copy(update={"units": merged})

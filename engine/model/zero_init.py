@@ -65,7 +65,7 @@ class Init:
             self._construction = Construction(SliceStore(open_collectives(group, device), dtype))
             if module is not None:
                 with self._construction:
-                    self._construction.adopt(module)
+                    self._construction.add_module(module)
 
     def __enter__(self) -> Init:
         if self._construction is not None:

@@ -41,7 +41,9 @@ class TrainingStep:
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         takes_mean = parts.config.gradient_allreduce_op == "mean"
         self._mean = 1.0 / parts.sharded.collectives.world_size if takes_mean else 1.0
-        parts.sharded.watch_own_backwards(self._own_backward_begins, self._factor_of_own_backward)
+        parts.sharded.set_script_backward_callbacks(
+            self._own_backward_begins, self._factor_of_own_backward
+        )
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output, under autocast where the config says so."""
@@ -108,7 +110,7 @@ class TrainingStep:
             )
         is_boundary = self._accumulation.ends_step()
         self.was_applied = False
-        self._sharded.forget_backward()
+        self._sharded.clear_seen_backward()
         self._counters.count_micro_batches()
         if is_boundary:
             self._accumulation.end_step()

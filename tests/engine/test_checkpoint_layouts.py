@@ -454,7 +454,9 @@ def test_buffers_may_have_another_width_but_not_another_kind(tmp_path: Path) -> 
     wide.load_checkpoint(tmp_path)
     assert wide.module.scale.tolist() == [0.5, 1.5] and wide.module.scale.dtype == torch.float64
     whole = engine_of(Varied(buffer=torch.zeros(2, dtype=torch.int64)), 0)
-    with pytest.raises(xds.UsageError, match="scale is float32 there and int64 here"):
+    with pytest.raises(
+        xds.UsageError, match="scale is float32 in the checkpoint and int64 in the model"
+    ):
         whole.load_checkpoint(tmp_path)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import xds
 from xds import zero
-from xds.zero.core.parking import Parking
+from xds.zero.core.host_copies import HostCopies
 
 STAGES = (0, 2, 3)
 
@@ -93,12 +93,12 @@ def away_and_back(stage: int, precision: str) -> None:
     sharded.before_update()
     sharded.memory.hide_whole_params(True)
     sharded.memory.release_gradients()
-    parking = Parking(pin_memory=False)
-    parking.park(tensors)
-    assert parking.parked_bytes > 0
+    host_copies = HostCopies(pin_memory=False)
+    host_copies.move_to_host(tensors)
+    assert host_copies.held_bytes > 0
     assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == 0
     assert all(param.isnan().all() for param in engine.module.parameters())
-    parking.unpark()
+    host_copies.move_back()
     sharded.memory.show_whole_params()
     for one in (engine, twin):
         train(one, 2)
@@ -183,8 +183,8 @@ def from_files(folder: str, stage: int) -> None:
     with pytest.raises(xds.UsageError) as caught:
         zero.load_weights(model, wrong)
     for part in (
-        "nothing was changed; shapes differ: norm.bias is (3,) there and (24,) here",
-        "missing there: norm.weight",
+        "nothing was changed; shapes differ: norm.bias is (3,), in the model (24,)",
+        "missing in the weights: norm.weight",
         "not in the model: stranger",
     ):
         assert part in str(caught.value)

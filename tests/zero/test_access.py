@@ -1,4 +1,4 @@
-"""Whole parameters, gradients and optimizer states of a sharded model: values, bytes, errors."""
+"""Full parameters, gradients and optimizer states of a sharded model: values, bytes, errors."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def gradients_equal_plain(stage: int, steps: int) -> None:
             zero.get_full_grad(param), other.grad, rtol=1e-5, atol=1e-7, msg=name
         )
     engine.step()
-    with pytest.raises(xds.UsageError, match="there is no gradient now; ask after backward"):
+    with pytest.raises(xds.UsageError, match="there is no gradient now; call it after backward"):
         zero.get_full_grad(model.head.weight)
     engine.destroy()
 
@@ -132,7 +132,7 @@ def edit_by_one_rank(stage: int, precision: str) -> list[float]:
     assert (zero.get_full_param(model.head.weight) == 0.5).all()
     train(engine, 0)
     engine.step()
-    # the master was edited too: the step went on from the new value
+    # the master was edited too: the step started from the new value
     assert (zero.get_full_param(model.head.weight) - 0.5).abs().max() < 0.02
     losses = [float(engine(micro_batch(0, 0)).detach())]
     with torch.no_grad():
@@ -147,7 +147,7 @@ def edits(precision: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_edit_by_one_rank_is_everybodys_and_the_masters(precision: str) -> None:
+def test_an_edit_by_one_rank_reaches_all_ranks_and_the_masters(precision: str) -> None:
     for results in run_ranks(edits, 2, precision):
         assert all(result == results[0] for result in results)
         assert results[0][0] == results[0][1]
@@ -219,7 +219,7 @@ def refusals() -> list[str]:
     return said
 
 
-def test_wrong_access_gets_a_sentence_and_changes_nothing() -> None:
+def test_wrong_access_raises_and_changes_nothing() -> None:
     said = run_ranks(refusals, 2)
     for part, text in zip(
         [
@@ -228,7 +228,7 @@ def test_wrong_access_gets_a_sentence_and_changes_nothing() -> None:
             "is not a parameter of a live xds engine",
             "the value has shape (3, 3)",
             "another access, or the same with another parameter",
-            "the ranks give different values",
+            "the ranks pass different values",
             "is frozen",
             "the optimizer has exp_avg, exp_avg_sq, step",
             "modifier_rank=7",
@@ -254,7 +254,7 @@ def bytes_of_one_read() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_reading_one_parameter_moves_its_bytes_only(world: int) -> None:
+def test_reading_one_parameter_sends_only_its_bytes(world: int) -> None:
     results = run_ranks(bytes_of_one_read, world)
     sent = sum(sent for sent, _ in results)  # over all ranks: what each other rank receives
     whole = results[0][1]
@@ -272,7 +272,7 @@ def skipped_access() -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_stays_away_from_an_access_is_named() -> None:
+def test_a_rank_that_does_not_take_part_in_an_access_is_named() -> None:
     said = run_ranks(skipped_access, 2, timeout_seconds=6)
     assert "get_full_param(head.weight)" in said[0] and "rank 1" in said[0]
     assert "get_full_param(head.weight)" in said[1] and "rank 0" in said[1]

@@ -1,4 +1,4 @@
-"""Bytes sent a step equal theory exactly, counted by the engine, at every stage, ranks and accumulation."""
+"""The bytes that a step sends equal the theory exactly, for every stage, number of ranks and accumulation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import xds
 
 
 def sent(stage: int, accumulation: int, reuse: int) -> dict[str, Any]:
-    """One step's bytes on this rank after a first one, beside the sizes that theory speaks of."""
+    """The bytes of the second step on this rank, and the sizes that the theory uses."""
     world = dist.get_world_size()
     zero = {
         "stage": stage,
@@ -63,11 +63,11 @@ def count() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_counted_bytes_are_theory(world: int) -> None:
+def test_counted_bytes_equal_theory(world: int) -> None:
     for per_rank in run_ranks(count, world):
         for (stage, k, _), got in zip(cases(), per_rank, strict=True):
             want = theory(stage, k, got["numel"], got["kept"], world)
             control = got["sent"].pop("control", 0)
-            # whether any came late; and the norm, but where every rank sees all sums
+            # whether any gradient was late; and the norm, unless every rank has all sums
             assert control == (16 if stage else 1) * (world - 1), (stage, k)
             assert sum(got["sent"].values()) == want, (stage, k, got)

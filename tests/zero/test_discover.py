@@ -1,4 +1,4 @@
-"""Units of a model: found by shape, by name, merged, tied."""
+"""Units of a model: found from the module tree or by name, merged, tied."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_children_of_a_module_list_are_units_and_the_rest_is_the_root() -> None:
     assert root.modules[0].__class__ is TinyModel
 
 
-def test_a_sequential_of_unlike_children_is_looked_into() -> None:
+def test_units_inside_a_sequential_of_different_children_are_found() -> None:
     layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     model = nn.Sequential(nn.Embedding(5, 4), layers)
     units, root = find_units(model)

@@ -1,4 +1,4 @@
-"""Ranks whose graphs differ: they train as plain PyTorch does, or each one says who went which way."""
+"""Ranks whose graphs differ: they train as plain PyTorch does, or every rank reports the difference."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import xds
 TIMEOUT_SECONDS = 10.0  # of the groups that are meant to fail
 NUM_STEPS = 6
 
-# -- what trains ----------------------------------------------------------------------------------------
+# -- models that train ----------------------------------------------------------------------------------
 
-# What makes stage 3 work where ranks would gather different units.
+# The settings with which stage 3 works although ranks would gather different units.
 TOGETHER: dict[str, dict[str, Any]] = {
     "unused experts": {},  # a block with all its experts is one unit
     "unused experts, deep": {"stage3_max_reuse_distance": 0},
@@ -61,7 +61,7 @@ def train(kind: str, cases: list[tuple[int, dict[str, Any]]]) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", TOGETHER)
-def test_ranks_that_go_different_ways_train_as_plain_pytorch(kind: str, world_size: int) -> None:
+def test_ranks_with_different_graphs_train_as_plain_pytorch(kind: str, world_size: int) -> None:
     apart = {"unit_min_numel": 0, "stage3_max_reuse_distance": 0, "divergent_graphs": True}
     if kind.startswith("unused experts"):
         apart["units"] = ["Expert"]
@@ -78,7 +78,7 @@ def test_ranks_that_go_different_ways_train_as_plain_pytorch(kind: str, world_si
             assert got_norms == pytest.approx(norms, rel=1e-5), case
 
 
-def test_reentrant_checkpoints_hide_no_divergence_from_ranks_that_ask() -> None:
+def test_reentrant_checkpoints_work_with_divergent_graphs() -> None:
     kind, world_size = "unused experts, reentrant", 2
     losses, norms = plain_run(kind, world_size, NUM_STEPS)
     case = (3, {"stage3_max_reuse_distance": 0, "divergent_graphs": True})
@@ -149,11 +149,11 @@ def test_a_step_goes_on_from_a_checkpoint_where_only_some_held_gradients(tmp_pat
         assert before == after and before > 0
 
 
-# -- what cannot ----------------------------------------------------------------------------------------
+# -- models that cannot train ---------------------------------------------------------------------------
 
 
 def said(steps: Callable[..., None], *args: Any) -> str:
-    """What `steps` raised, for the test to read; a rank that comes through says so."""
+    """The message of the exception that `steps` raised; another text if it raised none."""
     try:
         steps(*args)
     except Exception as error:
@@ -167,7 +167,7 @@ def one_step(engine: xds.Engine, x: torch.Tensor, route: Route) -> None:
 
 
 def go_apart(kind: str, zero: dict[str, Any]) -> str:
-    """Train at stage 3, each rank its own way."""
+    """Train at stage 3 with a different graph on each rank."""
     rank = dist.get_rank()
     engine = xds.initialize(build(kind), config_of(3, **zero))
 
@@ -225,7 +225,7 @@ def skip_a_step(stage: int) -> str:
 
 
 def skip_a_step_and_evaluate(stage: int) -> str:
-    """Rank 1 leaves out the last step; what it evaluates meets the others' step."""
+    """Rank 1 leaves out the last step; its evaluation runs at the same time as the others' step."""
     rank = dist.get_rank()
     engine = xds.initialize(build("early exit"), config_of(stage))
 
@@ -251,7 +251,7 @@ def run_out_of_data() -> str:
 
 
 def leave(stage: int, path: str) -> None:
-    """Rank 1 ends its process after two steps; rank 0 tells what it heard in a file."""
+    """Rank 1 ends its process after two steps; rank 0 writes its error message to a file."""
     rank = dist.get_rank()
     engine = xds.initialize(build("early exit"), config_of(stage))
 
@@ -297,7 +297,7 @@ def runs() -> Iterator[Runs]:
         }
 
 
-# What every rank must say of each run: who waits in what, and who went which way.
+# The parts of every rank's message for each run: which rank waits in which call, and what differed.
 GATHERS: dict[str, tuple[str, ...]] = {
     "experts apart": (
         "rank 0 waits in all_gather of unit 'blocks.0.experts.0', for the 1st time, which rank 1 never started",
@@ -356,11 +356,11 @@ def test_a_rank_that_makes_fewer_steps_is_named(name: str, runs: Runs) -> None:
     assert texts.pop(1) == "came through"
     for text in texts:
         assert "for the 5th time" in text
-        # its end and the others' timeout come at the same moment
+        # its end and the timeout of the others happen at the same moment
         assert re.search(r"rank 1 (said nothing: |started only|waits in torch.dist)", text), text
 
 
-def test_a_step_that_meets_an_evaluation_is_named_and_aborts_nobody(runs: Runs) -> None:
+def test_a_step_beside_an_evaluation_is_named_and_aborts_no_rank(runs: Runs) -> None:
     for text in runs["step skipped, evaluation"].result():
         assert "rank 0 waits in reduce_scatter of unit 'blocks.2', for the 3rd time" in text
         assert "rank 1 waits in exchange of norms and flags" in text

@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 class Clamps(Net):
-    """CLIP's logit scale; a tensor of one element cannot refuse a write."""
+    """CLIP's logit scale; torch allows writes to a placeholder of one element."""
 
     def before(self) -> None:
         with torch.no_grad():
@@ -144,7 +144,7 @@ def step_of(engine: xds.Engine, step: int, width: int) -> float:
 
 
 class Plain:
-    """The same in plain PyTorch; in bf16 with fp32 masters that take over what a script wrote."""
+    """The same in plain PyTorch; in bf16 with fp32 masters that adopt the script's writes."""
 
     def __init__(self, model: Net, world_size: int, precision: str) -> None:
         self.model = model
@@ -218,7 +218,7 @@ def all_zero(model: nn.Module) -> None:
 
 
 def gathered(model: nn.Module) -> None:
-    """What was assigned before must not be forgotten by a context that reads it."""
+    """A context that reads parameters must not lose an earlier assignment."""
     for param in model.parameters():
         param.data = torch.zeros_like(param.data)
     with xds.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
@@ -237,7 +237,7 @@ def assigned(model: nn.Module) -> None:
 
 
 def turned(model: nn.Module) -> None:
-    """Another view of the memory that the parameter lies in."""
+    """Another view of the parameter's memory."""
     for param in model.parameters():
         if param.dim() == 2 and param.shape[0] == param.shape[1]:
             param.data = param.data.t()
@@ -264,7 +264,7 @@ EDITS: list[Callable[[nn.Module], None]] = [
 
 
 def state_at_last(engine: xds.Engine) -> dict[str, Tensor]:
-    """Every unit says once that something was assigned to its parameters."""
+    """Every unit raises once for an assignment to its parameters."""
     for _ in range(10):
         try:
             return engine.full_state_dict()
@@ -296,7 +296,7 @@ def edit(folder: str) -> list[Any]:
                     results.append((stage, precision, change.__name__, told, *total))
                 except (UsageError, RuntimeError) as error:
                     same = state_at_last(engine)
-                    # of one element: never away, so such a write counts at stage 3 too
+                    # one element: never dropped, so such a write counts at stage 3 too
                     large = [key for key in before if before[key].numel() > 1]
                     kept = all(torch.equal(same[key], before[key]) for key in large)
                     results.append((stage, precision, change.__name__, str(error), kept))
@@ -336,7 +336,7 @@ def other_dtype() -> list[str]:
     return told
 
 
-def test_another_dtype_raises_and_training_goes_on() -> None:
+def test_another_dtype_raises_and_training_continues() -> None:
     for told in run_ranks(other_dtype, 2):
         assert all("bf16 or torch_autocast in the config" in text for text in told)
 
@@ -374,7 +374,9 @@ def other_shape() -> list[str]:
         step_of(engine, 0, 8)
         engine.backward(engine(samples(1, engine.global_rank, 8)))
         model.first.weight.data = torch.zeros(3, 8)
-        with pytest.raises(UsageError, match="is as it was") as caught:
+        with pytest.raises(
+            UsageError, match="and is unchanged; assign a tensor of that shape"
+        ) as caught:
             engine.step()
         assert model.first.weight.shape == (8, 8) and model.first.weight.abs().sum() > 0
         told.append(str(caught.value))
@@ -412,8 +414,8 @@ def freeze(width: int, optimizer: str) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_frozen_parameters_stand_still_and_train_again(width: int, optimizer: str) -> None:
-    """Momentum and decay would move them on. AdamW counts the steps of a range, so it is compared till then."""
+def test_frozen_parameters_do_not_change_and_train_again(width: int, optimizer: str) -> None:
+    """Momentum and decay would change them. AdamW counts the steps of a range, so it is compared until then."""
     world_size, steps = 2, 8 if optimizer == "SGD" else 6
     got = run_ranks(freeze, world_size, width, optimizer)[0]
     model = build(Net, width)
@@ -520,7 +522,7 @@ def test_an_optimizers_tensors_are_known_by_identity_not_by_address(
 
 
 class WideScale(nn.Module):
-    """An fp64 number beside fp32: with two ranks one of them has nothing but padding of it."""
+    """An fp64 number beside fp32: with two ranks one of them has only padding of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -562,5 +564,5 @@ def load_wide_scale(folder: str) -> None:
     assert len(seen) == 4
 
 
-def test_states_of_several_dtypes_load_where_a_rank_has_padding_alone(tmp_path: Path) -> None:
+def test_states_of_several_dtypes_load_where_a_rank_has_only_padding(tmp_path: Path) -> None:
     helpers.run_ranks(load_wide_scale, 2, str(tmp_path))

@@ -37,7 +37,7 @@ def shared_out(tokens: Tensor) -> Tensor:
 
 
 def forgotten(engine: xds.Engine) -> bool:
-    """Nothing but what persists is gathered."""
+    """Only persistent units are gathered."""
     units = engine._sharded.units
     return not any(flat.is_unsharded for unit in units for flat in unit.params)
 
@@ -53,7 +53,7 @@ def evaluated() -> None:
         assert float(engine(batch)) == float(plain(batch))
     assert float(engine.eval_batch(iter([batch]), 1)) == pytest.approx(float(plain(batch)))
     engine.train()
-    loss = engine(batch)  # a forward whose backward never comes
+    loss = engine(batch)  # a forward without a backward
     del loss
     with torch.no_grad():
         assert float(engine(batch)) == float(plain(batch))
@@ -115,12 +115,12 @@ def borrowed(recomputed: bool) -> None:
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_parameters_are_used_outside_of_their_owner(recomputed: bool) -> None:
+def test_parameters_are_used_outside_of_their_unit(recomputed: bool) -> None:
     run_ranks(borrowed, 2, recomputed)
 
 
 class Late(nn.Module):
-    """Borrows from the sixth step on, when nobody looks any more."""
+    """Uses a block's weight from the sixth step on, after the forwards that are checked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Late(nn.Module):
 def registered() -> None:
     torch.manual_seed(2)
     model = Late()
-    zero.register_external_parameter(model, model.blocks[0].weight)  # nobody's yet
+    zero.register_external_parameter(model, model.blocks[0].weight)  # no engine owns it yet
     torch.manual_seed(2)
     plain = Late()
     engine = xds.initialize(model, config())
@@ -152,7 +152,7 @@ def registered() -> None:
         engine.zero_grad()
 
 
-def test_a_use_that_comes_late_can_be_announced() -> None:
+def test_a_late_use_can_be_registered() -> None:
     run_ranks(registered, 2)
 
 

@@ -1,4 +1,4 @@
-"""Graphs that leave a unit by another way than its output's gradient: right at every stage, and no crash."""
+"""Graphs that use a unit's parameters in unusual ways: correct at every stage, without a crash."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Views(Net):
 
 
 class Holder:
-    """A container that torch's pytree does not know."""
+    """A container that is not registered with torch's pytree."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -294,7 +294,7 @@ def count_hooks() -> list[int]:
     return found
 
 
-def test_no_hook_stays_on_a_parameter_that_goes_into_units() -> None:
+def test_no_hook_stays_on_a_parameter_that_is_an_input_of_units() -> None:
     for found in run_ranks(count_hooks, 2):
         assert found == [0, 0, 0, 0]
 

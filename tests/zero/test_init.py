@@ -1,4 +1,4 @@
-"""Construction in slices: the values of plain construction, nothing left behind, models on the meta device."""
+"""Construction in slices: the values of plain construction, no leftovers, models on the meta device."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def interrupted() -> None:
         assert not nn.Linear(4, 4).weight.isnan().any()
 
 
-def test_nothing_outlives_the_context() -> None:
+def test_nothing_is_left_after_the_context() -> None:
     run_ranks(interrupted, 2)
 
 

@@ -1,7 +1,7 @@
-"""Gradients that come more than once in a backward, and after their buffer was sent: none is lost.
+"""Gradients that arrive more than once in a backward, or after their buffer was sent: none is lost.
 
 A reentrant checkpoint runs a graph of its own for every call. Each case runs with weights below and above
-SMALL_NUMEL, whose gradients take different ways.
+SMALL_NUMEL, whose gradients are copied in different ways.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def test_slots_lie_group_by_group_on_64_byte_boundaries() -> None:
     assert layout.shard_range(1) == (32, 64)
 
 
-def test_a_cut_divides_a_slot_and_says_where() -> None:
+def test_a_boundary_divides_a_slot_into_pieces() -> None:
     layout = plan_flat([Entry("w", (40,), 0), Entry("v", (8,), 0)], world_size=2)
     assert layout.numel == 64
     [left] = layout.pieces_in(0, 32)

@@ -1,4 +1,4 @@
-"""Stage 3 finds the tensors in whatever a module takes and returns, also where torch's pytree does not."""
+"""Stage 3 finds the tensors in any input and output of a module, also where torch's pytree does not."""
 
 from __future__ import annotations
 
@@ -118,5 +118,5 @@ def test_every_tensor_is_found(kind: str) -> None:
     assert found is tensor
 
 
-def test_modules_and_plain_values_are_not_looked_into() -> None:
+def test_tensors_inside_modules_and_plain_values_are_not_found() -> None:
     assert tensors_in((nn.Linear(2, 2), "text", 1.0, None, Model)) == []

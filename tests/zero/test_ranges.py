@@ -42,7 +42,7 @@ def test_pieces_of_a_range() -> None:
     ]
 
 
-def test_copies_are_cut_where_the_files_are() -> None:
+def test_copies_end_at_file_boundaries() -> None:
     found = Catalogue(FLATS, RANGES).copies(Piece("param", "b", 2, 12, target=5), "value")
     assert found == [
         Copy(1, "v1", "float32", source=10, target=5, numel=6),
@@ -50,7 +50,7 @@ def test_copies_are_cut_where_the_files_are() -> None:
     ]
 
 
-def test_what_is_not_there_is_left_out() -> None:
+def test_missing_elements_are_left_out() -> None:
     catalogue = Catalogue(FLATS, RANGES[:1])
     assert catalogue.copies(Piece("param", "c", 0, 4, target=0), "value") == []
     assert catalogue.copies(Piece("param", "a", 0, 9, target=0), "grad") == []
@@ -88,7 +88,7 @@ def test_neighbours_are_read_at_once() -> None:
 def test_differences_are_named() -> None:
     found = Catalogue(FLATS, RANGES).compare([flat_of(("a", 0, 8), ("c", 8, 4))])
     assert (found.missing, found.extra) == (("c",), ("b",))
-    assert found.shapes == ("a is [9] there and [8] here",)
+    assert found.shapes == ("a is [9] in the checkpoint and [8] in the model",)
 
 
 def test_states_of_whole_parameters_are_found_by_parameter() -> None:
@@ -158,4 +158,6 @@ def test_every_layout_finds_its_elements_in_every_other(
         for piece in pieces(flat, start, stop):
             expected = values[piece.name][piece.start : piece.stop]
             assert torch.equal(got[piece.target : piece.target + len(expected)], expected)
-    assert read == sum(len(one) for one in values.values())  # nobody reads what it does not need
+    assert read == sum(
+        len(one) for one in values.values()
+    )  # no layout reads elements that it does not need

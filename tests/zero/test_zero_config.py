@@ -83,7 +83,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("section", REFUSED, ids=lambda section: next(iter(section)))
-def test_features_that_are_not_there(section):
+def test_features_that_are_not_supported(section):
     with pytest.raises(xds.ConfigError) as caught:
         zero(section)
     (complaint,) = caught.value.complaints

@@ -1,1 +1,1 @@
-"""How a script reads and writes a sharded model, and what it is kept from."""
+"""Reading and writing a sharded model from a script, and checks for unsupported operations."""

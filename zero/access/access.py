@@ -1,7 +1,7 @@
 """Reads and writes single parameters of an engine, their gradients and optimizer states, at every stage.
 
-Everything lies in flat ranges; a parameter is the intersection of its slot with the ranks' ranges. Reading
-moves that parameter's elements and nothing else.
+All states lie in flat buffers. A rank's part of a parameter is the intersection of the parameter's slot with
+the rank's range. A read sends only the elements of that parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .owners import Owner, Reader, Stored, clear_owner, set_owner
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a parameter is: slot `position` of `flat`; `master` updates it, None where it is frozen."""
+    """The place of a parameter: slot `position` of `flat`. `master` updates it; None if it is frozen."""
 
     number: int
     flat: FlatParams
@@ -39,7 +39,7 @@ class _Place:
 
 @final
 class Access(Owner):
-    """The parameters of one engine, one by one. All but `name_of` is for all ranks together."""
+    """Owns the parameters of one engine. All ranks call every method but `name_of` together."""
 
     def __init__(
         self,
@@ -48,9 +48,10 @@ class Access(Owner):
         gradient_factor: Callable[[], float],
         may_reduce: Callable[[], bool],
     ) -> None:
-        """`gradient_factor` times a sum of gradients is what the optimizer's step will use, before clipping.
-
-        `may_reduce`: gradients that wait for their reduction are all that the step will get.
+        """
+        Args:
+            gradient_factor: the step uses this factor times the sum of gradients, before clipping.
+            may_reduce: gradients that are not reduced yet may be: the step will get no others.
         """
         self.collectives = model.collectives
         self._model = model
@@ -67,7 +68,7 @@ class Access(Owner):
                     self._places[id(param)] = place
                     self._params.append(param)
                     set_owner(param, self)
-        # frozen ones of stages 0 to 2 are in no flat buffer: every rank holds them as they are
+        # frozen parameters of stages 0 to 2 are in no flat buffer: every rank holds them in full
         self._loose: dict[int, tuple[int, str]] = {}
         for name, param in model.units[-1].modules[0].named_parameters():
             if id(param) not in self._places:
@@ -76,7 +77,7 @@ class Access(Owner):
                 set_owner(param, self)
 
     def release(self) -> None:
-        """The parameters belong to nobody again."""
+        """Stop owning the parameters."""
         for param in self._params:
             clear_owner(param)
         self._params = []
@@ -95,11 +96,11 @@ class Access(Owner):
         return self._places[id(param)].number
 
     def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
-        self._model.end_own()  # its messages come before those of the access
+        self._model.end_script_backward()  # its collectives come before those of the access
         super().agree(doing, param, value)
 
     def value(self, param: nn.Parameter) -> Stored:
-        self._model.end_own()
+        self._model.end_script_backward()
         place = self._places.get(id(param))
         if place is None or place.master is None:
             return self.compute(param)
@@ -107,12 +108,12 @@ class Access(Owner):
         place.flat.take_edits(place.position)
         first = self._first(place, is_whole=is_whole)
         stored = self._cut(place, master.tensor, first=first, is_whole=is_whole)
-        at = int(stored.mine.storage_offset()) - int(master.tensor.storage_offset())
-        master.take_edits(at, at + stored.mine.numel())
+        at = int(stored.local.storage_offset()) - int(master.tensor.storage_offset())
+        master.take_edits(at, at + stored.local.numel())
         return stored
 
     def compute(self, param: nn.Parameter) -> Stored:
-        self._model.end_own()
+        self._model.end_script_backward()
         place = self._places.get(id(param))
         if place is None:
             return Stored(tuple(param.shape), param.data.reshape(-1), (), is_whole=True)
@@ -125,16 +126,16 @@ class Access(Owner):
         )
 
     def _cut(self, place: _Place, held: Tensor, *, first: int, is_whole: bool) -> Stored:
-        """The slot's part of `held`, whose first element is element `first` of the flat buffer."""
+        """The slot's part of `held`, which begins at element `first` of the flat buffer."""
         slot, layout = place.slot, place.flat.layout
         bounds = [_overlap(slot, *layout.shard_range(rank)) for rank in range(layout.world_size)]
         start, stop = (0, slot.numel) if is_whole else bounds[self.collectives.rank]
         at = slot.offset - first
-        mine = held[at + start : at + stop] if stop > start else held[:0]
-        return Stored(slot.shape, mine, bounds, is_whole)
+        local = held[at + start : at + stop] if stop > start else held[:0]
+        return Stored(slot.shape, local, bounds, is_whole)
 
     def _first(self, place: _Place, *, is_whole: bool) -> int:
-        """Where what this rank holds of the flat buffer begins."""
+        """The first element of the flat buffer that this rank holds."""
         return 0 if is_whole else place.flat.layout.shard_range(self.collectives.rank)[0]
 
     def write(self, param: nn.Parameter, reader: Reader) -> None:
@@ -158,36 +159,36 @@ class Access(Owner):
             return self.write(param, reader)
         with torch.no_grad():
             master = self.value(param)
-            kept = master.mine.clone()
+            kept = master.local.clone()
             changed = reader(*master.range_of(self.collectives.rank)) != kept.to(place.flat.dtype)
             self.write(param, reader)
-            master.mine.copy_(torch.where(changed, master.mine, kept))
+            master.local.copy_(torch.where(changed, master.local, kept))
 
     @staticmethod
     def _is_apart(place: _Place) -> bool:
-        """The computed values are whole, the master is a view of this rank's shard of them."""
+        """The computed values are full, and the master covers only this rank's shard of them."""
         return place.master is not None and place.master.is_sharded and not place.flat.is_sharded
 
-    def is_lent(self, param: nn.Parameter) -> bool:
+    def is_overridden(self, param: nn.Parameter) -> bool:
         place = self._places.get(id(param))
-        return place is not None and place.flat.is_lent(place.position)
+        return place is not None and place.flat.is_overridden(place.position)
 
-    def invite(self, param: nn.Parameter, module: nn.Module) -> bool:
-        return self._model.invite(param, module)
+    def register_use(self, param: nn.Parameter, module: nn.Module) -> bool:
+        return self._model.register_use(param, module)
 
     def trains(self, param: nn.Parameter) -> bool:
         place = self._places.get(id(param))
         return place is not None and place.master is not None
 
-    def lend(self, param: nn.Parameter, full: Tensor) -> None:
+    def override(self, param: nn.Parameter, full: Tensor) -> None:
         place = self._places[id(param)]
-        place.flat.lend(place.position, full)
+        place.flat.override(place.position, full)
 
-    def take_back(self, param: nn.Parameter) -> None:
+    def clear_override(self, param: nn.Parameter) -> None:
         place = self._places[id(param)]
-        place.flat.take_back(place.position)
+        place.flat.clear_override(place.position)
 
-    def hand_over(self, param: nn.Parameter, target: Tensor) -> None:
+    def move_into(self, param: nn.Parameter, target: Tensor) -> None:
         raise UsageError(
             f"{self.name_of(param)} already belongs to another engine: call destroy() on that engine first, or "
             "give this one a model of its own"
@@ -196,7 +197,7 @@ class Access(Owner):
     # -- gradients --------------------------------------------------------------------------------------
 
     def grad(self, param: nn.Parameter) -> Stored | None:
-        """The sum over ranks as it lies in memory, unscaled by nothing; None: there is none now.
+        """The sum over ranks as it lies in memory, without any scaling; None: there is none now.
 
         Raises:
             UsageError: the parameter is frozen, or its gradient is not reduced yet.
@@ -204,9 +205,9 @@ class Access(Owner):
         master = self._trained(param, "its gradient")
         grads = master.grads
         is_reduced = self._model.reduce_rest(also_held=self._may_reduce())
-        if not is_reduced and grads.has_local and not grads.is_alone:
+        if not is_reduced and grads.has_local and not grads.is_single_rank:
             raise UsageError(
-                f"the gradient of {self.name_of(param)} is not reduced over the ranks yet: ask after the "
+                f"the gradient of {self.name_of(param)} is not reduced over the ranks yet: read it after the "
                 "last backward of the accumulation, outside of no_sync(), and before step()"
             )
         held = grads.reduced()
@@ -217,13 +218,13 @@ class Access(Owner):
         return self._cut(place, held, first=first, is_whole=is_whole)
 
     def gradient_factor(self) -> float:
-        """What a sum of gradients is multiplied with before clipping: 1 / (ranks x loss scale), as a rule."""
+        """The factor on a sum of gradients before clipping, usually 1 / (ranks x loss scale)."""
         return self._factor()
 
     # -- optimizer states -------------------------------------------------------------------------------
 
     def optimizer_state(self, param: nn.Parameter, key: str) -> Stored | Tensor | None:
-        """The state `key` of the optimizer; a scalar (step counts) is itself; None before the first step.
+        """The optimizer's state `key`; a scalar tensor for step counts; None before the first step.
 
         Raises:
             UsageError: the parameter is frozen, or the optimizer has no such state.
@@ -236,12 +237,12 @@ class Access(Owner):
         if key not in state:
             raise UsageError(
                 f'optimizer state "{key}" of {self.name_of(param)}: the optimizer has '
-                f"{', '.join(sorted(state)) or 'none'}; ask for one of them"
+                f"{', '.join(sorted(state)) or 'none'}; use one of these keys"
             )
         value = state[key]
         if not isinstance(value, Tensor) or value.dim() == 0:
             return torch.as_tensor(value)
-        if held is None:  # the parameter's own tensor, not a range of a flat one
+        if held is None:  # the state has the parameter's shape: it is not a range of a flat buffer
             flat = value.view(-1)
             return Stored(place.slot.shape, flat, [(0, flat.numel())], is_whole=True)
         if held != (0, 0) and value.shape != (held[1] - held[0],):
@@ -265,6 +266,6 @@ class Access(Owner):
 
 
 def _overlap(slot: Slot, start: int, stop: int) -> tuple[int, int]:
-    """[start, stop) of the flat buffer as elements of the slot; empty if they do not meet."""
+    """[start, stop) of the flat buffer as elements of the slot; empty if they do not overlap."""
     low, high = overlap((start, stop), (slot.offset, slot.stop))
     return low - slot.offset, high - slot.offset

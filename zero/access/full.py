@@ -1,8 +1,8 @@
-"""Whole parameters, gradients and optimizer states by parameter: `xds.zero.get_full_param` and its kin.
+"""Full values, gradients and optimizer states of single parameters: `xds.zero.get_full_param` and others.
 
-Every function is a collective: all ranks call it, with the same parameter, in the same order. DeepSpeed's
-names (`safe_get_full_fp32_param`, ...) are the same functions, but that they answer None where there is
-nothing yet.
+Every function is a collective: all ranks call it with the same parameter, in the same order. DeepSpeed's
+names (`safe_get_full_fp32_param`, ...) are the same functions, except that the getters return None if there
+is no value yet.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .owners import Owner, owner_of, reader_of
 
 
 def get_full_param(param: nn.Parameter) -> Tensor:
-    """The parameter's value in full precision (the fp32 master's, if it computes in 16 bits), fresh.
+    """A new tensor with the full value: the fp32 master's if the parameter computes in 16 bits.
 
     Shapes:  the parameter's.
-    Sends:   each rank its part to every other: a rank receives what it does not hold, plus 24 bytes.
+    Sends:   each rank sends its part to every other one, plus 24 bytes.
     Raises:
-        UsageError: no live engine has this parameter, or the ranks ask for different ones.
+        UsageError: no live engine has this parameter, or the ranks pass different ones.
     """
     owner = owner_of(param, "get_full_param")
     owner.agree("get_full_param", param)
@@ -33,12 +33,12 @@ def get_full_param(param: nn.Parameter) -> Tensor:
 
 
 def set_full_param(param: nn.Parameter, value: Tensor) -> None:
-    """Overwrite the parameter and its master; optimizer states stay. `value` is the same on every rank.
+    """Overwrite the parameter and its master, not the optimizer state. `value` is equal on all ranks.
 
     Shapes:  `value` the parameter's, any floating dtype.
     Sends:   24 bytes to each rank.
     Raises:
-        UsageError: wrong shape, no live engine, or ranks that differ; nothing is changed then.
+        UsageError: wrong shape, no live engine, or ranks that differ; nothing is changed.
     """
     owner = owner_of(param, "set_full_param")
     _check_shape("set_full_param", owner, param, value)
@@ -47,7 +47,7 @@ def set_full_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def get_full_grad(param: nn.Parameter) -> Tensor:
-    """The gradient that step() will use, before clipping: mean over ranks, loss scale taken out.
+    """The gradient that step() will use, before clipping: mean over ranks, without the loss scale.
 
     Valid after the backward that ends the accumulation (at stages 2 and 3 after any) and before step().
     Shapes:  the parameter's, fp32 for 16-bit parameters. Sends as `get_full_param`.
@@ -57,14 +57,14 @@ def get_full_grad(param: nn.Parameter) -> Tensor:
     grad = safe_get_full_grad(param)
     if grad is None:
         raise UsageError(
-            f"get_full_grad({owner_of(param, 'get_full_grad').name_of(param)}): there is no gradient now; ask "
-            "after backward and before step(), which clears it"
+            f"get_full_grad({owner_of(param, 'get_full_grad').name_of(param)}): there is no gradient now; call "
+            "it after backward and before step(), which clears it"
         )
     return grad
 
 
 def set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Overwrite the gradient that step() will use. `value` is the same on every rank; errors as above."""
+    """Overwrite the gradient that step() will use. `value` is equal on all ranks; errors as above."""
     owner = owner_of(param, "set_full_grad")
     _check_shape("set_full_grad", owner, param, value)
     owner.agree("set_full_grad", param, value)
@@ -79,11 +79,11 @@ def set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def get_full_optimizer_state(param: nn.Parameter, key: str) -> Tensor:
-    """The optimizer's state `key` ("exp_avg", "step", ...) of one parameter, whole.
+    """The optimizer's full state `key` ("exp_avg", "step", ...) of one parameter.
 
     Shapes:  the parameter's, or [] for a scalar such as the step count. Sends as `get_full_param`.
     Raises:
-        UsageError: no step was made yet, there is no such state, or the parameter is frozen.
+        UsageError: no step has run yet, there is no such state, or the parameter is frozen.
     """
     state = safe_get_full_optimizer_state(param, key)
     if state is None:
@@ -95,7 +95,7 @@ def get_full_optimizer_state(param: nn.Parameter, key: str) -> Tensor:
 
 
 def set_full_optimizer_state(param: nn.Parameter, value: Tensor, key: str) -> None:
-    """Overwrite the optimizer's state `key`. `value` is the same on every rank; errors as above."""
+    """Overwrite the optimizer's state `key`. `value` is equal on all ranks; errors as above."""
     owner = owner_of(param, "set_full_optimizer_state")
     owner.agree("set_full_optimizer_state", param, value)
     stored = owner.optimizer_state(param, key)
@@ -107,7 +107,7 @@ def set_full_optimizer_state(param: nn.Parameter, value: Tensor, key: str) -> No
     if isinstance(stored, Tensor):
         raise UsageError(
             f'set_full_optimizer_state({owner.name_of(param)}, "{key}"): this state is one number for a whole '
-            "flat range, not this parameter's own; it can be read, not set"
+            "flat range, which other parameters share; it can be read but not set"
         )
     _check_shape("set_full_optimizer_state", owner, param, value)
     with torch.no_grad():
@@ -123,7 +123,7 @@ safe_set_full_optimizer_state = set_full_optimizer_state
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """`get_full_grad`, but None where there is no gradient now."""
+    """`get_full_grad`, but None if there is no gradient now."""
     owner = owner_of(param, "get_full_grad")
     owner.agree("get_full_grad", param)
     stored = owner.grad(param)
@@ -150,5 +150,5 @@ def _check_shape(doing: str, owner: Owner, param: nn.Parameter, value: Tensor) -
     if tuple(value.shape) != tuple(shape):
         raise UsageError(
             f"{doing}({owner.name_of(param)}): the value has shape {tuple(value.shape)}, but the parameter "
-            f"{tuple(shape)}; give a whole value of that shape"
+            f"has {tuple(shape)}; pass a full value of that shape"
         )

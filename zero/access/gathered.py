@@ -1,4 +1,4 @@
-"""`GatheredParameters`: whole parameters inside a context, edited by one rank if asked."""
+"""`GatheredParameters`: full parameters inside a context, which one rank may modify."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torch import Tensor, nn
 
 from ...ops.comm.collectives import ACCESS_BUFFER
 from ...utils.errors import UsageError
-from .owners import Owner, reader_of, settled_owner
+from .owners import Owner, reader_of, resolve_owner
 
 
 @final
 class GatheredParameters:
-    """Inside the context `params` hold whole values on every rank; entry and exit are collectives.
+    """Inside the context `params` hold full values on every rank; entry and exit are collectives.
 
         with xds.zero.GatheredParameters(model.head.parameters(), modifier_rank=0):
             if rank == 0:
                 nn.init.zeros_(model.head.weight)
 
-    With `modifier_rank` that rank's values are everybody's on exit, masters included, at every stage. Without
-    it they are for reading: at stage 3 an edit is an error on exit, and lost. Each parameter travels by
-    itself, so a few of a large model cost their own bytes. Forward passes work inside, with what the
-    parameters hold there. Contexts may be nested. Parameters that no engine holds pass through, unchanged.
-    After an exception inside nothing is written.
+    - With `modifier_rank`, all ranks get that rank's values on exit, masters included, at every stage.
+    - Without it the values are for reading: at stage 3 an edit raises on exit, and is lost.
+    - Each parameter is gathered separately, so only the bytes of `params` are sent.
+    - Forward passes inside use the values that the parameters hold there. Contexts may be nested.
+    - Parameters that no engine owns are left unchanged.
+    - After an exception inside, nothing is written.
     """
 
     def __init__(
@@ -39,26 +40,26 @@ class GatheredParameters:
         """
         Args:
             params: a parameter, a module, or an iterable of parameters (or of (name, parameter)).
-            modifier_rank: whose edits count; a rank within the engine's group.
+            modifier_rank: the rank whose edits are kept; a rank within the engine's group.
             fwd_module: DeepSpeed's name for a module that uses the parameters; not needed.
             enabled: False does nothing.
         """
         self._params = _listed(params) if enabled else []
         self._modifier = modifier_rank
         self._held: list[tuple[nn.Parameter, Owner]] = []
-        self._lent: list[tuple[nn.Parameter, Owner]] = []
+        self._overridden: list[tuple[nn.Parameter, Owner]] = []
 
     def __enter__(self) -> None:
-        found = [(param, settled_owner(param)) for param in self._params]
+        found = [(param, resolve_owner(param)) for param in self._params]
         self._held = [(param, owner) for param, owner in found if owner is not None]
         for param, owner in self._held:
             self._check_modifier(owner)
             owner.agree("GatheredParameters", param)
-            if not owner.compute(param).is_whole and not owner.is_lent(param):
+            if not owner.compute(param).is_whole and not owner.is_overridden(param):
                 full = owner.compute(param).read(owner.collectives)
                 assert full is not None
-                owner.lend(param, full)
-                self._lent.append((param, owner))
+                owner.override(param, full)
+                self._overridden.append((param, owner))
 
     def _check_modifier(self, owner: Owner) -> None:
         world_size = owner.collectives.world_size
@@ -78,9 +79,9 @@ class GatheredParameters:
         if kind is None:
             with torch.no_grad():
                 edited = self._finish()
-        lent, self._lent, self._held = self._lent, [], []
-        for param, owner in lent:
-            owner.take_back(param)
+        overridden, self._overridden, self._held = self._overridden, [], []
+        for param, owner in overridden:
+            owner.clear_override(param)
         if edited:
             raise UsageError(
                 f"{', '.join(edited[:5])} changed inside GatheredParameters without modifier_rank: the edit is "
@@ -89,7 +90,7 @@ class GatheredParameters:
 
     def _finish(self) -> list[str]:
         if self._modifier is None:
-            return _edited(self._lent)
+            return _edited(self._overridden)
         for param, owner in self._held:
             owner.agree(f"GatheredParameters, leaving with modifier_rank={self._modifier}", param)
             whole = param.data.contiguous().view(-1)
@@ -98,22 +99,24 @@ class GatheredParameters:
         return []
 
 
-def _edited(lent: Sequence[tuple[nn.Parameter, Owner]]) -> list[str]:
-    """Names of the parameters that any rank has changed. Each rank looks at its own part; sends a byte each."""
-    if not lent:
+def _edited(overridden: Sequence[tuple[nn.Parameter, Owner]]) -> list[str]:
+    """Names of parameters that any rank changed. Each rank checks its own part; sends one byte for each."""
+    if not overridden:
         return []
-    collectives = lent[0][1].collectives
-    flags = [_differs(param, owner) for param, owner in lent]
-    mine = torch.tensor(flags, dtype=torch.uint8, device=collectives.device)
-    table = collectives.gather_small(mine, buffer=ACCESS_BUFFER).amax(0).tolist()
-    return [owner.name_of(param) for (param, owner), hit in zip(lent, table, strict=True) if hit]
+    collectives = overridden[0][1].collectives
+    flags = [_differs(param, owner) for param, owner in overridden]
+    local = torch.tensor(flags, dtype=torch.uint8, device=collectives.device)
+    table = collectives.gather_small(local, buffer=ACCESS_BUFFER).amax(0).tolist()
+    return [
+        owner.name_of(param) for (param, owner), hit in zip(overridden, table, strict=True) if hit
+    ]
 
 
 def _differs(param: nn.Parameter, owner: Owner) -> bool:
-    """This rank's own part of the lent copy is no longer what the rank holds, bit for bit."""
+    """This rank's part of the full copy differs from its stored values in some bit."""
     stored = owner.compute(param)
     start, stop = stored.range_of(owner.collectives.rank)
-    return not _bits(param.data.reshape(-1)[start:stop]).equal(_bits(stored.mine))
+    return not _bits(param.data.reshape(-1)[start:stop]).equal(_bits(stored.local))
 
 
 def _bits(values: Tensor) -> Tensor:

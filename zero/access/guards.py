@@ -1,6 +1,6 @@
-"""Refuses what a sharded model cannot do silently: saving empty parameters, growing new ones.
+"""Raises on operations that would silently fail on a sharded model: saving shards, adding parameters.
 
-Torch's own hooks, gone with `remove`: nothing is patched.
+Uses torch's own hooks, which `remove` removes; nothing is patched.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .owners import Owner, find_owner
 
 @final
 class Guards:
-    """Watches one engine's model from `initialize` to `destroy`."""
+    """The checks on one engine's model, from `initialize` to `destroy`."""
 
     def __init__(self, model: nn.Module, owner: Owner) -> None:
         self._modules = weakref.WeakSet(model.modules())
-        # these may be moved about: peft parametrizes a parameter in every forward and puts it back
+        # known parameters may be registered again: peft parametrizes one in every forward and restores it
         self._params = WeakTensorKeyDictionary()
         self._params.update((param, True) for param in model.parameters())
         self._owner = weakref.ref(owner)
@@ -43,7 +43,7 @@ class Guards:
                 ]
 
     def remove(self) -> None:
-        """Let everything happen again."""
+        """Remove all checks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -61,12 +61,12 @@ class Guards:
     def _module_registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if submodule is None or module not in self._modules or self._owner() is None:
             return
-        strangers = [n for n, p in submodule.named_parameters() if p not in self._params]
-        if strangers:
+        unknown = [n for n, p in submodule.named_parameters() if p not in self._params]
+        if unknown:
             raise UsageError(
                 f"{type(module).__name__}.{name} = {type(submodule).__name__}, after xds.initialize: the "
-                f"engine would neither train nor shard its parameters ({', '.join(strangers[:3])}); add "
-                "modules before xds.initialize, or call engine.destroy(), change the model, initialize again"
+                f"engine would neither train nor shard its parameters ({', '.join(unknown[:3])}); add "
+                "modules before xds.initialize, or call engine.destroy(), change the model and initialize again"
             )
 
 
@@ -76,9 +76,11 @@ def _is_sharded(param: nn.Parameter) -> bool:
 
 
 def _is_hidden(param: nn.Parameter) -> bool:
-    """Its values are in shards, and no context shows them."""
+    """Its values are in shards, and no context has gathered them."""
     owner = find_owner(param)
-    return owner is not None and not owner.compute(param).is_whole and not owner.is_lent(param)
+    return (
+        owner is not None and not owner.compute(param).is_whole and not owner.is_overridden(param)
+    )
 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -1,6 +1,6 @@
-"""Who holds a parameter's values: one registry from parameter to owner, so that nothing hangs on the parameter.
+"""The owner of each parameter's values: a registry, so that no attribute is set on the parameter.
 
-    parameter ──> Owner ──> Stored: the flattened tensor [numel], cut by `bounds` over the ranks
+    parameter ──> Owner ──> Stored: the flattened tensor [numel], split by `bounds` over the ranks
                             rank 0 |-- [0, a) --|-- [a, b) rank 1 --|  rank 2: nothing  |
 
 An engine owns its model's parameters from `initialize` to `destroy`; before that `zero.Init` may own them.
@@ -27,7 +27,7 @@ Reader = Callable[[int, int], Tensor]
 
 
 def reader_of(value: Tensor) -> Reader:
-    """Reads from a whole tensor in memory."""
+    """A reader of a full tensor in memory."""
     flat = value.detach().reshape(-1)
     return lambda start, stop: flat[start:stop]
 
@@ -36,12 +36,12 @@ def reader_of(value: Tensor) -> Reader:
 class Stored:
     """One tensor of a parameter as the ranks hold it.
 
-    Shapes:  `mine` is 1-D and writable: elements [start, stop) of this rank's bounds, or all of them where
-             `is_whole`, which says that every rank holds everything.
+    Shapes:  `local` is 1-D and writable: elements [start, stop) of this rank's bounds, or all elements if
+             `is_whole`, which means that every rank holds the full tensor.
     """
 
     shape: tuple[int, ...]
-    mine: Tensor
+    local: Tensor
     bounds: Bounds
     is_whole: bool = False
 
@@ -50,23 +50,23 @@ class Stored:
         return (0, numel_of(self.shape)) if self.is_whole else self.bounds[rank]
 
     def read(self, collectives: Collectives, target: int | None = None) -> Tensor | None:
-        """The full tensor, fresh; None on ranks other than `target`. Sends this rank's part."""
+        """A new full tensor; None on ranks other than `target`. Sends this rank's part."""
         wanted = target in (None, collectives.rank)
         if self.is_whole:
-            return self.mine.clone().view(self.shape) if wanted else None
-        out = self.mine.new_empty(numel_of(self.shape)) if wanted else None
-        collectives.collect(out, self.mine, self.bounds, target=target)
+            return self.local.clone().view(self.shape) if wanted else None
+        out = self.local.new_empty(numel_of(self.shape)) if wanted else None
+        collectives.collect(out, self.local, self.bounds, target=target)
         return None if out is None else out.view(self.shape)
 
     def write(self, reader: Reader, rank: int) -> None:
         """Overwrite what this rank holds. Nothing is sent."""
         start, stop = self.range_of(rank)
         if stop > start:
-            self.mine.copy_(reader(start, stop))
+            self.local.copy_(reader(start, stop))
 
 
 class Owner(ABC):
-    """Holds values of parameters on behalf of the script. Every method but `name_of` is for all ranks."""
+    """Holds the values of parameters. All ranks call every method but `name_of` together."""
 
     collectives: Collectives
 
@@ -76,7 +76,7 @@ class Owner(ABC):
 
     @abstractmethod
     def value(self, param: nn.Parameter) -> Stored:
-        """The values in full precision: the master's where there is one."""
+        """The values in full precision: the master's if there is one."""
 
     @abstractmethod
     def compute(self, param: nn.Parameter) -> Stored:
@@ -84,34 +84,34 @@ class Owner(ABC):
 
     @abstractmethod
     def write(self, param: nn.Parameter, reader: Reader) -> None:
-        """Set master and computed value from `reader`, which gives the same numbers on every rank."""
+        """Set master and computed value from `reader`, which returns the same values on every rank."""
 
     def edit(self, param: nn.Parameter, reader: Reader) -> None:
-        """`write`, but a master keeps its full precision where the computed value stays as it is."""
+        """`write`, but a master keeps its full precision where the computed value does not change."""
         self.write(param, reader)
 
     @abstractmethod
-    def is_lent(self, param: nn.Parameter) -> bool:
-        """`param.data` is what `lend` made it."""
+    def is_overridden(self, param: nn.Parameter) -> bool:
+        """`param.data` is a tensor given to `override`."""
 
     @abstractmethod
-    def lend(self, param: nn.Parameter, full: Tensor) -> None:
-        """`param.data` is `full` until `take_back`."""
+    def override(self, param: nn.Parameter, full: Tensor) -> None:
+        """Make `full` the parameter's `.data` until `clear_override`."""
 
     @abstractmethod
-    def take_back(self, param: nn.Parameter) -> None:
-        """End `lend`: `param.data` is what it would be without it."""
+    def clear_override(self, param: nn.Parameter) -> None:
+        """End `override`: `param.data` is the owner's own tensor again."""
 
     def grad(self, param: nn.Parameter) -> Stored | None:
         """The reduced gradient; None: there is none now.
 
         Raises:
-            UsageError: it cannot be had at this moment, or of this parameter.
+            UsageError: it is not available now, or not for this parameter.
         """
         raise UsageError(f"{self.name_of(param)} has no gradient: no engine trains it yet")
 
     def gradient_factor(self) -> float:
-        """What the reduced gradient is multiplied with, to be that of the loss."""
+        """The factor that makes the reduced gradient that of the loss."""
         return 1.0
 
     def optimizer_state(self, param: nn.Parameter, key: str) -> Stored | Tensor | None:
@@ -127,34 +127,35 @@ class Owner(ABC):
         return False
 
     @abstractmethod
-    def hand_over(self, param: nn.Parameter, target: Tensor) -> None:
-        """Put the whole value into `target` (any dtype) and stop owning the parameter."""
+    def move_into(self, param: nn.Parameter, target: Tensor) -> None:
+        """Write the full value into `target` (any dtype) and stop owning the parameter."""
 
-    def invite(self, param: nn.Parameter, module: nn.Module) -> bool:
-        """Gather `param` for calls of `module` as well. False: the module is a stranger."""
+    def register_use(self, param: nn.Parameter, module: nn.Module) -> bool:
+        """Gather `param` for calls of `module` as well. False: `module` is not part of the model."""
         return True
 
     def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
-        """Every rank is about to do the same with this parameter, with the same `value`, or all raise.
+        """Check that every rank makes the same call, with the same parameter and `value`.
 
         Sends 24 bytes to each rank.
+
         Raises:
-            UsageError: the ranks ask for different things; nothing was changed.
+            UsageError: the calls differ; every rank raises, and nothing was changed.
         """
-        asked = [zlib.crc32(doing.encode()), self.number_of(param), _fingerprint(value)]
-        given = torch.tensor(asked, dtype=torch.int64, device=self.collectives.device)
+        own = [zlib.crc32(doing.encode()), self.number_of(param), _fingerprint(value)]
+        sent = torch.tensor(own, dtype=torch.int64, device=self.collectives.device)
         what = f"{doing}({self.name_of(param)})"
-        table = self.collectives.gather_small(given, ACCESS_BUFFER, what).tolist()
-        others = [rank for rank, row in enumerate(table) if row[:2] != asked[:2]]
+        table = self.collectives.gather_small(sent, ACCESS_BUFFER, what).tolist()
+        others = [rank for rank, row in enumerate(table) if row[:2] != own[:2]]
         if others:
             raise UsageError(
                 f"rank {self.collectives.rank} calls {doing}({self.name_of(param)}), but rank {others[0]} "
-                "another access, or the same with another parameter: these calls are collective, so "
+                "calls another access, or the same with another parameter: these calls are collective, so "
                 "make the same ones in the same order on every rank"
             )
-        if any(row != asked for row in table):
+        if any(row != own for row in table):
             raise UsageError(
-                f"{doing}({self.name_of(param)}): the ranks give different values; compute the value on one "
+                f"{doing}({self.name_of(param)}): the ranks pass different values; compute the value on one "
                 "rank and broadcast it, or use xds.zero.GatheredParameters(param, modifier_rank=0)"
             )
 
@@ -164,7 +165,7 @@ class Owner(ABC):
 
 
 def _fingerprint(value: Tensor | None) -> int:
-    """Equal for equal values; almost surely different for others."""
+    """A number that is equal for equal values, and almost surely different for different ones."""
     if value is None:
         return 0
     total = value.detach().double()
@@ -176,53 +177,53 @@ _owners = WeakTensorKeyDictionary()
 
 
 def set_owner(param: nn.Parameter, owner: Owner, *, keep: bool = False) -> None:
-    """`owner` holds `param` from now on. With `keep` it lives as long as the parameter."""
+    """Register `owner` for `param`. With `keep` it lives as long as the parameter."""
     _owners[param] = (lambda: owner) if keep else weakref.ref(owner)
 
 
 def clear_owner(param: nn.Parameter) -> None:
-    """Nobody holds `param`: it is an ordinary parameter again."""
+    """Remove the owner of `param`: it is an ordinary parameter again."""
     _owners.pop(param, None)  # type: ignore[no-untyped-call]
 
 
 def find_owner(param: Tensor) -> Owner | None:
-    """Who holds `param`; None for an ordinary tensor."""
+    """The owner of `param`; None for an ordinary tensor."""
     found = _owners.get(param)  # type: ignore[no-untyped-call]
     owner: Owner | None = None if found is None else found()
     return owner
 
 
 def is_trained(param: nn.Parameter) -> bool:
-    """An engine trains `param`, or one did that went away without destroy() and left it in its buffers."""
+    """An engine trains `param`, or one did that was deleted without destroy()."""
     if param not in _owners:
         return False
     owner = find_owner(param)
     return param.requires_grad if owner is None else owner.trains(param)
 
 
-_keepers = WeakTensorKeyDictionary()
+_pending = WeakTensorKeyDictionary()
 
 
-def set_keeper(param: nn.Parameter, keep: Callable[[nn.Parameter], None]) -> None:
-    """`keep(param)` would give the parameter an owner: it is being built, and whole for the moment."""
-    _keepers[param] = keep
+def set_pending_owner(param: nn.Parameter, keep: Callable[[nn.Parameter], None]) -> None:
+    """`keep(param)` gives the parameter its owner: its module is being built, and it is full until then."""
+    _pending[param] = keep
 
 
-def clear_keeper(param: nn.Parameter) -> None:
-    """The parameter has its owner, or will have none."""
-    _keepers.pop(param, None)  # type: ignore[no-untyped-call]
+def clear_pending_owner(param: nn.Parameter) -> None:
+    """The parameter has its owner, or will not get one."""
+    _pending.pop(param, None)  # type: ignore[no-untyped-call]
 
 
-def settled_owner(param: nn.Parameter) -> Owner | None:
-    """`find_owner`, after a parameter that is being built was given its owner. For all ranks."""
-    keep = _keepers.get(param)  # type: ignore[no-untyped-call]
+def resolve_owner(param: nn.Parameter) -> Owner | None:
+    """`find_owner`; a parameter that is being built gets its owner first. For all ranks."""
+    keep = _pending.get(param)  # type: ignore[no-untyped-call]
     if keep is not None:
         keep(param)
     return find_owner(param)
 
 
 def owner_of(param: Tensor, doing: str) -> Owner:
-    """The same, or a sentence.
+    """The owner of `param`; `doing` is the caller's name for the message.
 
     Raises:
         UsageError: no live engine has this tensor as a parameter.
@@ -231,6 +232,6 @@ def owner_of(param: Tensor, doing: str) -> Owner:
     if owner is None:
         raise UsageError(
             f"{doing}: this tensor of shape {tuple(param.shape)} is not a parameter of a live xds engine; pass "
-            "a parameter of engine.module, not a copy or a view of one, of an engine that was not destroyed"
+            "a parameter of engine.module itself, not a copy or a view, before engine.destroy()"
         )
     return owner

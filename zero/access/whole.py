@@ -1,4 +1,4 @@
-"""A whole model's state dict from shards: parameter by parameter, to one rank or to all, on the CPU."""
+"""The full state dict of a sharded model: gathered parameter by parameter, to one rank or all, on the CPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from .owners import find_owner
 def full_state_dict(
     model: nn.Module, *, target: int | None, full_precision: bool = False
 ) -> dict[str, Any]:
-    """What `model.state_dict()` would be if nothing were sharded. A collective.
+    """The result of `model.state_dict()` as if nothing were sharded. A collective.
 
-    Names and order are `model.state_dict()`'s; tied names share one tensor. Beside the result a rank holds
-    one parameter at a time.
+    Names and order are those of `model.state_dict()`; tied names share one tensor. Peak memory: the result
+    plus one parameter.
+
     Args:
-        target: the rank that gets it, the others get {}; None: every rank.
+        target: the rank that gets it, the others return {}; None: every rank.
         full_precision: fp32 masters instead of the 16-bit values that forward uses.
-    Sends: each rank its part of every parameter, to `target` or to all.
+
+    Sends: each rank sends its part of every parameter, to `target` or to all.
     """
     found: dict[str, Any] = {}
     done: dict[int, Tensor | None] = {}

@@ -1,1 +1,1 @@
-"""Which elements of a sharded model lie in which range: the arithmetic of checkpoints."""
+"""The mapping between elements of a sharded model and ranges in a checkpoint."""

@@ -1,11 +1,11 @@
-"""Which elements lie in which range of which file: the arithmetic of a checkpoint, without files. Pure.
+"""The mapping from elements to ranges of checkpoint files, as pure arithmetic without files.
 
     saved    flat 0   |----- a -----|.|--- b ---|..|     files    |--- file 0 ---|--- file 1 ---|
     wanted   flat 5   |--- b ---|.|----- a -----|...     this rank's part   |---------|
                       -> copies: file 1, elements [3, 9) to [0, 6); ...      . = alignment gap
 
-Every tensor of a checkpoint is a range of a flat, and a flat's slots say what its elements are. So what one
-layout saved another finds by name, and reads only that.
+Every tensor of a checkpoint is a range of a flat buffer (a flat), and the slots of a flat name its elements.
+So another layout finds elements by name and reads only those that it needs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ...ops.flat import cut, overlap
 from ...utils.schema.checked_types import Flag, Size, Text
 from ..core.layout import Slot
 
-SPLIT_NUMEL = 1 << 16  # elements a rank; what is smaller is written whole by one rank
+SPLIT_NUMEL = 1 << 16  # elements per rank; a smaller flat is written by a single rank
 
 
 @dataclass(frozen=True)
 class SavedFlat:
-    """One flat buffer, or one tensor that lies alone: then it has one slot.
+    """One flat buffer, or one separate tensor, which has one slot.
 
-    kind: "param"; "buffer" of a module; "either", an imported tensor of which nobody said which of the two;
+    kind: "param"; "buffer" of a module; "either", an imported tensor that is one of the two;
         "state", an optimizer's tensor that is not per element, with the slot name "parameter/key".
-    dtype: what the parameters compute in, as "float32"; their values may be saved in a wider one.
-    has_values: False where they were left out of the files (frozen parameters, on request).
-    tied: what else a state dict calls a parameter or buffer: pairs (other name, name of its slot).
+    dtype: of the computation, as "float32"; the values may be saved with more bits.
+    has_values: False if the values were left out of the files (frozen parameters, on request).
+    tied: other names of parameters or buffers in a state dict: pairs (other name, name of its slot).
     """
 
     kind: Text
@@ -63,14 +63,14 @@ class Range:
 class ConstantRange:
     """All elements [start, stop) of a flat share one value of `key`, such as an optimizer's step count.
 
-    dtype: where it is a tensor, of one element and of `shape`; on_device: and lies beside the masters.
+    dtype: of a tensor with one element and `shape`, else None; on_device: it is on the masters' device.
     """
 
     flat: Size
     key: Text
     start: Size
     stop: Size
-    value: Any  # a number, a bool, a text or None
+    value: Any  # a number, bool, string or None
     dtype: Text | None = None
     on_device: Flag = False
     shape: tuple[Size, ...] = ()
@@ -78,7 +78,7 @@ class ConstantRange:
 
 @dataclass(frozen=True)
 class Copy:
-    """`numel` elements of a file's tensor, from element `source`, go to element `target` of the receiver."""
+    """Copy `numel` elements from element `source` of a file's tensor to element `target` of the receiver."""
 
     file: int
     tensor: str
@@ -101,7 +101,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Differences:
-    """What a model and a checkpoint do not share: names, and sentences about shapes."""
+    """The differences between a model and a checkpoint: names, and messages about shapes."""
 
     missing: tuple[str, ...]
     extra: tuple[str, ...]
@@ -112,13 +112,13 @@ Held = TypeVar("Held", Range, ConstantRange)
 
 
 def kind_of_number(dtype: str) -> str:
-    """ "float", "complex" or "whole": within a kind, values may be converted."""
+    """ "float", "complex" or "whole" (integers); values may be converted within a kind."""
     return next((kind for kind in ("float", "complex") if kind in dtype), "whole")
 
 
 @final
 class _Index(Generic[Held]):
-    """Ranges of flats, to be found by flat, key and place."""
+    """Finds ranges by flat, key and position."""
 
     def __init__(self, ranges: Iterable[Held]) -> None:
         self._sorted: dict[int, dict[str, list[Held]]] = {}
@@ -179,7 +179,7 @@ class Catalogue:
         self._constants = _Index(constants)
 
     def states_of(self, param: str) -> list[str]:
-        """The names "param/key" of the states that belong to the whole of `param`."""
+        """The names "param/key" of the states that belong to the whole parameter `param`."""
         return self._whole_states.get(param, [])
 
     def flat_of(self, kind: str, name: str) -> SavedFlat:
@@ -192,7 +192,7 @@ class Catalogue:
         return place[1].group if place is not None and self._flats[place[0]].trains else None
 
     def copies(self, piece: Piece, key: str) -> list[Copy]:
-        """Where the elements of `piece` lie. What the checkpoint does not have is left out."""
+        """The copies of the elements of `piece`, without elements that the checkpoint does not have."""
         number, low, high = self._span(piece)
         found = []
         for one in self._ranges.between(number, key, low, high):
@@ -203,7 +203,7 @@ class Catalogue:
         return found
 
     def uncovered(self) -> list[str]:
-        """Names of which the checkpoint should have every element, and has not."""
+        """Names of which the checkpoint lacks some element."""
         found = []
         for (kind, name), (number, slot) in self._places.items():
             key = f"state/{name.rpartition('/')[2]}" if kind == "state" else "value"
@@ -213,7 +213,7 @@ class Catalogue:
         return found
 
     def keys_of(self, piece: Piece) -> dict[str, str]:
-        """Key -> dtype of what the checkpoint has of `piece`, be it a part of it."""
+        """Key -> dtype of all ranges in the checkpoint that overlap `piece`."""
         number, low, high = self._span(piece)
         found = {}
         for key in self._ranges.keys(number):
@@ -222,7 +222,7 @@ class Catalogue:
         return found
 
     def constants_of(self, piece: Piece) -> list[ConstantRange]:
-        """Every constant that holds for an element of `piece`."""
+        """Every constant that applies to an element of `piece`."""
         number, low, high = self._span(piece)
         return [
             one
@@ -231,7 +231,7 @@ class Catalogue:
         ]
 
     def _span(self, piece: Piece) -> tuple[int, int, int]:
-        """The flat, and [start, stop) in it; an empty range where the checkpoint does not have the name."""
+        """The flat, and [start, stop) in it; an empty range if the checkpoint does not have the name."""
         place = self._place(piece.kind, piece.name)
         if place is None:
             return -1, 0, 0
@@ -239,7 +239,7 @@ class Catalogue:
         return number, slot.offset + piece.start, slot.offset + piece.stop
 
     def _place(self, kind: str, name: str) -> tuple[int, Slot] | None:
-        """The flat and slot of a name, be it one of several names of a tied parameter."""
+        """The flat and slot of a name, which may be one of several names of a tied parameter."""
         for kinds in (kind,) if kind == "state" else (kind, "either"):
             for places in (self._places, self._tied):
                 if (kinds, name) in places:
@@ -247,13 +247,17 @@ class Catalogue:
         return None
 
     def compare(self, flats: Sequence[SavedFlat]) -> Differences:
-        """Parameters and buffers that only `flats`, or only the checkpoint has, or with another shape."""
+        """Parameters and buffers that only `flats` or only the checkpoint has, or whose shapes differ."""
         own = {(f.kind, s.name): s.shape for f in flats for s in f.slots if f.kind != "state"}
         saved = {place: self._place(*place) for place in own}
-        met = {(there[0], there[1].offset) for there in saved.values() if there is not None}
+        met = {
+            (saved_as[0], saved_as[1].offset) for saved_as in saved.values() if saved_as is not None
+        }
         dtypes = {(f.kind, s.name): f.dtype for f in flats for s in f.slots}
         return Differences(
-            missing=tuple(sorted(name for (_, name), there in saved.items() if there is None)),
+            missing=tuple(
+                sorted(name for (_, name), saved_as in saved.items() if saved_as is None)
+            ),
             extra=tuple(
                 sorted(
                     name
@@ -262,15 +266,17 @@ class Catalogue:
                 )
             ),
             shapes=tuple(
-                f"{name} is {list(there[1].shape)} there and {list(own[kind, name])} here"
-                for (kind, name), there in saved.items()
-                if there is not None and there[1].shape != own[kind, name]
+                f"{name} is {list(saved_as[1].shape)} in the checkpoint and "
+                f"{list(own[kind, name])} in the model"
+                for (kind, name), saved_as in saved.items()
+                if saved_as is not None and saved_as[1].shape != own[kind, name]
             )
             + tuple(
-                f"{place[1]} is {self._flats[there[0]].dtype} there and {dtypes[place]} here"
-                for place, there in saved.items()
-                if there is not None
-                and kind_of_number(self._flats[there[0]].dtype) != kind_of_number(dtypes[place])
+                f"{place[1]} is {self._flats[saved_as[0]].dtype} in the checkpoint and "
+                f"{dtypes[place]} in the model"
+                for place, saved_as in saved.items()
+                if saved_as is not None
+                and kind_of_number(self._flats[saved_as[0]].dtype) != kind_of_number(dtypes[place])
             ),
         )
 
@@ -288,7 +294,7 @@ def pieces(flat: SavedFlat, start: int, stop: int) -> list[Piece]:
 
 
 def merged(copies: Sequence[Copy]) -> list[Copy]:
-    """The same copies; neighbours in the file that are neighbours at the target become one."""
+    """The same copies; copies that are adjacent in the file and at the target become one."""
     found: list[Copy] = []
     for copy in copies:
         last = found[-1] if found else None
@@ -305,9 +311,9 @@ def merged(copies: Sequence[Copy]) -> list[Copy]:
 
 
 def share(flat: SavedFlat, rank: int, world_size: int, turn: int) -> tuple[int, int]:
-    """[start, stop) of `flat` that `rank` writes, where every rank could write all of it.
+    """[start, stop) of `flat` that `rank` writes, if every rank has all of it.
 
-    Buffers of modules are rank 0's; what is small is written whole, by the ranks in turn.
+    Rank 0 writes buffers of modules. Small flats are each written by one rank, in turn by `turn`.
     """
     if flat.kind == "buffer":
         return (0, flat.numel) if rank == 0 else (0, 0)

@@ -1,4 +1,4 @@
-"""What a checkpoint's elements are to fill in this rank's part of a model, and how it takes effect.
+"""Restores this rank's part of a model from a checkpoint.
 
 plan (nothing changes)  ->  the reader fills every target  ->  finish: casts, states, publishing
 """
@@ -20,25 +20,28 @@ from .snapshot import Block, Held, Snapshot
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """`copies` go to elements of `receiver` [n]; then, where there is one, to `home` of any layout.
+    """`copies` fill `receiver` [n], which is then copied to `destination` of any layout, if there is one.
 
-    is_fresh: nobody uses `receiver` yet, so it may be filled before the load is sure to succeed.
-    name: of what it fills, where there is a `home`.
+    is_fresh: `receiver` is not in use yet, so it may be filled before the load is known to succeed.
+    name: of the tensor `destination`, if there is one.
     """
 
     receiver: Tensor
     copies: tuple[Copy, ...]
-    home: Tensor | None = None
+    destination: Tensor | None = None
     is_fresh: bool = False
     name: str = ""
 
     def fits(self) -> bool:
-        """Whether `home` can hold what the receiver was filled with."""
-        return self.home is None or holds(self.home, self.receiver.view(self.home.shape))
+        """`destination` can hold the values of `receiver`."""
+        return self.destination is None or holds(
+            self.destination, self.receiver.view(self.destination.shape)
+        )
 
     def finish(self) -> None:
-        if self.home is not None:
-            write(self.home, self.receiver.view(self.home.shape))
+        """Copy `receiver` to `destination`, if there is one."""
+        if self.destination is not None:
+            write(self.destination, self.receiver.view(self.destination.shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +54,8 @@ class _NewState:
 def target_for(
     tensor: Tensor, copies: list[Copy], *, is_fresh: bool = False, name: str = ""
 ) -> Target:
-    """A target for what is to be in `tensor`, row by row."""
-    is_plain = not (tensor.is_conj() or tensor.is_neg())  # memory holds the elements as they are
+    """A target that fills `tensor` in row-major order."""
+    is_plain = not (tensor.is_conj() or tensor.is_neg())  # memory holds the actual values
     if tensor.is_contiguous() and is_plain:
         flat = tensor.detach().view(-1)
         if is_fresh:
@@ -61,14 +64,14 @@ def target_for(
     return Target(
         torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device),
         tuple(merged(copies)),
-        home=tensor.detach(),
+        destination=tensor.detach(),
         is_fresh=True,
         name=name,
     )
 
 
 def _zero_rest(flat: Tensor, copies: list[Copy]) -> None:
-    """Zeros where nothing is copied to; to zero all of it first would touch the memory twice."""
+    """Zero the elements that no copy fills; zeroing all of it first would write the memory twice."""
     at = 0
     for copy in sorted(copies, key=lambda copy: copy.target):
         flat[at : copy.target].zero_()
@@ -78,10 +81,10 @@ def _zero_rest(flat: Tensor, copies: list[Copy]) -> None:
 
 @final
 class Restore:
-    """One load into what `snapshot` names. Until `finish` is called nothing has changed but receivers.
+    """One load into the tensors of `snapshot`. Before `finish` only receivers change.
 
-    missing: names of optimizer states that the checkpoint has for some elements of a range only.
-    problems: sentences about what cannot be loaded at all.
+    missing: names of optimizer states that the checkpoint has only for some elements of a range.
+    problems: messages about everything that cannot be loaded.
     """
 
     def __init__(self, snapshot: Snapshot, catalogue: Catalogue) -> None:
@@ -122,7 +125,7 @@ class Restore:
         return pieces(self._snapshot.flats[flat], start, stop)
 
     def plan_states(self) -> list[Target]:
-        """Targets for the optimizer's states, in fresh tensors where the optimizer has none that fit."""
+        """Targets for the optimizer's states, in new tensors if the optimizer has none that fit."""
         targets: list[Target] = []
         for held in self._snapshot.held:
             stop = held.start + held.tensor.numel()
@@ -141,7 +144,7 @@ class Restore:
         return targets
 
     def _fill_padding(self) -> None:
-        """States for ranges that hold no parameter: torch steps a group only where all or none have them."""
+        """Add states for ranges without a parameter: torch steps a group only if all or none have them."""
         for new in self._states:
             others = (
                 o for o in self._states if o.held.group == new.held.group and not o.is_padding
@@ -165,7 +168,7 @@ class Restore:
         return [(key.removeprefix("state/"), dtype) for key, dtype in found.items()]
 
     def _constants(self, here: list[Piece], held: Held) -> dict[str, Any]:
-        """The values that a whole range shares; the ranges they come from must agree."""
+        """The values that all elements of a range share; their sources in the checkpoint must agree."""
         found: dict[str, ConstantRange] = {}
         for piece in here:
             for one in self._catalogue.constants_of(piece):
@@ -183,7 +186,7 @@ class Restore:
     def _tensor_for(
         self, held: Held, key: str, shape: tuple[int, ...], dtype: str, *, keeps: bool = True
     ) -> tuple[Tensor, bool]:
-        """The state tensor that is there, if it fits and `keeps`, else a new one; and which of the two."""
+        """The existing state tensor if it fits and `keeps`, else a new one; and whether it is new."""
         wanted: torch.dtype = getattr(torch, dtype)
         old = self._snapshot.state.get(held.tensor, {}).get(key)
         fits = isinstance(old, Tensor) and tuple(old.shape) == shape and old.dtype == wanted
@@ -200,7 +203,7 @@ class Restore:
                 if held.name != name:
                     self.problems.append(
                         f"the optimizer state {key} of {name} is not per element: it loads only where the "
-                        "optimizer sees whole parameters (one rank, or stage 0), as where it was saved"
+                        "optimizer gets full parameters (one rank, or stage 0), as it did when it was saved"
                     )
                     continue
                 saved = self._catalogue.flat_of("state", full)
@@ -232,9 +235,9 @@ class Restore:
         return targets
 
     def plan_locals(self, saved: Mapping[str, Any], *, any_held: bool) -> None:
-        """This rank's own sums, not reduced yet, by flat: a tensor `local` and which slots are `filled`.
+        """This rank's sums that are not reduced yet, by flat: a tensor `local` and the slots that are `filled`.
 
-        any_held: some rank has such sums; then all ranks go on as those that have.
+        any_held: some rank has such sums; then all ranks continue as if they had some.
         """
         self._any_held = any_held
         for master in self._snapshot.masters:
@@ -244,7 +247,7 @@ class Restore:
             layout = master.params.layout
             is_same = tuple(one["local"].shape) == (layout.numel,)
             if not is_same or len(one["filled"]) != len(layout.slots):
-                self.problems.append("its half step was saved with other flat buffers")
+                self.problems.append("its unfinished step was saved with other flat buffers")
                 continue
             self._locals.append((master.grads, one["local"], one["filled"]))
 
@@ -252,31 +255,28 @@ class Restore:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Values are about to be written: gathered copies and gradients are dropped. For all ranks."""
+        """Drop gathered copies and gradients: values are about to be written. For all ranks."""
         sharded = self._snapshot.sharded
         sharded.settle_reductions()
         sharded.reset()
-        sharded.forget_backward()
+        sharded.clear_seen_backward()
         sharded.before_update()
 
     @torch.no_grad()
     def finish(self, targets: list[Target]) -> None:
         """Every target is filled: cast the masters, set the states, publish. For all ranks.
 
-        Sends what an update's publishing sends.
+        Sends as many bytes as the publishing of an update.
         """
         for target in targets:
             target.finish()
         for master in self._snapshot.masters:
             if master.casts:
                 master.compute.copy_(master.tensor)
-        state = self._snapshot.state
         for new in self._states:
-            state.pop(new.held.tensor, None)
-            if new.values:
-                state[new.held.tensor] = new.values
+            self._snapshot.replace_state(new.held, new.values)
         for master in self._snapshot.masters if self._any_held else ():
-            master.grads.hold()
+            master.grads.mark_held()
         for grads, local, filled in self._locals:
             grads.restore(GradSums(local, filled, None))
         for grads, total in self._grads:
@@ -300,11 +300,11 @@ def _constant(one: ConstantRange, device: torch.device) -> Any:
 
 
 def _same(one: Any, two: Any) -> bool:
-    return bool(one == two) or (one != one and two != two)  # nan is the same as nan
+    return bool(one == two) or (one != one and two != two)  # nan counts as equal to nan
 
 
 def _like(state: Any, theirs: Tensor, ours: Tensor) -> Any:
-    """What the `state` of range `theirs` is for range `ours`: zeros where it is per element."""
+    """The `state` of range `theirs` for range `ours`: zeros if it is per element."""
     if not isinstance(state, Tensor):
         return state
     if state.shape != theirs.shape:

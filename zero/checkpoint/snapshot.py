@@ -1,10 +1,10 @@
-"""Names every tensor of a sharded model and its optimizer: which elements of which flat it holds.
+"""Lists every tensor of a sharded model and its optimizer, with the elements of the flats that it holds.
 
-    flats     0 .. k     the flat buffers, as the layout has them
-              k+1 ..     what lies alone: frozen parameters below stage 3, buffers of modules, and optimizer
+    flats     0 .. k     the flat buffers of the layout
+              k+1 ..     separate tensors: frozen parameters below stage 3, buffers of modules, and optimizer
                          states that are neither per element nor a single number
 
-Nothing is copied: a block is the memory that trains, whole or this rank's part of it.
+Nothing is copied: a block is the tensor that is trained, in full or this rank's part.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..core.sharded_model import ShardedModel
 from ..core.update import Master, Updater
 from .ranges import ConstantRange, SavedFlat, share
 
-COMPILED = "_orig_mod."  # what torch.compile puts into names; a checkpoint does without
-STEP = "step"  # of a parameter of one element: the one key that cannot be told from its shape
+COMPILED = "_orig_mod."  # torch.compile adds it to names; a checkpoint omits it
+STEP = "step"  # for a parameter of one element its shape does not show that it is a constant
 SCALARS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """`tensor` holds elements [start, start + numel) of flat number `flat`, of what `key` names."""
+    """`tensor` holds elements [start, start + numel) of `key` of flat number `flat`."""
 
     flat: int
     key: str
@@ -46,8 +46,8 @@ class Block:
 class Held:
     """A tensor that the optimizer holds: elements [start, start + numel) of flat number `flat`.
 
-    name: of the parameter, where the tensor is one, whole and of its shape; else None.
-    group: which of the optimizer's it is in.
+    name: of the parameter if the tensor is a full parameter with its own shape; else None.
+    group: the index of its group in the optimizer.
     """
 
     tensor: Tensor
@@ -58,7 +58,7 @@ class Held:
 
 
 def plain(name: str) -> str:
-    """The name of a parameter as it is without torch.compile."""
+    """The name of a parameter without the prefix of torch.compile."""
     return name.replace(COMPILED, "")
 
 
@@ -79,7 +79,7 @@ def _alone(kind: str, name: str, tensor: Tensor) -> SavedFlat:
 
 @final
 class Snapshot:
-    """What there is to save, at this moment. `flats` is the same list on every rank."""
+    """All tensors to save at this moment. `flats` is the same list on every rank."""
 
     def __init__(
         self,
@@ -88,14 +88,17 @@ class Snapshot:
         updater: Updater,
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        """Raises UsageError: the optimizer keeps something that is neither a number nor a known tensor."""
+        """
+        Raises:
+            UsageError: the optimizer has a state that is neither a number nor a tensor of a known kind.
+        """
         self.rank = sharded.collectives.rank
         self.world_size = sharded.collectives.world_size
         self._updater = updater
         self.masters = updater.masters
         self.sharded = sharded
         self.optimizer = optimizer
-        self.state = {} if optimizer is None else optimizer.state  # by tensor that it holds
+        self.state = {} if optimizer is None else optimizer.state  # by the optimizer's tensors
         self.flats: list[SavedFlat] = []
         self.values: list[Block] = []
         self.states: list[Block] = []
@@ -110,7 +113,7 @@ class Snapshot:
         self._add_states()
 
     def share(self, flat: int) -> tuple[int, int]:
-        """[start, stop) of a flat that this rank writes. The ranks' shares cover it."""
+        """[start, stop) of a flat that this rank writes. The shares of all ranks cover it."""
         if flat < len(self._layouts):
             return self._layouts[flat].shard_range(self.rank)
         return share(self.flats[flat], self.rank, self.world_size, turn=flat)
@@ -123,7 +126,7 @@ class Snapshot:
         self.values = [block for block in self.values if self.flats[block.flat].has_values]
 
     def number_of(self, master: Master) -> int:
-        """The flat of `master`."""
+        """The number of the flat of `master`."""
         return self._numbers[id(master.params)]
 
     # -- parameters and buffers -------------------------------------------------------------------------
@@ -191,7 +194,7 @@ class Snapshot:
         for tensor in self.state:
             if id(tensor) not in known:
                 self._refuse("state", "that belongs to no parameter")
-        single = {STEP}  # keys of which one number stands for a whole tensor
+        single = {STEP}  # keys with one number for all elements of a tensor
         for held in self.held:
             for key, value in self.state.get(held.tensor, {}).items():
                 if isinstance(value, Tensor) and value.numel() == 1 < held.tensor.numel():
@@ -229,15 +232,21 @@ class Snapshot:
 
     def _refuse(self, key: str, what: str) -> None:
         raise UsageError(
-            f"the optimizer {type(self.optimizer).__name__} keeps {key!r} {what}: a checkpoint holds numbers, "
-            "tensors of a parameter's shape, and other tensors of whole parameters (stage 0); save its state "
-            "yourself, or use another optimizer"
+            f"the optimizer {type(self.optimizer).__name__} has a state {key!r} {what}: a checkpoint holds "
+            "numbers, tensors of a parameter's shape, and other tensors of full parameters (stage 0); save its "
+            "state yourself, or use another optimizer"
         )
+
+    def replace_state(self, held: Held, values: dict[str, Any]) -> None:
+        """Replace the optimizer's states of `held`; empty `values` remove them."""
+        self.state.pop(held.tensor, None)
+        if values:
+            self.state[held.tensor] = values
 
     # -- gradients in the middle of an accumulation -----------------------------------------------------
 
     def grad_totals(self) -> list[Block]:
-        """Sums over ranks that no update has taken yet: this rank's shards."""
+        """This rank's shards of the sums over ranks that no update has used yet."""
         blocks = []
         for master in self.masters:
             total = master.grads.sums().total
@@ -247,7 +256,7 @@ class Snapshot:
         return blocks
 
     def grad_locals(self) -> dict[int, tuple[Tensor, list[bool]]]:
-        """By flat: this rank's own sums, not reduced yet, and which slots they have values for."""
+        """By flat: this rank's sums that are not reduced yet, and the slots that have values."""
         found = {}
         for master in self.masters:
             held = master.grads.sums()
@@ -257,7 +266,7 @@ class Snapshot:
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every buffer that a state dict would have, once."""
+    """Every persistent buffer, once."""
     seen: set[int] = set()
     for prefix, owner in module.named_modules():
         for name, buffer in owner._buffers.items():

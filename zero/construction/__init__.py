@@ -1,1 +1,1 @@
-"""Models that come into being in slices, and weights from outside."""
+"""Construction of models in slices, and loading of weights from files."""

@@ -1,11 +1,11 @@
-"""Builds a model that fits no rank: while the context lasts, one module's own parameters are whole at a time.
+"""Builds a model that is too large for one rank: only one module's own parameters are full at a time.
 
-    registered ──> whole ──another module's turn──> slice ──an op touches it──> whole ──> ... ──exit──> slice
+    registered ──> full ──next module registers──> slice ──an op uses it──> full ──> ... ──exit──> slice
 
-Torch's own registration hooks say when a parameter is born, a `TorchFunctionMode` when one is touched; both
-end with the context, and nothing is patched. The constructors run as they are, on every rank, and draw the
-same random numbers as without the context: values are bit-equal to plain construction (rank 0's, where the
-ranks' seeds differ).
+- Torch's registration hooks report new parameters, and a `TorchFunctionMode` reports their uses. Both end
+  with the context, and nothing is patched.
+- The constructors run unchanged on every rank and draw the same random numbers as without the context.
+  Values are bit-equal to plain construction (to rank 0's, if the ranks' seeds differ).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ...utils.errors import UsageError
-from ..access.owners import clear_keeper, find_owner, set_keeper
+from ..access.owners import clear_pending_owner, find_owner, set_pending_owner
 from ..core.touched import touched_params
 from .slices import SliceStore
 
 
 @final
 class Construction(TorchFunctionMode):
-    """The context inside which modules are built into `store`. For all ranks, which run the same code."""
+    """A context that builds modules into `store`. All ranks enter it and run the same code."""
 
     def __init__(self, store: SliceStore) -> None:
         super().__init__()
         self._store = store
         self._whole: dict[int, tuple[nn.Parameter, int]] = {}  # id -> parameter, id of its module
-        self._homes: dict[int, int] = {}  # id of a parameter -> id of the module that holds it
-        self._known: list[nn.Parameter] = []  # keeps those ids from being given away
+        self._module_ids: dict[int, int] = {}  # id of a parameter -> id of the module that holds it
+        self._kept_alive: list[nn.Parameter] = []  # so that their ids are not reused
         self._hooks: list[RemovableHandle] = []
         self._is_busy = False
 
@@ -61,26 +61,26 @@ class Construction(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
         if kind is None:
-            self._put_away_all_but(None)
+            self._shard_all_except(None)
         for param, _ in self._whole.values():
-            clear_keeper(param)
-        self._whole, self._homes, self._known = {}, {}, []
+            clear_pending_owner(param)
+        self._whole, self._module_ids, self._kept_alive = {}, {}, []
 
-    def adopt(self, module: nn.Module) -> None:
-        """Take the parameters of a module that was built outside, one module after the other."""
+    def add_module(self, module: nn.Module) -> None:
+        """Add the parameters of a module that was built outside of the context, submodule by submodule."""
         for inner in module.modules():
             for param in inner.parameters(recurse=False):
-                self._take(param, inner)
+                self._add(param, inner)
 
-    # -- what torch tells us ----------------------------------------------------------------------------
+    # -- hooks that torch calls -------------------------------------------------------------------------
 
     def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
-        self._take(param, module)
+        self._add(param, module)
 
     def _module_registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        """Copies made by deepcopy never pass through the registration of parameters."""
+        """Add the submodule's parameters: deepcopy does not call the registration hook of parameters."""
         if submodule is not None:
-            self.adopt(submodule)
+            self.add_module(submodule)
 
     def __torch_function__(
         self,
@@ -92,52 +92,54 @@ class Construction(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._is_busy:
             touched = touched_params(func, args, kwargs)
-            # inside GatheredParameters a parameter is whole, and one rank alone may edit it
+            # inside GatheredParameters a parameter is full, and a single rank may edit it
             needed = {
-                id(p): p for p in touched if self._store.holds(p) and not self._store.is_lent(p)
+                id(p): p
+                for p in touched
+                if self._store.holds(p) and not self._store.is_overridden(p)
             }
             if needed:
-                self._bring_back(list(needed.values()))
+                self._unshard(list(needed.values()))
         return func(*args, **kwargs)
 
-    # -- what we do -------------------------------------------------------------------------------------
+    # -- full parameters and slices ---------------------------------------------------------------------
 
-    def _take(self, param: nn.Parameter, module: nn.Module) -> None:
+    def _add(self, param: nn.Parameter, module: nn.Module) -> None:
         if param.is_meta or id(param) in self._whole or find_owner(param) is not None:
             return
-        self._put_away_all_but(id(module))
-        self._hold_whole(param, id(module))
-        self._homes[id(param)] = id(module)
-        self._known.append(param)
+        self._shard_all_except(id(module))
+        self._keep_whole(param, id(module))
+        self._module_ids[id(param)] = id(module)
+        self._kept_alive.append(param)
 
-    def _bring_back(self, params: list[nn.Parameter]) -> None:
-        self._put_away_all_but(self._homes.get(id(params[0])))
+    def _unshard(self, params: list[nn.Parameter]) -> None:
+        self._shard_all_except(self._module_ids.get(id(params[0])))
         self._is_busy = True
         try:
             with torch.no_grad():
                 for param in params:
-                    self._store.bring_back(param)
-                    self._hold_whole(param, self._homes.get(id(param), 0))
+                    self._store.unshard(param)
+                    self._keep_whole(param, self._module_ids.get(id(param), 0))
         finally:
             self._is_busy = False
 
-    def _hold_whole(self, param: nn.Parameter, home: int) -> None:
-        self._whole[id(param)] = (param, home)
-        set_keeper(param, lambda param: self._put_away([param]))
+    def _keep_whole(self, param: nn.Parameter, module_id: int) -> None:
+        self._whole[id(param)] = (param, module_id)
+        set_pending_owner(param, lambda param: self._shard([param]))
 
-    def _put_away_all_but(self, module_id: int | None) -> None:
-        self._put_away([param for param, home in self._whole.values() if home != module_id])
+    def _shard_all_except(self, module_id: int | None) -> None:
+        self._shard([param for param, held_by in self._whole.values() if held_by != module_id])
 
-    def _put_away(self, leaving: list[nn.Parameter]) -> None:
+    def _shard(self, leaving: list[nn.Parameter]) -> None:
         if not leaving:
             return
         self._is_busy = True
         try:
             with torch.no_grad():
                 for param in leaving:
-                    self._store.put_away(param)
+                    self._store.shard(param)
                     del self._whole[id(param)]
-                    clear_keeper(param)
+                    clear_pending_owner(param)
         finally:
             self._is_busy = False
 
@@ -145,29 +147,28 @@ class Construction(TorchFunctionMode):
 def materialise(model: nn.Module, construction: Construction) -> None:
     """Give a model on the meta device its initial values, module by module.
 
-    Modules make them by `reset_parameters`; `_init_weights(module)` of the model, as in transformers, follows.
-
-    Children come before their parents: the order in which constructors that end with `reset_parameters`, as
-    torch's own do, have drawn. Values are then bit-equal to plain construction.
+    - `reset_parameters` of each module runs first, then the model's `_init_weights(module)` as in transformers.
+    - Children come before their parents. Constructors that end with `reset_parameters`, as torch's own do,
+      draw in the same order, so values are bit-equal to plain construction.
 
     Raises:
-        UsageError: modules with parameters or buffers on meta have no `reset_parameters`; all of them.
+        UsageError: modules with parameters or buffers on meta have no `reset_parameters`; names them.
     """
     on_meta = [
         (name, module, _initialisers(module, owner))
         for name, module, owner in _children_first(model, "", model)
         if any(_meta_tensors(module))
     ]
-    helpless = [
+    without_method = [
         f"{name or type(module).__name__} ({type(module).__name__})"
         for name, module, initialisers in on_meta
         if not initialisers
     ]
-    if helpless:
+    if without_method:
         raise UsageError(
-            f"{', '.join(helpless[:5])}{' and more' if len(helpless) > 5 else ''} on the meta device: no "
-            "reset_parameters() to make initial values with; pass weights= to xds.initialize, or build the "
-            "model inside xds.zero.Init(config)"
+            f"{', '.join(without_method[:5])}{' and more' if len(without_method) > 5 else ''} on the meta "
+            "device: no reset_parameters() to make initial values with; pass weights= to xds.initialize, or "
+            "build the model inside xds.zero.Init(config)"
         )
     with construction:
         for _, module, initialisers in on_meta:
@@ -175,13 +176,13 @@ def materialise(model: nn.Module, construction: Construction) -> None:
                 make_real(tensor, torch.empty_like(tensor, device="cpu"))
             for initialise in initialisers:
                 initialise()
-            construction.adopt(module)
+            construction.add_module(module)
 
 
 def _children_first(
     module: nn.Module, prefix: str, owner: nn.Module
 ) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Name, module, and the nearest module around it that knows how to initialise others."""
+    """Name, module, and the nearest module around it that has `_init_weights`."""
     if callable(getattr(module, "_init_weights", None)):
         owner = module
     for name, child in module.named_children():
@@ -208,7 +209,7 @@ def _meta_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def make_real(tensor: Tensor, real: Tensor) -> None:
-    """A tensor on meta becomes `real`, in place: whoever refers to it goes on doing so."""
+    """Replace a tensor on meta by `real`, in place: references to it stay valid."""
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Parameters that exist in slices before there is an engine: rank r keeps elements [r*c, (r+1)*c) of each.
+"""Parameters in slices before an engine exists: rank r holds elements [r*c, (r+1)*c) of each.
 
-    whole (live)  --put_away-->  slice [c], param.data = NaN expanded to its shape  --bring_back-->  whole
+    full  --shard-->  slice [c], param.data = NaN expanded to its shape  --unshard-->  full
 
-`zero.Init` and the loading of pretrained weights fill it; building an engine empties it, unit by unit.
+`zero.Init` and the loading of pretrained weights fill the store; building an engine empties it unit by unit.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...ops.comm.collectives import Collectives
 from ...ops.flat import cut, numel_of
 from ..access.owners import Owner, Reader, Stored, clear_owner, set_owner
-from ..core.flat_params import absent_like
+from ..core.flat_params import placeholder_like
 
-CHUNK_NUMEL = 1 << 22  # elements a rank sends at a time when a slice is handed over
+CHUNK_NUMEL = 1 << 22  # elements that a rank sends at a time in `move_into`
 
 
 @dataclass(eq=False)
 class _Slice:
     shape: tuple[int, ...]
-    device: torch.device  # where the whole parameter was, and comes back to
-    dtype: torch.dtype  # the same
-    mine: Tensor  # [own elements] on the collectives' device
+    device: torch.device  # of the full parameter
+    dtype: torch.dtype  # of the full parameter
+    local: Tensor  # [own elements] on the collectives' device
     number: int
-    is_lent: bool = False
+    is_overridden: bool = False
 
 
 @final
 class SliceStore(Owner):
-    """Owns slices of parameters. Every method is for all ranks, in the same order."""
+    """Owns slices of parameters. All ranks call every method in the same order."""
 
     def __init__(self, collectives: Collectives, dtype: torch.dtype | None = None) -> None:
         """Floating values are kept in `dtype`; None keeps each parameter's own."""
@@ -44,50 +44,53 @@ class SliceStore(Owner):
         self._numbers = 0
 
     def holds(self, param: Tensor) -> bool:
-        """`param` is put away here."""
+        """This store holds `param` in slices."""
         return param in self._slices
 
-    def put_away(self, param: nn.Parameter) -> None:
-        """Keep this rank's slice of rank 0's values, and empty the parameter. Rank 0 sends the slices."""
+    def shard(self, param: nn.Parameter) -> None:
+        """Keep this rank's slice of rank 0's values and free the parameter. Rank 0 sends the slices."""
         full = param.data.contiguous().view(-1)
         full = full.to(device=self.collectives.device, dtype=self._kept_dtype(param.dtype))
         bounds = self._bounds(full.numel())
         start, stop = bounds[self.collectives.rank]
-        mine = full.new_empty(stop - start)
-        self.collectives.scatter(full, mine, bounds)
-        self._keep(param, param.device, param.dtype, mine)
+        local = full.new_empty(stop - start)
+        self.collectives.scatter(full, local, bounds)
+        self._keep(param, param.device, param.dtype, local)
 
-    def adopt(self, param: nn.Parameter, reader: Reader) -> None:
-        """Keep this rank's slice of what `reader` gives; the parameter's own values are never read."""
+    def shard_from(self, param: nn.Parameter, reader: Reader) -> None:
+        """Keep this rank's slice of the values from `reader`; the parameter's own values are not read."""
         start, stop = self._bounds(param.numel())[self.collectives.rank]
         dtype = self._kept_dtype(param.dtype)
-        mine = torch.empty(stop - start, dtype=dtype, device=self.collectives.device)
+        local = torch.empty(stop - start, dtype=dtype, device=self.collectives.device)
         if stop > start:
-            mine.copy_(reader(start, stop))
-        self._keep(param, self.collectives.device, param.dtype, mine)
+            local.copy_(reader(start, stop))
+        self._keep(param, self.collectives.device, param.dtype, local)
 
     def _kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
 
     def _keep(
-        self, param: nn.Parameter, device: torch.device, dtype: torch.dtype, mine: Tensor
+        self, param: nn.Parameter, device: torch.device, dtype: torch.dtype, local: Tensor
     ) -> None:
         shape = tuple(param.shape)
-        self._slices[param] = _Slice(shape, device, dtype, mine, self._numbers)
+        self._slices[param] = _Slice(shape, device, dtype, local, self._numbers)
         self._numbers += 1
-        param.data = absent_like(shape, mine.dtype, self.collectives.device)
+        param.data = placeholder_like(shape, local.dtype, self.collectives.device)
         set_owner(param, self, keep=True)
 
-    def bring_back(self, param: nn.Parameter) -> None:
-        """The whole parameter again, an ordinary one. Every rank sends its slice."""
+    def unshard(self, param: nn.Parameter) -> None:
+        """Make `param` a full, ordinary parameter again. Every rank sends its slice."""
         piece = self._slices.pop(param)  # type: ignore[no-untyped-call]
         clear_owner(param)
         full = self._stored(piece).read(self.collectives)
         assert full is not None
         param.data = full.to(device=piece.device, dtype=piece.dtype)
 
-    def hand_over(self, param: nn.Parameter, target: Tensor) -> None:
-        """As above. It travels in pieces, so that no second copy of a large one is made."""
+    def move_into(self, param: nn.Parameter, target: Tensor) -> None:
+        """Write the full value into `target` and stop owning `param`.
+
+        The value is sent in chunks, so that no second copy of a large parameter is made.
+        """
         piece = self._slices.pop(param)  # type: ignore[no-untyped-call]
         clear_owner(param)
         bounds = self._bounds(target.numel())
@@ -98,9 +101,9 @@ class SliceStore(Owner):
             ends = [0]
             for start, stop in parts:
                 ends.append(ends[-1] + stop - start)
-            packed = piece.mine.new_empty(ends[-1])
-            mine = piece.mine[at : at + CHUNK_NUMEL]
-            self.collectives.collect(packed, mine, list(zip(ends[:-1], ends[1:], strict=True)))
+            packed = piece.local.new_empty(ends[-1])
+            local = piece.local[at : at + CHUNK_NUMEL]
+            self.collectives.collect(packed, local, list(zip(ends[:-1], ends[1:], strict=True)))
             for (start, stop), begin in zip(parts, ends[:-1], strict=True):
                 flat[start:stop] = packed[begin : begin + stop - start]
 
@@ -108,9 +111,9 @@ class SliceStore(Owner):
         return cut(numel, self.collectives.world_size)
 
     def _stored(self, piece: _Slice) -> Stored:
-        return Stored(piece.shape, piece.mine, self._bounds(numel_of(piece.shape)))
+        return Stored(piece.shape, piece.local, self._bounds(numel_of(piece.shape)))
 
-    # -- as an owner ------------------------------------------------------------------------------------
+    # -- the interface of Owner -------------------------------------------------------------------------
 
     def name_of(self, param: nn.Parameter) -> str:
         return f"parameter {self.number_of(param)} of zero.Init, {tuple(self._slices[param].shape)}"
@@ -127,14 +130,14 @@ class SliceStore(Owner):
     def write(self, param: nn.Parameter, reader: Reader) -> None:
         self.value(param).write(reader, self.collectives.rank)
 
-    def is_lent(self, param: nn.Parameter) -> bool:
-        return bool(self._slices[param].is_lent)
+    def is_overridden(self, param: nn.Parameter) -> bool:
+        return bool(self._slices[param].is_overridden)
 
-    def lend(self, param: nn.Parameter, full: Tensor) -> None:
-        self._slices[param].is_lent = True
+    def override(self, param: nn.Parameter, full: Tensor) -> None:
+        self._slices[param].is_overridden = True
         param.data = full
 
-    def take_back(self, param: nn.Parameter) -> None:
+    def clear_override(self, param: nn.Parameter) -> None:
         piece = self._slices[param]
-        param.data = absent_like(piece.shape, piece.mine.dtype, self.collectives.device)
-        piece.is_lent = False  # last: until then a `Construction` leaves the parameter alone
+        param.data = placeholder_like(piece.shape, piece.local.dtype, self.collectives.device)
+        piece.is_overridden = False  # last: until then a `Construction` ignores the parameter

@@ -1,7 +1,7 @@
-"""Weights from outside: a state dict, a safetensors file, or a folder of them; read range by range.
+"""Loads weights from a state dict, a safetensors file, or a folder of files, range by range.
 
-A rank reads the rows that its part of a parameter touches, and nothing else of the file. Nothing in a file
-is executed: `.bin` and `.pt` files are read with weights_only, mapped into memory.
+- A rank reads only the rows of a file that overlap its part of a parameter.
+- Nothing in a file is executed: `.bin` and `.pt` files are read with weights_only, mapped into memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...ops.flat import numel_of
 from ...utils.errors import UsageError
 from ...utils.views import holds, may_overlap, write
 from ..access.owners import Reader, find_owner
-from ..core.flat_params import absent_like
+from ..core.flat_params import placeholder_like
 from .construction import make_real
 from .slices import SliceStore
 
@@ -45,12 +45,12 @@ class Weights(ABC):
         """Elements [start, stop) of the flattened tensor, 1-D, on the CPU."""
 
     def reader(self, name: str) -> Reader:
-        """The same for one tensor."""
+        """A function that reads elements [start, stop) of the tensor `name`."""
         return lambda start, stop: self.read(name, start, stop)
 
     @abstractmethod
     def close(self) -> None:
-        """Let the files go."""
+        """Close the files."""
 
 
 @final
@@ -79,7 +79,7 @@ class SafeTensors(Weights):
     """One or several safetensors files."""
 
     def __init__(self, source: str, files: Mapping[str, Path]) -> None:
-        """`files`: which file holds which tensor; every tensor of a file if it maps "" to one."""
+        """`files`: tensor name -> file; "" -> file stands for every tensor of that file."""
         self.source = source
         self._stack = ExitStack()
         open_file = _safe_open()
@@ -88,24 +88,24 @@ class SafeTensors(Weights):
             for path in dict.fromkeys(files.values())
         }
         if "" in files:
-            self._homes = {name: opened[files[""]] for name in opened[files[""]].keys()}
+            self._file_of = {name: opened[files[""]] for name in opened[files[""]].keys()}
         else:
-            self._homes = {name: opened[path] for name, path in files.items()}
+            self._file_of = {name: opened[path] for name, path in files.items()}
 
     def names(self) -> Sequence[str]:
-        return list(self._homes)
+        return list(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._homes[name].get_slice(name).get_shape())
+        return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         shape = self.shape(name)
         if len(shape) < 2:
-            whole: Tensor = self._homes[name].get_tensor(name).reshape(-1)
+            whole: Tensor = self._file_of[name].get_tensor(name).reshape(-1)
             return whole[start:stop]
         row = numel_of(shape[1:])
         first, last = start // max(row, 1), -(-stop // max(row, 1))
-        rows: Tensor = self._homes[name].get_slice(name)[first:last]
+        rows: Tensor = self._file_of[name].get_slice(name)[first:last]
         return rows.reshape(-1)[start - first * row : stop - first * row]
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ def open_weights(source: Any) -> Weights:
     """The weights in `source`: a state dict, a file, an index, or a folder with one of them.
 
     Raises:
-        UsageError: there is nothing that can be read.
+        UsageError: `source` has no readable weights.
     """
     if isinstance(source, Weights):
         return source
@@ -146,12 +146,12 @@ def _open_index(path: Path) -> Weights:
         files = {str(name): path.parent / str(file) for name, file in table.items()}
     except (ValueError, KeyError, AttributeError) as error:
         raise UsageError(
-            f'weights: {path} is no index of weights: it needs "weight_map"'
+            f'weights: {path} is not an index of weights: it must have the key "weight_map"'
         ) from error
     missing = sorted({file.name for file in files.values() if not file.is_file()})
     if missing:
         raise UsageError(
-            f"weights: {path} names files that are not beside it: {', '.join(missing)}"
+            f"weights: {path} names files that are not in its folder: {', '.join(missing)}"
         )
     if not all(file.suffix == ".safetensors" for file in files.values()):
         tensors: dict[str, Tensor] = {}
@@ -166,7 +166,7 @@ def _torch_load(path: Path) -> dict[str, Tensor]:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise UsageError(
-            f"weights: {path} cannot be read without executing what is in it ({type(error).__name__}); save "
+            f"weights: {path} cannot be read without executing its content ({type(error).__name__}); save "
             "the weights as safetensors"
         ) from error
     if not isinstance(found, dict):
@@ -185,38 +185,39 @@ def _safe_open() -> Any:
     return safe_open
 
 
-# -- into a model -----------------------------------------------------------------------------------------
+# -- loading into a model ---------------------------------------------------------------------------------
 
 
 def match_names(model: nn.Module, weights: Weights, *, strict: bool) -> dict[str, str]:
-    """Name in the model -> name in `weights`, for every parameter and buffer that is there.
+    """Name in the model -> name in `weights`, for every parameter and buffer that `weights` has.
 
-    A tied parameter is there if one of its names is. Buffers that a state dict leaves out are not asked for.
+    For a tied parameter one of its names is enough. Non-persistent buffers are not required.
+
     Raises:
-        UsageError: with `strict`, missing or extra names; always, another shape. All of them at once.
+        UsageError: names are missing or extra (with `strict`), or shapes differ; lists all of them.
     """
-    there = set(weights.names())
+    saved = set(weights.names())
     own = _names_by_tensor(model)
     found: dict[str, str] = {}
     missing, shapes = [], []
     for names, tensor in own:
-        hit = next((name for name in names if name in there), None)
+        hit = next((name for name in names if name in saved), None)
         if hit is None:
             missing.append(names[0])
         elif weights.shape(hit) != tuple(tensor.shape):
-            shapes.append(f"{hit} is {weights.shape(hit)} there and {tuple(tensor.shape)} here")
+            shapes.append(f"{hit} is {weights.shape(hit)}, in the model {tuple(tensor.shape)}")
         else:
             found[names[0]] = hit
-    extra = sorted(there - {name for names, _ in own for name in names})
+    extra = sorted(saved - {name for names, _ in own for name in names})
     problems = [f"shapes differ: {_some(shapes)}"] if shapes else []
     if strict and missing:
-        problems.append(f"missing there: {_some(missing)}")
+        problems.append(f"missing in the weights: {_some(missing)}")
     if strict and extra:
         problems.append(f"not in the model: {_some(extra)}")
     if problems:
         raise UsageError(
             f"{weights.source} does not fit the model, nothing was changed; {'; '.join(problems)}; "
-            "strict=False leaves out what is missing or extra"
+            "strict=False ignores missing and extra names"
         )
     return found
 
@@ -241,16 +242,18 @@ def _some(items: Sequence[str]) -> str:
 def load_weights(
     model: nn.Module, source: Any, *, strict: bool = True, store: SliceStore | None = None
 ) -> None:
-    """Overwrite parameters and buffers of `model`, whole or sharded, by those of `source`. For all ranks.
+    """Overwrite parameters and buffers of `model`, full or sharded, by those of `source`. For all ranks.
 
-    Each rank reads its own part, unit by unit; nothing is sent. Masters follow, optimizer states stay.
+    Each rank reads its own part; nothing is sent. Master weights are overwritten, optimizer states are kept.
+
     Args:
         model: built in `xds.zero.Init`, or an engine's module, or an ordinary one.
         source: a state dict, a .safetensors file or index, a folder with one, or a .bin/.pt file.
         strict: missing and extra names are an error.
-        store: parameters on the meta device are kept there, in slices; None makes them whole.
+        store: keeps parameters on the meta device in slices; None makes them full.
+
     Raises:
-        UsageError: names or shapes that do not fit, or nothing to read; nothing is changed then.
+        UsageError: names or shapes do not fit, or there is nothing to read; nothing is changed.
     """
     weights = open_weights(source)
     try:
@@ -266,24 +269,24 @@ def load_weights(
 
 
 def _check_view(name: str, tensor: Tensor, reader: Reader) -> None:
-    """Elements that share memory cannot get different values."""
+    """Raise if elements of `tensor` that share memory would get different values."""
     if tensor.is_meta or not may_overlap(tensor):
         return
     owner = find_owner(tensor)
-    if owner is not None and owner.compute(tensor).mine.data_ptr() != tensor.data_ptr():  # type: ignore[arg-type]
-        return  # it shows that its values lie elsewhere
+    if owner is not None and owner.compute(tensor).local.data_ptr() != tensor.data_ptr():  # type: ignore[arg-type]
+        return  # the tensor is a placeholder: its values are stored elsewhere
     values = reader(0, tensor.numel()).to(tensor).view(tensor.shape)
     if not holds(tensor.data, values):
         raise UsageError(
             f"{name} is a view whose elements share memory (expanded), and the weights have different values "
-            "for them; nothing was changed. Give the module a tensor of its own: tensor.clone()"
+            "for them; nothing was changed; give the module a separate tensor: tensor.clone()"
         )
 
 
 def _overwrite(tensor: Tensor, reader: Reader, store: SliceStore | None) -> None:
     if tensor.is_meta and store is not None and isinstance(tensor, nn.Parameter):
-        make_real(tensor, absent_like(tensor.shape, tensor.dtype, store.collectives.device))
-        return store.adopt(tensor, reader)
+        make_real(tensor, placeholder_like(tensor.shape, tensor.dtype, store.collectives.device))
+        return store.shard_from(tensor, reader)
     if tensor.is_meta:
         make_real(tensor, torch.empty_like(tensor, device="cpu"))
     owner = find_owner(tensor)

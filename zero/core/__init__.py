@@ -1,1 +1,1 @@
-"""A sharded model at work: units, flat buffers, gathering, reducing, updating."""
+"""The sharded model: units, flat buffers, gathering, reduction and update."""

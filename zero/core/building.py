@@ -1,4 +1,4 @@
-"""Moves the parameters of a model into flat buffers: one for each kind of parameter in each unit."""
+"""Builds units: moves parameters into flat buffers, one for each kind of parameter in each unit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from .unit import Unit
 
 
 class _Kind(NamedTuple):
-    """What the parameters of one flat buffer of a unit have in common.
+    """The properties that all parameters of one flat buffer of a unit share.
 
-    is_single: of one element. Such a tensor cannot refuse a write, so stage 3 never drops it: a write to it
-    counts, between steps too. At every stage, so that all stages add up the norm in one order.
+    is_single: the parameter has one element. torch allows writes to a placeholder of one element, so stage 3
+    never drops such parameters, and writes between steps count. They have their own buffer at every stage,
+    so that all stages sum the norm in the same order.
     """
 
     trains: bool
@@ -35,7 +36,7 @@ class _Kind(NamedTuple):
 
 @final
 class Builder:
-    """Builds units, rank 0's values in them. `groups` as in `ShardedModel`."""
+    """Builds units with the values of rank 0. `groups` as in `ShardedModel`."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Builder:
         return [unit for unit in units if unit.params or unit.is_root]
 
     def _cast_empty(self, model: nn.Module) -> None:
-        """Parameters without elements lie in no buffer, and compute in the same dtype as the others."""
+        """Cast parameters without elements, which are in no buffer, to the dtype of the others."""
         for param in model.parameters():
             if not param.numel():
                 param.data = param.data.to(self._policy.param_dtype(param.dtype))

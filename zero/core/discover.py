@@ -1,10 +1,10 @@
 """Finds the units of a model: which parameters are gathered, reduced and updated together.
 
 A block is a child of the outermost nn.ModuleList or nn.Sequential in which at least two children share a
-class (the layers of a transformer, the stages of a network), or whatever the config names. Blocks smaller
-than `unit_min_numel` are merged with their neighbours. Parameters that lie outside of all blocks, or in
-more than one unit (tied weights), belong to the root unit. So every rank finds the same units in the same
-order from the module tree alone.
+class (the layers of a transformer, the stages of a network), or a module that the config names. Blocks
+smaller than `unit_min_numel` are merged with their neighbours. Parameters outside of all blocks, or in more
+than one unit (tied weights), belong to the root unit. Units depend only on the module tree, so every rank
+finds the same units in the same order.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def find_units(
     """The model's blocks in construction order, and the root unit with the rest.
 
     Args:
-        named: class names or dotted-name globs of the modules that are to be units; empty: found by shape.
-        min_numel: consecutive blocks of one container are merged until they have so many elements.
+        named: class names or dotted-name globs of the unit modules; empty: found from the module tree.
+        min_numel: consecutive blocks of one container are merged until they have this many elements.
 
     Raises:
         UsageError: a name in `named` matches no module.
@@ -73,7 +73,7 @@ def find_units(
 
 
 def found_blocks(model: nn.Module, named: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
-    """The blocks before merging: what activation checkpointing wraps one by one."""
+    """The blocks before merging; activation checkpointing wraps each of them."""
     return _named_blocks(model, named) if named else list(_repeated_blocks(model, ""))
 
 
@@ -91,7 +91,7 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.M
 
 
 def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Outermost modules that match: a unit inside a unit would be gathered twice."""
+    """The outermost modules that match: a unit inside a unit would be gathered twice."""
     unused = set(patterns)
     blocks: list[tuple[str, nn.Module]] = []
 
@@ -143,7 +143,7 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _params_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Parameters that some module outside of every block holds: their unit must be the root."""
+    """Parameters that a module outside of every block holds directly: they belong to the root unit."""
     inside = {id(module) for block in blocks for module in block.modules()}
     for module in model.modules():
         if id(module) not in inside:
@@ -153,7 +153,7 @@ def _params_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[n
 def _modules_of(
     model: nn.Module, params: Sequence[tuple[str, nn.Parameter]]
 ) -> tuple[nn.Module, ...]:
-    """The model, then every module that holds one of `params` itself: each may be called on its own."""
+    """The model, then every module that holds one of `params` directly: a script may call each of them."""
     keys = {id(param) for _, param in params}
     owners = [
         module

@@ -1,17 +1,16 @@
-"""The gradients of one flat buffer, from the moment autograd makes them to this rank's reduced sum.
+"""The gradients of one flat buffer: from autograd's tensors to this rank's shard of the reduced sum.
 
     autograd -> param.grad --copy--> local [world_size * n] --reduce--> total [n] --(stage 0) gather--> local
 
-`local` holds this rank's own sum, since the last reduction; `total` the sum over ranks, since the last
-optimizer step. Nothing accumulated is ever dropped: a reduction adds to what earlier ones left.
-
-The first gradient of a slot is copied (autograd made it anyway: letting it keep its fresh tensor and
-copying is cheaper than zeroing and adding into a preset view); later ones are added. Gradients of small
-parameters wait in `param.grad` until the buffer is complete and are copied by one call.
-
-A gradient may come more than once in a backward: a reentrant checkpoint runs a graph of its own for every
-call of a block. How often each came in the backward before says when the buffer is complete. One that comes
-after the buffer was sent is late: it stays in `local`, and the ranks agree on a second reduction.
+- `local` holds this rank's own sum since the last reduction; `total` the sum over ranks since the last
+  optimizer step. No accumulated gradient is dropped: a reduction adds to the total of earlier ones.
+- The first gradient of a slot is copied, later ones are added. Autograd allocates a new tensor anyway, so
+  this is cheaper than to zero a preset view and add into it.
+- Gradients of small parameters stay in `param.grad` until the buffer is complete; one call copies them all.
+- A gradient may arrive more than once in a backward: a reentrant checkpoint runs a separate graph for every
+  call of a block. The arrivals in the previous backward determine when the buffer is complete.
+- A gradient that arrives after the buffer was sent is late: it stays in `local`, and the ranks agree on a
+  second reduction.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SMALL_NUMEL = 1 << 14  # below it, a call for each gradient costs more than its 
 
 
 class GradSums(NamedTuple):
-    """What came in since the last step: own sums [world_size * n], for which slots; the total [n]."""
+    """Gradients since the last step: this rank's sums [world_size * n], which slots have one, the total [n]."""
 
     local: Tensor | None
     filled: list[bool]
@@ -43,7 +42,7 @@ class GradSums(NamedTuple):
 
 @final
 class FlatGrads:
-    """Owns one flat buffer of gradients. `is_sent`: its reduction has begun in this backward."""
+    """Owns one flat gradient buffer. `is_sent`: its reduction has begun in this backward."""
 
     def __init__(
         self,
@@ -59,16 +58,16 @@ class FlatGrads:
         self.params = tuple(params)
         self.index = index
         self.is_sent = False
-        self._expected = [1] * len(self.params)  # arrivals of each slot that make it complete
+        self._expected = [1] * len(self.params)  # number of arrivals that make each slot complete
         self._arrivals = [0] * len(self.params)
         self._begun = 0  # slots with an arrival
         self._remaining = 0  # slots that are not complete
-        self.factor = 1.0  # on every gradient of this backward
+        self._factor = 1.0  # multiplies every gradient of this backward
         self._policy = policy
         self._collectives = collectives
         self._reducer = reducer
         self._pool = pool
-        self.is_alone = collectives.world_size == 1
+        self.is_single_rank = collectives.world_size == 1
         self._is_small = [slot.numel < SMALL_NUMEL for slot in layout.slots]
         self._small = [at for at, is_small in enumerate(self._is_small) if is_small]
         self._param_dtype = params[0].dtype
@@ -77,18 +76,18 @@ class FlatGrads:
         self._local: Tensor | None = None
         self._views: list[Tensor] = []
         self._filled = [False] * len(layout.slots)
-        self._wants_wide = self.is_alone or policy.holds_grads
-        self._was_held = False  # some backward since the last step was, on whichever ranks
+        self._uses_sum_dtype = self.is_single_rank or policy.holds_grads
+        self._was_held = False  # some rank held back gradients since the last step
         self._is_writable = False
         self._total: Tensor | None = None
         self._has_total = False
         self._payload: Tensor | None = None
         self._handle: Handle | None = None
 
-    # -- what autograd brings ---------------------------------------------------------------------------
+    # -- gradients from autograd ------------------------------------------------------------------------
 
     def begin_backward(self, *, hold: bool) -> None:
-        """A backward starts; with `hold` its gradients will not be reduced at its end."""
+        """A backward starts. With `hold` its gradients are not reduced at its end."""
         self._expected = [
             (seen or 1) if param.requires_grad else 0
             for param, seen in zip(self.params, self._arrivals, strict=True)
@@ -97,25 +96,29 @@ class FlatGrads:
         self._begun = 0
         self._remaining = sum(expected > 0 for expected in self._expected)
         self.is_sent = False
-        self.factor = 1.0
+        self._factor = 1.0
         self._is_writable = False
-        self._was_held |= hold  # ranks must agree on the dtype that they send
-        self._wants_wide = self._was_held or self.is_alone or self._policy.holds_grads
+        self._was_held |= hold  # all ranks must send the same dtype
+        self._uses_sum_dtype = self._was_held or self.is_single_rank or self._policy.holds_grads
+
+    def scale_by(self, factor: float) -> None:
+        """Multiply the following gradients of this backward by `factor`."""
+        self._factor = factor
 
     @property
     def is_complete(self) -> bool:
-        """Every gradient that is expected has come in this backward."""
+        """Every expected gradient of this backward has arrived."""
         return self._remaining <= 0
 
     @property
     def has_frozen(self) -> bool:
-        """Some of its parameters were frozen after `initialize`, and get no gradient in this backward."""
+        """Some parameters were frozen after `initialize`, so they get no gradient in this backward."""
         return 0 in self._expected
 
-    def take(self, position: int) -> bool:
-        """A gradient lies in `.grad` of the parameter in slot `position`. True: the buffer is complete now.
+    def add_grad(self, position: int) -> bool:
+        """Add `.grad` of the parameter in slot `position`. True: the buffer is complete now.
 
-        Nothing of the buffer may be under way.
+        The buffer must not be in flight.
         """
         if not self._is_small[position]:
             param = self.params[position]
@@ -132,33 +135,33 @@ class FlatGrads:
         return self._remaining == 0
 
     def expect_no_more(self) -> None:
-        """What has not come will not come."""
+        """The missing gradients will not arrive: the buffer is complete."""
         self._remaining = 0
 
     def expects_more(self) -> bool:
-        """Some gradient is still to come; asked inside of a backward, of the graph that it runs."""
-        coming = sum(
+        """The graph of the running backward still produces some gradient. Call only inside of a backward."""
+        expected = sum(
             torch._C._will_engine_execute_node(get_gradient_edge(param).node)
             for param in self.params
             if param.requires_grad
         )
-        return self._begun < coming
+        return self._begun < expected
 
     def _put(self, position: int, grad: Tensor) -> None:
         view = self._local_views()[position]
         if self._filled[position]:
-            view.add_(grad, alpha=self.factor)
+            view.add_(grad, alpha=self._factor)
         elif grad.layout == torch.strided:
             view.copy_(grad)
-            if self.factor != 1.0:
-                view.mul_(self.factor)
+            if self._factor != 1.0:
+                view.mul_(self._factor)
         else:
-            view.zero_().add_(grad, alpha=self.factor)
+            view.zero_().add_(grad, alpha=self._factor)
         self._filled[position] = True
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Copy what waits in the small parameters' `.grad` in one call."""
+        """Copy `.grad` of all small parameters in one call."""
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         for position in self._small:
             grad = self.params[position].grad
@@ -174,14 +177,14 @@ class FlatGrads:
                 self._filled[position] = True
         if fresh[0]:
             torch._foreach_copy_(*fresh)
-            if self.factor != 1.0:
-                torch._foreach_mul_(fresh[0], self.factor)
+            if self._factor != 1.0:
+                torch._foreach_mul_(fresh[0], self._factor)
 
     def _local_views(self) -> list[Tensor]:
-        """The slots of `local`, made writable: allocated, and no longer shared with a reduced total."""
+        """The slots of `local`, made writable: allocated, and not shared with a reduced total."""
         if self._is_writable:
             return self._views
-        dtype = self._sum_dtype if self._wants_wide else self._param_dtype
+        dtype = self._sum_dtype if self._uses_sum_dtype else self._param_dtype
         if self._local is None or (self._local.dtype != dtype and not any(self._filled)):
             self._allocate_local(dtype)
         self._is_writable = True
@@ -211,7 +214,7 @@ class FlatGrads:
         return mine.data_ptr() == whole.data_ptr()
 
     def settle(self) -> Tensor:
-        """`local` with everything that arrived in it, and zeros where nothing did."""
+        """`local` with every gradient that has arrived, and zeros elsewhere."""
         self.collect()
         with torch.no_grad():
             views = self._local_views()
@@ -222,22 +225,22 @@ class FlatGrads:
         assert self._local is not None
         return self._local
 
-    # -- what the ranks make of it ----------------------------------------------------------------------
+    # -- the reduction over ranks -----------------------------------------------------------------------
 
     @property
     def has_local(self) -> bool:
-        """Gradients are here that no reduction has taken yet."""
+        """This rank has gradients that are not reduced yet."""
         return any(self._filled) or any(self.params[i].grad is not None for i in self._small)
 
     @torch.no_grad()
     def start_reduce(self) -> None:
-        """Begin to add this rank's sums to everybody's totals.
+        """Start to add this rank's sums to the totals of all ranks.
 
         Sends (world_size - 1) * n elements.
         """
         local = self.settle()
         self.is_sent = True
-        if self.is_alone:
+        if self.is_single_rank:
             return
         if self._total is None:
             fits = local.dtype == self._sum_dtype and not self._policy.shards_grads
@@ -258,7 +261,7 @@ class FlatGrads:
 
     @torch.no_grad()
     def finish_reduce(self) -> None:
-        """End the reduction that is under way; `local` is free again."""
+        """Wait for the reduction in flight; afterwards `local` may be written again."""
         if self._handle is None:
             return
         handle, self._handle = self._handle, None
@@ -275,8 +278,8 @@ class FlatGrads:
 
     @torch.no_grad()
     def start_gather(self) -> None:
-        """Stage 0: begin to fill `local` with every rank's total. Sends (world_size - 1) shards a rank."""
-        if self.is_alone:
+        """Stage 0: start to gather all totals into `local`. Sends (world_size - 1) shards per rank."""
+        if self.is_single_rank:
             return
         assert self._local is not None and self._total is not None
         own = self._collectives.shard_of(self._local)
@@ -291,17 +294,17 @@ class FlatGrads:
             handle, self._handle = self._handle, None
             handle.wait()
 
-    # -- what the optimizer reads -----------------------------------------------------------------------
+    # -- the optimizer's view ---------------------------------------------------------------------------
 
     @torch.no_grad()
     def square_sums(self, square_sum: Callable[[Tensor], Tensor]) -> Tensor:
-        """`square_sum` of the shards of the sums that this rank sees, [world_size] fp64; 0 for the others.
+        """`square_sum` of each shard of the sums that this rank has, [world_size] fp64; 0 for the others.
 
-        It sees all of them at stage 0, none where no backward has made any, else its own.
+        This rank has all shards at stage 0, none before any backward, else its own.
         """
-        if self.is_alone and self.has_local:
-            self.settle()  # nobody else was sent anything, so nothing is late
-        sees_all = self.is_alone or not self._policy.shards_optimizer
+        if self.is_single_rank and self.has_local:
+            self.settle()  # a single rank sends nothing, so no gradient is late
+        sees_all = self.is_single_rank or not self._policy.shards_optimizer
         sums = torch.zeros(
             self._collectives.world_size, dtype=torch.float64, device=self.params[0].device
         )
@@ -316,32 +319,32 @@ class FlatGrads:
 
     @property
     def is_late(self) -> bool:
-        """Gradients have come since the reduction, so the ranks have to reduce once more."""
-        return not self.is_alone and self.has_local
+        """Gradients have arrived since the reduction, so the ranks must reduce again."""
+        return not self.is_single_rank and self.has_local
 
     def shard(self) -> Tensor:
-        """This rank's reduced total [n]: what the norm is taken of."""
-        if self.is_alone:
+        """This rank's reduced total [n], of which the norm is computed."""
+        if self.is_single_rank:
             assert self._local is not None
             return self._local
         assert self._total is not None
         return self._total
 
     def reduced(self) -> Tensor | None:
-        """The sums over ranks as the update would read them now; None: no backward since the last step."""
-        if self.is_alone:
+        """The sums over ranks that an update would read now; None: no backward since the last step."""
+        if self.is_single_rank:
             return self.settle() if self.has_local else None
         return self.for_update() if self._has_total else None
 
     def for_update(self) -> Tensor:
-        """What the optimizer reads: the whole of it where its states are whole, else the shard."""
+        """The sums that the optimizer reads: the shard if its state is sharded, else the whole buffer."""
         if not self._policy.shards_optimizer:
             assert self._local is not None
             return self._local
         return self.shard()
 
     def reset(self) -> None:
-        """The step is done, or skipped: start from nothing. Buffers that persist are kept."""
+        """Drop all gradients: the step is done, or skipped. Persistent buffers are kept."""
         self._filled = [False] * len(self._filled)
         self._is_writable = False
         self._has_total = False
@@ -350,7 +353,7 @@ class FlatGrads:
             self.params[position].grad = None
         if not self._policy.shards_grads and self._local is not None:
             fits = self._local.dtype == self._sum_dtype
-            if fits and not self.is_alone:
+            if fits and not self.is_single_rank:
                 self._total = self._collectives.shard_of(self._local)
         elif self._local is not None:
             self._pool.give(self._local)
@@ -358,33 +361,33 @@ class FlatGrads:
             self._views = []
 
     def release(self) -> None:
-        """Let go of the buffers that persist, which hold nothing between a step and the next backward."""
+        """Free the persistent buffers, which are unused between a step and the next backward."""
         self._local, self._total, self._views = None, None, []
         self._is_writable = False
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of gradients that stay between steps; pooled buffers are counted by the pool."""
+        """Bytes of gradients that stay allocated between steps; the pool counts its own buffers."""
         kept = [] if self._policy.shards_grads or self._local is None else [self._local]
         if self._total is not None and not self._total_is_in_local():
             kept.append(self._total)
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
-    # -- what a checkpoint in the middle of an accumulation keeps ---------------------------------------
+    # -- checkpoints in the middle of an accumulation ---------------------------------------------------
 
     def sums(self) -> GradSums:
-        """The sums as they lie in memory; None where there is nothing. Nothing may be under way."""
+        """The sums as they lie in memory; None if there are none. No reduction may be in flight."""
         self.collect()
         local = self._local if any(self._filled) else None
         return GradSums(local, list(self._filled), self._total if self._has_total else None)
 
     @torch.no_grad()
-    def hold(self) -> None:
-        """Some rank held a backward back since the last step, whether this one has gradients of it or not."""
+    def mark_held(self) -> None:
+        """Some rank held back gradients since the last step, possibly another one than this."""
         self._was_held = True
 
     def restore(self, saved: GradSums) -> None:
-        """Go on from `saved`, right after a `reset`; `saved.total` is taken over, `local` is copied."""
+        """Continue from `saved`, directly after `reset`. Keeps `saved.total` and copies `saved.local`."""
         if saved.local is not None:
             self._allocate_local(saved.local.dtype)
             assert self._local is not None

@@ -1,18 +1,18 @@
-"""The parameters of one flat buffer: views of it for ever, while its storage comes and goes.
+"""The parameters of one flat buffer: permanent views of it, while its storage is allocated and freed.
 
     gathered   param.data --view--> full [world_size * shard_numel] --storage--> memory
     dropped    param.data = NaN, expanded to its shape      full --storage--> nothing
                                                              ^ raw: an alias with its own version counter
 
-Dropping resizes the storage to zero and gathering fills it in place, so every view that autograd saved is
-valid again; swapping `.data` alone would keep whole storages alive through saved tensors. What a script
-reads of a dropped parameter has the right shape and is NaN (reading a view of an empty storage can crash
-the process); writing to it is refused by torch. Every write of ours goes through `raw`: gloo bumps the
-version counter of its output from a worker thread, and through `raw` autograd never sees that.
-
-What a script writes to a whole parameter counts: a drop copies this rank's part of it into the shard, and a
-tensor that was assigned to `.data` is taken over. No version counter tells of writes through `.data`, so
-the copy is made without asking; it is one shard long.
+- Dropping resizes the storage to zero and gathering fills it in place, so every view that autograd saved is
+  valid again. Swapping `.data` alone would keep the full storages alive through saved tensors.
+- A script that reads a dropped parameter gets a placeholder: NaN of the right shape. Reading a view of an
+  empty storage can crash the process. torch refuses writes to a placeholder.
+- The engine writes only through `raw`: gloo increments the version counter of its output from a worker
+  thread, and the counter of `raw` is not the one that autograd checks.
+- What a script writes to a gathered parameter counts: a drop copies this rank's part of it into the shard,
+  and a tensor that was assigned to `.data` is copied into the buffer. Writes through `.data` change no
+  version counter, so the copy is always made; it is one shard long.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ...utils.errors import UsageError
 from ..access.owners import find_owner
 from .layout import FlatLayout
 
-# what the engine itself does with parameters is no use of them: no mode around a forward is to see it
-_UNSEEN = torch._C.DisableTorchFunction
+# the engine's own operations on parameters are hidden from any mode that surrounds a forward
+_NoTorchFunction = torch._C.DisableTorchFunction
 
 
-def absent_like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a dropped parameter shows: NaN of its shape, in no memory; torch refuses most writes to it.
+def placeholder_like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The placeholder for a dropped parameter: one NaN expanded to its shape; torch refuses most writes.
 
-    Integers show their smallest value. A bool holds a byte that no write leaves there; it reads as True.
+    Integers read as their smallest value. Bools read as True, stored as a byte that no write produces.
     """
     if dtype == torch.bool:
         one = torch.full((1,), 2, dtype=torch.uint8, device=device).view(torch.bool)
@@ -50,7 +50,7 @@ def absent_like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 @final
 class FlatParams:
-    """Owns one flat buffer of parameters. `is_unsharded`: all of it is in memory and may be used."""
+    """Owns one flat buffer of parameters. `is_unsharded`: the full buffer is in memory and may be used."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class FlatParams:
         index: int,
         is_sharded: bool,
     ) -> None:
-        """Move `params` (in the order of `layout.slots`) into one buffer; rank 0's values win.
+        """Move `params` (in the order of `layout.slots`) into one buffer, with the values of rank 0.
 
-        Peak memory: what the parameters hold plus this buffer; each lets go of its own memory as soon as it
-        is copied. With `is_sharded` only the shard stays.
+        Peak memory: the parameters plus this buffer; each parameter frees its memory as soon as it is
+        copied. With `is_sharded` only the shard stays.
         """
         self.layout = layout
         self.params = tuple(params)
@@ -74,15 +74,15 @@ class FlatParams:
         self._collectives = collectives
         self._handle: Handle | None = None
         self._reshards = is_sharded
-        self._lent: dict[int, Tensor] = {}  # position -> what a script may edit
+        self._overridden: dict[int, Tensor] = {}  # position -> the tensor that replaces `.data`
         self.raw = torch.zeros(layout.numel, dtype=dtype, device=collectives.device)
         self._views = [
             self.raw.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in layout.slots
         ]
         self._fill()
-        self._nothing = absent_like((), dtype, collectives.device)
-        self._untouched = bytes(_bytes_of(self._nothing).tolist())
-        self._absent = [self._nothing.expand(slot.shape) for slot in layout.slots]
+        self._placeholder = placeholder_like((), dtype, collectives.device)
+        self._placeholder_bytes = bytes(_bytes_of(self._placeholder).tolist())
+        self._placeholders = [self._placeholder.expand(slot.shape) for slot in layout.slots]
         own = collectives.shard_of(self.raw)
         self.shard = own.clone() if is_sharded else own
         self.is_unsharded = True
@@ -90,7 +90,7 @@ class FlatParams:
             self.reshard()
 
     def _fill(self) -> None:
-        """The parameters' values into the buffer, and the parameters onto it."""
+        """Copy the parameters' values into the buffer, and make the parameters views of it."""
         own: list[Tensor] = []
         for param, view in zip(self.params, self._views, strict=True):
             owner = find_owner(param)
@@ -98,7 +98,7 @@ class FlatParams:
                 own.append(view)
                 view.copy_(param.data)
             else:
-                owner.hand_over(param, view)
+                owner.move_into(param, view)
             param.data = view
         for part in [self.raw] if len(own) == len(self.params) else own:
             self._collectives.broadcast(part)
@@ -113,49 +113,49 @@ class FlatParams:
 
     @property
     def may_be_resharded(self) -> bool:
-        """It is not whole all the time."""
+        """The buffer does not stay gathered all the time."""
         return self._reshards
 
     def keep_gathered(self) -> None:
-        """From now on `drop` does nothing: this buffer stays whole between steps."""
+        """From now on `reshard` does nothing: the full buffer stays gathered between steps."""
         self._reshards = False
 
     def start_unshard(self) -> None:
-        """Begin to fill the buffer with every rank's shard, unless it is whole or on its way.
+        """Start to gather all shards into the buffer, unless it is gathered or in flight.
 
-        Sends (world_size - 1) shards a rank.
+        Sends (world_size - 1) shards per rank.
         """
         if self.is_unsharded or self._handle is not None:
             return
         storage = self.raw.untyped_storage()
         if storage.nbytes() == 0:
-            self._check_untouched()
+            self._check_not_written()
             storage.resize_(self.full_bytes)
         self._handle = self._collectives.all_gather(
             self.raw, self.shard, buffer=self.index, kind="all_gather"
         )
 
     def serve(self, receivers: Sequence[int]) -> None:
-        """A gather that only the ranks `receivers` want; this one may be none of them."""
-        wants = self._collectives.rank in receivers
-        if wants:
-            self._check_untouched()
+        """Take part in a gather to the ranks `receivers` only, which may or may not include this one."""
+        receives = self._collectives.rank in receivers
+        if receives:
+            self._check_not_written()
             self.raw.untyped_storage().resize_(self.full_bytes)
         self._collectives.serve(
-            self.raw if wants else None, self.shard, receivers, buffer=self.index
+            self.raw if receives else None, self.shard, receivers, buffer=self.index
         )
-        if wants:
+        if receives:
             self.is_unsharded = True
             self._point_to(self._views)
 
     def unshard(self) -> None:
-        """The buffer is whole on return."""
+        """Gather the full buffer."""
         if not self.is_unsharded:
             self.start_unshard()
             self.wait()
 
     def wait(self) -> None:
-        """End a gather that is under way."""
+        """Wait for a gather in flight."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
@@ -164,89 +164,91 @@ class FlatParams:
                 self._point_to(self._views)
 
     def _point_to(self, values: Sequence[Tensor]) -> None:
-        with _UNSEEN():
+        with _NoTorchFunction():
             for position, (param, value) in enumerate(zip(self.params, values, strict=True)):
-                if position not in self._lent:
+                if position not in self._overridden:
                     param.data = value
 
     def reshard(self) -> None:
-        """Give the whole buffer's memory back; the shard stays."""
+        """Free the full buffer; the shard stays."""
         if self._reshards and self.is_unsharded:
             self.take_edits()
-            self._point_to(self._absent)
+            self._point_to(self._placeholders)
             self.raw.untyped_storage().resize_(0)
             self.is_unsharded = False
 
     def start_publish(self) -> None:
-        """The shard has changed: gather it into a buffer that stays whole between steps.
+        """The shard has changed: start to gather it, if the full buffer stays gathered between steps.
 
-        What was written to the whole parameters before is gone, unless `take_edits` came first.
+        Earlier writes to the full parameters are lost, unless `take_edits` was called first.
         """
         if self._reshards:
             return
         self.is_unsharded = False
         self.start_unshard()
 
-    # -- what scripts hold on to ------------------------------------------------------------------------
+    # -- what `param.data` refers to --------------------------------------------------------------------
 
-    def lend(self, position: int, full: Tensor) -> None:
-        """The parameter in slot `position` is `full`, a tensor of its own, until `take_back`."""
-        self._lent[position] = full
+    def override(self, position: int, full: Tensor) -> None:
+        """`.data` of the parameter in slot `position` is `full`, a separate tensor, until `clear_override`."""
+        self._overridden[position] = full
         self.params[position].data = full
 
-    def take_back(self, position: int) -> None:
-        """End `lend`; what `full` holds is forgotten unless it was written to the shard."""
-        del self._lent[position]
-        here = self._views if self.is_unsharded or not self.is_sharded else self._absent
+    def clear_override(self, position: int) -> None:
+        """End `override`; the values of `full` are lost unless they were written to the shard."""
+        del self._overridden[position]
+        here = self._views if self.is_unsharded or not self.is_sharded else self._placeholders
         self.params[position].data = here[position]
 
-    def is_lent(self, position: int) -> bool:
-        """The parameter in slot `position` shows what `lend` gave it."""
-        return position in self._lent
+    def is_overridden(self, position: int) -> bool:
+        """`.data` of the parameter in slot `position` is a tensor given to `override`."""
+        return position in self._overridden
 
     def hide(self) -> None:
-        """The buffer's memory is about to go away: parameters show NaN, as if it had been dropped."""
-        self._point_to(self._absent)
+        """The memory of the buffer is about to be freed: parameters read as NaN, as if dropped."""
+        self._point_to(self._placeholders)
 
     def show(self) -> None:
-        """It is back."""
+        """The memory of the buffer is allocated again: end `hide`."""
         if self.is_unsharded:
             self._point_to(self._views)
 
-    # -- what scripts write -----------------------------------------------------------------------------
+    # -- writes by the script ---------------------------------------------------------------------------
 
     @torch.no_grad()
     def take_edits(self, only: int | None = None) -> None:
-        """What was written to whole parameters, or assigned to their `.data`, is from now on their value.
+        """Make the script's writes to full parameters, or assignments to their `.data`, their values.
 
-        With `only` that of the parameter in this slot.
+        Args:
+            only: the slot of the only parameter to look at; None: all.
+
         Raises:
-            UsageError: a tensor of another shape or dtype was assigned, or one was while the parameter was
-                dropped; the parameter is as it was.
+            UsageError: a tensor of another shape or dtype was assigned, or `.data` was assigned while the
+                parameter was dropped; the parameter is unchanged.
         """
         if not self.raw.data_ptr():
-            self._check_untouched(only)
+            self._check_not_written(only)
         if self._handle is not None or not self.is_unsharded or not self.raw.data_ptr():
             return
-        with _UNSEEN():
-            if only is None or not _is(self.params[only], self._views[only]):
+        with _NoTorchFunction():
+            if only is None or not _is_same(self.params[only], self._views[only]):
                 for at in self._assigned(self._views):
-                    self._take_over(at)
+                    self._copy_assigned(at)
         if self.is_sharded:
             self._write_back(only)
 
     def _assigned(self, values: Sequence[Tensor]) -> list[int]:
-        """Positions of parameters whose `.data` is not theirs of `values`, but for those that are lent."""
+        """Positions of parameters whose `.data` is not their entry in `values`, without overridden ones."""
         pairs = zip(self.params, values, strict=True)
-        changed = [  # _is written out: it is asked of every parameter in every step
+        changed = [  # _is_same inlined: this runs for every parameter in every step
             at
             for at, (param, value) in enumerate(pairs)
             if param.dtype is not value.dtype or not param.is_set_to(value)
         ]
-        return [at for at in changed if at not in self._lent]
+        return [at for at in changed if at not in self._overridden]
 
     def _write_back(self, only: int | None) -> None:
-        """This rank's part of the whole buffer, or of one slot of it, into the shard."""
+        """Copy this rank's part of the full buffer, or of one slot of it, into the shard."""
         start, stop = self.layout.shard_range(self._collectives.rank)
         if only is not None:
             slot = self.layout.slots[only]
@@ -255,7 +257,7 @@ class FlatParams:
             first = self.layout.shard_range(self._collectives.rank)[0]
             self.shard[start - first : stop - first].copy_(self.raw[start:stop])
 
-    def _take_over(self, position: int) -> None:
+    def _copy_assigned(self, position: int) -> None:
         param, view, slot = (
             self.params[position],
             self._views[position],
@@ -266,58 +268,58 @@ class FlatParams:
         if given.shape != view.shape or given.dtype != view.dtype:
             raise UsageError(
                 f"{slot.name}.data was set to a tensor of shape {tuple(given.shape)} and {given.dtype}, after "
-                f"xds.initialize: it is {tuple(view.shape)} and {view.dtype}, and is as it was. Assign that "
-                "shape and dtype, or use xds.zero.set_full_param"
+                f"xds.initialize: the parameter has {tuple(view.shape)} and {view.dtype}, and is unchanged; "
+                "assign a tensor of that shape and dtype, or use xds.zero.set_full_param"
             )
-        view.copy_(given.clone())  # it may be another view of this very memory
+        view.copy_(given.clone())  # it may be another view of the same memory
 
     @torch.no_grad()
     def other_dtypes(self) -> list[int]:
-        """Positions of parameters whose dtype the script changed (`module.float()`); it is undone.
+        """Undo dtype changes by the script (`module.float()`); returns the positions of the parameters.
 
-        Values that were cast are taken over; at stage 3 there were none to cast.
+        Gathered parameters keep the values that were cast; dropped ones have no values to cast.
         """
-        with _UNSEEN():
+        with _NoTorchFunction():
             dtype = self.raw.dtype
             found = [at for at, param in enumerate(self.params) if param.dtype is not dtype]
             for position in found:
                 param, view = self.params[position], self._views[position]
-                if self.is_unsharded and position not in self._lent:
+                if self.is_unsharded and position not in self._overridden:
                     view.copy_(param.data)
                     param.data = view
                 else:
-                    param.data = self._absent[position]
+                    param.data = self._placeholders[position]
         return found
 
-    def _check_untouched(self, only: int | None = None) -> None:
-        """fill_ and zero_ pass on a dropped parameter, where torch refuses every other write."""
-        with _UNSEEN():
-            is_one = only is not None and _is(self.params[only], self._absent[only])
-            changed = [] if is_one else self._assigned(self._absent)
+    def _check_not_written(self, only: int | None = None) -> None:
+        """Check for writes to dropped parameters: torch lets fill_ and zero_ pass, and assignments to .data."""
+        with _NoTorchFunction():
+            is_one = only is not None and _is_same(self.params[only], self._placeholders[only])
+            changed = [] if is_one else self._assigned(self._placeholders)
             for at in changed:
-                self.params[at].data = self._absent[at]
+                self.params[at].data = self._placeholders[at]
             assigned = [self.layout.slots[at].name for at in changed]
         if assigned:
-            told = ", ".join(assigned[:3]) + (", ..." if len(assigned) > 3 else "")
-            raise UsageError(f".data of {told} was assigned while dropped (stage 3): {_LOST}")
-        bits = _bytes_of(self._nothing)
-        if bits.device.type == "cpu" and bytes(bits.tolist()) != self._untouched:
+            shown = ", ".join(assigned[:3]) + (", ..." if len(assigned) > 3 else "")
+            raise UsageError(f".data of {shown} was assigned while dropped (stage 3): {_REMEDY}")
+        bits = _bytes_of(self._placeholder)
+        if bits.device.type == "cpu" and bytes(bits.tolist()) != self._placeholder_bytes:
             names = self.layout.slots[0].name, self.layout.slots[-1].name
-            bits.copy_(bits.new_tensor(list(self._untouched)))
+            bits.copy_(bits.new_tensor(list(self._placeholder_bytes)))
             raise UsageError(
                 f"a parameter between {names[0]} and {names[1]} was written while it was dropped (stage 3): "
-                f"{_LOST}"
+                f"{_REMEDY}"
             )
 
 
-_LOST = (
-    "the value is lost, the parameters are as they were; write inside "
+_REMEDY = (
+    "the value is lost and the parameters are unchanged; write inside "
     "xds.zero.GatheredParameters(params, modifier_rank=0), or use xds.zero.set_full_param"
 )
 
 
-def _is(param: Tensor, value: Tensor) -> bool:
-    """`.data` of `param` is `value`: the same memory, shape and strides."""
+def _is_same(param: Tensor, value: Tensor) -> bool:
+    """`.data` of `param` is `value`: the same dtype, memory, shape and strides."""
     return param.dtype is value.dtype and param.is_set_to(value)
 
 

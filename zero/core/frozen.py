@@ -1,7 +1,7 @@
-"""Parameters that were frozen after `initialize`: an update leaves them, and their states, as they are.
+"""Keeps parameters that were frozen after `initialize`, and their optimizer states, unchanged by an update.
 
-They lie in flat ranges beside others that train, and an optimizer steps whole ranges. So what belongs to
-them is kept before the step and put back after it.
+They lie in flat ranges beside trainable parameters, and an optimizer updates whole ranges. So their values
+are saved before the step and restored after it.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def clip(ranges: Iterable[Range], at: int, numel: int) -> list[Range]:
 
 
 @final
-class Kept:
-    """What an update must not change. `put_back` ends it."""
+class FrozenValues:
+    """Saved values that an update must not change. `restore` writes them back."""
 
     def __init__(self) -> None:
         self._values: list[tuple[Tensor, Tensor]] = []
 
     def keep(self, tensor: Tensor, ranges: Sequence[Range]) -> None:
-        """These elements of a contiguous tensor."""
+        """Save these elements of a contiguous tensor."""
         flat = tensor.detach().view(-1)
         self._values += [(flat[low:high], flat[low:high].clone()) for low, high in ranges]
 
     def keep_state(self, state: dict[str, Any], numel: int, ranges: Sequence[Range]) -> None:
-        """The states of a range of `numel` elements: by element, or all where all of it is frozen.
+        """Save the states of a range of `numel` elements: per element, or all if all of it is frozen.
 
-        The count of steps goes on: it is one for a range, and must not depend on where ranges are cut.
+        The step count is not saved: there is one for a range, and it must not depend on the ranges' bounds.
         """
         is_whole = sum(high - low for low, high in ranges) == numel
         for key, value in state.items():
@@ -63,9 +63,10 @@ class Kept:
                 self.keep(value, [(0, value.numel())])
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
+        """Write the saved values back."""
         for target, value in self._values:
             target.copy_(value)
 
 
-__all__ = ["Kept", "Range", "clip", "frozen_ranges"]
+__all__ = ["FrozenValues", "Range", "clip", "frozen_ranges"]

@@ -1,12 +1,13 @@
-"""Stage 3: gathers a unit's parameters before they are used and drops them after.
+"""Stage 3: gathers a unit's parameters before their use and drops them afterwards.
 
     forward    pre_forward  -> gather this unit, start the next one     post_forward -> drop
     backward   pre_backward -> gather this unit, start the previous one  gradients complete -> drop
 
-Use decides what is gathered; the order of the pass before is a hint for what to start early, nothing more.
-A call begins with a module of the unit, or, when a script calls it directly, with one inside of them.
-pre_backward is a hook on the autograd nodes of a module's outputs. During backward a forward is a recompute
-(activation checkpointing), possibly left early: it gathers, and never drops.
+- A unit is gathered when it is used. The order of the previous pass only decides which unit is started early.
+- A call begins with a module of the unit, or with an inner module when a script calls that one directly.
+- pre_backward is a hook on the autograd nodes of a module's outputs.
+- A forward during backward is a recompute (activation checkpointing), which may end early: it gathers units
+  and never drops them.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from .tensors import tensors_in
 from .uneven import Rounds
 from .unit import Unit
 
-Shield = Callable[[Unit, nn.Module, Any], Any]  # (unit, module, hook) -> hook
+HookWrapper = Callable[[Unit, nn.Module, Any], Any]  # (unit, module, hook) -> hook
 
 
 @final
 class Gatherer:
-    """The hooks of stage 3. Whoever drives a backward pass calls `begin_backward`; `end_backward` ends it."""
+    """Owns the hooks of stage 3. The owner of a backward pass calls `begin_backward` and `end_backward`."""
 
     def __init__(
         self,
@@ -40,18 +41,18 @@ class Gatherer:
         max_live_numel: int,
         collectives: Collectives,
         on_backward: Callable[[], None],
-        on_passed: Callable[[Unit], None],
+        on_call_done: Callable[[Unit], None],
     ) -> None:
         """Hook every module of `units` (root last).
 
         Args:
-            prefetch_numel: a unit of at most so many elements is gathered ahead of its use.
-            max_live_numel: nothing is gathered ahead while more elements than this would be live.
-            on_backward: called when an output's gradient arrives, before anything is gathered.
-            on_passed: called when a unit's inputs have their gradients: backward is through with this call.
+            prefetch_numel: units of at most this many elements are gathered ahead of their use.
+            max_live_numel: no unit is gathered ahead if more elements than this would be in memory.
+            on_backward: called when the gradient of an output arrives, before anything is gathered.
+            on_call_done: called when a unit's inputs have their gradients: backward has finished this call.
         """
         self._in_backward = False
-        self.backwards = 0  # how many have begun
+        self._num_backwards = 0  # how many of the engine have begun
         self._units = list(units)
         self._collectives = collectives
         self._rounds: Rounds | None = None
@@ -59,74 +60,84 @@ class Gatherer:
         self._prefetch_numel = prefetch_numel
         self._max_live_numel = max_live_numel
         self._on_backward = on_backward
-        self._on_passed = on_passed
-        self._hidden: set[Unit] = set()  # called without a graph: a checkpoint will run it again
+        self._on_call_done = on_call_done
+        # called without a graph, as inside of a checkpoint, which calls them again in backward
+        self._without_graph: set[Unit] = set()
         self._order: list[Unit] = []  # units in the order of first use, this pass
-        self._previous: list[Unit] = []  # the same, the pass before
-        self._left: Unit | None = None  # one of its modules returned, others may follow
-        self.keeps_all = False  # nothing is dropped: a graph of create_graph needs whole parameters
+        self._previous: list[Unit] = []  # the same of the previous pass
+        self._pending_drop: Unit | None = None  # one of its modules returned, others may follow
+        self._keeps_all = False  # nothing is dropped: a graph of create_graph needs full parameters
         self._handles: list[RemovableHandle] = []
         self._leaf_handles: list[RemovableHandle] = []  # on tensors that outlive their step
-        self._is_shielded = False
+        self._is_excluded = False
         self._hook_all(lambda unit, module, hook: hook)
-        self.shield()
+        self.exclude_from_compile()
 
-    def begin_backward(self) -> None:
-        """A backward pass runs through the model from now on."""
-        self._in_backward = True
+    def begin_backward(self, *, is_own: bool) -> None:
+        """A backward pass runs through the model from now on.
 
-    def shield(self) -> None:
-        """Keep torch.compile from tracing into the hooks, once it is loaded. Cheap; call before a forward.
-
-        Loading it costs more than a second, so nobody who does not compile pays for it. Code compiled for
-        a module without these hooks must not serve one with them, hence the guard; what was compiled
-        before has no such guard, hence the reset.
+        is_own: it leaves gradients in parameters; False for torch.autograd.grad.
         """
-        if self._is_shielded or "torch._dynamo" not in sys.modules:
+        self._in_backward = True
+        self._num_backwards += is_own
+
+    def keep_all(self) -> None:
+        """Drop nothing until the next update."""
+        self._keeps_all = True
+
+    def exclude_from_compile(self) -> None:
+        """Keep torch.compile from tracing into the hooks, if it is loaded. Cheap; call before a forward.
+
+        - torch.compile is not loaded here: that takes more than a second.
+        - Code compiled for a module without these hooks must not run for one with them: guards are enabled.
+        - Code that was compiled earlier has no such guard: torch._dynamo is reset.
+        """
+        if self._is_excluded or "torch._dynamo" not in sys.modules:
             return
-        self._is_shielded = True
+        self._is_excluded = True
         if torch._dynamo.config.skip_nnmodule_hook_guards:
             torch._dynamo.config.skip_nnmodule_hook_guards = False
             torch._dynamo.reset()
         self.remove()
-        self._hook_all(_shielded)
+        self._hook_all(_excluded_from_compile)
 
-    def _hook_all(self, shielded: Shield) -> None:
+    def _hook_all(self, wrap: HookWrapper) -> None:
         for unit in self._units:
             for module in unit.modules:
-                self._hook(unit, module, shielded)
+                self._hook(unit, module, wrap)
             for module in unit.inner_modules:
-                self._hook_inner(unit, module, shielded)
+                self._hook_inner(unit, module, wrap)
 
-    def _hook_inner(self, unit: Unit, module: nn.Module, shielded: Shield) -> None:
-        """A module inside of a unit: it has nothing to do unless a script calls it directly."""
+    def _hook_inner(self, unit: Unit, module: nn.Module, wrap: HookWrapper) -> None:
+        """Hook a submodule of a unit; the hooks act only when a script calls it directly."""
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             if unit.is_running:
-                unit.depth += unit.entry is module
+                if unit.entry is module:
+                    unit.begin_nested_call()
             elif self._in_backward:
-                unit.num_recalls += 1
+                unit.count_recompute()
                 self._gather(unit)
             else:
-                unit.entry = module
+                unit.set_entry(module)
                 self._pre_forward(unit, module, args, kwargs)
 
         def after(_: nn.Module, args: Any, output: Any) -> Any:
             if unit.entry is not module:
                 return output
             if unit.depth:
-                unit.depth -= 1
+                unit.end_nested_call()
                 return output
             output = self._post_forward(unit, module, True, output)
-            unit.entry = None
+            unit.set_entry(None)
             return output
 
         self._handles += [
-            module.register_forward_pre_hook(shielded(unit, module, before), with_kwargs=True),
-            module.register_forward_hook(shielded(unit, module, after)),
+            module.register_forward_pre_hook(wrap(unit, module, before), with_kwargs=True),
+            module.register_forward_hook(wrap(unit, module, after)),
         ]
 
-    def _hook(self, unit: Unit, module: nn.Module, shielded: Shield) -> None:
+    def _hook(self, unit: Unit, module: nn.Module, wrap: HookWrapper) -> None:
         is_last = module is unit.modules[-1]
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -136,8 +147,8 @@ class Gatherer:
             return self._post_forward(unit, module, is_last, output)
 
         self._handles += [
-            module.register_forward_pre_hook(shielded(unit, module, before), with_kwargs=True),
-            module.register_forward_hook(shielded(unit, module, after)),
+            module.register_forward_pre_hook(wrap(unit, module, before), with_kwargs=True),
+            module.register_forward_hook(wrap(unit, module, after)),
         ]
 
     def remove(self) -> None:
@@ -146,30 +157,30 @@ class Gatherer:
         self._handles = []
 
     def drop_all(self) -> None:
-        """End what is under way and drop everything that may be dropped."""
-        self.forget_calls()
+        """End the gathers in flight and drop every unit that may be dropped."""
+        self.clear_calls()
         for unit in self._units:
             self._drop(unit)
 
     def end_backward(self) -> None:
-        """A backward is over. With retain_graph another one may come over the same graph."""
+        """A backward is over. With retain_graph another one may run over the same graph."""
         self._in_backward = False
         for unit in self._units:
-            unit.num_recalls = 0
+            unit.clear_recomputes()
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles = []
         self.drop_all()
 
     def begin_update(self) -> None:
-        """Parameters are about to change: no graph that was made so far will need a unit."""
-        self.keeps_all = False
+        """Parameters are about to change: no existing graph needs a unit any more."""
+        self._keeps_all = False
         for unit in self._units:
-            unit.awaits_backward = False
+            unit.begin_update()
         self.end_backward()
 
     def _drop(self, unit: Unit) -> None:
-        if not self.keeps_all:
+        if not self._keeps_all:
             unit.reshard()
 
     # -- forward ----------------------------------------------------------------------------------------
@@ -178,22 +189,23 @@ class Gatherer:
         if not self._in_backward:
             if unit.is_root and module is unit.modules[0]:
                 self._previous, self._order = self._order, []
-                self._hidden.clear()
-                self.forget_calls()
+                self._without_graph.clear()
+                self.clear_calls()
             if unit not in self._order:
                 self._order.append(unit)
-            self._drop_left(unit)
+            self._drop_pending(unit)
         self._gather(unit)
         if _is_entry(unit, module):
             self._enter(unit)
-            unit.num_recalls += self._in_backward
+            if self._in_backward:
+                unit.count_recompute()
         if not self._in_backward:
             self._start_next(self._previous, unit)
         if not unit.is_root:
             self._follow_inputs(unit, (args, kwargs))
 
     def _post_forward(self, unit: Unit, module: nn.Module, is_last: bool, output: Any) -> Any:
-        """Drop what the call no longer needs. Returns the output, with copies for views of parameters."""
+        """Drop what the call no longer needs. Returns the output with views of parameters copied."""
         if _is_entry(unit, module):
             self._leave(unit)
         output = self._without_views(unit, output)
@@ -203,17 +215,17 @@ class Gatherer:
         if unit.is_root:
             if module is unit.modules[0] and not needs_backward:
                 self.drop_all()
-        elif not (unit.outlives_forward and needs_backward):
+        elif not (unit.stays_until_backward and needs_backward):
             if is_last:
                 self._drop(unit)
             else:
-                self._left = unit
+                self._pending_drop = unit
         return output
 
     def _without_views(self, unit: Unit, output: Any) -> Any:
-        """A view of a parameter would show memory that is gone once `unit` is dropped: a copy instead.
+        """Copy views of parameters in the output: dropping `unit` frees the memory that they refer to.
 
-        Where the copy cannot be put into the output, `unit` stays whole until the update.
+        If a copy cannot be put into the output, `unit` stays gathered until the update.
         """
         held = {
             flat.raw.untyped_storage().data_ptr() for flat in unit.params if flat.may_be_resharded
@@ -227,52 +239,52 @@ class Gatherer:
             return output
         output = tree_map(lambda leaf: leaf.clone() if is_view(leaf) else leaf, output)
         if any(is_view(tensor) for tensor in tensors_in(output)):
-            unit.awaits_backward = True
+            unit.keep_until_update()
         return output
 
     def _gather(self, unit: Unit) -> None:
         if self._rounds is not None:
-            self._rounds.want(unit)
+            self._rounds.gather(unit)
         else:
             unit.unshard()
 
     def _enter(self, unit: Unit) -> None:
-        unit.is_running = True
+        unit.begin_call()
         self.running.append(unit)
-        for guest in unit.guests:
-            self._gather(guest)
-            guest.pins += 1
+        for used in unit.used_units:
+            self._gather(used)
+            used.add_running_user()
 
     def _leave(self, unit: Unit) -> None:
-        unit.is_running = False
+        unit.end_call()
         if unit in self.running:
             self.running.remove(unit)
-        for guest in unit.guests:
-            guest.pins = max(guest.pins - 1, 0)
-            if not self._in_backward and not guest.is_running:
-                self._drop(guest)
+        for used in unit.used_units:
+            used.remove_running_user()
+            if not self._in_backward and not used.is_running:
+                self._drop(used)
 
-    def forget_calls(self) -> None:
+    def clear_calls(self) -> None:
         self.running = []
         for unit in self._units:
-            unit.forget_calls()
+            unit.clear_calls()
 
-    def invite(self, guest: Unit, host: Unit) -> None:
-        """Calls of `host` use parameters of `guest`: from now on, and for the one that is running."""
-        if guest is host or guest in host.guests:
+    def register_use(self, used: Unit, user: Unit) -> None:
+        """Gather `used` for calls of `user` as well: for the running one and for all later ones."""
+        if used is user or used in user.used_units:
             return
-        host.guests.append(guest)
-        guest.is_guest = True
-        self._gather(guest)
-        if host in self.running:
-            guest.pins += 1
+        user.add_used_unit(used)
+        self._gather(used)
+        if user in self.running:
+            used.add_running_user()
 
     def begin_uneven(self) -> None:
-        """From now on ranks may run unequal numbers of forwards. A collective, as is the end."""
+        """From now on ranks may run unequal numbers of forwards. A collective; so is `end_uneven`."""
         self.drop_all()
         self._rounds = Rounds(self._units, self._collectives)
 
     def end_uneven(self) -> None:
+        """Serve the other ranks until every rank is done."""
         rounds, self._rounds = self._rounds, None
         if rounds is not None:
             rounds.finish()
@@ -282,15 +294,15 @@ class Gatherer:
     def is_uneven(self) -> bool:
         return self._rounds is not None
 
-    def _drop_left(self, entered: Unit) -> None:
-        """A pass may skip the last modules of a unit; ranks that did not skip them have dropped it."""
+    def _drop_pending(self, entered: Unit) -> None:
+        """Drop a unit whose last modules the pass skipped: ranks that called them have dropped it."""
         if not entered.is_root:
-            if self._left is not None and self._left is not entered:
-                self._drop(self._left)
-            self._left = None
+            if self._pending_drop is not None and self._pending_drop is not entered:
+                self._drop(self._pending_drop)
+            self._pending_drop = None
 
     def _start_next(self, order: Sequence[Unit], unit: Unit) -> None:
-        """Start the first unit after `unit` in `order` that is not there yet, if the limits allow it."""
+        """Start to gather the unit after `unit` in `order`, if the limits allow it."""
         if self._rounds is not None:
             return
         for at, candidate in enumerate(order[:-1]):
@@ -309,13 +321,11 @@ class Gatherer:
     # -- backward ---------------------------------------------------------------------------------------
 
     def _hook_outputs(self, unit: Unit, output: Any) -> bool:
-        """Gather `unit` again as soon as a gradient of `output` arrives. False: none ever will."""
+        """Gather `unit` again when a gradient of `output` arrives. False: `output` gets no gradient."""
         tensors = tensors_in(output)
         nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn}
         if not tensors and not self._in_backward and not unit.is_root:
-            unit.awaits_backward = (
-                True  # what it computed left by another way, and comes back by it
-            )
+            unit.keep_until_update()  # its results, and their gradients, do not pass through its output
 
         def before_node(_: Any) -> None:
             self._pre_backward(unit)
@@ -326,46 +336,47 @@ class Gatherer:
 
     def _pre_backward(self, unit: Unit) -> None:
         self._on_backward()
-        for needed in (self._units[-1], unit, *unit.guests):  # the root's may be inputs of any unit
+        for needed in (self._units[-1], unit, *unit.used_units):  # any unit may use root parameters
             self._gather(needed)
         self._start_next(self._order[::-1], unit)
 
     def after_grads(self, unit: Unit) -> None:
-        """All gradients of `unit` are there, and no call of it can be on its way back.
+        """Drop `unit`: all its gradients have arrived, and backward has finished all its calls.
 
-        With frozen parameters one may be; and where reentrant checkpoints call it more than once in this
-        backward, for each of them knows its own call alone.
+        Complete gradients do not show the end of its calls in two cases: the unit has frozen parameters, or
+        reentrant checkpoints call it more than once in this backward. Then it is not dropped here.
         """
-        if not unit.has_frozen and not unit.is_root and unit.num_recalls < 2:
+        if not unit.has_frozen and not unit.is_root and unit.num_recomputes < 2:
             self._drop(unit)
 
     def _follow_inputs(self, unit: Unit, inputs: Any) -> None:
-        """Backward has passed a call of `unit` when the gradients of its inputs are all there.
+        """Hook the inputs of a call: backward has finished the call when all of them have gradients.
 
-        Only there can be known that parameters which this rank did not use get no gradient. Reductions of
-        other ranks wait for it, and gathers of this one for them, so it must not wait for backward's end.
+        Only then is it known that parameters which this rank did not use get no gradient. This must
+        not wait for the end of backward: reductions on other ranks wait for it, and gathers on this rank wait
+        for those ranks.
         """
         if not torch.is_grad_enabled():
             if not self._in_backward:
-                self._hidden.add(unit)
+                self._without_graph.add(unit)
             return
         tensors = [
             leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
 
-        # a reentrant checkpoint runs graphs inside of graphs: neither knows what the other will bring
-        is_whole_graph = not self._in_backward and unit not in self._hidden
+        # a reentrant checkpoint runs nested graphs: neither shows the gradients that the other produces
+        is_whole_graph = not self._in_backward and unit not in self._without_graph
         arrived = [0, 0]  # in which backward, how many
 
-        # each tensor's own hook: torch's hook over several holds their nodes, which then never go away
+        # one hook for each tensor: torch's multi-tensor hook keeps the nodes alive for ever
         def one_arrived(_: Tensor) -> None:
             if is_whole_graph:
-                self._on_passed(unit)
-            if arrived[0] != self.backwards:
-                arrived[:] = [self.backwards, 0]
+                self._on_call_done(unit)
+            if arrived[0] != self._num_backwards:
+                arrived[:] = [self._num_backwards, 0]
             arrived[1] += 1
             passed = arrived[1] == count and unit.is_complete
-            if passed and unit.has_frozen and not unit.is_guest:
+            if passed and unit.has_frozen and not unit.is_used_by_others:
                 self._drop(unit)
 
         count = len(tensors)
@@ -376,7 +387,7 @@ class Gatherer:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """Where its memory begins; 0 for tensors that have none of the usual kind (sparse, of vmap, ...)."""
+    """The address of its storage; 0 for tensors without an ordinary storage (sparse, of vmap, ...)."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
@@ -384,17 +395,17 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _is_entry(unit: Unit, module: nn.Module) -> bool:
-    """Calls of `unit` begin with this module; the root's others are called inside of the model."""
+    """Calls of `unit` begin with this module; other modules of the root run inside the model's call."""
     return module is unit.entry or (
         module is unit.modules[0] if unit.is_root else module in unit.modules
     )
 
 
-def _shielded(unit: Unit, module: nn.Module, hook: Any) -> Any:
-    """`hook` as torch.compile may meet it: run outside of every graph.
+def _excluded_from_compile(unit: Unit, module: nn.Module, hook: Any) -> Any:
+    """Wrap `hook` for torch.compile: it runs outside of every graph.
 
-    A module inside of a running unit has nothing to gather. There a graph holds a guard on that one flag
-    and no call, or it would break at each such module.
+    A submodule of a running unit has nothing to gather. Its graph contains a guard on that flag instead of a
+    call; otherwise the graph would break at each such module.
     """
     outside = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     if _is_entry(unit, module):

@@ -1,10 +1,10 @@
-"""Where every parameter lies in its flat buffer, and which part of it each rank owns. Pure arithmetic.
+"""The layout of a flat buffer: the place of each parameter and the shard of each rank. Pure arithmetic.
 
-    slots      |--- w0 ---|.|- b0 -|..|------ w1 ------|- n0 -|....|      . = alignment gap, zero for ever
+    slots      |--- w0 ---|.|- b0 -|..|------ w1 ------|- n0 -|....|      . = alignment gap, always zero
     segments   |---------- group 0 -------------------|- group 1 -|      one hyperparameter group each
-    shards     |------ rank 0 ------|------ rank 1 -----|--- rank 2 ---|  equal, cut anywhere
+    shards     |------ rank 0 ------|------ rank 1 -----|--- rank 2 ---|  equal sizes, across slots
 
-Slots of one hyperparameter group lie side by side, so an optimizer sees one contiguous 1-D tensor for each
+Slots of one hyperparameter group are contiguous, so an optimizer sees one contiguous 1-D tensor for each
 (flat buffer, group). Every boundary is a multiple of 64 bytes.
 """
 
@@ -57,7 +57,7 @@ class Segment:
 class Piece:
     """The part of a slot that lies in a range: elements [start, stop) of the range.
 
-    `slot_start` is where in the slot it begins; `whole` says that the slot is all there.
+    `slot_start`: the first element of the slot that it covers; `whole`: it covers the whole slot.
     """
 
     slot: Slot
@@ -142,6 +142,6 @@ def plan_flat(entries: Sequence[Entry], world_size: int) -> FlatLayout:
     numel = align_up(at, ALIGN_NUMEL * world_size)
     if (
         segments
-    ):  # the tail belongs to the last segment: updating zeros is cheaper than a ragged cut
+    ):  # the tail belongs to the last segment: updating zeros is cheaper than an uneven split
         segments[-1] = Segment(segments[-1].group, segments[-1].start, numel)
     return FlatLayout(tuple(slots), tuple(segments), numel, world_size)

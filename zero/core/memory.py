@@ -1,4 +1,4 @@
-"""The memory of a sharded model: how many bytes its states take, and lending it to something else."""
+"""The memory of a sharded model: the bytes of its states, and the tensors that may be moved away."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Memory:
         self._collectives = collectives
 
     def release_gradients(self) -> None:
-        """Let go of all buffers of gradients; the next backward makes them again."""
+        """Free all gradient buffers; the next backward allocates them again."""
         for grads in self._grads:
             grads.release()
         self._pool.clear()
 
     def param_tensors(self) -> list[Tensor]:
-        """The memory that parameters are kept in: shards, and buffers that are whole."""
+        """The tensors that hold parameters: shards and full buffers."""
         return [flat.shard for flat in self._params] + [flat.raw for flat in self._params]
 
     def hide_whole_params(self, hides: bool) -> None:
-        """With `hides` parameters show NaN until `show_whole_params`."""
+        """With `hides` parameters read as NaN until `show_whole_params`."""
         for flat in self._params if hides else []:
             flat.hide()
 
@@ -50,7 +50,7 @@ class Memory:
             flat.show()
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes this rank holds: parameters, gradients, and the buckets that units pass around."""
+        """Bytes on this rank: parameters, gradients, and the shared temporary buffers (buckets)."""
         params = sum(
             flat.shard.numel() * flat.shard.element_size() if flat.is_sharded else flat.full_bytes
             for flat in self._params

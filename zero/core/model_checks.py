@@ -1,4 +1,4 @@
-"""A model before it is sharded: moved to its device, and refused where it cannot be trained."""
+"""Moves a model to its device and checks that it can be trained, before it is sharded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..access.owners import find_owner, is_trained
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:
-    """Parameters and buffers to `device`, in place; those that are kept in slices lie there already."""
+    """Move parameters and buffers to `device`, in place; parameters in slices are there already."""
     for param in model.parameters():
         if find_owner(param) is None:
             param.data = param.data.to(device)
@@ -21,11 +21,11 @@ def move_model(model: nn.Module, device: torch.device) -> None:
 
 
 def check_model(model: nn.Module, groups: Mapping[int, int], *, must_train: bool = True) -> None:
-    """Before anything is moved or allocated: can this model be trained?
+    """Check that this model can be trained, before anything is moved or allocated.
 
     Raises:
         UsageError: parameters without values, of unsupported dtype, of another engine, on several devices,
-            or none to train; all complaints at once.
+            or none to train; lists all problems.
     """
     problems: list[str] = []
     if must_train and torch.is_inference_mode_enabled():

@@ -1,4 +1,4 @@
-"""A ZeRO stage as data, and the dtypes that go with it: three booleans drive one piece of machinery."""
+"""A ZeRO stage as three booleans, and the dtypes of computation, gradient sums and messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Policy:
     compute: dtype that floating parameters are cast to; None leaves them as they are.
     accumulate: dtype of gradient sums; None is fp32 for 16-bit parameters, else the parameter's own.
     communicate: dtype in which gradients are sent; None is the parameter's own.
-    holds_grads: several micro-batches are summed on the rank before anything is reduced.
+    holds_grads: several micro-batches are summed on the rank before the reduction.
     """
 
     shards_optimizer: bool
@@ -39,7 +39,7 @@ class Policy:
         accumulate: torch.dtype | None = None,
         communicate: torch.dtype | None = None,
     ) -> Policy:
-        """The policy of a ZeRO stage. On one rank a shard is the whole, so nothing is sharded."""
+        """The policy of a ZeRO stage. With one rank nothing is sharded."""
         effective = stage if world_size > 1 else 0
         return cls(
             shards_optimizer=effective >= 1,

@@ -1,9 +1,10 @@
-"""The order in which gradients are reduced over the ranks, and what is on its way.
+"""Reduces gradients over the ranks in one fixed order, overlapped with backward.
 
-Reductions start in one fixed order that every rank knows, each as soon as it and all before it are complete;
-what a backward never touched contributes zeros at its end. So ranks whose graphs differ send the same
-messages, and nobody waits for ever. What comes after its buffer was sent waits for `finish`, where the ranks
-agree on a second reduction.
+- The order is the same on every rank. A reduction starts when its buffer and all before it are complete.
+- Parameters that a backward did not use contribute zeros at its end. So ranks whose graphs differ send the
+  same messages, and no rank waits for ever.
+- A gradient that arrives after its buffer was sent waits for `finish`, where the ranks agree on a second
+  reduction.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from ...ops.comm.collectives import Collectives
 from ...ops.kernels.square_sum import exact_square_sum, is_in_range, square_sum
 from .flat_grads import FlatGrads
 
-REDUCTIONS_IN_FLIGHT = (
-    2  # one on the wire while the one before it is summed; 0 without overlap_comm
-)
+REDUCTIONS_IN_FLIGHT = 2  # one is sent while the one before it is summed; 0 without overlap_comm
 
 
 @final
@@ -37,8 +36,8 @@ class Reduction:
     ) -> None:
         """
         Args:
-            in_flight: how many reductions are under way at most while a next one is begun.
-            gathers: every rank gets every total (stage 0), not its shard alone.
+            in_flight: the maximum number of reductions in flight when another one starts.
+            gathers: every rank gets every total (stage 0), not only its shard.
         """
         self.order = list(order)
         self._collectives = collectives
@@ -47,18 +46,18 @@ class Reduction:
         self._next = 0
         self._in_flight: list[FlatGrads] = []
         self._reduces = True
-        self._holds = False  # gradients of whole backward passes wait on the ranks for a reduction
+        self._holds = False  # gradients of whole backward passes are not reduced yet
 
     def begin_backward(self, *, reduces: bool) -> None:
-        """Gradients are about to come. With `reduces` they travel before `end_backward` returns."""
-        self.settle()  # gradients may be written again only where nothing is being sent
+        """Gradients are about to arrive. With `reduces`, `end_backward` returns after their reduction began."""
+        self.settle()  # buffers may be written again only when they are not being sent
         self._reduces = reduces
         self._next = 0
         for grads in self.order:
             grads.begin_backward(hold=not reduces)
 
     def start_complete(self) -> None:
-        """Begin to reduce what is complete, up to the first that is not."""
+        """Start the reductions of complete buffers, up to the first that is not complete."""
         while self._reduces and self._next < len(self.order):
             grads = self.order[self._next]
             if not grads.is_complete:
@@ -67,7 +66,7 @@ class Reduction:
             self._next += 1
 
     def end_backward(self) -> None:
-        """No more gradients will come: reduce what is left, with zeros for what was never touched."""
+        """No more gradients will arrive: reduce the rest, with zeros for unused parameters."""
         if self._reduces:
             for grads in self.order[self._next :]:
                 self._start(grads)
@@ -78,23 +77,24 @@ class Reduction:
         self._holds = not self._reduces
 
     def end_without_reducing(self) -> None:
-        """End a backward whose gradients are not to be taken; what earlier ones held back is kept."""
+        """End a backward whose gradients are not taken; gradients held back earlier are kept."""
         held, self._reduces = self._holds, False
         self.end_backward()
         self._holds = held
 
     def scale_by(self, factor: float) -> None:
-        """Multiply every gradient of this backward that comes from now on with `factor`."""
+        """Multiply the following gradients of this backward by `factor`."""
         for grads in self.order:
-            grads.factor = factor
+            grads.scale_by(factor)
 
     def finish(self) -> float:
-        """Every gradient is summed over the ranks on return, also what was held back.
+        """Sum every gradient over the ranks, also those that were held back.
 
         Returns:
             the squared 2-norm of the sums over all parameters, fp64, the same on every rank; inf or nan on
-            overflow. Partial sums of the ranks' shards are added in rank order. Beside the gradients it
-            sends 16 bytes to each rank, one byte at stage 0.
+            overflow. Partial sums of the ranks' shards are added in rank order.
+
+        Sends 16 bytes to each rank beside the gradients, one byte at stage 0.
         """
         self.reduce_held()
         square, is_late = self._agree(square_sum)
@@ -107,27 +107,27 @@ class Reduction:
 
     @property
     def holds(self) -> bool:
-        """The last backward left its gradients on the ranks."""
+        """The gradients of the last backward are not reduced yet."""
         return self._holds
 
     def reduce_held(self) -> None:
-        """Reduce what backward passes left on the ranks."""
+        """Reduce the gradients that earlier backward passes held back."""
         if self._holds:
             self._reduce(self.order)
             self._holds = False
 
     def _agree(self, square_sum: Callable[[Tensor], Tensor]) -> tuple[float, bool]:
-        """The squared norm of what is reduced; whether any rank has gradients that came too late for it."""
+        """The squared norm of the reduced sums, and whether any rank has gradients that arrived too late."""
         collectives = self._collectives
         is_late = any(grads.is_late for grads in self.order)
         flag = torch.tensor([is_late], dtype=torch.uint8, device=collectives.device)
-        # where every rank will see all sums nobody waits for a norm, so the flag goes ahead of them
+        # at stage 0 every rank gets all sums, so no exchange of norms follows: send the flag first
         early = collectives.start_gather_small(flag) if self._gathers else None
         self._drain()
         squares = torch.zeros(
             collectives.world_size, dtype=torch.float64, device=collectives.device
         )
-        for grads in self.order:  # a norm is read while the next buffer is on its way
+        for grads in self.order:  # the norm of one buffer is computed while the next is in flight
             grads.finish_gather()
             squares += grads.square_sums(square_sum)
         if early is not None:
@@ -139,21 +139,21 @@ class Reduction:
         return float(sum(square for square, _ in table)), any(late for _, late in table)
 
     def reduce_late(self) -> None:
-        """Reduce once more what came too late on any rank. Sends a byte a buffer to each rank."""
+        """Reduce buffers again that got late gradients on any rank. Sends one byte per buffer to each rank."""
         flags = [grads.is_late for grads in self.order]
         mine = torch.tensor(flags, dtype=torch.uint8, device=self._collectives.device)
         late = self._collectives.gather_small(mine).amax(0).tolist()
         self._reduce([grads for grads, flag in zip(self.order, late, strict=True) if flag])
 
     def _reduce(self, several: Sequence[FlatGrads]) -> None:
-        """Add this rank's sums to the totals again, and wait for it. All ranks name the same ones."""
+        """Add this rank's sums to the totals of `several`, the same on all ranks, and wait for it."""
         self.settle()
         for grads in several:
             self._start(grads)
         self.settle()
 
     def settle(self, only: FlatGrads | None = None) -> None:
-        """Nothing of the gradients, or of `only`, is under way on return."""
+        """Wait for all reductions and gathers in flight, or for those of `only`."""
         if only is None:
             self._drain()
         while only in self._in_flight:

@@ -1,4 +1,4 @@
-"""The engine's five moments on a sharded model: build, backward begins, backward ends, reduce, publish."""
+"""The sharded model: builds and hooks the units, and drives them through forward, backward and step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .flat_grads import FlatGrads
 from .flat_params import FlatParams
 from .gather import Gatherer
 from .memory import Memory
-from .outside import WATCHED_FORWARDS, OutsideUse
+from .outside import CHECKED_FORWARDS, OutsideUse
 from .policy import Policy
 from .reduction import REDUCTIONS_IN_FLIGHT, Reduction
 from .unit import Unit
@@ -56,7 +56,7 @@ class ShardedModel:
             for unit in self.units
             for params, grads in zip(unit.params, unit.grads, strict=False)
         ]
-        # backward meets the last block first; what holds the embeddings is complete last
+        # backward reaches the last block first; the root, which holds the embeddings, is complete last
         blocks_last_first = [entry for entry in self.trainable if not entry[0].is_root][::-1]
         roots = [entry for entry in self.trainable if entry[0].is_root]
         self._reduction = Reduction(
@@ -66,15 +66,15 @@ class ShardedModel:
             gathers=not policy.shards_optimizer,
         )
         self.memory = Memory(self.units, self._reduction.order, self._pool, collectives)
-        self._is_open = False
-        self._is_admitted = True  # the factor on this backward's gradients is known
-        self._had_seen_backward = False  # before the backward that is open
-        self._own_backward_begins: Callable[[], bool] = lambda: policy.shards_grads
-        self._own_factor: Callable[[], float] = lambda: 1.0
-        self._has_seen_backward = False  # since the engine last asked
-        self._is_visited = False  # a backward that is not ours runs through the model
+        self._in_backward = False
+        self._has_factor = True  # the factor on this backward's gradients is known
+        self._had_seen_backward = False  # before the backward that is running
+        self._script_backward_begins: Callable[[], bool] = lambda: policy.shards_grads
+        self._script_factor: Callable[[], float] = lambda: 1.0
+        self._has_seen_backward = False  # since `clear_seen_backward`
+        self._in_other_backward = False  # a backward runs that leaves no gradients in parameters
         self._hooks: list[tuple[Node, RemovableHandle]] = []
-        self._watched = {True: 0, False: 0}  # forwards, of training and of evaluation
+        self._num_checked = {True: 0, False: 0}  # forwards, of training and of evaluation
         self._unit_of = {
             id(param): unit for unit in self.units for flat in unit.params for param in flat.params
         }
@@ -96,19 +96,19 @@ class ShardedModel:
                     flat.keep_gathered()
                     flat.unshard()
         blocks = [unit for unit in self.units if not unit.is_root]
-        kept = 0  # elements; what is used last in forward is used first in backward
+        kept = 0  # elements; the units used last in forward are used first in backward
         for unit in reversed(blocks):
             if 2 * kept > config.max_reuse_distance or kept > config.max_live_parameters:
                 break
-            unit.outlives_forward = True
+            unit.keep_until_backward()
             kept += unit.full_numel
         return Gatherer(
             self.units,
             prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
             max_live_numel=config.max_live_parameters,
             collectives=self.collectives,
-            on_backward=self._visit,
-            on_passed=self._passed,
+            on_backward=self._on_output_grad,
+            on_call_done=self._call_done,
         )
 
     def _hook_gradients(self) -> None:
@@ -117,28 +117,27 @@ class ShardedModel:
                 self._hook_gradient(unit, grads, position)
 
     def _hook_gradient(self, unit: Unit, grads: FlatGrads, position: int) -> None:
-        """Take the gradient in slot `position` when it is complete and the script's own hooks have seen it.
+        """Take the gradient in slot `position` after the script's own hooks have run.
 
-        The hook is on autograd's node, not on the tensor: hooks of tensors run before it, whoever is first.
+        The hook is on the autograd node, not on the tensor: hooks of tensors always run before it.
         """
         this = weakref.ref(self)
 
         def arrived(*_: Any) -> None:
             model = this()
             if model is not None:
-                model._arrived(unit, grads, position)
+                model._on_grad(unit, grads, position)
 
-        node = get_gradient_edge(
-            grads.params[position]
-        ).node  # torch drops the hooks of one nobody holds
+        # keep a reference to the node: torch drops the hooks of a node without references
+        node = get_gradient_edge(grads.params[position]).node
         self._hooks.append((node, node.register_hook(arrived)))
 
-    def _arrived(self, unit: Unit, grads: FlatGrads, position: int) -> None:
-        if not (self._is_open and self._is_admitted):
-            self._admit(grads.params[position])
-        if grads.is_sent:  # late: it must not go into a buffer that is under way
+    def _on_grad(self, unit: Unit, grads: FlatGrads, position: int) -> None:
+        if not (self._in_backward and self._has_factor):
+            self._on_first_grad(grads.params[position])
+        if grads.is_sent:  # late: it must not be written into a buffer that is being sent
             self._reduction.settle(grads)
-        if grads.take(position):
+        if grads.add_grad(position):
             self._completed(unit)
 
     # -- forward and backward ---------------------------------------------------------------------------
@@ -146,24 +145,24 @@ class ShardedModel:
     def forward_context(
         self, *, is_training: bool, is_compiled: bool
     ) -> AbstractContextManager[Any]:
-        """Around a call of the module. The first ones are watched for parameters used outside of their unit."""
-        self.end_own()
+        """Around a call of the module. The first ones look for parameters used outside of their unit."""
+        self.end_script_backward()
         self._check_unchanged()
         context = ExitStack()
         if self._gatherer is None:
             return context
-        self._gatherer.shield()
+        self._gatherer.exclude_from_compile()
         if self._diverges:
             context.enter_context(self.uneven_forwards())
-        if self._watched[is_training] < WATCHED_FORWARDS and not (
+        if self._num_checked[is_training] < CHECKED_FORWARDS and not (
             is_compiled or self._user_compiled
         ):
-            self._watched[is_training] += 1
+            self._num_checked[is_training] += 1
             context.enter_context(OutsideUse(self._gatherer, self._unit_of, self.units[-1]))
         return context
 
     def _check_unchanged(self) -> None:
-        """What a script may change of a parameter after `initialize`, it has changed no more than that.
+        """Check that the script has not changed dtypes or unfrozen parameters after `initialize`.
 
         Raises:
             UsageError: a dtype was changed, or a parameter that no optimizer updates was unfrozen.
@@ -172,7 +171,7 @@ class ShardedModel:
         changed = [(unit, flat, at) for unit, flat in flats for at in flat.other_dtypes()]
         if changed:
             for unit, flat, _ in changed:
-                self._hook_again(unit, flat)
+                self._restore_hooks(unit, flat)
             for _, param, dtype in self._frozen:
                 param.data = param.data.to(dtype)
             _, flat, at = changed[0]
@@ -190,8 +189,8 @@ class ShardedModel:
                     "freeze it afterwards (that may be undone), or engine.destroy() and initialize again"
                 )
 
-    def _hook_again(self, unit: Unit, flat: FlatParams) -> None:
-        """torch makes new autograd nodes for parameters whose dtype has changed."""
+    def _restore_hooks(self, unit: Unit, flat: FlatParams) -> None:
+        """Hook the new autograd nodes that torch makes for parameters whose dtype has changed."""
         for grads in unit.grads:
             if grads.index == flat.index:
                 held = {id(node) for node, _ in self._hooks}
@@ -201,22 +200,22 @@ class ShardedModel:
 
     @property
     def _user_compiled(self) -> bool:
-        """The script compiled the model or a part of it: a mode around it would be compiled in."""
+        """The script compiled the model or a part of it: torch would compile a mode around it as well."""
         return any(
             type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
             for module in self.units[-1].modules[0].modules()
         )
 
-    def invite(self, param: nn.Parameter, module: nn.Module) -> bool:
-        """Calls of `module` use `param` as well. False: the module is not one of this model's."""
-        hosts = [unit for unit in self.units if any(module in m.modules() for m in unit.modules)]
-        if hosts and self._gatherer is not None:
-            self._gatherer.invite(self._unit_of[id(param)], hosts[0])
-        return bool(hosts)
+    def register_use(self, param: nn.Parameter, module: nn.Module) -> bool:
+        """Gather `param` for calls of `module` as well. False: `module` is not part of this model."""
+        users = [unit for unit in self.units if any(module in m.modules() for m in unit.modules)]
+        if users and self._gatherer is not None:
+            self._gatherer.register_use(self._unit_of[id(param)], users[0])
+        return bool(users)
 
     @contextmanager
     def uneven_forwards(self) -> Iterator[None]:
-        """Ranks may run unequal numbers of forwards inside, without backward. For all ranks."""
+        """Inside, ranks may run unequal numbers of forwards, without backward. For all ranks."""
         if self._gatherer is None or self._gatherer.is_uneven:
             yield
             return
@@ -227,111 +226,113 @@ class ShardedModel:
             self._gatherer.end_uneven()
 
     def begin_backward(self, *, reduces: bool) -> None:
-        """A backward is about to start. With `reduces` its gradients travel before it ends."""
+        """A backward is about to start. With `reduces` its gradients are reduced before it ends."""
         if self._gatherer is not None and self._gatherer.is_uneven:
             raise UsageError(
                 "backward inside uneven_forwards(): ranks that run unequal numbers of forwards cannot reduce "
                 "gradients together; leave the context first"
             )
-        self.end_own()
+        self.end_script_backward()
         self._reduction.begin_backward(reduces=reduces)
-        self._is_open = True
-        self._is_admitted = True
+        self._in_backward = True
+        self._has_factor = True
         self._has_seen_backward = True
         if self._gatherer is not None:
             if self._diverges:
                 self._gatherer.begin_uneven()
-            self._gatherer.begin_backward()
-            self._gatherer.backwards += 1
+            self._gatherer.begin_backward(is_own=True)
 
-    def _visit(self) -> None:
-        """A gradient has come to an output of the model. Not by engine.backward: who asks for what?
+    def _on_output_grad(self) -> None:
+        """A gradient has arrived at an output of the model, possibly of a backward that the script started.
 
-        loss.backward() of the script's own is to be reduced; torch.autograd.grad is not. With create_graph
-        the graph that it makes needs whole parameters until the next update.
+        - The gradients of a loss.backward() are reduced; those of torch.autograd.grad are not.
+        - With create_graph the new graph needs full parameters until the next update.
         """
         assert self._gatherer is not None
-        if self._is_open or self._is_visited:
+        if self._in_backward or self._in_other_backward:
             return
         if torch.is_grad_enabled():
-            self._gatherer.keeps_all = True
+            self._gatherer.keep_all()
         elif self._brings_gradients():
-            self._open_own()
+            self._begin_script_backward()
             return
-        self._is_visited = True
-        self._gatherer.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_visit)
+        self._in_other_backward = True
+        self._gatherer.begin_backward(is_own=False)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_other_backward)
 
     def _brings_gradients(self) -> bool:
-        """The backward that is running is to leave gradients in parameters."""
+        """The running backward leaves gradients in parameters."""
         try:
             return any(torch._C._will_engine_execute_node(node) for node, _ in self._hooks)
-        except (
-            RuntimeError
-        ):  # how torch answers where torch.autograd.grad was asked for some of them
+        except RuntimeError:  # torch raises it if torch.autograd.grad computes some of them
             return False
 
-    def _end_visit(self) -> None:
+    def _end_other_backward(self) -> None:
         assert self._gatherer is not None
-        self._is_visited = False
+        self._in_other_backward = False
         self.end_backward()
         self._gatherer.end_backward()
 
-    def end_own(self) -> None:
-        """End what a backward of the script's own left open, unless it is running: a checkpoint calls again."""
-        if torch._C._current_graph_task_id() != -1 or not (self._is_open or self._is_visited):
+    def end_script_backward(self) -> None:
+        """End a backward that the script started, unless it is still running (a checkpoint's recompute)."""
+        if torch._C._current_graph_task_id() != -1 or not (
+            self._in_backward or self._in_other_backward
+        ):
             return
         with (
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # buffers outlive an evaluation that ends it
-            if self._is_visited:  # it raised
-                self._end_visit()
+            if self._in_other_backward:  # it raised
+                self._end_other_backward()
             self.end_backward()
 
-    def watch_own_backwards(self, begins: Callable[[], bool], factor: Callable[[], float]) -> None:
-        """For loss.backward() by the script: what `begin_backward` is told, and the factor on its gradients.
+    def set_script_backward_callbacks(
+        self, begins: Callable[[], bool], factor: Callable[[], float]
+    ) -> None:
+        """For loss.backward() by the script: its argument of `begin_backward`, and the gradient factor.
 
-        `factor` is asked at the first gradient, and may raise: then none is taken.
+        `factor` is called at the first gradient. If it raises, no gradient is taken.
         """
-        self._own_backward_begins, self._own_factor = begins, factor
+        self._script_backward_begins, self._script_factor = begins, factor
 
-    def _open_own(self) -> None:
-        """The script called loss.backward() itself. Its end is not told: the next call of the engine ends it.
+    def _begin_script_backward(self) -> None:
+        """The script called loss.backward() itself. The next call of the engine ends this backward.
 
-        autograd's callbacks come at the end of the innermost backward, and a reentrant checkpoint runs one of
-        its own for each call. At stage 3 a hook on the model's output was in the outermost before.
+        Callbacks of autograd cannot end it: they run at the end of the innermost backward, and a reentrant
+        checkpoint runs a nested one for each call. At stage 3 they can: the hook on the model's output has
+        already run in the outermost backward.
         """
         before = self._has_seen_backward
-        self.begin_backward(reduces=self._own_backward_begins())
-        self._is_admitted, self._had_seen_backward = False, before
-        if self._gatherer is not None and not self._is_visited:
+        self.begin_backward(reduces=self._script_backward_begins())
+        self._has_factor, self._had_seen_backward = False, before
+        if self._gatherer is not None and not self._in_other_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
-    def _admit(self, param: nn.Parameter) -> None:
-        """A gradient has come: whose backward is it, and what is it to be multiplied with?"""
+    def _on_first_grad(self, param: nn.Parameter) -> None:
+        """The first gradient has arrived: begin the script's backward if none runs, and set the factor."""
         try:
-            if not self._is_open:
-                self._open_own()
-            factor = self._own_factor()
+            if not self._in_backward:
+                self._begin_script_backward()
+            factor = self._script_factor()
         except BaseException:
             param.grad = None
-            if self._is_open:  # the backward that has begun brings nothing
+            if self._in_backward:  # no gradient of this backward is taken
                 self._close(self._reduction.end_without_reducing)
                 self._has_seen_backward = self._had_seen_backward
             raise
-        self._is_admitted = True
+        self._has_factor = True
         self._reduction.scale_by(factor)
 
     def _completed(self, unit: Unit) -> None:
         if self._gatherer is not None and unit.is_complete:
             self._gatherer.after_grads(unit)
-        if not self._diverges:  # there nobody waits for a reduction while others gather
+        if not self._diverges:  # there no rank waits for a reduction while others gather
             self._reduction.start_complete()
 
-    def _passed(self, unit: Unit) -> None:
-        """Backward is through with a call of `unit`: what no path leads to any more counts as complete."""
-        if not self._is_open:  # torch.autograd.grad brings none
+    def _call_done(self, unit: Unit) -> None:
+        """Backward has finished a call of `unit`: gradients that cannot arrive any more are complete."""
+        if not self._in_backward:  # torch.autograd.grad leaves no gradients
             return
         missing = [grads for grads in unit.grads if not grads.is_complete]
         if missing and not any(grads.expects_more() for grads in missing):
@@ -340,20 +341,20 @@ class ShardedModel:
             self._completed(unit)
 
     def end_backward(self) -> None:
-        """Backward is over: reduce what is left, with zeros for what it never touched."""
-        if self._is_open:
+        """Backward is over: reduce the rest, with zeros for parameters that it did not use."""
+        if self._in_backward:
             self._close(self._reduction.end_backward)
 
     def abandon_backward(self) -> None:
-        """Backward raised: what it left behind is dropped, so that the next one starts clean."""
+        """Backward raised: drop its gradients, so that the next one starts from zero."""
         self._close(self._reduction.settle)
         if self._gatherer is not None:
             self._gatherer.begin_update()
         self.reset()
 
     def _close(self, end: Callable[[], None]) -> None:
-        """No backward is open on return. `end` decides about its gradients."""
-        self._is_open = False
+        """End the running backward; `end` reduces or drops its gradients."""
+        self._in_backward = False
         if self._diverges and self._gatherer is not None:
             self._gatherer.end_uneven()  # first: this rank serves those whose backward goes on
         end()
@@ -369,16 +370,16 @@ class ShardedModel:
 
     def drop_gradients(self) -> None:
         """Drop all gradients, at any time outside of a backward."""
-        if self._is_open:
+        if self._in_backward:
             self.abandon_backward()
         self.settle_reductions()
         self.reset()
         self._has_seen_backward = False
 
     def reduce_rest(self, *, also_held: bool) -> bool:
-        """The gradients are all in the totals on return. False: some are held back.
+        """Reduce all gradients into the totals. False: some are held back without reduction.
 
-        also_held: what backward passes left on the ranks is all that the step will get: reduce it as well.
+        also_held: reduce gradients that were held back as well: the step will get no others.
         """
         self.end_backward()
         if also_held:
@@ -390,7 +391,7 @@ class ShardedModel:
         return True
 
     def settle_reductions(self) -> None:
-        """Nothing of the gradients is under way on return."""
+        """Wait for all reductions in flight."""
         self._reduction.settle()
 
     def before_update(self) -> None:
@@ -400,13 +401,13 @@ class ShardedModel:
         self.take_edits()
 
     def take_edits(self) -> None:
-        """What the script wrote to parameters since the last update is from now on their value."""
+        """Make the script's writes to parameters since the last update their values."""
         for unit in self.units:
             for flat in unit.params:
                 flat.take_edits()
 
     def wait_published(self) -> None:
-        """Parameters that stay whole are whole again on return."""
+        """Wait until the parameters that stay gathered are gathered again."""
         for unit in self.units:
             for flat in unit.params:
                 flat.wait()
@@ -416,7 +417,7 @@ class ShardedModel:
         self._reduction.reset()
 
     def detach(self) -> None:
-        """Take every hook off the user's model; its parameters stay where they are, whole."""
+        """Remove every hook from the user's model; its parameters stay in the flat buffers, gathered."""
         for _, handle in self._hooks:
             handle.remove()
         self._hooks = []
@@ -427,15 +428,15 @@ class ShardedModel:
 
     @property
     def has_seen_backward(self) -> bool:
-        """A backward has run since `forget_backward`."""
+        """A backward has run since `clear_seen_backward`."""
         return self._has_seen_backward
 
-    def forget_backward(self) -> None:
-        """The engine has counted the backward passes so far."""
+    def clear_seen_backward(self) -> None:
+        """The engine has counted the backward passes until now."""
         self._has_seen_backward = False
 
     @property
     def has_gradients(self) -> bool:
-        """Gradients wait for a step."""
+        """Some gradients have not been used by a step yet."""
         self.settle_reductions()
         return any(g.has_local or g.reduced() is not None for g in self._reduction.order)

@@ -1,7 +1,7 @@
-"""Tensors as scripts have them: inside whatever a module returns, and of any dtype and strides.
+"""Finds tensors in arbitrary module outputs, and broadcasts tensors of any dtype and strides.
 
-`tensors_in`: torch's pytree knows the containers that were registered with it. A tensor that it does not
-see gets no hook, and then backward would meet parameters that are not there.
+Torch's pytree supports only registered containers. A tensor in another container would get no hook, and
+backward would use parameters that are not gathered. So `tensors_in` also looks into other objects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLAIN = (type(None), str, bytes, int, float, complex, type, nn.Module)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor in `value`; modules and classes in it are not looked into."""
+    """Every tensor in `value`, without the tensors inside modules and classes."""
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
@@ -37,16 +37,16 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def broadcast_whole(collectives: Collectives, tensor: Tensor) -> Tensor:
-    """Rank 0's values of a tensor of any dtype and strides: `tensor` itself, or one that is to replace it.
+    """Rank 0's values of a tensor of any dtype and strides: in `tensor` itself, or in its replacement.
 
-    An expanded tensor has several elements in one place and cannot be written; it is replaced where it has
-    other values than rank 0's.
+    Elements of an expanded tensor share memory, so it cannot be written. It is replaced if its values differ
+    from rank 0's.
     """
     if collectives.world_size == 1 or not tensor.numel() or tensor.layout != torch.strided:
         return tensor
     dense = tensor.resolve_conj().resolve_neg().contiguous()
     own = dense.clone() if dense is not tensor else dense
-    collectives.broadcast(own.view(-1).view(torch.uint8))  # gloo does not know every dtype
+    collectives.broadcast(own.view(-1).view(torch.uint8))  # gloo does not support every dtype
     if own is tensor:
         return tensor
     if any(
@@ -61,10 +61,10 @@ def broadcast_whole(collectives: Collectives, tensor: Tensor) -> Tensor:
 
 
 def _values(holder: Any) -> list[Any]:
-    """What a container that pytree does not know holds."""
+    """The contents of a container that is not registered with pytree."""
     if isinstance(holder, Mapping):
         return list(holder.values())
-    if isinstance(holder, list | tuple | set | frozenset):  # of a class of their own
+    if isinstance(holder, list | tuple | set | frozenset):  # subclasses of them
         return list(holder)
     if is_dataclass(holder):  # with slots it has no __dict__
         return [getattr(holder, field.name, None) for field in fields(holder)]

@@ -1,4 +1,4 @@
-"""Which parameters a torch call needs the values of: what a `TorchFunctionMode` asks of each call it sees."""
+"""Finds the parameters whose values a torch call needs, for use in a `TorchFunctionMode`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# what a script may ask of an empty parameter without needing its values
+# attributes of a parameter that do not need its values
 _ATTRIBUTES = (
     *("shape", "dtype", "device", "requires_grad", "grad_fn", "is_meta", "grad", "layout", "ndim"),
     *(
@@ -35,7 +35,7 @@ _METADATA = {
 def touched_params(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[nn.Parameter]:
-    """Parameters among the arguments, lists of them included; none if `func` asks for no values."""
+    """Parameters among the arguments, also in lists; none if `func` does not read values."""
     if func in _METADATA:
         return
     for value in (*args, *kwargs.values()):

@@ -1,11 +1,11 @@
-"""Gathers for ranks that run unequal numbers of forwards: they ask before each, and the idle ones serve.
+"""Gathers units for ranks that run unequal numbers of forwards, in rounds of requests.
 
-    round 1   rank 0 wants unit 4      rank 1 wants unit 4      both get it
-    round 2   rank 0 wants unit 5      rank 1 is done           rank 1 gives its shard of unit 5
-    round 3   rank 0 is done           rank 1 is done           over
+    round 1   rank 0 requests unit 4   rank 1 requests unit 4   both get it
+    round 2   rank 0 requests unit 5   rank 1 is done           rank 1 sends its shard of unit 5
+    round 3   rank 0 is done           rank 1 is done           end
 
-In each round every rank says what it wants; the lowest number is served, and whoever wanted that goes on.
-So ranks may call different units in different order, as often as they like, until all are done.
+In each round every rank sends its request. The unit with the lowest number is gathered, and the ranks that
+requested it continue. So ranks may call different units in different order and number until all are done.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ NOTHING = -1
 
 @final
 class Rounds:
-    """The asking and serving of one rank. All ranks have one at the same time."""
+    """The requests of one rank, and its part in those of others. All ranks have one at the same time."""
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
         self._units = list(units)
         self._numbers = {id(unit): number for number, unit in enumerate(units)}
         self._collectives = collectives
 
-    def want(self, unit: Unit) -> None:
-        """`unit` is gathered on return; meanwhile the others are served."""
+    def gather(self, unit: Unit) -> None:
+        """Gather `unit`; until then, take part in the gathers of other ranks."""
         for flat in unit.params:
             flat.wait()
         if unit.is_unsharded:
@@ -40,18 +40,18 @@ class Rounds:
             pass
 
     def finish(self) -> None:
-        """Serve until every rank is done."""
+        """Take part in the gathers of other ranks until every rank is done."""
         while self._round(NOTHING) != NOTHING:
             pass
 
-    def _round(self, wanted: int) -> int:
-        """The unit that was served, or NOTHING. Sends 8 bytes and a shard to each rank that wants one."""
-        asked = torch.tensor([wanted], dtype=torch.int64, device=self._collectives.device)
-        table = self._collectives.gather_small(asked, what="unequal forwards").view(-1).tolist()
-        wishes = [number for number in table if number != NOTHING]
-        if not wishes:
+    def _round(self, requested: int) -> int:
+        """Gather one unit; returns its number or NOTHING. Sends 8 bytes to each rank, a shard to requesters."""
+        own = torch.tensor([requested], dtype=torch.int64, device=self._collectives.device)
+        table = self._collectives.gather_small(own, what="unequal forwards").view(-1).tolist()
+        requests = [number for number in table if number != NOTHING]
+        if not requests:
             return NOTHING
-        chosen: int = min(wishes)
+        chosen: int = min(requests)
         receivers = [rank for rank, number in enumerate(table) if number == chosen]
         for flat in self._units[chosen].params:
             if flat.may_be_resharded:

@@ -1,4 +1,4 @@
-"""One unit at run time: its modules and its flat buffers."""
+"""A unit: the modules and flat buffers that are gathered, reduced and updated together."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from .flat_params import FlatParams
 @final
 @dataclass(eq=False)
 class Unit:
-    """A set of parameters that is gathered, reduced and updated together.
+    """A set of parameters that is gathered, reduced and updated together, and the state of its calls.
 
-    params: its flat buffers, one for each (trainable, dtype); grads: those of the trainable ones.
-    is_root: holds what lies outside of every block; its modules are called throughout a pass.
-    outlives_forward: stays gathered from its forward to its backward, because it is used first there.
-    is_running: one of its modules is being called, so that it stays gathered until that call ends.
-    entry: the module inside of it whose direct call by the script is running; depth: its calls of itself.
-    guests: units whose parameters its modules use as well; pins: how many running hosts it has.
-    is_guest: others use its parameters, so a backward is not through with it before its end.
-    awaits_backward: a call left a graph that no hook on an output can tell of: whole until the update.
+    Other classes change the state of the calls only through the methods below.
+
+    Attributes:
+        params: the flat parameter buffers, one for each (trainable, dtype).
+        grads: the flat gradient buffers of the trainable ones.
+        is_root: holds the parameters outside of every block; its modules are called throughout a pass.
+        stays_until_backward: stays gathered from its forward to its backward, which uses it first.
+        is_running: one of its modules is being called; the unit stays gathered until that call ends.
+        entry: the inner module that the script called directly and whose call is running.
+        depth: the number of nested calls of `entry` by itself.
+        used_units: other units whose parameters the modules of this unit use as well.
+        num_running_users: the number of running units that use the parameters of this unit.
+        num_recomputes: calls that began in this backward (reentrant checkpoints).
+        is_used_by_others: other units use its parameters, so only the end of backward ends its use.
+        awaits_backward: the graph of a call has no output to hook; gathered until the update.
     """
 
     name: str
@@ -31,19 +38,19 @@ class Unit:
     is_root: bool
     params: list[FlatParams] = field(default_factory=list)
     grads: list[FlatGrads] = field(default_factory=list)
-    outlives_forward: bool = False
+    stays_until_backward: bool = False
     is_running: bool = False
     entry: nn.Module | None = None
     depth: int = 0
-    guests: list[Unit] = field(default_factory=list)
-    pins: int = 0
-    num_recalls: int = 0  # calls that began in this backward: of reentrant checkpoints
-    is_guest: bool = False
+    used_units: list[Unit] = field(default_factory=list)
+    num_running_users: int = 0
+    num_recomputes: int = 0
+    is_used_by_others: bool = False
     awaits_backward: bool = False
 
     @property
     def inner_modules(self) -> list[nn.Module]:
-        """Modules inside of its own that hold parameters of it themselves: scripts may call them."""
+        """Submodules that hold parameters of this unit directly: scripts may call them."""
         keys = {id(param) for flat in self.params for param in flat.params}
         return [
             module
@@ -56,12 +63,12 @@ class Unit:
 
     @property
     def may_be_resharded(self) -> bool:
-        """It is not whole all the time."""
+        """Some of its buffers do not stay gathered all the time."""
         return any(flat.may_be_resharded for flat in self.params)
 
     @property
     def has_frozen(self) -> bool:
-        """Some of its parameters get no gradient: their arrival cannot tell when backward left it."""
+        """Some parameters get no gradient, so gradients cannot show when backward has left the unit."""
         return len(self.params) > len(self.grads) or any(grads.has_frozen for grads in self.grads)
 
     @property
@@ -70,7 +77,7 @@ class Unit:
 
     @property
     def is_complete(self) -> bool:
-        """Every trainable parameter has got its gradient in this backward."""
+        """Every trainable parameter has its gradient of this backward."""
         return all(grads.is_complete for grads in self.grads)
 
     def start_unshard(self) -> None:
@@ -88,14 +95,69 @@ class Unit:
             flat.wait()
 
     def reshard(self) -> None:
-        """Give its memory back, unless a running host or a coming backward needs it."""
-        if self.pins or self.awaits_backward:
+        """Free the gathered buffers, unless a running unit or a later backward needs them."""
+        if self.num_running_users or self.awaits_backward:
             return
         self.is_running = False
         for flat in self.params:
             flat.wait()
             flat.reshard()
 
-    def forget_calls(self) -> None:
-        """No call is running: a forward that raised has left the marks of its calls behind."""
-        self.is_running, self.entry, self.depth, self.pins = False, None, 0, 0
+    # -- the state of its calls -------------------------------------------------------------------------
+
+    def begin_call(self) -> None:
+        """A call of one of its modules begins."""
+        self.is_running = True
+
+    def end_call(self) -> None:
+        """The call has returned."""
+        self.is_running = False
+
+    def clear_calls(self) -> None:
+        """Reset the state of all calls: a forward that raised did not reset its own."""
+        self.is_running, self.entry, self.depth, self.num_running_users = False, None, 0, 0
+
+    def set_entry(self, module: nn.Module | None) -> None:
+        """The script calls the inner module `module` directly; None: that call has returned."""
+        self.entry = module
+
+    def begin_nested_call(self) -> None:
+        """`entry` calls itself."""
+        self.depth += 1
+
+    def end_nested_call(self) -> None:
+        """The nested call of `entry` has returned."""
+        self.depth -= 1
+
+    def count_recompute(self) -> None:
+        """A call begins during backward."""
+        self.num_recomputes += 1
+
+    def clear_recomputes(self) -> None:
+        """The backward is over."""
+        self.num_recomputes = 0
+
+    def add_used_unit(self, used: Unit) -> None:
+        """The modules of this unit use parameters of `used` as well."""
+        self.used_units.append(used)
+        used.is_used_by_others = True
+
+    def add_running_user(self) -> None:
+        """A unit that uses the parameters of this one runs: `reshard` does nothing until it returns."""
+        self.num_running_users += 1
+
+    def remove_running_user(self) -> None:
+        """A unit that uses the parameters of this one has returned."""
+        self.num_running_users = max(self.num_running_users - 1, 0)
+
+    def keep_until_backward(self) -> None:
+        """From now on the unit stays gathered from its forward to its backward."""
+        self.stays_until_backward = True
+
+    def keep_until_update(self) -> None:
+        """`reshard` does nothing until `begin_update`."""
+        self.awaits_backward = True
+
+    def begin_update(self) -> None:
+        """The parameters are about to change: no earlier graph needs them any more."""
+        self.awaits_backward = False

@@ -1,8 +1,8 @@
-"""The update: masters, one optimizer over flat ranges, one pass, and the new values on their way.
+"""The update: master weights, the optimizer over flat ranges, and publishing the new values.
 
-    grad shard --(scale)--> optimizer --> master --cast--> parameters' shard --gather--> whole (stages 1, 2)
+    grad shard --(scale)--> optimizer --> master --cast--> parameters' shard --gather--> full (stages 1, 2)
 
-Where the stage shards the optimizer state an item is a range of this rank's shard, else of the whole buffer.
+If the stage shards the optimizer state, an item is a range of this rank's shard, else of the full buffer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...ops.optim.shard_optimizer import Flat, Item, Part, ShardOptimizer, Updat
 from ...utils.errors import UsageError
 from .flat_grads import FlatGrads
 from .flat_params import FlatParams
-from .frozen import Kept, clip, frozen_ranges
+from .frozen import FrozenValues, clip, frozen_ranges
 from .layout import FlatLayout, Piece, Slot
 from .policy import master_dtype
 from .sharded_model import ShardedModel
@@ -26,7 +26,7 @@ from .sharded_model import ShardedModel
 
 @final
 class Master:
-    """The optimizer's copy of one flat buffer, or of this rank's shard of it, and its items."""
+    """The master weights of one flat buffer, or of this rank's shard of it, and their items."""
 
     def __init__(
         self, params: FlatParams, grads: FlatGrads, rank: int, *, is_sharded: bool
@@ -55,14 +55,14 @@ class Master:
 
     @torch.no_grad()
     def take_edits(self, start: int = 0, stop: int | None = None) -> None:
-        """Where computed values [start, stop) are not this copy rounded, a script wrote them: adopt them."""
+        """Copy computed values [start, stop) that a script wrote: those that differ from the rounded master."""
         if not self.casts:
             return
         stop = self.tensor.numel() if stop is None else stop
         take_edits(self.tensor[start:stop], self.compute[start:stop])
 
     def updates(self) -> list[Update]:
-        """This step's work on the items: views of the gradient and of where new values go."""
+        """The updates of this step: for each item its gradient and the place of its new values."""
         grad = self.grads.for_update()
         found = []
         for item in self.items:
@@ -85,7 +85,7 @@ def _flat(layout: FlatLayout, index: int) -> Flat:
 
 @final
 class Updater:
-    """Owns the masters. `bind` gives it the optimizer, whose param_groups then hold the masters' items."""
+    """Owns the masters. `bind` sets the optimizer, whose param_groups hold the masters' items."""
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
@@ -98,33 +98,33 @@ class Updater:
         flats = tuple(_flat(m.params.layout, m.params.index) for m in self.masters)
         self.world = World(model.collectives, flats, is_sharded)
         self._optimizer: torch.optim.Optimizer | None = None
-        # id(tensor) -> what an optimizer was given: the tensor, its master, where in it it begins
-        self._given: dict[int, tuple[Tensor, Master, int]] = {}
+        # id of an optimizer's tensor -> the tensor, its master, its first element in the master
+        self._places: dict[int, tuple[Tensor, Master, int]] = {}
 
     @property
     def casts(self) -> bool:
-        """Whether parameters are narrower than their masters."""
+        """Some parameters have fewer bits than their masters."""
         return any(master.casts for master in self.masters)
 
     def tensors_of(self, group: int) -> list[Tensor]:
-        """What the optimizer's group `group` is to hold: one 1-D tensor for each flat buffer."""
+        """The tensors of the optimizer's group `group`: one 1-D tensor for each flat buffer."""
         return [
-            self._give(item.master, master, item.start)
+            self._add_tensor(item.master, master, item.start)
             for master in self.masters
             for item in master.items
             if item.group == group
         ]
 
     def whole_params(self, group: int) -> list[Tensor]:
-        """The same as tensors of the parameters' own shapes, for optimizers that look at shapes.
+        """The same as tensors of the parameters' own shapes, for optimizers that use shapes.
 
         Raises:
-            UsageError: the optimizer state is sharded, so no rank has whole parameters.
+            UsageError: the optimizer state is sharded, so no rank has full parameters.
         """
         if self.world.is_sharded:
-            raise UsageError("shapes are lost in shards")
+            raise UsageError("a shard does not keep the shapes of its parameters")
         return [
-            self._give(
+            self._add_tensor(
                 item.master[part.start : part.stop].view(part.shape),
                 master,
                 item.start + part.start,
@@ -135,13 +135,13 @@ class Updater:
             for part in item.parts
         ]
 
-    def _give(self, tensor: Tensor, master: Master, start: int) -> Tensor:
-        self._given[id(tensor)] = (tensor, master, start)
+    def _add_tensor(self, tensor: Tensor, master: Master, start: int) -> Tensor:
+        self._places[id(tensor)] = (tensor, master, start)
         return tensor
 
     def place_of(self, tensor: Tensor) -> tuple[Master, int] | None:
-        """The master of which an optimizer's `tensor` is a range, and where that begins; None: of none."""
-        _, master, start = self._given.get(id(tensor), (None, None, 0))
+        """The master that contains an optimizer's `tensor`, and the tensor's first element in it; or None."""
+        _, master, start = self._places.get(id(tensor), (None, None, 0))
         return None if master is None or not tensor.numel() else (master, start)
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
@@ -150,28 +150,28 @@ class Updater:
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
-        """Update everything with gradient `scale` times the sums, and publish the new values.
+        """Update all masters with gradient `scale` times the sums, and publish the new values.
 
-        Stages 1 and 2 send (world_size - 1) shards a rank, in the parameters' dtype.
+        Stages 1 and 2 send (world_size - 1) shards per rank, in the parameters' dtype.
         """
         assert self._optimizer is not None
         self._model.before_update()
         if isinstance(self._optimizer, ShardOptimizer):
             if not self._optimizer.takes_edits:
-                self._take_edits_over()
+                self._take_edits_into_masters()
             self._step_shards(self._optimizer, scale)
             self._optimizer.step()
         else:
-            self._take_edits_over()
+            self._take_edits_into_masters()
             self._step_torch(self._optimizer, scale)
         self._model.wait_published()
 
     def take_edits(self) -> None:
-        """What the script wrote to parameters since the last update is their value, and the masters'."""
+        """Make the script's writes to parameters since the last update their values and the masters'."""
         self._model.take_edits()
-        self._take_edits_over()
+        self._take_edits_into_masters()
 
-    def _take_edits_over(self) -> None:
+    def _take_edits_into_masters(self) -> None:
         for master in self.masters:
             master.take_edits()
 
@@ -180,20 +180,20 @@ class Updater:
             for master in self.masters:
                 kept = self._keep_frozen([master])
                 optimizer.update(master.updates(), scale, self.world)
-                kept.put_back()
+                kept.restore()
                 self._publish(master)
             return
         updates = [update for master in self.masters for update in master.updates()]
         kept = self._keep_frozen(self.masters)
         optimizer.update(updates, scale, self.world)
-        kept.put_back()
+        kept.restore()
         for master in self.masters:
             self._publish(master)
 
-    def _keep_frozen(self, masters: Sequence[Master]) -> Kept:
-        """What belongs to parameters that were frozen after `initialize`."""
+    def _keep_frozen(self, masters: Sequence[Master]) -> FrozenValues:
+        """Save the values and states of parameters that were frozen after `initialize`."""
         assert self._optimizer is not None
-        kept = Kept()
+        kept = FrozenValues()
         for master in masters:
             layout = master.params.layout
             whole = (0, layout.numel)
@@ -204,7 +204,7 @@ class Updater:
             kept.keep(master.tensor, ranges)
             if master.casts:
                 kept.keep(master.compute, ranges)
-            for tensor, at in self._inside(master):
+            for tensor, at in self._tensors_in(master):
                 inside = clip(ranges, at, tensor.numel())
                 if inside:
                     state = self._optimizer.state.get(tensor, {})
@@ -212,16 +212,16 @@ class Updater:
         return kept
 
     def _step_torch(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
-        """Any torch optimizer: gradients are hung on what it holds, in the master's dtype."""
+        """Step any torch optimizer, with `.grad` set on its tensors in the master's dtype."""
         for master in self.masters:
             grad = master.grads.for_update()
             wide = grad.to(master.tensor.dtype)
             if scale != 1.0:
                 wide.mul_(scale)
-            self._hang(master, wide)
+            self._set_grads(master, wide)
         kept = self._keep_frozen(self.masters)
         optimizer.step()
-        kept.put_back()
+        kept.restore()
         for group in optimizer.param_groups:
             for tensor in group["params"]:
                 tensor.grad = None
@@ -230,23 +230,23 @@ class Updater:
                 master.compute.copy_(master.tensor)
             self._publish(master)
 
-    def _hang(self, master: Master, grad: Tensor) -> None:
-        for tensor, at in self._inside(master):
+    def _set_grads(self, master: Master, grad: Tensor) -> None:
+        for tensor, at in self._tensors_in(master):
             tensor.grad = grad[at : at + tensor.numel()].view(tensor.shape)
 
     def state_of(
         self, master: Master, slot: Slot
     ) -> tuple[dict[str, Any] | None, tuple[int, int] | None]:
-        """The optimizer's states where this rank's part of `slot` lies, and the range they cover.
+        """The optimizer's states of this rank's part of `slot`, and the range that they cover.
 
         Returns:
-            the states by key, None before the first step; and [start, stop) of this rank's part of the flat
-            buffer that the state tensors cover, or None where they have the parameter's own shape.
+            the states by key, None before the first step; and [start, stop) in this rank's part of the flat
+            buffer that the state tensors cover, or None if they have the parameter's own shape.
         """
         assert self._optimizer is not None
         start = master.params.layout.shard_range(self.world.collectives.rank)[0]
         first = slot.offset - (start if master.is_sharded else 0)
-        for tensor, at in self._inside(master):
+        for tensor, at in self._tensors_in(master):
             state = self._optimizer.state.get(tensor)
             if at == first and tensor.shape == slot.shape and not master.is_sharded:
                 return state or None, None
@@ -255,9 +255,9 @@ class Updater:
         return self._states_elsewhere(master), (0, 0)
 
     def _states_elsewhere(self, master: Master) -> dict[str, Any] | None:
-        """States of other parameters: which keys there are, and of which dtypes, where a slot is not here."""
+        """States of other parameters: they show the keys and dtypes if this rank has no part of a slot."""
         assert self._optimizer is not None
-        found = [self._optimizer.state.get(tensor) for tensor, _ in self._inside(master)]
+        found = [self._optimizer.state.get(tensor) for tensor, _ in self._tensors_in(master)]
         own: dict[str, Any] | None = next((state for state in found if state), None)
         if own is not None:
             return own
@@ -270,8 +270,8 @@ class Updater:
             for key, value in other.items()
         }
 
-    def _inside(self, master: Master) -> Iterator[tuple[Tensor, int]]:
-        """The optimizer's tensors that are ranges of `master`, with where they begin."""
+    def _tensors_in(self, master: Master) -> Iterator[tuple[Tensor, int]]:
+        """The optimizer's tensors that are ranges of `master`, and their first elements in it."""
         assert self._optimizer is not None
         for group in self._optimizer.param_groups:
             for tensor in group["params"]:
@@ -284,11 +284,11 @@ class Updater:
             master.params.start_publish()
 
     def master_tensors(self) -> list[Tensor]:
-        """The masters that are copies."""
+        """The masters that are separate copies of the parameters."""
         return [master.tensor for master in self.masters if master.casts]
 
     def state_tensors(self) -> list[Tensor]:
-        """The optimizer's states, but for scalars."""
+        """The optimizer's state tensors, without scalars."""
         states = [] if self._optimizer is None else self._optimizer.state.values()
         return [
             value
@@ -298,7 +298,7 @@ class Updater:
         ]
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of the masters that are copies, and of the optimizer's state tensors."""
+        """Bytes of the masters that are separate copies, and of the optimizer's state tensors."""
         masters = sum(m.tensor.numel() * m.tensor.element_size() for m in self.masters if m.casts)
         state = 0
         if self._optimizer is not None:

@@ -1,9 +1,9 @@
-"""Moves an engine's states to host memory and back, so that something else can use the device meanwhile.
+"""Moves an engine's states to host memory and back, to free device memory in between.
 
-    device storage [bytes] --copy--> host copy [bytes], device storage resized to 0      `park`
-    device storage [bytes] <--copy-- host copy                                           `unpark`
+    device storage [bytes] --copy--> host copy [bytes], device storage resized to 0      `move_to_host`
+    device storage [bytes] <--copy-- host copy                                           `move_back`
 
-Tensors stay the same objects, so nobody has to be told.
+Tensors stay the same objects, so all references to them stay valid.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from torch import Tensor
 
 
 @final
-class Parking:
+class HostCopies:
     """Host copies of device storages."""
 
     def __init__(self, *, pin_memory: bool) -> None:
         self._pin = pin_memory and torch.cuda.is_available()
-        self._parked: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._moved: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     @property
-    def parked_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """Bytes of host memory in use."""
-        return sum(host.numel() for _, host in self._parked)
+        return sum(host.numel() for _, host in self._moved)
 
-    def park(self, tensors: Iterable[Tensor]) -> None:
-        """Empty the storages of `tensors` (each once, whole), keeping their bytes on the host."""
+    def move_to_host(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the storages of `tensors` to the host (each once, completely) and resize them to 0."""
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         for storage in storages.values():
             if storage.nbytes():
                 host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._pin)
                 host.copy_(_bytes_of(storage))
-                self._parked.append((storage, host))
+                self._moved.append((storage, host))
                 storage.resize_(0)
 
-    def unpark(self) -> None:
-        """Everything is back where it was."""
-        for storage, host in self._parked:
+    def move_back(self) -> None:
+        """Restore all storages from their host copies."""
+        for storage, host in self._moved:
             storage.resize_(host.numel())
             _bytes_of(storage).copy_(host)
-        self._parked = []
+        self._moved = []
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -51,4 +51,4 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return view.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-__all__ = ["Parking"]
+__all__ = ["HostCopies"]
