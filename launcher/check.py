@@ -77,8 +77,8 @@ def _differences(section: Section, path: str) -> Iterator[str]:
         elif isinstance(value, Section):
             yield from _differences(value, f"{here}.")
         else:
-            says = STAGES[value] if here == "zero_optimization.stage" else field.description
-            yield f"{here} = {shown(section.shown_value(name))}: {says}"
+            text = STAGES[value] if here == "zero_optimization.stage" else field.description
+            yield f"{here} = {shown(section.shown_value(name))}: {text}"
 
 
 def _auto_values(pairs: Sequence[str]) -> dict[str, Any]:

@@ -28,14 +28,14 @@ Run = Callable[[argparse.Namespace], int]
 
 def main(argv: Sequence[str]) -> int:
     """Run one command. 0; 1: damaged, or different (diff); 2: it cannot be done, and stderr says why."""
-    asked = _parser().parse_args(list(argv))
+    args = _parser().parse_args(list(argv))
     try:
         with _one_thread():
-            code: int = asked.run(asked)
+            code: int = args.run(args)
         return code
     except (UsageError, OSError) as error:
-        print(f"xds checkpoint {asked.command}: {error}", file=sys.stderr)
-        is_damaged = isinstance(error, DamagedError) and asked.command != "diff"
+        print(f"xds checkpoint {args.command}: {error}", file=sys.stderr)
+        is_damaged = isinstance(error, DamagedError) and args.command != "diff"
         return DAMAGED if is_damaged else USAGE
 
 
@@ -77,10 +77,10 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tag", help="which checkpoint (default: what `latest` names)")
 
 
-def _open(asked: argparse.Namespace) -> CheckpointReader:
+def _open(args: argparse.Namespace) -> CheckpointReader:
     from ..engine.checkpoint.io.reader import CheckpointReader
 
-    return CheckpointReader(asked.dir, asked.tag)
+    return CheckpointReader(args.dir, args.tag)
 
 
 @contextmanager
@@ -107,11 +107,11 @@ def _add_info(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _info(asked: argparse.Namespace) -> int:
-    with _open(asked) as reader:
+def _info(args: argparse.Namespace) -> int:
+    with _open(args) as reader:
         facts = _facts(reader)
-        tensors = [_tensor_facts(reader, name) for name in reader.values] if asked.tensors else None
-    if asked.json:
+        tensors = [_tensor_facts(reader, name) for name in reader.values] if args.tensors else None
+    if args.json:
         print(json.dumps(facts if tensors is None else {**facts, "tensors": tensors}, indent=2))
         return SOUND
     width = max(len(name) for name in facts)
@@ -190,10 +190,10 @@ def _add_verify(commands: Any) -> None:
     _add_source(add_command(commands, "verify", _verify, text))
 
 
-def _verify(asked: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> int:
     from ..engine.checkpoint.tools.verify import damage, size_bytes
 
-    with _open(asked) as reader:
+    with _open(args) as reader:
         total = size_bytes(reader)
         found = []
         with progress("verify", total) as on_read:
@@ -236,7 +236,7 @@ def _add_export(commands: Any) -> None:
     add("--overwrite", action="store_true", help="replace OUT; other files in a folder stay")
 
 
-def _export(asked: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> int:
     import torch
 
     from ..engine.checkpoint.exports.export import (
@@ -247,32 +247,32 @@ def _export(asked: argparse.Namespace) -> int:
     )
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
-    if asked.to == "safetensors" and asked.with_optimizer:
+    if args.to == "safetensors" and args.with_optimizer:
         raise UsageError(
             "--with-optimizer: safetensors files hold a model; use --to torch or --to dcp"
         )
-    if asked.to != "safetensors" and asked.max_shard_size is not None:
-        raise UsageError(f"--max-shard-size: --to {asked.to} does not cut; use --to safetensors")
+    if args.to != "safetensors" and args.max_shard_size is not None:
+        raise UsageError(f"--max-shard-size: --to {args.to} does not cut; use --to safetensors")
     options = ExportOptions(
-        dtype=dtypes[asked.dtype],
-        exclude_frozen=asked.exclude_frozen,
-        max_shard_bytes=parse_bytes("--max-shard-size", asked.max_shard_size or "5GB"),
-        with_optimizer=asked.with_optimizer,
-        overwrite=asked.overwrite,
+        dtype=dtypes[args.dtype],
+        exclude_frozen=args.exclude_frozen,
+        max_shard_bytes=parse_bytes("--max-shard-size", args.max_shard_size or "5GB"),
+        with_optimizer=args.with_optimizer,
+        overwrite=args.overwrite,
     )
-    if asked.to == "dcp":
+    if args.to == "dcp":
         from ..engine.checkpoint.exports.dcp import export_dcp as write
     else:
-        write = export_torch if asked.to == "torch" else export_safetensors
-    with _open(asked) as reader:
+        write = export_torch if args.to == "torch" else export_safetensors
+    with _open(args) as reader:
         total = export_bytes(reader, options)
         with progress("export", total) as on_written:
-            names = write(reader, Path(asked.out), options.told(on_written))
+            names = write(reader, Path(args.out), options.told(on_written))
     print(
-        f"{printable(reader.folder)} -> {printable(asked.out)}: "
+        f"{printable(reader.folder)} -> {printable(args.out)}: "
         f"{size_text(total)} of tensors, {_count(len(names), 'file')}"
     )
-    if asked.to == "safetensors" and Path(asked.out).is_dir():
+    if args.to == "safetensors" and Path(args.out).is_dir():
         print(
             "for from_pretrained put the model's config.json, and the tokenizer's files, beside them"
         )
@@ -291,11 +291,11 @@ def _add_diff(commands: Any) -> None:
     parser.add_argument("--tag-b", help="which of the second (default: what `latest` names)")
 
 
-def _diff(asked: argparse.Namespace) -> int:
+def _diff(args: argparse.Namespace) -> int:
     from ..engine.checkpoint.io.reader import CheckpointReader
     from ..engine.checkpoint.tools.compare import compare_bytes, differences
 
-    with CheckpointReader(asked.a, asked.tag_a) as a, CheckpointReader(asked.b, asked.tag_b) as b:
+    with CheckpointReader(args.a, args.tag_a) as a, CheckpointReader(args.b, args.tag_b) as b:
         count = 0
         with progress("diff", compare_bytes(a, b)) as on_read:
             for one in differences(a, b, on_read):

@@ -31,12 +31,12 @@ def add_import(commands: Any) -> None:
     parser.set_defaults(run=_import)
 
 
-def _import(asked: argparse.Namespace) -> int:
+def _import(args: argparse.Namespace) -> int:
     from ..engine.checkpoint.imports.importing import import_checkpoint
 
-    report = import_checkpoint(asked.source, asked.save_dir, asked.tag, asked.kind)
+    report = import_checkpoint(args.source, args.save_dir, args.tag, args.kind)
     print(
-        f"{asked.source} ({report.origin}) -> {report.folder}: {report.num_tensors} parameters and buffers, "
+        f"{args.source} ({report.origin}) -> {report.folder}: {report.num_tensors} parameters and buffers, "
         f"{report.numel:,} elements"
     )
     for note in report.notes:

@@ -126,9 +126,9 @@ class Order:
         return asdict(self)
 
     @staticmethod
-    def from_dict(said: Mapping[str, Any]) -> Order:
+    def from_dict(record: Mapping[str, Any]) -> Order:
         """The order that `as_dict` told."""
-        fields = dict(said)
+        fields = dict(record)
         job, rendezvous = dict(fields["job"]), fields["rendezvous"]
         job["args"] = tuple(job["args"])
         fields["job"], fields["rendezvous"] = Job(**job), Rendezvous(**rendezvous)

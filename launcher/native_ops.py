@@ -21,12 +21,12 @@ Run = Callable[[argparse.Namespace], int]
 
 def main(argv: Sequence[str]) -> int:
     """Run one command. 0; 1: a library cannot be built, and stderr says why; 2: it cannot be asked so."""
-    asked = _parser().parse_args(list(argv))
+    args = _parser().parse_args(list(argv))
     try:
-        code: int = asked.run(asked)
+        code: int = args.run(args)
         return code
     except (UsageError, BuildError, OSError) as error:
-        print(f"xds ops {asked.command}: {error}", file=sys.stderr)
+        print(f"xds ops {args.command}: {error}", file=sys.stderr)
         return USAGE if isinstance(error, UsageError) else FAILED
 
 
@@ -54,13 +54,13 @@ def _command(commands: Any, name: str, run: Run, help: str) -> argparse.Argument
 # -- build --------------------------------------------------------------------------------------------------
 
 
-def _build(asked: argparse.Namespace) -> int:
+def _build(args: argparse.Namespace) -> int:
     """What is named must be built; of all, CUDA libraries are left out where there is no CUDA."""
-    wanted = [_named(name) for name in asked.names] or list(libraries.LIBRARIES.values())
+    wanted = [_named(name) for name in args.names] or list(libraries.LIBRARIES.values())
     code = DONE
     for library in wanted:
         reason = libraries.why_not(library)
-        if reason and not asked.names:
+        if reason and not args.names:
             print(f"{library.name}: left out: {reason}", flush=True)
         else:
             code = max(code, _build_one(library))
@@ -91,7 +91,7 @@ def _build_one(library: Library) -> int:
 # -- list ---------------------------------------------------------------------------------------------------
 
 
-def _list(asked: argparse.Namespace) -> int:
+def _list(args: argparse.Namespace) -> int:
     print(f"cache: {build_cache.default_folder()}")
     for library in libraries.LIBRARIES.values():
         lines = list(_facts(library))
@@ -119,9 +119,9 @@ def _facts(library: Library) -> Iterator[str]:
 # -- clean --------------------------------------------------------------------------------------------------
 
 
-def _clean(asked: argparse.Namespace) -> int:
+def _clean(args: argparse.Namespace) -> int:
     """Libraries of older versions, compilers and flags, and what killed builds left; never one in use."""
-    current = set() if asked.all else {entry.folder for entry in _current()}
+    current = set() if args.all else {entry.folder for entry in _current()}
     num_removed = 0
     for folder in build_cache.folders():
         for path in build_cache.keys(folder):

@@ -34,24 +34,28 @@ _COPY_BYTES = 256 << 20
 _COPIES = 20
 
 
-def measure(door: Collectives, group: Any) -> Link | None:
+def measure(collectives: Collectives, group: Any) -> Link | None:
     """Called by all ranks together; every one gets the same answer. None: there is nothing to measure."""
-    peer = _farthest(door)
+    peer = _farthest(collectives)
     found: Link | None
-    if door.device.type == "cuda":
-        found = _copied(door) if door.world_size == 1 else _between_gpus(door, group, peer)
-    elif door.world_size == 1:
+    if collectives.device.type == "cuda":
+        found = (
+            _copied(collectives)
+            if collectives.world_size == 1
+            else _between_gpus(collectives, group, peer)
+        )
+    elif collectives.world_size == 1:
         return None
     else:
-        found = _tcp(door, peer)
-    return _shared(door, found)
+        found = _tcp(collectives, peer)
+    return _shared(collectives, found)
 
 
-def host_numbers(door: Collectives) -> list[int]:
+def host_numbers(collectives: Collectives) -> list[int]:
     """By rank, a number that is the same on one machine and differs between machines."""
     name = hashlib.sha256(_host_id().encode()).digest()
     own = int.from_bytes(name[:7], "big")
-    table = door.gather_small(torch.tensor([own], device=door.device))
+    table = collectives.gather_small(torch.tensor([own], device=collectives.device))
     return [int(number) for number in table.flatten().tolist()]
 
 
@@ -64,17 +68,19 @@ def _host_id() -> str:
         return platform.node()
 
 
-def _farthest(door: Collectives) -> int:
+def _farthest(collectives: Collectives) -> int:
     """The first rank on another machine than rank 0, else rank 1."""
-    numbers = host_numbers(door)
+    numbers = host_numbers(collectives)
     others = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
-    return others[0] if others else min(1, door.world_size - 1)
+    return others[0] if others else min(1, collectives.world_size - 1)
 
 
-def _shared(door: Collectives, found: Link | None) -> Link | None:
+def _shared(collectives: Collectives, found: Link | None) -> Link | None:
     """Rank 0's answer, everywhere."""
     values = [found.bytes_per_second, found.latency_seconds] if found else [0.0, 0.0]
-    table = door.gather_small(torch.tensor(values, dtype=torch.float64, device=door.device))
+    table = collectives.gather_small(
+        torch.tensor(values, dtype=torch.float64, device=collectives.device)
+    )
     speed, latency = table[0].tolist()
     if not speed:
         return None
@@ -84,22 +90,22 @@ def _shared(door: Collectives, found: Link | None) -> Link | None:
 # -- CPU ranks ----------------------------------------------------------------------------------------------
 
 
-def _tcp(door: Collectives, peer: int) -> Link | None:
+def _tcp(collectives: Collectives, peer: int) -> Link | None:
     """Rank 0 listens and receives, `peer` sends; all others wait."""
-    store = door.store()
+    store = collectives.store()
     if store is None:  # MPI knows no store to say the address in
         return None
     found = None
     try:
-        found = _tcp_ends(door, store, peer)
+        found = _tcp_ends(collectives, store, peer)
     except OSError as error:  # a firewall, say; the collectives may find another way
         print(f"xds bench comm: the link cannot be measured: {error}", file=sys.stderr, flush=True)
-    door.barrier()
+    collectives.barrier()
     return found
 
 
-def _tcp_ends(door: Collectives, store: Any, peer: int) -> Link | None:
-    if door.rank == 0:
+def _tcp_ends(collectives: Collectives, store: Any, peer: int) -> Link | None:
+    if collectives.rank == 0:
         with socket.create_server((_own_address(), 0)) as server:
             server.settimeout(_TIMEOUT_SECONDS)
             address = server.getsockname()
@@ -107,7 +113,7 @@ def _tcp_ends(door: Collectives, store: Any, peer: int) -> Link | None:
             connection, _ = server.accept()
             with connection:
                 return receive(connection, f"TCP over {_interface()}{address[0]}")
-    elif door.rank == peer:
+    elif collectives.rank == peer:
         host, port = store.get("xds bench link").decode().split()
         with socket.create_connection((host, int(port)), _TIMEOUT_SECONDS) as connection:
             send(connection)
@@ -161,12 +167,12 @@ def send(connection: socket.socket) -> None:
     block, last = bytes(_BLOCK_BYTES), b"\x01" + bytes(_BLOCK_BYTES - 1)
     for _ in range(_ROUNDS):
         _exactly(connection, 1)
-        while not _is_told(connection):
+        while not _has_received(connection):
             connection.sendall(block)
         connection.sendall(last)
 
 
-def _is_told(connection: socket.socket) -> bool:
+def _has_received(connection: socket.socket) -> bool:
     """Whether a byte is there; it is taken."""
     connection.setblocking(False)
     try:
@@ -182,8 +188,8 @@ def _exactly(connection: socket.socket, num_bytes: int, buffer: bytearray | None
     view = memoryview(buffer if buffer is not None else bytearray(num_bytes))
     left = num_bytes
     while left:
-        place = (num_bytes - left) % len(view)
-        received = connection.recv_into(view[place : place + min(left, len(view) - place)])
+        context = (num_bytes - left) % len(view)
+        received = connection.recv_into(view[context : context + min(left, len(view) - context)])
         if not received:
             raise ConnectionError("the other rank closed the connection that measures the link")
         left -= received
@@ -193,28 +199,28 @@ def _exactly(connection: socket.socket, num_bytes: int, buffer: bytearray | None
 # -- GPUs ---------------------------------------------------------------------------------------------------
 
 
-def _copied(door: Collectives) -> Link:
+def _copied(collectives: Collectives) -> Link:
     """Within one GPU, and so through its memory twice."""
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=door.device)
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=collectives.device)
     target = torch.empty_like(source)
     seconds = on_gpu(lambda: target.copy_(source))
     return Link("copy within one GPU", _COPY_BYTES / seconds)
 
 
-def _between_gpus(door: Collectives, group: Any, peer: int) -> Link:
+def _between_gpus(collectives: Collectives, group: Any, peer: int) -> Link:
     """A message of NCCL's, as nothing else crosses processes alike within and between machines."""
-    tensor = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=door.device)
+    tensor = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=collectives.device)
     seconds = on_gpu(lambda: raw.send_to(group, tensor, 0, peer))
     found = Link(f"NCCL message from rank 0 to rank {peer}", _COPY_BYTES / seconds)
-    numbers = host_numbers(door)
+    numbers = host_numbers(collectives)
     other = peer % torch.cuda.device_count()
-    if door.rank or numbers[peer] != numbers[0] or other == door.device.index:
+    if collectives.rank or numbers[peer] != numbers[0] or other == collectives.device.index:
         return found
     target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=torch.device("cuda", other))
     copied = _COPY_BYTES / on_gpu(lambda: target.copy_(tensor))
     if copied < found.bytes_per_second:  # no peer access: it went through the host
         return found
-    return Link(f"copy from GPU {door.device.index} to GPU {other}", copied)
+    return Link(f"copy from GPU {collectives.device.index} to GPU {other}", copied)
 
 
 def on_gpu(call: Callable[[], object]) -> float:

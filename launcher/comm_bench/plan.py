@@ -105,21 +105,21 @@ class Row:
     of_link: float | None
 
 
-def row(op: str, by: str, size_bytes: int, timing: tuple[float, int], place: Where) -> Row:
+def row(op: str, by: str, size_bytes: int, timing: tuple[float, int], context: Baseline) -> Row:
     """With both bandwidths. timing: seconds of one call, and of how many that is the mean."""
     seconds, trials = timing
     algorithm = size_bytes / seconds
-    factor = bus_factor(op, place.world_size)
+    factor = bus_factor(op, context.world_size)
     of_link = None
-    if place.link is not None and place.world_size > 1:
-        alone = size_bytes * factor / place.link.bytes_per_second + place.link.latency_seconds
+    if context.link is not None and context.world_size > 1:
+        alone = size_bytes * factor / context.link.bytes_per_second + context.link.latency_seconds
         of_link = alone / seconds
     return Row(op, by, size_bytes, seconds, trials, algorithm, algorithm * factor, of_link)
 
 
 @final
 @dataclass(frozen=True)
-class Where:
+class Baseline:
     """What rows are compared with."""
 
     world_size: int
@@ -131,13 +131,13 @@ HEADING = (
 )
 
 
-def row_text(told: Row) -> str:
+def row_text(line: Row) -> str:
     """A line of the table."""
-    of_link = f"{told.of_link:.2f}" if told.of_link is not None else "-"
-    found = (told.algorithm_bytes_per_second, told.bus_bytes_per_second)
+    of_link = f"{line.of_link:.2f}" if line.of_link is not None else "-"
+    found = (line.algorithm_bytes_per_second, line.bus_bytes_per_second)
     speeds = [f"{speed / 1e9:.3f}" if speed else "-" for speed in found]
     return (
-        f"{told.op:<15}{told.by:<7}{binary(told.size_bytes):>9}{time_text(told.seconds):>12}"
+        f"{line.op:<15}{line.by:<7}{binary(line.size_bytes):>9}{time_text(line.seconds):>12}"
         f"{speeds[0]:>9}{speeds[1]:>9}{of_link:>9}"
     )
 

@@ -29,10 +29,10 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str]) -> int:
     """Start the ranks; the launcher's exit code."""
-    plan, launcher_words = read(argv)
+    plan, launcher_args = read(argv)
     from ..cli import main as xds
 
-    return xds([*launcher_words, "--module", MODULE, plan.as_text()])
+    return xds([*launcher_args, "--module", MODULE, plan.as_text()])
 
 
 def read(argv: Sequence[str]) -> tuple[Plan, list[str]]:
@@ -41,8 +41,8 @@ def read(argv: Sequence[str]) -> tuple[Plan, list[str]]:
     Raises:
         UsageError: an op or a size that there is not.
     """
-    asked, launcher_words = _parser().parse_known_args(list(argv))
-    ops = tuple(word for part in asked.op or [] for word in part.split(",") if word)
+    asked, launcher_args = _parser().parse_known_args(list(argv))
+    ops = tuple(op for part in asked.op or [] for op in part.split(",") if op)
     for op in ops:
         if op not in OPS:
             raise UsageError(f"--op = {printable(op)}: must be one of {', '.join(OPS)}")
@@ -58,7 +58,7 @@ def read(argv: Sequence[str]) -> tuple[Plan, list[str]]:
             f"{printable(asked.min_size)}; raise it"
         )
     plan = Plan(ops or OPS, smallest, largest, asked.dtype, asked.trials, asked.seconds, asked.json)
-    return plan, launcher_words
+    return plan, launcher_args
 
 
 def _parser() -> argparse.ArgumentParser:

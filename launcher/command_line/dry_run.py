@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..job import Host, Job, Order, Remote, Rendezvous, Restarts
 from ..remote.backends import BACKENDS, AllAtOnce, Backend, PerHost
 from ..remote.backends.orders import encode
-from .carried import is_secret
+from .forwarded_variables import is_secret
 
 if TYPE_CHECKING:
     from .where import Hosts, Local
@@ -47,26 +47,28 @@ def dry_run(
     Raises:
         UsageError: the start itself would be refused.
     """
-    from ..remote.roster import choose
+    from ..remote.host_selection import choose_hosts
     from ..remote.start import make_orders
 
     shown = replace(remote, environment=without_secrets(remote.environment))
     first = hosts[0].name.rpartition("@")[2]
     address = remote.master_addr or first
     port = remote.master_port or (0 if isinstance(backend, PerHost) else int(_PORT))
-    meeting = Rendezvous(
+    rendezvous = Rendezvous(
         "static", f"[{address}]:{port}" if ":" in address else f"{address}:{port}", f"{_TOKEN}.0"
     )
-    chosen = choose(hosts, len(hosts), restarts) or [(host, len(host.slots)) for host in hosts]
-    orders = make_orders(job, chosen, shown, meeting)
+    chosen = choose_hosts(hosts, len(hosts), restarts) or [
+        (host, len(host.slots)) for host in hosts
+    ]
+    orders = make_orders(job, chosen, shown, rendezvous)
     orders = [replace(order, max_restarts=restarts.max_restarts) for order in orders]
     lines = [*_head_lines(backend, orders, remote, restarts)]
     if isinstance(backend, PerHost):
-        words = [remote.python, "-u", "-m", "xds.launcher.remote.node"]
+        argv = [remote.python, "-u", "-m", "xds.launcher.remote.node"]
         for (host, _), order in zip(chosen, orders, strict=True):
-            lines += [shlex.join(backend.command(host, shown, words)), *_order_lines(order)]
+            lines += [shlex.join(backend.command(host, shown, argv)), *_order_lines(order)]
     elif isinstance(backend, AllAtOnce):
-        words = [
+        argv = [
             remote.python,
             "-u",
             "-m",
@@ -74,7 +76,7 @@ def dry_run(
             "--orders",
             encode(_TOKEN, orders),
         ]
-        command = backend.command([host for host, _ in chosen], shown, words)
+        command = backend.command([host for host, _ in chosen], shown, argv)
         extra = without_secrets(backend.environment(shown))
         prefix = ["env", *(f"{key}={value}" for key, value in extra.items())] if extra else []
         lines.append(shlex.join([*prefix, *command]))
@@ -160,18 +162,19 @@ def _head_lines(
 
 def _order_lines(order: Order) -> Iterator[str]:
     """The order as comments, a line for each thing, without line breaks in them."""
-    said = order.as_dict()
-    job, meeting = said["job"], said["rendezvous"]
+    fields = order.as_dict()
+    job, rendezvous = fields["job"], fields["rendezvous"]
     yield f"#   host {json.dumps(order.host)}: {order.num_ranks} ranks"
     yield f"#     {job['kind']}: {json.dumps([job['target'], *job['args']])}"
-    yield f"#     meet at {meeting['endpoint']} as node {meeting['node_rank']} of {meeting['max_nodes']}"
+    node = f"node {rendezvous['node_rank']} of {rendezvous['max_nodes']}"
+    yield f"#     rendezvous at {rendezvous['endpoint']} as {node}"
     if order.devices is not None:
         yield f"#     devices: {','.join(map(str, order.devices))}"
-    told: dict[str, Any] = {
+    details: dict[str, Any] = {
         key: job[key] for key in ("backend", "threads_per_rank", "log_dir") if job[key]
     }
-    told |= {key: said[key] for key in _ORDERS_LAST if said[key]}
-    for key, value in told.items():
+    details |= {key: fields[key] for key in _ORDERS_LAST if fields[key]}
+    for key, value in details.items():
         yield f"#     {key}: {json.dumps(value, sort_keys=True)}"
 
 

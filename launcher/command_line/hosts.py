@@ -21,7 +21,7 @@ from ..job import Host
 _MAX_SLOTS = 4096
 _NEAR = 3  # how many known names an error lists when none is near
 _NEAR_CHARS = 64  # of a name that is compared with the known ones
-_MAX_TOLD = 20  # mistakes of one file that are listed
+_MAX_LISTED = 20  # mistakes of one file that are listed
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
@@ -43,10 +43,10 @@ def read_hostfile(path: str | Path) -> list[Host]:
     if not (reader.hosts or reader.mistakes):
         reader.mistakes.append("no host in it; write a line such as `worker-1 slots=8` for each")
     if reader.mistakes:
-        told, num_more = reader.mistakes[:_MAX_TOLD], len(reader.mistakes) - _MAX_TOLD
+        listed, num_more = reader.mistakes[:_MAX_LISTED], len(reader.mistakes) - _MAX_LISTED
         if num_more > 0:
-            told.append(f"... and {num_more} more")
-        raise UsageError(f"hostfile = {quoted(path)}: " + "\n  ".join(told))
+            listed.append(f"... and {num_more} more")
+        raise UsageError(f"hostfile = {quoted(path)}: " + "\n  ".join(listed))
     return list(reader.hosts.values())
 
 
@@ -60,11 +60,11 @@ class _Reader:
         self._lines: dict[str, int] = {}
 
     def read(self, number: int, line: str) -> None:
-        words = re.split("[ \t]+", line.partition("#")[0].strip(" \t"))
-        if words == [""]:
+        fields = re.split("[ \t]+", line.partition("#")[0].strip(" \t"))
+        if fields == [""]:
             return
         try:
-            name, num_slots = host_name(words[0]), _num_slots(words)
+            name, num_slots = host_name(fields[0]), _num_slots(fields)
             if name in self.hosts:
                 raise UsageError(
                     f"{quoted(name)} is in line {self._lines[name]} already; name each host once,"
@@ -104,15 +104,15 @@ def host_name(text: str) -> str:
     return f"{user}{at}{name}"
 
 
-def _num_slots(words: list[str]) -> int:
+def _num_slots(fields: list[str]) -> int:
     need = "needs `slots=N`, such as `worker-1 slots=8`"
-    if len(words) < 2:
-        raise UsageError(f"{quoted(words[0])}: {need}")
-    name, _, number = words[1].partition("=")
+    if len(fields) < 2:
+        raise UsageError(f"{quoted(fields[0])}: {need}")
+    name, _, number = fields[1].partition("=")
     if name != "slots":
-        raise UsageError(f"{quoted(words[1])}: {need}")
+        raise UsageError(f"{quoted(fields[1])}: {need}")
     # OpenMPI's own files may say max_slots too, for which there is no use here
-    more = [word for word in words[2:] if not re.fullmatch(r"max[-_]slots=[0-9]+", word)]
+    more = [word for word in fields[2:] if not re.fullmatch(r"max[-_]slots=[0-9]+", word)]
     if more:
         raise UsageError(f"{quoted(more[0])}: unknown behind slots=; comments begin with #")
     if not re.fullmatch("[0-9]{1,9}", number) or not 1 <= int(number) <= _MAX_SLOTS:

@@ -49,7 +49,7 @@ _HELP_COLUMN = 28
 
 @final
 @dataclass(frozen=True)
-class Asked:
+class ParsedArgs:
     """A command line, taken apart: the value of each option given, by its table name without dashes.
 
     spelled: how the user wrote it, for errors. A switch has the value "1".
@@ -84,7 +84,7 @@ class Asked:
         """How the user wrote the first of these that was given, "" for none."""
         return next((self.spelled[name] for name in names if self.has(name)), "")
 
-    def with_defaults(self, environ: Mapping[str, str]) -> Asked:
+    def with_defaults(self, environ: Mapping[str, str]) -> ParsedArgs:
         """What torchrun's variables (PET_NNODES, ...) add for options that were not given."""
         given, spelled = dict(self.given), dict(self.spelled)
         for option in OPTIONS:
@@ -96,7 +96,7 @@ class Asked:
         return replace(self, given=given, spelled=spelled)
 
 
-def read(words: Sequence[str]) -> Asked:
+def read(argv: Sequence[str]) -> ParsedArgs:
     """Take a command line apart.
 
     Raises:
@@ -105,8 +105,8 @@ def read(words: Sequence[str]) -> Asked:
     given: dict[str, str] = {}
     spelled: dict[str, str] = {}
     position = 0
-    while position < len(words) and words[position].startswith("-") and words[position] != "-":
-        word = words[position]
+    while position < len(argv) and argv[position].startswith("-") and argv[position] != "-":
+        word = argv[position]
         position += 1
         if word == "--":
             break
@@ -117,13 +117,13 @@ def read(words: Sequence[str]) -> Asked:
         if not option.value and equals:
             raise UsageError(f"{name} = {printable(value)}: takes no value; write {name} alone")
         if option.value and not equals:
-            value = _value(name, option, words[position : position + 1])
+            value = _value(name, option, argv[position : position + 1])
             position += 1
         given[option.key], spelled[option.key] = value if option.value else "1", name
-    return Asked(given, spelled, tuple(words[position:]))
+    return ParsedArgs(given, spelled, tuple(argv[position:]))
 
 
-def judge(asked: Asked) -> list[str]:
+def check_options(args: ParsedArgs) -> list[str]:
     """What is to be said about options that were given, but have no effect.
 
     Raises:
@@ -131,7 +131,7 @@ def judge(asked: Asked) -> list[str]:
     """
     notes = []
     for option in OPTIONS:
-        text, name = asked.given.get(option.key, ""), asked.spelled.get(option.key, "")
+        text, name = args.given.get(option.key, ""), args.spelled.get(option.key, "")
         if text in ("", *option.harmless):
             continue
         if option.refusal:

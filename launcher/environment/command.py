@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...utils.errors import UsageError
-from . import here
+from . import this_machine
 
 
 def main(argv: Sequence[str]) -> int:
@@ -16,4 +16,4 @@ def main(argv: Sequence[str]) -> int:
         return of_hosts(argv)
     if set(argv) - {"--json"}:
         raise UsageError(f"xds env = {' '.join(argv)}: takes options only; see `xds env --help`")
-    return here.show(as_one_line=bool(argv))
+    return this_machine.show(as_one_line=bool(argv))

@@ -9,7 +9,7 @@ from typing import final
 from ...utils.quoting import escaped
 from .probes.line import Line
 
-NOT_TOLD = "(not told)"
+NOT_REPORTED = "(not told)"
 VERSIONS = ("xds", "python", "torch", "nccl")  # of these every host must have the same
 MAX_SKEW_SECONDS = 1.0
 _MAX_NAMED = 8
@@ -30,7 +30,7 @@ class Difference:
         parts = []
         for index, (line, hosts) in enumerate(self.groups):
             is_odd = index > 0 or not has_majority
-            who = named(hosts) if is_odd else f"{len(hosts)} of {total} hosts"
+            who = host_names(hosts) if is_odd else f"{len(hosts)} of {total} hosts"
             remedy = f" ({line.remedy})" if line.remedy else ""
             parts.append(
                 f"{who}: {self.key} {escaped(line.value)}{remedy}" + "  <- differs" * is_odd
@@ -58,10 +58,10 @@ class Comparison:
 
 def compare(answers: Mapping[str, tuple[Sequence[Line], float]]) -> Comparison:
     """Compare hosts by key. `answers`: of each host its lines, and this machine's time at the answer."""
-    told = {host: {line.key: line for line in lines} for host, (lines, _) in answers.items()}
+    by_host = {host: {line.key: line for line in lines} for host, (lines, _) in answers.items()}
     common, differences, warnings = [], [], []
-    for key in _keys(list(told.values())):
-        of_key = {host: lines.get(key, Line(key, NOT_TOLD)) for host, lines in told.items()}
+    for key in _keys(list(by_host.values())):
+        of_key = {host: lines.get(key, Line(key, NOT_REPORTED)) for host, lines in by_host.items()}
         if any(line.varies for line in of_key.values()):
             warnings += [(host, line) for host, line in of_key.items() if line.remedy]
             continue
@@ -73,10 +73,10 @@ def compare(answers: Mapping[str, tuple[Sequence[Line], float]]) -> Comparison:
     return Comparison(tuple(common), tuple(differences), tuple(warnings), _skews(answers))
 
 
-def _keys(told: Sequence[Mapping[str, Line]]) -> Iterator[str]:
+def _keys(by_host: Sequence[Mapping[str, Line]]) -> Iterator[str]:
     """Each once, in the order of the host that tells most."""
     seen: dict[str, None] = {}
-    for lines in sorted(told, key=len, reverse=True):
+    for lines in sorted(by_host, key=len, reverse=True):
         seen.update(dict.fromkeys(lines))
     yield from seen
 
@@ -107,7 +107,7 @@ def _skews(answers: Mapping[str, tuple[Sequence[Line], float]]) -> dict[str, flo
     return found
 
 
-def named(hosts: Sequence[str]) -> str:
+def host_names(hosts: Sequence[str]) -> str:
     """ "h1, h2": the first of them, and how many more."""
     more = len(hosts) - _MAX_NAMED
     return ", ".join(hosts[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
@@ -117,10 +117,10 @@ def report(
     compared: Comparison, unreached: Mapping[str, str], hosts: Sequence[str]
 ) -> Iterator[str]:
     """The lines to print: what is common once, then what differs, then who did not answer."""
-    num_told = len(hosts) - len(unreached)
-    if num_told:
-        answered = f"{num_told} of {len(hosts)} hosts" if unreached else f"{len(hosts)} hosts"
-        yield f"-- the same on {answered}: {named([h for h in hosts if h not in unreached])}"
+    num_answered = len(hosts) - len(unreached)
+    if num_answered:
+        answered = f"{num_answered} of {len(hosts)} hosts" if unreached else f"{len(hosts)} hosts"
+        yield f"-- the same on {answered}: {host_names([h for h in hosts if h not in unreached])}"
         yield from map(str, compared.common)
     if compared.differences:
         yield "-- different"

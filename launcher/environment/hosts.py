@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ..remote.fan_out import Answer, fan_out
-from . import here
+from . import this_machine
 from .compare import Comparison, compare, report
 from .probes.line import Line
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DONE, DIFFERENT, INTERRUPTED = 0, 1, 130
 _MODULE = "xds.launcher.cli"
-_WORDS = ("env", "--json")
+_ARGUMENTS = ("env", "--json")
 _TIMEOUT_SECONDS = 120.0
 _MAX_ERROR_LINES = 5
 
@@ -40,21 +40,21 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str]) -> int:
     """0; 1 where a host did not answer, or versions differ; 130 after Ctrl-C."""
-    asked, words = _parser().parse_known_args(list(argv))
-    if asked.timeout <= 0:
-        raise UsageError(f"--timeout = {asked.timeout:g}: must be a number of seconds above 0")
-    hosts = _hosts(words)
+    args, launcher_args = _parser().parse_known_args(list(argv))
+    if args.timeout <= 0:
+        raise UsageError(f"--timeout = {args.timeout:g}: must be a number of seconds above 0")
+    hosts = _hosts(launcher_args)
     if hosts is None:
-        return here.show(as_one_line=asked.json)
+        return this_machine.show(as_one_line=args.json)
     commands = _commands(hosts)
     try:
-        told, unreached = _read(fan_out(commands, asked.timeout))
+        reports, unreached = _read(fan_out(commands, args.timeout))
     except KeyboardInterrupt:  # everything that was begun has been ended
         return INTERRUPTED
-    _check_slots(hosts, told)
-    compared = compare(told)
-    if asked.json:
-        print(as_json(told, unreached, compared))
+    _check_slots(hosts, reports)
+    compared = compare(reports)
+    if args.json:
+        print(as_json(reports, unreached, compared))
     else:
         for line in report(compared, unreached, list(commands)):
             print(line)
@@ -80,20 +80,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _hosts(words: Sequence[str]) -> Hosts | None:
+def _hosts(launcher_args: Sequence[str]) -> Hosts | None:
     """The hosts on which a run with these words would be; None: on this machine.
 
     Raises:
         UsageError: options that are wrong, or a launcher that does not reach one host alone.
     """
-    from ..command_line.options import judge, read
+    from ..command_line.options import check_options, read
     from ..command_line.where import Hosts, where_to_run
 
-    asked = read([*words, "--module", _MODULE, *_WORDS])
-    if asked.command != (_MODULE, *_WORDS):
-        raise UsageError(f"xds env: {asked.command[0]}: is no option; see `xds env --help`")
-    judge(asked)
-    where = where_to_run(asked, os.environ)
+    args = read([*launcher_args, "--module", _MODULE, *_ARGUMENTS])
+    if args.command != (_MODULE, *_ARGUMENTS):
+        raise UsageError(f"xds env: {args.command[0]}: is no option; see `xds env --help`")
+    check_options(args)
+    where = where_to_run(args, os.environ)
     return where if isinstance(where, Hosts) else None
 
 
@@ -106,14 +106,14 @@ def _commands(hosts: Hosts) -> dict[str, list[str]]:
             f"--launcher = {hosts.launcher}: xds env asks each host by itself, over ssh; leave it out,"
             " or let that launcher run `xds env --json` on each"
         )
-    words = [hosts.remote.python, "-u", "-m", _MODULE, *_WORDS]
-    return {host.name: backend.command(host, hosts.remote, words) for host in hosts.hosts}
+    launcher_args = [hosts.remote.python, "-u", "-m", _MODULE, *_ARGUMENTS]
+    return {host.name: backend.command(host, hosts.remote, launcher_args) for host in hosts.hosts}
 
 
-def _check_slots(hosts: Hosts, told: Mapping[str, tuple[list[Line], float]]) -> None:
+def _check_slots(hosts: Hosts, reports: Mapping[str, tuple[list[Line], float]]) -> None:
     """Add a line to hosts that have GPUs, but not the ones that the hostfile names."""
     for host in hosts.hosts:
-        lines = told.get(host.name, ([], 0.0))[0]
+        lines = reports.get(host.name, ([], 0.0))[0]
         num_gpus = next((line.value for line in lines if line.key == "gpus"), "")
         if num_gpus.isdigit() and 0 < int(num_gpus) <= max(host.slots):
             value = f"slot {max(host.slots)} is asked for, but it has {num_gpus} GPUs"
@@ -125,47 +125,47 @@ def _read(
     answers: Mapping[str, Answer],
 ) -> tuple[dict[str, tuple[list[Line], float]], dict[str, str]]:
     """(lines and time of the answer of those that answered, the reason of those that did not)."""
-    told: dict[str, tuple[list[Line], float]] = {}
+    reports: dict[str, tuple[list[Line], float]] = {}
     unreached: dict[str, str] = {}
     for host, answer in answers.items():
         lines = parsed(answer.output)
         if not lines:
             unreached[host] = reason(answer)
         else:
-            told[host] = (lines, answer.answered_at)
-    return told, unreached
+            reports[host] = (lines, answer.answered_at)
+    return reports, unreached
 
 
 def parsed(output: str) -> list[Line] | None:
     """The lines a host told; what its login scripts print may stand before them. None: there are none."""
     for text in reversed(output.splitlines()):
         try:
-            return [Line(**_fields(said)) for said in json.loads(text)]
+            return [Line(**_fields(record)) for record in json.loads(text)]
         except (ValueError, TypeError, RecursionError):  # no JSON, or not ours
             continue
     return None
 
 
-def _fields(said: Any) -> dict[str, Any]:
+def _fields(record: Any) -> dict[str, Any]:
     """One line's fields; what a newer xds tells besides is left out."""
-    if not isinstance(said, dict):
+    if not isinstance(record, dict):
         raise TypeError("no object")
-    texts = {name: said[name] for name in ("key", "value", "remedy") if name in said}
+    texts = {name: record[name] for name in ("key", "value", "remedy") if name in record}
     if not all(isinstance(text, str) for text in texts.values()):
         raise TypeError("no text")
-    return {**texts, "varies": bool(said.get("varies"))}
+    return {**texts, "varies": bool(record.get("varies"))}
 
 
 def reason(answer: Answer) -> str:
     """Why a host did not answer, in ssh's own words where it has any."""
-    words = [line.strip() for line in answer.errors.splitlines() if line.strip()]
-    told = " | ".join(map(printable, words[-_MAX_ERROR_LINES:]))
+    launcher_args = [line.strip() for line in answer.errors.splitlines() if line.strip()]
+    reports = " | ".join(map(printable, launcher_args[-_MAX_ERROR_LINES:]))
     ending = answer.trouble or f"exit code {answer.code}, and no answer"
-    return f"{told} ({ending})" if told else ending
+    return f"{reports} ({ending})" if reports else ending
 
 
 def as_json(
-    told: Mapping[str, tuple[Sequence[Line], float]],
+    reports: Mapping[str, tuple[Sequence[Line], float]],
     unreached: Mapping[str, str],
     compared: Comparison,
 ) -> str:
@@ -178,7 +178,9 @@ def as_json(
     }
     return json.dumps(
         {
-            "hosts": {host: [asdict(line) for line in lines] for host, (lines, _) in told.items()},
+            "hosts": {
+                host: [asdict(line) for line in lines] for host, (lines, _) in reports.items()
+            },
             "not_reached": dict(unreached),
             "differences": differences,
             "clock_skew_seconds": {host: round(skew, 3) for host, skew in compared.skews.items()},

@@ -22,8 +22,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ...utils.errors import UsageError
 from ..job import Job, Order, Rendezvous
-from .meeting_store import serve
 from .network import address_towards, interface_towards, is_loopback, split_endpoint
+from .rendezvous_store import serve
 from .run_folder import RunFolder
 
 _FLIGHT_RECORDER_ENTRIES = (
@@ -45,39 +45,39 @@ def launch(
     Also returns what keeps torch's store open after a failure, where it is served from here.
     """
     logging.disable(logging.CRITICAL)  # the agent's own tables about a failure: ours comes once
-    meeting, store = serve(order.rendezvous)
-    order = replace(order, rendezvous=meeting)
-    settings = dict(meeting.settings)
+    rendezvous, store = serve(order.rendezvous)
+    order = replace(order, rendezvous=rendezvous)
+    settings = dict(rendezvous.settings)
     config = LaunchConfig(
-        min_nodes=meeting.min_nodes,
-        max_nodes=meeting.max_nodes,
+        min_nodes=rendezvous.min_nodes,
+        max_nodes=rendezvous.max_nodes,
         nproc_per_node=num_ranks,
-        run_id=meeting.run_id or uuid.uuid4().hex,
-        rdzv_backend=meeting.kind,
-        rdzv_endpoint=meeting.endpoint,
+        run_id=rendezvous.run_id or uuid.uuid4().hex,
+        rdzv_backend=rendezvous.kind,
+        rdzv_endpoint=rendezvous.endpoint,
         rdzv_configs=settings
-        if meeting.node_rank is None
-        else {"rank": meeting.node_rank, **settings},
-        local_addr=meeting.local_addr or _own_address(meeting),
+        if rendezvous.node_rank is None
+        else {"rank": rendezvous.node_rank, **settings},
+        local_addr=rendezvous.local_addr or _own_address(rendezvous),
         max_restarts=order.agent_restarts,
         monitor_interval=0.1,
         logs_specs=_RankFiles(folder, order, num_ranks, ranks, extra),
     )
     job = order.job
     # torch fills in templates in arguments: "$$" is a dollar that stays one
-    words = [word.replace("$", "$$") for word in (_WORKER, job.kind, job.target, *job.args)]
+    argv = [word.replace("$", "$$") for word in (_WORKER, job.kind, job.target, *job.args)]
     try:
-        elastic_launch(config, sys.executable)("-u", *words)
+        elastic_launch(config, sys.executable)("-u", *argv)
     except ChildFailedError as failed:
         return dict(failed.failures), (failed, store)  # its frames hold the rendezvous
     return {}, None
 
 
-def _own_address(meeting: Rendezvous) -> str | None:
+def _own_address(rendezvous: Rendezvous) -> str | None:
     """What the others reach this machine by; not its name, which may resolve slowly, wrongly, or not at all."""
-    if meeting.max_nodes == 1:
+    if rendezvous.max_nodes == 1:
         return "127.0.0.1"
-    host, _ = split_endpoint(meeting.endpoint)
+    host, _ = split_endpoint(rendezvous.endpoint)
     own = address_towards(host)
     # where the machine knows itself by the loopback it cannot know what the others use
     return None if not own or (is_loopback(own) and not is_loopback(host)) else own

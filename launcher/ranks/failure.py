@@ -65,9 +65,9 @@ class Failure:
     tail: tuple[str, ...] = ()
 
     @staticmethod
-    def from_dict(said: Mapping[str, Any]) -> Failure:
+    def from_dict(record: Mapping[str, Any]) -> Failure:
         """What `vars` of a failure became in JSON."""
-        return Failure(**dict(said, tail=tuple(said["tail"])))
+        return Failure(**dict(record, tail=tuple(record["tail"])))
 
     @property
     def kind(self) -> Kind:
@@ -84,8 +84,8 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
     first = min(failures, key=lambda failure: (failure.kind, failure.time_seconds, failure.rank))
     if first.kind is not Kind.OWN or first.signum:
         return first
-    said = (Kind.OWN, first.exit_code, first.text)
-    alike = [each for each in failures if (each.kind, each.exit_code, each.text) == said]
+    record = (Kind.OWN, first.exit_code, first.text)
+    alike = [each for each in failures if (each.kind, each.exit_code, each.text) == record]
     return min(alike, key=lambda failure: failure.rank)
 
 
@@ -118,7 +118,7 @@ def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
         lines.append(f"xds: {_signal_name(first.signum)}: {_SIGNAL_HINTS[first.signum]}")
     if first.kind is Kind.LOST_PEER and finished:
         lines.append(
-            f"xds: {told_ranks(finished)} had finished; every rank must join each collective"
+            f"xds: {ranks_text(finished)} had finished; every rank must join each collective"
         )
     lines += _others(failures, first)
     if first.log:
@@ -128,7 +128,7 @@ def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
 
 def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
     own = sorted(f.rank for f in failures if f is not first and f.kind is Kind.OWN)
-    return [f"xds: {told_ranks(own)} failed as well"] if own else []
+    return [f"xds: {ranks_text(own)} failed as well"] if own else []
 
 
 def _signal_name(signum: int) -> str:
@@ -138,7 +138,7 @@ def _signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-def told_ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """Say `rank 3`, or `ranks 0, 1, 2`."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 

@@ -97,7 +97,7 @@ class Guard:
 
     def watch(self, pid: int) -> None:
         """`pid` leads the session of a rank."""
-        self._say(b"%d\n" % pid)
+        self._send(b"%d\n" % pid)
 
     def __exit__(
         self,
@@ -105,13 +105,13 @@ class Guard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._say(_DONE)
+        self._send(_DONE)
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):  # somebody stopped it
                 self._process.wait(_GIVE_UP_SECONDS)
 
-    def _say(self, line: bytes) -> None:
+    def _send(self, line: bytes) -> None:
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):  # somebody killed it
                 self._process.stdin.write(line)

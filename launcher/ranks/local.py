@@ -51,14 +51,14 @@ def run(job: Job, rendezvous: Rendezvous = _ONE_MACHINE, restarts: Restarts = _N
         peers = Peers(rendezvous, stop)
         if not is_alone:
             peers.start()
-        shown = Outlet(stop.was_asked)
-        with RankZero(folder.path, folder.log(0), shown.write, stop.was_asked) as tee:
+        shown = Outlet(stop.is_requested)
+        with RankZero(folder.path, folder.log(0), shown.write, stop.is_requested) as tee:
             outcome = _generations(order, folder, stop, tee)
         shown.close()
         text, code = _ending(outcome, stop, peers)
-        say(text, stop.was_asked)
+        say(text, stop.is_requested)
         if text and not (is_alone or stop.signum):
-            peers.tell(text, code)
+            peers.publish(text, code)
     if outcome.is_agent_alive:  # told to stop while it imports torch, or waits for other machines
         sys.stdout.flush()
         os._exit(code)
@@ -95,19 +95,21 @@ def _generations(order: Order, folder: RunFolder, stop: Stop, tee: RankZero) -> 
     allowed = 0 if order.agent_restarts else order.max_restarts
     while True:
         outcome = supervise(order, folder, stop, tee.environment)
-        tee.drain(_DRAIN_SECONDS, stop.was_asked)
+        tee.drain(_DRAIN_SECONDS, stop.is_requested)
         is_over = bool(stop.signum) or not outcome.failures or was_preempted(outcome.failures)
         if is_over or order.generation >= allowed:
             return outcome
         order = replace(order, generation=order.generation + 1)
         again = f"xds: starting every rank again ({order.generation} of {allowed})\n"
-        say(report(outcome.failures, outcome.finished) + again, stop.was_asked)
+        say(report(outcome.failures, outcome.finished) + again, stop.is_requested)
 
 
 def _ending(outcome: Outcome, stop: Stop, peers: Peers) -> tuple[str, int]:
     """What is to be said about the end, and the exit code."""
     if stop.is_for_peer:
-        return f"xds: another machine says:\n{peers.told['text']}", int(peers.told["exit_code"])
+        return f"xds: another machine says:\n{peers.received['text']}", int(
+            peers.received["exit_code"]
+        )
     if stop.signum:
         return "", 128 + stop.signum
     if outcome.error:

@@ -18,7 +18,7 @@ from .network import split_endpoint
 from .stop import Stop
 
 _POLL_SECONDS = 1.0
-_HEARD_SECONDS = 2.5  # for the others to read, before the store may end with this process
+_DELIVERY_SECONDS = 2.5  # for the others to read, before the store may end with this process
 _CONNECT_SECONDS = 20.0
 _ON_TCP_STORES = ("c10d", "static")
 
@@ -27,18 +27,18 @@ _ON_TCP_STORES = ("c10d", "static")
 class Peers(threading.Thread):
     """Listens for another machine's failure, and tells this one's."""
 
-    def __init__(self, meeting: Rendezvous, stop: Stop) -> None:
+    def __init__(self, rendezvous: Rendezvous, stop: Stop) -> None:
         super().__init__(name="xds-peers", daemon=True)
-        self.told: dict[
+        self.received: dict[
             str, Any
         ] = {}  # {"text": the report there, "exit_code": of its first failure}
-        self._meeting, self._stop_asked = meeting, stop
-        self._key = f"xds/{meeting.run_id}/failed"
+        self._rendezvous, self._stop_asked = rendezvous, stop
+        self._key = f"xds/{rendezvous.run_id}/failed"
         self._store: Any = None
         self._is_over = threading.Event()
 
     def run(self) -> None:
-        if self._meeting.kind not in _ON_TCP_STORES:
+        if self._rendezvous.kind not in _ON_TCP_STORES:
             return
         try:
             self._listen()
@@ -48,25 +48,25 @@ class Peers(threading.Thread):
     def _listen(self) -> None:
         from torch._C._distributed_c10d import TCPStore
 
-        host, port = split_endpoint(self._meeting.endpoint)
+        host, port = split_endpoint(self._rendezvous.endpoint)
         while not self._is_over.wait(_POLL_SECONDS):
             if self._store is None:
                 self._store = TCPStore(
                     host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
                 )
             elif self._store.check([self._key]):
-                self.told = json.loads(self._store.get(self._key))
-                self._stop_asked.ask(signal.SIGTERM, is_for_peer=True)
+                self.received = json.loads(self._store.get(self._key))
+                self._stop_asked.request(signal.SIGTERM, is_for_peer=True)
                 return
 
-    def tell(self, text: str, exit_code: int) -> None:
+    def publish(self, text: str, exit_code: int) -> None:
         """Let the other machines know how it ended here, and give them time to read it."""
         self._is_over.set()
         self.join(2 * _POLL_SECONDS)
-        if self._store is None or self.told:
+        if self._store is None or self.received:
             return
         try:
             self._store.set(self._key, json.dumps({"text": text, "exit_code": exit_code}))
         except Exception:
             return
-        time.sleep(_HEARD_SECONDS)
+        time.sleep(_DELIVERY_SECONDS)

@@ -79,7 +79,7 @@ class Workers:
             else:
                 os.kill(pid, signum)
 
-    def sweep(self) -> None:
+    def kill_remaining(self) -> None:
         """After a failure: wait a moment for what the workers started, then kill what is left."""
         end_sessions(still_ours(self._began), HELPERS_SECONDS)
 

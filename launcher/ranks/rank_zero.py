@@ -32,7 +32,7 @@ Write = Callable[[int, bytes], None]
 
 _VARIABLES = {1: "XDS_RANK_OUT", 2: "XDS_RANK_ERR"}
 _CHUNK_BYTES = 65_536
-_LEAVE_SECONDS = 0.5
+_FINISH_SECONDS = 0.5
 _TICK_SECONDS = 0.05
 _SLOW_READER_SECONDS = 30.0
 _SIGNAL_SECONDS = 1.0  # what ends a reader may be about to stop us, too: a batch system, say
@@ -86,7 +86,7 @@ class RankZero:
         if self._before is not None:
             signal.signal(signal.SIGWINCH, self._before)
         for stream in self._streams:
-            stream.leave()
+            stream.finish()
         if self._own_folder:
             shutil.rmtree(self._own_folder, ignore_errors=True)
 
@@ -98,10 +98,10 @@ class RankZero:
         that rank 0 had started keeps a stream open for so long, or where the reader did not take all.
         """
         for stream in self._streams:
-            stream.let_go()
+            stream.close_writer()
         ended = [stream.wait_for_end(timeout_seconds, is_hurried) for stream in self._streams]
         for stream in self._streams:
-            stream.hold_again()
+            stream.reopen_writer()
         return all(ended)
 
     def _open(self, descriptors: tuple[int, ...]) -> None:
@@ -122,7 +122,7 @@ class RankZero:
 
     def _resized(self, signum: int, frame: FrameType | None) -> None:
         for stream in self._streams:
-            stream.take_size()
+            stream.copy_size()
 
 
 def _is_main_thread() -> bool:
@@ -190,21 +190,21 @@ class _Stream(threading.Thread):
         self.is_terminal = False
         self._descriptor, self._write, self._log = descriptor, write, log
         self._is_stopping, self._is_unread = is_stopping, False
-        self._reader = self._held = -1
+        self._reader = self._writer = -1
         self._lock = threading.Lock()  # of the two descriptors
         self._seen_end, self._resume = threading.Event(), threading.Event()
-        self._is_leaving = self._is_broken = self._is_writing = False
-        self._wrote = 0.0  # when the reader last took something
+        self._is_finishing = self._is_broken = self._is_writing = False
+        self._last_write = 0.0  # when the reader last took something
 
     def open_terminal(self) -> None:
         """A pseudo-terminal like the one we write to; bytes pass it unchanged."""
-        self._reader, self._held = os.openpty()
-        self.path, self.is_terminal = os.ttyname(self._held), True
+        self._reader, self._writer = os.openpty()
+        self.path, self.is_terminal = os.ttyname(self._writer), True
         with contextlib.suppress(termios.error):
             attributes = termios.tcgetattr(self._descriptor)
             attributes[1] &= ~termios.OPOST
-            termios.tcsetattr(self._held, termios.TCSANOW, attributes)
-        self.take_size()
+            termios.tcsetattr(self._writer, termios.TCSANOW, attributes)
+        self.copy_size()
 
     def open_fifo(self, path: str) -> None:
         """Where the launcher's stream is no terminal."""
@@ -214,9 +214,9 @@ class _Stream(threading.Thread):
         self.path = path
         self._reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         os.set_blocking(self._reader, True)
-        self._held = os.open(path, os.O_WRONLY)
+        self._writer = os.open(path, os.O_WRONLY)
 
-    def take_size(self) -> None:
+    def copy_size(self) -> None:
         """Give the pseudo-terminal the size of ours."""
         if not self.is_terminal or self._reader < 0:
             return
@@ -228,10 +228,10 @@ class _Stream(threading.Thread):
         while not self._is_broken:
             data = self._read()
             if data:
-                self._pass_on(data)
+                self._forward(data)
                 continue
             self._seen_end.set()
-            if self._is_leaving:
+            if self._is_finishing:
                 break
             self._resume.wait()
             self._resume.clear()
@@ -245,7 +245,7 @@ class _Stream(threading.Thread):
                 return b""
             raise
 
-    def _pass_on(self, data: bytes) -> None:
+    def _forward(self, data: bytes) -> None:
         self._log.write(data)
         if self._is_unread:
             return
@@ -256,12 +256,12 @@ class _Stream(threading.Thread):
             if self._is_about_to_stop():
                 self._is_unread = True  # a write that fails could end rank 0 before it has saved
             else:
-                self._break()
-        self._is_writing, self._wrote = False, time.monotonic()
+                self._stop_reading()
+        self._is_writing, self._last_write = False, time.monotonic()
 
     def _is_about_to_stop(self) -> bool:
         deadline = time.monotonic() + _SIGNAL_SECONDS
-        while self._is_stopping is not None and not self._is_leaving:
+        while self._is_stopping is not None and not self._is_finishing:
             if self._is_stopping():
                 return True
             if time.monotonic() > deadline:
@@ -269,7 +269,7 @@ class _Stream(threading.Thread):
             time.sleep(_TICK_SECONDS)
         return False
 
-    def _break(self) -> None:
+    def _stop_reading(self) -> None:
         """Nobody reads: close our end, so that rank 0 hears of it as it would without us.
 
         A worker that starts later must not wait for a reader that never comes.
@@ -282,20 +282,20 @@ class _Stream(threading.Thread):
 
     def _close(self) -> None:
         with self._lock:
-            for descriptor in (self._reader, self._held):
+            for descriptor in (self._reader, self._writer):
                 if descriptor >= 0:
                     os.close(descriptor)
-            self._reader = self._held = -1
+            self._reader = self._writer = -1
         self._seen_end.set()
 
-    def let_go(self) -> None:
+    def close_writer(self) -> None:
         """Stop holding the writing end, so that the reader sees the end once rank 0 has gone."""
         with self._lock:
-            if self._held >= 0:
+            if self._writer >= 0:
                 self._seen_end.clear()
                 self._resume.clear()
-                os.close(self._held)
-                self._held = -1
+                os.close(self._writer)
+                self._writer = -1
 
     def wait_for_end(
         self, timeout_seconds: float, is_hurried: Callable[[], bool] | None = None
@@ -304,27 +304,27 @@ class _Stream(threading.Thread):
         begun = time.monotonic()
         while not self._seen_end.wait(_TICK_SECONDS):
             now = time.monotonic()
-            if not self._is_writing and now - max(begun, self._wrote) > timeout_seconds:
+            if not self._is_writing and now - max(begun, self._last_write) > timeout_seconds:
                 return False
             is_over = is_hurried() if is_hurried else now - begun > _SLOW_READER_SECONDS
             if is_over and now - begun > timeout_seconds:
                 return False
         return True
 
-    def hold_again(self) -> None:
+    def reopen_writer(self) -> None:
         """Make way for the next start of rank 0."""
         with self._lock:
-            if self._reader >= 0 and self._held < 0:
+            if self._reader >= 0 and self._writer < 0:
                 with contextlib.suppress(FileNotFoundError):  # somebody removed the run's folder
-                    self._held = os.open(self.path, os.O_WRONLY | os.O_NOCTTY)
+                    self._writer = os.open(self.path, os.O_WRONLY | os.O_NOCTTY)
         self._resume.set()
 
-    def leave(self) -> None:
+    def finish(self) -> None:
         """End the thread, or leave it to a process that still writes: it ends with that, or with us."""
-        self._is_leaving = True
-        self.let_go()
+        self._is_finishing = True
+        self.close_writer()
         self._resume.set()
-        self.join(_LEAVE_SECONDS)
+        self.join(_FINISH_SECONDS)
         if not self.is_terminal:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)

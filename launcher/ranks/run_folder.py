@@ -26,8 +26,8 @@ _DAY_SECONDS = 86400.0
 _NAME = re.compile(r"\d{8}-\d{6}-(.+)")  # when it began, and of which run it is
 _LOCK = "running"
 _LOG_MODE = 0o600
-_PASSING = (".ended", ".grace", ".out", ".err")
-_LAST_WORDS = (".error.json", ".fault.txt", ".ended", ".grace")
+_TEMPORARY_FILES = (".ended", ".grace", ".out", ".err")
+_FAILURE_FILES = (".error.json", ".fault.txt", ".ended", ".grace")
 
 
 @final
@@ -60,7 +60,7 @@ class RunFolder:
         """Rid `ranks` of an earlier start's last words, and before the first start of old logs."""
         self.ranks |= set(ranks)
         for rank in ranks:
-            endings = (*_LAST_WORDS, *([".log"] if is_first else []))
+            endings = (*_FAILURE_FILES, *([".log"] if is_first else []))
             for ending in endings:
                 (self.path / f"rank{rank}{ending}").unlink(missing_ok=True)
 
@@ -72,13 +72,13 @@ class RunFolder:
                 times.append(self.error(rank).stat().st_mtime)
         return min(times, default=None)
 
-    def forget_passing(self, rank: int) -> None:
+    def remove_temporary_files(self, rank: int) -> None:
         """Remove what nobody reads after the end: an empty fault file, marks, pipes."""
         fault = self.fault(rank)
         with contextlib.suppress(OSError):
             if not fault.stat().st_size:
                 fault.unlink()
-        for ending in _PASSING:
+        for ending in _TEMPORARY_FILES:
             (self.path / f"rank{rank}{ending}").unlink(missing_ok=True)
 
     def grace_seconds(self) -> float:
@@ -107,7 +107,7 @@ def run_folder(asked: str, run_id: str = "") -> Iterator[RunFolder]:
             yield folder
     finally:
         for rank in folder.ranks:  # other hosts may write into the same folder
-            folder.forget_passing(rank)
+            folder.remove_temporary_files(rank)
         if not asked:
             with contextlib.suppress(OSError):
                 folder.path.rmdir()  # only if nothing was kept
@@ -146,11 +146,11 @@ def _own_folder(run_id: str) -> Path:
     if not is_ours:  # or somebody else may lay links there, which we would write through
         return Path(tempfile.mkdtemp(prefix=f"xds-{name}-"))
     with contextlib.suppress(OSError):
-        _forget_old_runs(runs)
+        _remove_old_runs(runs)
     return runs / name
 
 
-def _forget_old_runs(runs: Path) -> None:
+def _remove_old_runs(runs: Path) -> None:
     """Remove runs beyond the newest, unless they go on. Hosts that share the folder have one each for a run."""
     found: dict[str, list[Path]] = {}  # by run, the newest first
     for path in sorted(runs.iterdir(), reverse=True):

@@ -43,10 +43,10 @@ class Stop:
         self.is_for_peer = False
         self.forwards: list[int] = []
 
-    def ask(self, signum: int, *, is_for_peer: bool = False) -> bool:
+    def request(self, signum: int, *, is_for_peer: bool = False) -> bool:
         """Stop with `signum`; a second time: at once. True for the first one."""
         if self.follower is not None:
-            self.follower.ask(signum, is_for_peer=is_for_peer)
+            self.follower.request(signum, is_for_peer=is_for_peer)
         if self.signum:
             self.is_urgent = self.is_urgent or not is_for_peer
             return False
@@ -54,7 +54,7 @@ class Stop:
         self.signum = signum
         return True
 
-    def was_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether anybody has asked yet."""
         return bool(self.signum)
 
@@ -85,22 +85,24 @@ class Stop:
 
 
 @contextlib.contextmanager
-def stop_signals(*, says_so: bool = True) -> Iterator[Stop]:
+def stop_signals(*, logs_signal: bool = True) -> Iterator[Stop]:
     """Signals to this process become requests, until the context ends; the first is told on standard error."""
     stop = Stop()
-    words: queue.SimpleQueue[str] = queue.SimpleQueue()  # its `put` may interrupt itself
-    voice = threading.Thread(target=_say_all, args=(words,), name="xds-voice", daemon=True)
+    messages: queue.SimpleQueue[str] = queue.SimpleQueue()  # its `put` may interrupt itself
+    writer = threading.Thread(
+        target=_write_messages, args=(messages,), name="xds-voice", daemon=True
+    )
 
-    def asked(signum: int, frame: FrameType | None) -> None:
-        if stop.ask(signum) and says_so:
-            words.put(f"\nxds: {signal.Signals(signum).name}: stopping every rank\n")
+    def on_stop(signum: int, frame: FrameType | None) -> None:
+        if stop.request(signum) and logs_signal:
+            messages.put(f"\nxds: {signal.Signals(signum).name}: stopping every rank\n")
 
-    def passed(signum: int, frame: FrameType | None) -> None:
+    def on_forward(signum: int, frame: FrameType | None) -> None:
         stop.forward(signum)
 
-    voice.start()
+    writer.start()
     before = {}
-    for handled, handler in ((STOPPING, asked), (FORWARDED, passed)):
+    for handled, handler in ((STOPPING, on_stop), (FORWARDED, on_forward)):
         for signum in handled:
             if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or a job in the background
                 before[signum] = signal.signal(signum, handler)
@@ -109,10 +111,10 @@ def stop_signals(*, says_so: bool = True) -> Iterator[Stop]:
     finally:
         for signum, former in before.items():
             signal.signal(signum, former)
-        words.put("")
-        voice.join(2 * PATIENCE_SECONDS)
+        messages.put("")
+        writer.join(2 * PATIENCE_SECONDS)
 
 
-def _say_all(words: queue.SimpleQueue[str]) -> None:
-    while text := words.get():
+def _write_messages(messages: queue.SimpleQueue[str]) -> None:
+    while text := messages.get():
         say(text)

@@ -59,7 +59,7 @@ class Outcome:
     finished: list[int] = field(default_factory=list)
     error: str = ""
     is_agent_alive: bool = False
-    held: object = None
+    store_reference: object = None
 
 
 def supervise(
@@ -85,15 +85,17 @@ def supervise(
         _supervise(agent, workers, stop, on_failure)
         if agent.error is not None:
             raise agent.error
-        outcome = Outcome(is_agent_alive=agent.is_alive(), held=agent.held)
+        outcome = Outcome(is_agent_alive=agent.is_alive(), store_reference=agent.store_reference)
         if stop.signum or agent.failures or agent.fault:
-            workers.sweep()
+            workers.kill_remaining()
     outcome.error = agent.fault
     if outcome.is_agent_alive:
-        outcome.failures = _seen_failures(agent, folder)
+        outcome.failures = _recorded_failures(agent, folder)
     else:
         failed = agent.failures.items()
-        outcome.failures = [_failure(rank, told, workers, folder) for rank, told in failed]
+        outcome.failures = [
+            _failure(rank, process_failure, workers, folder) for rank, process_failure in failed
+        ]
     ranks = agent.ranks()
     outcome.finished = [rank for rank in ranks.values() if folder.ended(rank).exists()]
     return outcome
@@ -109,7 +111,7 @@ class _Agent(threading.Thread):
         self.failures: dict[int, ProcessFailure] = {}  # by rank
         self.error: XdsError | None = None
         self.fault = ""
-        self.held: object = None  # see launch
+        self.store_reference: object = None  # see launch
         self.folder, self.order = folder, order
         self._stop_asked, self._extra = stop, extra
         self._ranks: dict[int, int] = {}
@@ -126,18 +128,18 @@ class _Agent(threading.Thread):
             num_ranks = count_ranks(self.order.job, self.order.num_ranks)
             if not self._stop_asked.signum:
                 self.num_ranks = num_ranks
-                self.failures, self.held = launch(
+                self.failures, self.store_reference = launch(
                     self.order, num_ranks, self.folder, self._ranks, self._extra
                 )
         except XdsError as error:
             self.error = error
         except Exception as error:
-            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            self.fault = f"the ranks cannot be started: {said}"
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self.fault = f"the ranks cannot be started: {reason}"
             if self._ranks and self.order.rendezvous.max_nodes > 1:
                 self.fault = (
                     f"{self.order.rendezvous.endpoint}, where the machines meet, does not answer any more; its "
-                    f"xds has ended, and told why there ({said})"
+                    f"xds has ended, and told why there ({reason})"
                 )
 
 
@@ -199,22 +201,22 @@ def _signals_due(agent: _Agent, workers: Workers, stop: Stop) -> list[tuple[int,
         return [(pid, due) for pid in workers.alive()]
     # when a rank is gone the agent stops its peers, with 30 s of patience; before that it waits
     late: list[int] = []
-    gone_at = workers.first_bad_exit_seconds()
-    if gone_at is not None and time.time() - gone_at > _PEERS_SECONDS:
-        late += workers.alive(started_before_seconds=gone_at)
-    told_at = agent.folder.first_error_seconds(list(agent.ranks().values()))
-    if told_at is not None and time.time() - told_at > _FAILED_RANK_SECONDS:
-        late += workers.alive(started_before_seconds=told_at)
+    ended_at = workers.first_bad_exit_seconds()
+    if ended_at is not None and time.time() - ended_at > _PEERS_SECONDS:
+        late += workers.alive(started_before_seconds=ended_at)
+    reported_at = agent.folder.first_error_seconds(list(agent.ranks().values()))
+    if reported_at is not None and time.time() - reported_at > _FAILED_RANK_SECONDS:
+        late += workers.alive(started_before_seconds=reported_at)
     return [(pid, int(signal.SIGKILL)) for pid in late]
 
 
 def _failed_at(agent: _Agent, workers: Workers) -> float | None:
-    gone_at = workers.first_bad_exit_seconds()
-    told_at = agent.folder.first_error_seconds(list(agent.ranks().values()))
-    return min((at for at in (gone_at, told_at) if at is not None), default=None)
+    ended_at = workers.first_bad_exit_seconds()
+    reported_at = agent.folder.first_error_seconds(list(agent.ranks().values()))
+    return min((at for at in (ended_at, reported_at) if at is not None), default=None)
 
 
-def _seen_failures(agent: _Agent, folder: RunFolder) -> list[Failure]:
+def _recorded_failures(agent: _Agent, folder: RunFolder) -> list[Failure]:
     """The failures of ranks whose agent does not answer: what they wrote themselves."""
     found = []
     for rank in agent.ranks().values():
@@ -222,36 +224,38 @@ def _seen_failures(agent: _Agent, folder: RunFolder) -> list[Failure]:
             record = json.loads(folder.error(rank).read_text())
         except (OSError, ValueError):
             continue
-        found.append(_told_failure(rank, 0, record["xds"], folder))
+        found.append(_recorded_failure(rank, 0, record["xds"], folder))
     return found
 
 
-def _told_failure(rank: int, pid: int, kept: dict[str, Any], folder: RunFolder) -> Failure:
+def _recorded_failure(rank: int, pid: int, record: dict[str, Any], folder: RunFolder) -> Failure:
     """What a rank wrote about its end (worker.py) counts more than an abort on the way out."""
-    failure = Failure(rank, pid, kept["exit_code"], kept["time_seconds"], text=kept["text"])
-    return _placed(failure, folder)
+    failure = Failure(rank, pid, record["exit_code"], record["time_seconds"], text=record["text"])
+    return _with_host_and_log(failure, folder)
 
 
-def _failure(rank: int, told: ProcessFailure, workers: Workers, folder: RunFolder) -> Failure:
+def _failure(
+    rank: int, process_failure: ProcessFailure, workers: Workers, folder: RunFolder
+) -> Failure:
     """One rank's end, from what it wrote itself, what the kernel showed, and what torch noted."""
-    kept = told.error_file_data.get("xds")
-    if kept is not None:
-        return _told_failure(rank, told.pid, kept, folder)
-    seen = workers.exits.get(told.pid)
-    signum = max(0, -told.exitcode)
+    record = process_failure.error_file_data.get("xds")
+    if record is not None:
+        return _recorded_failure(rank, process_failure.pid, record, folder)
+    seen = workers.exits.get(process_failure.pid)
+    signum = max(0, -process_failure.exitcode)
     failure = Failure(
         rank=rank,
-        pid=told.pid,
-        exit_code=128 + signum if signum else told.exitcode,
-        time_seconds=seen.time_seconds if seen else float(told.timestamp),
+        pid=process_failure.pid,
+        exit_code=128 + signum if signum else process_failure.exitcode,
+        time_seconds=seen.time_seconds if seen else float(process_failure.timestamp),
         signum=signum,
         text=_frames(folder.fault(rank)),
-        was_killed_by_us=told.pid in workers.killed,
+        was_killed_by_us=process_failure.pid in workers.killed,
     )
-    return _placed(failure, folder)
+    return _with_host_and_log(failure, folder)
 
 
-def _placed(failure: Failure, folder: RunFolder) -> Failure:
+def _with_host_and_log(failure: Failure, folder: RunFolder) -> Failure:
     log = folder.log(failure.rank)
     has_log = log.exists() and log.stat().st_size > 0
     return replace(
@@ -268,5 +272,7 @@ def _frames(fault_file: Path) -> str:
     with contextlib.suppress(OSError):
         lines = fault_file.read_text(errors="replace")[:_FAULT_CHARS].splitlines()
     own = str(Path(__file__).with_name("worker.py"))
-    kept = [line for line in lines if own not in line and not line.startswith("Extension modules:")]
-    return "\n".join(kept)
+    record = [
+        line for line in lines if own not in line and not line.startswith("Extension modules:")
+    ]
+    return "\n".join(record)

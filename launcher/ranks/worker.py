@@ -45,24 +45,24 @@ class _Outcome:
 
 def main() -> None:
     kind, target, *args = sys.argv[1:]
-    _die_with_launcher(os.environ.pop("XDS_LAUNCHER_PID", ""))
+    _exit_with_launcher(os.environ.pop("XDS_LAUNCHER_PID", ""))
     files = os.environ.pop("XDS_RANK_FILES", "")
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     has_log = bool(files) and os.environ.get("RANK") != "0"
     if has_log:
         log = f"{files}.log"
-        _take_streams(log, log)
+        _redirect_streams(log, log)
     else:
-        _take_streams(os.environ.pop("XDS_RANK_OUT", ""), os.environ.pop("XDS_RANK_ERR", ""))
-    _take_cores(os.environ.pop("XDS_RANK_CORES", ""))
+        _redirect_streams(os.environ.pop("XDS_RANK_OUT", ""), os.environ.pop("XDS_RANK_ERR", ""))
+    _set_affinity(os.environ.pop("XDS_RANK_CORES", ""))
     if kind == "program":
-        _become(target, args, error_file)
+        _exec_program(target, args, error_file)
     if files and not faulthandler.is_enabled():
         # open for as long as we live
         faulthandler.enable(open(f"{files}.fault.txt", "w", opener=_for_user))
     outcome = _Outcome(f"{files}.ended" if files else "")
     atexit.register(
-        _leave, outcome
+        _at_exit, outcome
     )  # registered first, so it runs after every handler of the script
     try:
         (_run_module if kind == "module" else _run_script)(target, args)
@@ -74,14 +74,16 @@ def main() -> None:
         is_number = isinstance(request.code, int)
         outcome.code = int(request.code) & 0xFF if is_number else 1
         text = "" if is_number else f"{request.code}\n"
-        _keep(error_file, f"exit code {outcome.code}", text, outcome.code, has_log)
+        _write_failure(error_file, f"exit code {outcome.code}", text, outcome.code, has_log)
     except BaseException as error:
         outcome.code = 1
-        _keep(error_file, f"{type(error).__name__}: {error}", _told(error), 1, has_log)
+        _write_failure(
+            error_file, f"{type(error).__name__}: {error}", _traceback_text(error), 1, has_log
+        )
     sys.exit(outcome.code)
 
 
-def _die_with_launcher(launcher_pid: str) -> None:
+def _exit_with_launcher(launcher_pid: str) -> None:
     """Ask the kernel to kill this process when the launcher dies, even by SIGKILL (Linux)."""
     if not launcher_pid:
         return
@@ -91,7 +93,7 @@ def _die_with_launcher(launcher_pid: str) -> None:
         os._exit(1)
 
 
-def _take_streams(out: str, err: str) -> None:
+def _redirect_streams(out: str, err: str) -> None:
     """Send both output streams to the files named; to one file in the order in which they are written."""
     opened: dict[str, int] = {}
     for number, path in ((1, out), (2, err)):
@@ -110,18 +112,18 @@ def _for_user(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _take_cores(cores: str) -> None:
+def _set_affinity(cores: str) -> None:
     """Stay on these cores, with every thread that starts from now on."""
     if cores and sys.platform == "linux":
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
 
 
-def _become(program: str, args: list[str], error_file: str) -> NoReturn:
+def _exec_program(program: str, args: list[str], error_file: str) -> NoReturn:
     try:
         os.execvp(program, [program, *args])
     except OSError as error:
         text = f"{program}: {error.strerror}\n"
-        _keep(error_file, text.strip(), text, 127, False)
+        _write_failure(error_file, text.strip(), text, 127, False)
         os._exit(127)
 
 
@@ -154,7 +156,7 @@ def _replace_own_folder(folder: str) -> None:
         sys.path[0] = folder
 
 
-def _told(error: BaseException) -> str:
+def _traceback_text(error: BaseException) -> str:
     """The text that Python would print for `error`, without this file's frames.
 
     Goes through sys.excepthook, so that a hook of the script (a crash reporter, say) still runs.
@@ -170,7 +172,7 @@ def _told(error: BaseException) -> str:
     return re.sub(r"(?m)^\[rank\d+\]: ?", "", text.getvalue())
 
 
-def _keep(error_file: str, summary: str, text: str, exit_code: int, has_log: bool) -> None:
+def _write_failure(error_file: str, summary: str, text: str, exit_code: int, has_log: bool) -> None:
     """Write the failure to `error_file`, whole or not at all, and to the log where there is one."""
     now = time.time()
     if has_log or not error_file:
@@ -191,7 +193,7 @@ def _keep(error_file: str, summary: str, text: str, exit_code: int, has_log: boo
         os.replace(f"{error_file}.part", error_file)
 
 
-def _leave(outcome: _Outcome) -> None:
+def _at_exit(outcome: _Outcome) -> None:
     """Last act: close the process group after a good run, skip C++ teardown after a bad one."""
     if outcome.code:
         with contextlib.suppress(Exception):

@@ -49,17 +49,17 @@ def fan_out(
 async def _all(
     commands: Mapping[str, Sequence[str]], timeout_seconds: float, at_once: int
 ) -> dict[str, Answer]:
-    turn = asyncio.Semaphore(at_once)
+    semaphore = asyncio.Semaphore(at_once)
 
-    async def one(words: Sequence[str]) -> Answer:
-        async with turn:
-            return await _ask(words, timeout_seconds)
+    async def one(command: Sequence[str]) -> Answer:
+        async with semaphore:
+            return await _run(command, timeout_seconds)
 
     # return_exceptions: an interrupt waits until each has ended what it started
-    asked = (one(words) for words in commands.values())
+    runs = (one(command) for command in commands.values())
     answers: dict[str, Answer] = {}
     for name, answer in zip(
-        commands, await asyncio.gather(*asked, return_exceptions=True), strict=True
+        commands, await asyncio.gather(*runs, return_exceptions=True), strict=True
     ):
         if isinstance(answer, BaseException):
             raise answer
@@ -67,27 +67,27 @@ async def _all(
     return answers
 
 
-async def _ask(words: Sequence[str], timeout_seconds: float) -> Answer:
+async def _run(command: Sequence[str], timeout_seconds: float) -> Answer:
     try:
-        transport, heard = await _start(words)
+        transport, output = await _start(command)
     except OSError as error:
-        return Answer(None, "", "", time.time(), f"cannot start {words[0]}: {error.strerror}")
+        return Answer(None, "", "", time.time(), f"cannot start {command[0]}: {error.strerror}")
     trouble = ""
     try:
-        await asyncio.wait_for(heard.has_ended.wait(), timeout_seconds)
+        await asyncio.wait_for(output.has_ended.wait(), timeout_seconds)
     except asyncio.TimeoutError:  # noqa: UP041 (two classes before Python 3.11)
         trouble = f"no end within {timeout_seconds:g} s"
     finally:
-        await _end(transport, heard)
+        await _end(transport, output)
     code = None if trouble else transport.get_returncode()
-    return Answer(code, heard.text(_OUTPUT), heard.text(_ERRORS), heard.last_output_at, trouble)
+    return Answer(code, output.text(_OUTPUT), output.text(_ERRORS), output.last_output_at, trouble)
 
 
-async def _start(words: Sequence[str]) -> tuple[asyncio.SubprocessTransport, _Heard]:
+async def _start(command: Sequence[str]) -> tuple[asyncio.SubprocessTransport, _Output]:
     starting = asyncio.ensure_future(
         asyncio.get_running_loop().subprocess_exec(
-            _Heard,
-            *words,
+            _Output,
+            *command,
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,  # so that it can be killed with what it started, and nothing else
         )
@@ -99,10 +99,10 @@ async def _start(words: Sequence[str]) -> tuple[asyncio.SubprocessTransport, _He
         raise
 
 
-async def _end(transport: asyncio.SubprocessTransport, heard: _Heard) -> None:
+async def _end(transport: asyncio.SubprocessTransport, output: _Output) -> None:
     _kill(transport.get_pid(), transport.get_returncode())
     with contextlib.suppress(asyncio.TimeoutError):  # something else holds its streams open
-        await asyncio.wait_for(heard.has_ended.wait(), _LAST_SECONDS)
+        await asyncio.wait_for(output.has_ended.wait(), _LAST_SECONDS)
     transport.close()  # while the event loop still runs
 
 
@@ -114,7 +114,7 @@ def _kill(pid: int, code: int | None) -> None:
 
 
 @final
-class _Heard(asyncio.SubprocessProtocol):
+class _Output(asyncio.SubprocessProtocol):
     """What a command wrote to its two streams, and when the last of its output came."""
 
     def __init__(self) -> None:

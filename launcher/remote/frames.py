@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 PART_BYTES = 1024
-BEATS_A_LIMIT = 3  # head and node each speak so often in what the other takes for silence
+HEARTBEATS_PER_TIMEOUT = 3  # head and node each speak so often in what the other takes for silence
 _BEGIN, _END = b"\x1e", b"\x1f\n"
 _SENDER_CHARS = 40
 
@@ -31,19 +31,19 @@ def encode(token: str, message: Mapping[str, Any]) -> bytes:
     (b'\\x1eab - 0001/0001 {"kind":"beat', b'  \\x1f\\n', 1024)
     """
     text = json.dumps(message, separators=(",", ":"))  # ASCII, without line ends
-    head = f"{token} {_as_word(str(message.get('sender', '')))} "
-    room = PART_BYTES - len(_BEGIN + _END) - len(f"{head}0001/0001 ")
-    cuts = range(0, max(1, len(text)), room)
+    head = f"{token} {_sender_id(str(message.get('sender', '')))} "
+    text_bytes = PART_BYTES - len(_BEGIN + _END) - len(f"{head}0001/0001 ")
+    cuts = range(0, max(1, len(text)), text_bytes)
     parts = [
-        f"{head}{number:04}/{len(cuts):04} {text[at : at + room]:<{room}}".encode()
+        f"{head}{number:04}/{len(cuts):04} {text[at : at + text_bytes]:<{text_bytes}}".encode()
         for number, at in enumerate(cuts, start=1)
     ]
     return b"".join(_BEGIN + part + _END for part in parts)
 
 
-def _as_word(sender: str) -> str:
-    word = re.sub(r"[^\w.]", "_", sender, flags=re.ASCII) or "-"
-    return word if len(word) <= _SENDER_CHARS else f"{word[:30]}_{zlib.crc32(sender.encode()):08x}"
+def _sender_id(sender: str) -> str:
+    name = re.sub(r"[^\w.]", "_", sender, flags=re.ASCII) or "-"
+    return name if len(name) <= _SENDER_CHARS else f"{name[:30]}_{zlib.crc32(sender.encode()):08x}"
 
 
 @final

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...utils.errors import UsageError
 from ..job import Host, Job, Remote, Restarts
 from .backends.base import AllAtOnce, Backend, PerHost
-from .roster import choose
+from .host_selection import choose_hosts
 
 
 def run(
@@ -21,7 +21,7 @@ def run(
         UsageError: the backend's program is missing, or numbers of hosts and ranks cannot be met.
     """
     backend.check()
-    if not choose(hosts, len(hosts), restarts):
+    if not choose_hosts(hosts, len(hosts), restarts):
         raise UsageError(_unfit(hosts, restarts))
     if isinstance(backend, AllAtOnce):
         from .head_at_once import run_at_once

@@ -21,9 +21,9 @@ from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
 from .backends.base import AllAtOnce
 from .backends.orders import encode
+from .host_selection import choose_hosts
 from .link import Link
-from .roster import choose
-from .start import Lost, make_orders, own_streams, tell
+from .start import Lost, final_report, make_orders, own_streams
 
 _TICK_SECONDS = 0.1
 # After the first failure: for the other hosts' ranks to end, and for what they say about it to arrive.
@@ -37,7 +37,7 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below the kernel's own range of pass
 class _Start:
     """What is known of one start."""
 
-    said: dict[str, float] = field(default_factory=dict)  # host to when it was heard last
+    record: dict[str, float] = field(default_factory=dict)  # host to when it was heard last
     ahead_seconds: dict[str, float] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
@@ -48,7 +48,7 @@ class _Start:
     def take(self, message: Mapping[str, Any]) -> None:
         """Note one message of one host."""
         host, kind = message["sender"], message["kind"]
-        self.said[host] = time.time()
+        self.record[host] = time.time()
         if kind == "hello":
             self.ahead_seconds[host] = message["now"] - time.time()
         elif kind == "failed":
@@ -56,8 +56,8 @@ class _Start:
         elif kind == "ended":
             self.ended.add(host)
             self.finished += message["finished"]
-            for said in message["failures"]:
-                failure = Failure.from_dict(said)
+            for record in message["failures"]:
+                failure = Failure.from_dict(record)
                 at = failure.time_seconds - self.ahead_seconds.get(host, 0.0)
                 self.failures.append(replace(failure, time_seconds=at, host=host))
             if message["error"]:
@@ -78,26 +78,30 @@ def run_at_once(
             if code == 0 and not (start.failures or start.errors):
                 return 0
             if was_preempted(start.failures):
-                say("xds: every rank has saved and stopped, as it was asked to\n", stop.was_asked)
+                say(
+                    "xds: every rank has saved and stopped, as it was asked to\n", stop.is_requested
+                )
                 return first_failure(start.failures).exit_code
-            lost = _unheard(hosts, start, code, backend.name)
-            text, code = tell(start.failures, start.finished, start.errors, lost)
-            say(text, stop.was_asked)
+            lost = _hosts_without_result(hosts, start, code, backend.name)
+            text, code = final_report(start.failures, start.finished, start.errors, lost)
+            say(text, stop.is_requested)
             if generation >= restarts.max_restarts:
                 return code
             generation += 1
             again = f"xds: starting every rank again ({generation} of {restarts.max_restarts})\n"
-            say(again, stop.was_asked)
+            say(again, stop.is_requested)
 
 
-def _unheard(hosts: Sequence[Host], start: _Start, code: int, program: str) -> list[Lost]:
+def _hosts_without_result(
+    hosts: Sequence[Host], start: _Start, code: int, program: str
+) -> list[Lost]:
     """Hosts that never said how their ranks ended, where nobody else told of a failure."""
     if start.failures or start.errors:
         return []
     missing = [host.name for host in hosts if host.name not in start.ended]
     why = f"{program} ended with exit code {code} before it was done"
     return [
-        Lost(name, why, start.said.get(name, 0.0), code or 1, name in start.said)
+        Lost(name, why, start.record.get(name, 0.0), code or 1, name in start.record)
         for name in missing or [hosts[0].name]
     ]
 
@@ -113,7 +117,7 @@ def _one_start(
 ) -> tuple[_Start, int]:
     """One command from its start to its end, and its exit code."""
     token = secrets.token_hex(8)
-    chosen = choose(hosts, len(hosts), restarts)
+    chosen = choose_hosts(hosts, len(hosts), restarts)
     address = remote.master_addr or hosts[0].name.rpartition("@")[2]
     port = remote.master_port or _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
     meeting = Rendezvous(
@@ -125,7 +129,7 @@ def _one_start(
         replace(order, generation=generation, max_restarts=restarts.max_restarts)
         for order in make_orders(job, chosen, remote, meeting)
     ]
-    words = [
+    argv = [
         remote.python,
         "-u",
         "-m",
@@ -133,7 +137,7 @@ def _one_start(
         "--orders",
         encode(token, orders),
     ]
-    command = backend.command([host for host, _ in chosen], remote, words)
+    command = backend.command([host for host, _ in chosen], remote, argv)
     selector = selectors.DefaultSelector()
     environment = dict(os.environ) | backend.environment(remote)
     link = Link(backend.name, command, token, selector, own_streams(stop), environment)

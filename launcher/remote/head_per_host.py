@@ -27,10 +27,10 @@ from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
 from .backends.base import PerHost
-from .frames import BEATS_A_LIMIT
+from .frames import HEARTBEATS_PER_TIMEOUT
+from .host_selection import choose_hosts
 from .link import Link
-from .roster import choose
-from .start import Lost, heartbeat_seconds, make_orders, own_streams, tell
+from .start import Lost, final_report, heartbeat_seconds, make_orders, own_streams
 
 CONNECTING_AT_ONCE = 64
 _TICK_SECONDS = 0.1
@@ -46,7 +46,7 @@ def run_per_host(
 ) -> int:
     """Run `job` on `hosts` to its end; the exit code of the first rank that failed, 0 when none did."""
     allow_files(_FILES_A_LINK * len(hosts) + 64)
-    with stop_signals() as stop, _deaf_to_suspension():
+    with stop_signals() as stop, _suspension_ignored():
         return _Head(job, hosts, remote, backend, restarts, stop).run()
 
 
@@ -68,7 +68,7 @@ def allow_files(needed: int) -> None:
 
 
 @contextlib.contextmanager
-def _deaf_to_suspension() -> Iterator[None]:
+def _suspension_ignored() -> Iterator[None]:
     """Ctrl-Z would be taken for a lost launcher on every host."""
     former = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
@@ -92,7 +92,7 @@ class _Member:
     port: int = 0
     ahead_seconds: float = 0.0  # its clock minus ours
     next_attempt: float = 0.0
-    is_told_to_stop: bool = False
+    is_stopping: bool = False
     ranks: tuple[int, ...] = ()  # of the newest start
 
 
@@ -106,8 +106,8 @@ class _Start:
     finished: list[int] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     lost: list[Lost] = field(default_factory=list)
-    grows: bool = False  # stopped by the head, to take in hosts that came back
-    was_stopped_there: bool = False  # a host was told to stop by somebody else, such as its cloud
+    is_growing: bool = False  # stopped by the head, to take in hosts that came back
+    was_stopped_on_host: bool = False  # a host was told to stop by somebody else, such as its cloud
 
 
 @final
@@ -153,13 +153,13 @@ class _Head:
                 return 128 + self._stop.signum
             if not (start.failures or start.lost or start.errors):
                 return 0
-            goes_on = start.grows or (start.was_stopped_there and self._is_elastic())
+            goes_on = start.is_growing or (start.was_stopped_on_host and self._is_elastic())
             if was_preempted(start.failures) and not goes_on:
                 self._say("every rank has saved and stopped, as it was asked to")
                 return first_failure(start.failures).exit_code
-            if not start.grows:
-                text, code = tell(start.failures, start.finished, start.errors, start.lost)
-                say(text, self._stop.was_asked)
+            if not start.is_growing:
+                text, code = final_report(start.failures, start.finished, start.errors, start.lost)
+                say(text, self._stop.is_requested)
                 if not restarts_left:
                     return code
                 restarts_left -= 1
@@ -170,7 +170,7 @@ class _Head:
     def _gather(self) -> list[tuple[_Member, int]]:
         """Connect until a start is possible, with every host at first; empty where it is not to be."""
         begun = time.monotonic()
-        told = False
+        is_logged = False
         while not self._stop.signum:
             self._turn()
             pending = [m for m in self._members if m.state in ("away", "connecting", "preparing")]
@@ -185,8 +185,8 @@ class _Head:
                 return chosen
             if is_first or time.monotonic() - begun > _RETURN_SECONDS:
                 return []
-            if not told:
-                told = True
+            if not is_logged:
+                is_logged = True
                 self._say(f"waiting for hosts to come back, up to {_RETURN_SECONDS:.0f} s")
         return []
 
@@ -196,14 +196,14 @@ class _Head:
     def _chosen(self) -> list[tuple[_Member, int]]:
         ready = {m.host.name: m for m in self._members if m.state == "ready"}
         hosts = [m.host for m in ready.values()]
-        picked = choose(hosts, len(self._members), self._restarts)
+        picked = choose_hosts(hosts, len(self._members), self._restarts)
         return [(ready[host.name], ranks) for host, ranks in picked]
 
     def _give_up(self) -> int:
         if self._stop.signum:
             return 128 + self._stop.signum
-        text, code = tell([], [], {}, self._lost)
-        say(text, self._stop.was_asked)
+        text, code = final_report([], [], {}, self._lost)
+        say(text, self._stop.is_requested)
         return code
 
     def _one_start(self, chosen: Sequence[tuple[_Member, int]]) -> _Start:
@@ -227,7 +227,7 @@ class _Head:
         )
         first_rank = 0
         for (member, count), order in zip(chosen, orders, strict=True):
-            member.state, member.is_told_to_stop = "running", False
+            member.state, member.is_stopping = "running", False
             member.ranks = tuple(range(first_rank, first_rank + count))
             first_rank += count
             order = replace(
@@ -246,28 +246,28 @@ class _Head:
                 self._stop_ranks(self._stop.signum, again=asked > 1)
             elif (start.failures or start.lost or start.errors) and not asked:
                 self._stop_ranks(signal.SIGTERM, is_for_peer=True)
-            elif self._could_grow(start):
-                start.grows = True
+            elif self._can_add_hosts(start):
+                start.is_growing = True
                 self._say("more hosts are there: the ranks save where they can, and start anew")
                 self._stop_ranks(signal.SIGTERM)
         self._start = None
         return start
 
-    def _could_grow(self, start: _Start) -> bool:
-        if start.grows or self._stop.signum or not self._is_elastic():
+    def _can_add_hosts(self, start: _Start) -> bool:
+        if start.is_growing or self._stop.signum or not self._is_elastic():
             return False
         back = [m for m in self._members if m.state == "ready" and m not in start.members]
         if not back:
             return False
         there = [m.host for m in self._members if m.state in ("ready", "running")]
-        picked = choose(there, len(self._members), self._restarts)
-        now = choose([m.host for m in start.members], len(self._members), self._restarts)
+        picked = choose_hosts(there, len(self._members), self._restarts)
+        now = choose_hosts([m.host for m in start.members], len(self._members), self._restarts)
         return sum(count for _, count in picked) > sum(count for _, count in now)
 
     def _stop_ranks(self, signum: int, *, is_for_peer: bool = False, again: bool = False) -> None:
         for member in self._start.members if self._start else ():
-            if member.state == "running" and (again or not member.is_told_to_stop):
-                member.is_told_to_stop = True
+            if member.state == "running" and (again or not member.is_stopping):
+                member.is_stopping = True
                 assert member.link is not None
                 member.link.send("stop", signum=int(signum), is_for_peer=is_for_peer)
 
@@ -290,7 +290,7 @@ class _Head:
             self._look_for_silence(now)
             self._forward()
         if now >= self._next_beat:
-            self._next_beat = now + self._limit_seconds / BEATS_A_LIMIT
+            self._next_beat = now + self._limit_seconds / HEARTBEATS_PER_TIMEOUT
             for link in self._by_link:
                 link.send("beat")
 
@@ -311,15 +311,15 @@ class _Head:
                 member.state = "away"
             if member.state != "away" or now < member.next_attempt:
                 continue
-            words = [self._remote.python, "-u", "-m", "xds.launcher.remote.node"]
-            command = self._backend.command(member.host, self._remote, words)
+            argv = [self._remote.python, "-u", "-m", "xds.launcher.remote.node"]
+            command = self._backend.command(member.host, self._remote, argv)
             link = Link(
                 *(member.host.name, command, self._token, self._selector, self._write),
-                holds_back=True,
+                holds_stderr=True,
             )
             member.state, member.link = "connecting", link
             self._by_link[link] = member
-            link.introduce(member.host.name, self._limit_seconds)
+            link.send_handshake(member.host.name, self._limit_seconds)
             num_connecting += 1
 
     def _generation_can_use(self, member: _Member) -> bool:
@@ -329,7 +329,7 @@ class _Head:
 
     def _look_for_silence(self, now: float) -> None:
         for link, member in list(self._by_link.items()):
-            silent_seconds = now - link.heard
+            silent_seconds = now - link.last_received
             slow_seconds = _LIMITS_SECONDS.get(member.state)
             if slow_seconds is not None and silent_seconds > slow_seconds:
                 self._lose(member, f"no answer for {slow_seconds:.0f} s")
@@ -347,15 +347,15 @@ class _Head:
         elif start is None or member not in start.members:
             return
         elif kind == "failed" and message["generation"] == self._generation:
-            if not self._stop.signum and not start.grows:
-                member.is_told_to_stop = True  # it stops its own
+            if not self._stop.signum and not start.is_growing:
+                member.is_stopping = True  # it stops its own
                 self._stop_ranks(signal.SIGTERM, is_for_peer=True)
         elif kind == "ended" and message["generation"] == self._generation:
             member.state, member.port = "ready", message["port"]
             start.finished += message["finished"]
-            start.was_stopped_there |= message["was_stopped_here"]
-            for said in message["failures"]:
-                failure = Failure.from_dict(said)
+            start.was_stopped_on_host |= message["was_stopped_here"]
+            for record in message["failures"]:
+                failure = Failure.from_dict(record)
                 at = failure.time_seconds - member.ahead_seconds
                 start.failures.append(replace(failure, time_seconds=at, host=member.host.name))
             if message["error"]:
@@ -371,13 +371,13 @@ class _Head:
         code = link.exit_code()
         link.signal(signal.SIGKILL)
         link.end(_TICK_SECONDS)
-        words = link.last_words()
+        argv = link.last_error_lines()
         why = why or "the connection ended"
-        heard_at = time.time() - (time.monotonic() - link.heard)
+        last_message_at = time.time() - (time.monotonic() - link.last_received)
         lost = Lost(
             host=member.host.name,
-            why=f"{why}: {words}" if words else why,
-            heard_at=heard_at,
+            why=f"{why}: {argv}" if argv else why,
+            last_message_at=last_message_at,
             exit_code=code or 1,
             was_reached=was_reached,
             ranks=member.ranks if member.state == "running" else (),
@@ -404,7 +404,7 @@ class _Head:
         self._selector.close()
 
     def _say(self, text: str) -> None:
-        say(f"xds: {text}\n", self._stop.was_asked)
+        say(f"xds: {text}\n", self._stop.is_requested)
 
 
 def _endpoint(remote: Remote, first: _Member, *, is_alone: bool) -> str:

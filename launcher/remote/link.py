@@ -37,15 +37,15 @@ class Link:
         write: Write,
         environment: Mapping[str, str] | None = None,
         *,
-        holds_back: bool = False,
+        holds_stderr: bool = False,
     ) -> None:
         """holds_back: keep standard error for `last_words` until the first message: then it is reached."""
         self.name = name
-        self.heard = self.started = time.monotonic()
+        self.last_received = self.started = time.monotonic()
         self.has_ended = False  # the streams are closed
         self._token, self._selector, self._write = token, selector, write
         self._decoder = Decoder(token)
-        self._holds_back = holds_back
+        self._holds_stderr = holds_stderr
         self._queue: deque[bytes] = deque()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         # a session of its own: Ctrl-C at the terminal reaches the head alone. Nothing here is inheritable,
@@ -75,7 +75,7 @@ class Link:
         """Queue one message for the node part."""
         self._send_line({"kind": kind, **more})
 
-    def introduce(self, host: str, heartbeat_seconds: float) -> None:
+    def send_handshake(self, host: str, heartbeat_seconds: float) -> None:
         """The first line: who asks, and how long a silence may last."""
         self._send_line(
             {"token": self._token, "host": host, "heartbeat_seconds": heartbeat_seconds}
@@ -120,10 +120,10 @@ class Link:
         if not data:
             self._close(descriptor)
             return []
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         if self._open[descriptor] == 2:
             self._keep(data)
-            if not self._holds_back:
+            if not self._holds_stderr:
                 self._write(2, data)
             return []
         messages = []
@@ -132,7 +132,7 @@ class Link:
                 self._write(1, piece)
             else:
                 messages.append(piece)
-                self._holds_back = False
+                self._holds_stderr = False
         return messages
 
     def _keep(self, data: bytes) -> None:
@@ -155,7 +155,7 @@ class Link:
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
-    def last_words(self) -> str:
+    def last_error_lines(self) -> str:
         """What it said on standard error at the end, in a line."""
         return "; ".join(map(printable, self._tail))
 

@@ -37,9 +37,9 @@ from ..ranks.rank_zero import RankZero
 from ..ranks.run_folder import RunFolder, run_folder
 from ..ranks.stop import Stop, stop_signals
 from ..ranks.supervise import Outcome, import_torch, supervise
-from .frames import BEATS_A_LIMIT, PART_BYTES, encode
+from .frames import HEARTBEATS_PER_TIMEOUT, PART_BYTES, encode
 
-_USUAL_BEAT_SECONDS = 2.0
+_DEFAULT_HEARTBEAT_SECONDS = 2.0
 _DRAIN_SECONDS = 1.0
 _PART_SECONDS = (
     0.002  # before each part of a message: mpirun hands on what one read gives, torn or not
@@ -49,11 +49,11 @@ _LEAVE_SECONDS = 20.0  # then whatever still hangs is left to the kernel
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve one head until it is gone or content; 0, or the exit code of the first failure here."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     os.environ.pop("PYTHONSAFEPATH", None)  # for this process alone, see backends
-    with stop_signals(says_so=False) as stop:  # the head does
-        if words[:1] == ["--orders"]:
-            code = _obey_once(words, stop)
+    with stop_signals(logs_signal=False) as stop:  # the head does
+        if arguments[:1] == ["--orders"]:
+            code = _run_order_in_arguments(arguments, stop)
         else:
             code = _serve(stop)
     sys.stdout.flush()
@@ -64,19 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @final
-class Voice:
+class HeadWriter:
     """The way to the head: frames and rank 0's output on one stream, one after the other."""
 
     def __init__(self, token: str, sender: str) -> None:
         self._token, self._sender = token, sender
         self._lock = threading.Lock()
-        self._saying = threading.Lock()
+        self._sending = threading.Lock()
 
-    def say(self, kind: str, **more: Any) -> None:
+    def send(self, kind: str, **more: Any) -> None:
         """Send a message. A head that is gone shows by an OSError."""
         message = {"kind": kind, "sender": self._sender, "now": time.time(), **more}
         data = encode(self._token, message)
-        with self._saying:  # parts of two messages of one sender must not mix
+        with self._sending:  # parts of two messages of one sender must not mix
             for at in range(0, len(data), PART_BYTES):
                 time.sleep(_PART_SECONDS)
                 self.write(1, data[at : at + PART_BYTES])
@@ -87,48 +87,48 @@ class Voice:
             write_whole(descriptor, data)
 
 
-def _beat(voice: Voice, seconds: float, stop: Stop) -> None:
+def _send_heartbeats(writer: HeadWriter, seconds: float, stop: Stop) -> None:
     gone = select.poll()
     gone.register(1, 0)  # tells nothing but that the other end is closed, and that at once
     while True:
         if gone.poll(seconds * 1000):
-            _lost(stop)
+            _stop_ranks(stop)
             return
         try:
-            voice.say("beat")
+            writer.send("beat")
         except OSError:
-            _lost(stop)
+            _stop_ranks(stop)
             return
 
 
-def _lost(stop: Stop) -> None:
+def _stop_ranks(stop: Stop) -> None:
     """The head is gone: end the ranks in seconds, and this process even if something hangs."""
-    stop.ask(signal.SIGTERM, is_for_peer=True)
+    stop.request(signal.SIGTERM, is_for_peer=True)
     timer = threading.Timer(_LEAVE_SECONDS, os._exit, (1,))
     timer.daemon = True
     timer.start()
 
 
-def _start_beating(voice: Voice, heartbeat_seconds: float, stop: Stop) -> None:
-    seconds = heartbeat_seconds / BEATS_A_LIMIT or _USUAL_BEAT_SECONDS
-    threading.Thread(target=_beat, args=(voice, seconds, stop), daemon=True).start()
+def _start_heartbeat(writer: HeadWriter, heartbeat_seconds: float, stop: Stop) -> None:
+    seconds = heartbeat_seconds / HEARTBEATS_PER_TIMEOUT or _DEFAULT_HEARTBEAT_SECONDS
+    threading.Thread(target=_send_heartbeats, args=(writer, seconds, stop), daemon=True).start()
 
 
 def _own_address() -> str:
     """The address by which the head reached this host, or else its name."""
-    words = os.environ.get("SSH_CONNECTION", "").split()
-    return words[2] if len(words) == 4 else socket.gethostname()
+    arguments = os.environ.get("SSH_CONNECTION", "").split()
+    return arguments[2] if len(arguments) == 4 else socket.gethostname()
 
 
 # -- what is done ---------------------------------------------------------------------------------------
 
 
 @final
-class _Here:
+class _Node:
     """This host: what stays the same from one start of the ranks to the next."""
 
-    def __init__(self, voice: Voice, process_stop: Stop) -> None:
-        self._voice, self._process_stop = voice, process_stop
+    def __init__(self, writer: HeadWriter, process_stop: Stop) -> None:
+        self._writer, self._process_stop = writer, process_stop
         self._folders = contextlib.ExitStack()
         self._folder: RunFolder | None = None
         self.outcome = Outcome()
@@ -139,7 +139,7 @@ class _Here:
             outcome = self._run(order, stop)
         except (XdsError, OSError) as error:
             outcome = Outcome(error=str(error))
-        self._voice.say(
+        self._writer.send(
             "ended",
             generation=order.generation,
             failures=[vars(failure) for failure in outcome.failures],
@@ -159,10 +159,10 @@ class _Here:
             run_id = order.rendezvous.run_id.partition(".")[0]
             self._folder = self._folders.enter_context(run_folder(order.job.log_dir, run_id))
         folder = self._folder
-        with RankZero(folder.path, folder.log(0), self._voice.write, stop.was_asked) as tee:
-            failed = partial(self._voice.say, "failed", generation=order.generation)
+        with RankZero(folder.path, folder.log(0), self._writer.write, stop.is_requested) as tee:
+            failed = partial(self._writer.send, "failed", generation=order.generation)
             outcome = supervise(order, folder, stop, tee.environment, failed)
-            tee.drain(_DRAIN_SECONDS, stop.was_asked)
+            tee.drain(_DRAIN_SECONDS, stop.is_requested)
         return outcome
 
     def leave(self) -> None:
@@ -170,24 +170,24 @@ class _Here:
         self._folders.close()
 
 
-def _obey_once(words: list[str], stop: Stop) -> int:
+def _run_order_in_arguments(arguments: list[str], stop: Stop) -> int:
     """The order is in the arguments: of all hosts, this one's by its number."""
     from .backends import node_index
     from .backends.orders import decode
 
-    is_told = words[2:3] == ["--index"]
-    index = int(words[3]) if is_told else node_index(os.environ)
-    token, order = decode(words[1], index, None if is_told else os.environ)
-    voice = Voice(token, order.host)
-    _start_beating(voice, order.heartbeat_seconds, stop)
-    voice.say("hello", pid=os.getpid(), address=_own_address(), port=0)
-    here = _Here(voice, stop)
-    here.run(order, stop)
-    here.leave()
+    has_index = arguments[2:3] == ["--index"]
+    index = int(arguments[3]) if has_index else node_index(os.environ)
+    token, order = decode(arguments[1], index, None if has_index else os.environ)
+    writer = HeadWriter(token, order.host)
+    _start_heartbeat(writer, order.heartbeat_seconds, stop)
+    writer.send("hello", pid=os.getpid(), address=_own_address(), port=0)
+    node = _Node(writer, stop)
+    node.run(order, stop)
+    node.leave()
     if stop.signum:
         return 128 + stop.signum
-    codes = [failure.exit_code for failure in here.outcome.failures]
-    return min(codes, default=int(bool(here.outcome.error)))
+    codes = [failure.exit_code for failure in node.outcome.failures]
+    return min(codes, default=int(bool(node.outcome.error)))
 
 
 def _serve(stop: Stop) -> int:
@@ -196,24 +196,24 @@ def _serve(stop: Stop) -> int:
     first = json.loads(stream.readline() or b"{}")
     if "token" not in first:
         return 2
-    voice = Voice(first["token"], first["host"])
-    voice.say("here")
+    writer = HeadWriter(first["token"], first["host"])
+    writer.send("here")
     # first: it may take long, from a cold disk, and holds up every thread meanwhile
     import_torch()
-    ears = _Ears(stream, stop, first["heartbeat_seconds"])
-    _start_beating(voice, first["heartbeat_seconds"], stop)
-    voice.say("hello", pid=os.getpid(), address=_own_address(), port=free_port())
-    ears.start()
-    here = _Here(voice, stop)
+    reader = _HeadReader(stream, stop, first["heartbeat_seconds"])
+    _start_heartbeat(writer, first["heartbeat_seconds"], stop)
+    writer.send("hello", pid=os.getpid(), address=_own_address(), port=free_port())
+    reader.start()
+    node = _Node(writer, stop)
     try:
-        while (taken := ears.orders.get()) is not None:
-            here.run(*taken)
+        while (taken := reader.orders.get()) is not None:
+            node.run(*taken)
             if stop.signum:  # somebody here, not the head
                 return 128 + stop.signum
     except OSError:  # nobody is there to be told
         return 1
     finally:
-        here.leave()
+        node.leave()
     return 0
 
 
@@ -227,7 +227,7 @@ def _own_input() -> BinaryIO:
 
 
 @final
-class _Ears(threading.Thread):
+class _HeadReader(threading.Thread):
     """Listens to the head. A long silence, or the end of the stream, stops everything."""
 
     def __init__(self, stream: BinaryIO, stop: Stop, heartbeat_seconds: float) -> None:
@@ -235,16 +235,16 @@ class _Ears(threading.Thread):
         self.orders: queue.Queue[tuple[Order, Stop] | None] = queue.Queue()
         self._stream = stream
         self._process_stop = stop  # its follower is the stop of the order being run
-        self._heard = time.monotonic()
+        self._last_received = time.monotonic()
         self._limit_seconds = heartbeat_seconds
         if heartbeat_seconds:
             threading.Thread(target=self._watch_silence, daemon=True).start()
 
     def run(self) -> None:
         for line in self._stream:
-            self._heard = time.monotonic()
+            self._last_received = time.monotonic()
             self._take(json.loads(line))
-        self._deaf()
+        self._on_head_lost()
 
     def _take(self, message: Mapping[str, Any]) -> None:
         kind, current = message["kind"], self._process_stop.follower
@@ -253,21 +253,21 @@ class _Ears(threading.Thread):
             order = Order.from_dict(message["order"])
             self.orders.put((order, self._process_stop.follower))
         elif kind == "stop" and current is not None:
-            current.ask(message["signum"], is_for_peer=message["is_for_peer"])
+            current.request(message["signum"], is_for_peer=message["is_for_peer"])
         elif kind == "forward" and current is not None:
             current.forward(message["signum"])
         elif kind == "quit":
             self.orders.put(None)
 
     def _watch_silence(self) -> None:
-        while time.monotonic() - self._heard < self._limit_seconds:
+        while time.monotonic() - self._last_received < self._limit_seconds:
             time.sleep(self._limit_seconds / 20)
-        self._deaf()
+        self._on_head_lost()
 
-    def _deaf(self) -> None:
+    def _on_head_lost(self) -> None:
         """Nobody will hear how it ends."""
         self.orders.put(None)
-        _lost(self._process_stop)
+        _stop_ranks(self._process_stop)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from typing import final
 from ...utils.errors import UsageError
 from ...utils.messages import Outlet
 from ..job import Host, Job, Order, Remote, Rendezvous
-from ..ranks.failure import Failure, Kind, first_failure, report, told_ranks
+from ..ranks.failure import Failure, Kind, first_failure, ranks_text, report
 from ..ranks.stop import Stop
 from .link import Write
 
 HEARTBEAT_SECONDS = 6.0  # a silence that counts as the end of a host
-_HOSTS_NAMED = 8
+_MAX_HOSTS_NAMED = 8
 
 
 def heartbeat_seconds() -> float:
@@ -40,7 +40,7 @@ class Lost:
 
     host: str
     why: str
-    heard_at: float
+    last_message_at: float
     exit_code: int
     was_reached: bool
     ranks: tuple[int, ...] = ()  # that ran there
@@ -48,7 +48,7 @@ class Lost:
 
 def own_streams(stop: Stop) -> Write:
     """Writes bytes of a node to this process's own stream; a reader that is gone does not matter."""
-    outlet = Outlet(stop.was_asked)
+    outlet = Outlet(stop.is_requested)
 
     def write(descriptor: int, data: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -83,7 +83,7 @@ def make_orders(
     return orders
 
 
-def tell(
+def final_report(
     failures: Sequence[Failure],
     finished: Sequence[int],
     errors: Mapping[str, str],
@@ -96,21 +96,23 @@ def tell(
     """
     first = first_failure(failures) if failures else None
     is_own = first is not None and first.kind is Kind.OWN
-    if lost and not (is_own and first and first.time_seconds < min(each.heard_at for each in lost)):
-        return _told_lost(lost), lost[0].exit_code
+    if lost and not (
+        is_own and first and first.time_seconds < min(each.last_message_at for each in lost)
+    ):
+        return _lost_text(lost), lost[0].exit_code
     if errors and not is_own:
-        lines = [f"xds: {host}: {why}\n" for host, why in list(errors.items())[:_HOSTS_NAMED]]
+        lines = [f"xds: {host}: {why}\n" for host, why in list(errors.items())[:_MAX_HOSTS_NAMED]]
         return "".join(lines), 2
     assert first is not None
     return report(failures, finished), first.exit_code
 
 
-def _told_lost(lost: Sequence[Lost]) -> str:
+def _lost_text(lost: Sequence[Lost]) -> str:
     lines = []
-    for each in lost[:_HOSTS_NAMED]:
-        ranks = f" with {told_ranks(each.ranks)}" if each.ranks else ""
+    for each in lost[:_MAX_HOSTS_NAMED]:
+        ranks = f" with {ranks_text(each.ranks)}" if each.ranks else ""
         how = f"was lost{ranks}" if each.was_reached else "cannot be reached"
         lines.append(f"xds: host {each.host} {how}: {each.why}\n")
-    if len(lost) > _HOSTS_NAMED:
-        lines.append(f"xds: and {len(lost) - _HOSTS_NAMED} more hosts\n")
+    if len(lost) > _MAX_HOSTS_NAMED:
+        lines.append(f"xds: and {len(lost) - _MAX_HOSTS_NAMED} more hosts\n")
     return "".join(lines)

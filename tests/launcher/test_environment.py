@@ -10,7 +10,7 @@ from collections import namedtuple
 import pytest
 
 from xds.launcher import cli
-from xds.launcher.environment import here
+from xds.launcher.environment import this_machine
 from xds.launcher.environment.probes import cpu as cpu_probe
 from xds.launcher.environment.probes import machine, network, software
 
@@ -30,7 +30,7 @@ def cpu(own_cache):
 
 
 def values():
-    return {line.key: line for line in here.lines()}
+    return {line.key: line for line in this_machine.lines()}
 
 
 def test_every_line_is_key_and_value(cpu, capsys):

@@ -11,7 +11,7 @@ import pytest
 
 from xds.launcher import cli
 from xds.launcher.command_line.where import Hosts
-from xds.launcher.environment.compare import compare, named, report
+from xds.launcher.environment.compare import compare, host_names, report
 from xds.launcher.environment.hosts import _check_slots, parsed
 from xds.launcher.environment.probes.line import Line
 from xds.launcher.job import Host, Job, Remote
@@ -80,7 +80,7 @@ def test_a_clock_more_than_a_second_off_is_told(off, is_told):
 
 
 def test_many_hosts_are_named_in_one_short_line():
-    assert named([f"h{n}" for n in range(2000)]).endswith("h6, h7 and 1992 more")
+    assert host_names([f"h{n}" for n in range(2000)]).endswith("h6, h7 and 1992 more")
 
 
 @pytest.mark.parametrize(

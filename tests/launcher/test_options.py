@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from xds.launcher.command_line import where as place
 from xds.launcher.command_line.option_docs import page
 from xds.launcher.command_line.option_table import GROUPS, OPTIONS
-from xds.launcher.command_line.options import help_text, judge, read
+from xds.launcher.command_line.options import check_options, help_text, read
 from xds.launcher.command_line.where import Hosts, Local, where_to_run
 from xds.launcher.job import Rendezvous, Restarts
 from xds.utils.errors import UsageError, XdsError
@@ -168,7 +168,7 @@ def test_any_options_are_decided_or_refused(asked, environ):
     words = [f"{each.name}={value}" if each.value else each.name for each, value in asked]
     line = read([*words, "t.py"])
     try:
-        judge(line)
+        check_options(line)
         found = where_to_run(line, environ, "no such file")
     except XdsError:
         return
@@ -191,7 +191,7 @@ def test_any_options_are_decided_or_refused(asked, environ):
 )
 def test_what_is_refused_has_a_reason(line, told):
     with pytest.raises(UsageError) as error:
-        judge(read([*line.split(), "t.py"]))
+        check_options(read([*line.split(), "t.py"]))
     assert told in str(error.value)
 
 

@@ -53,10 +53,10 @@ def _used(free: int, total: int) -> str:
     return "something else uses it; see `nvidia-smi`" * is_used
 
 
-def topology(told: str) -> Iterator[Line]:
+def topology(text: str) -> Iterator[Line]:
     """A line for each GPU of nvidia-smi's matrix: NV18 is 18 NVLinks, PIX one switch, SYS between sockets."""
     # it underlines its heading with escape sequences, in pipes as well
-    rows = [row.split() for row in re.sub(r"\x1b\[[\d;]*m", "", told).splitlines() if row.strip()]
+    rows = [row.split() for row in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines() if row.strip()]
     if not rows:
         return
     columns = [word for word in rows[0] if re.fullmatch(r"(GPU|NIC)\d+|mlx\w+", word)]
@@ -98,16 +98,16 @@ def container_limit_bytes() -> int:
 def limits() -> Iterator[Line]:
     """Shared memory, and what `ulimit` shows."""
     try:
-        room = shutil.disk_usage("/dev/shm")
+        usage = shutil.disk_usage("/dev/shm")
     except OSError:
         yield Line("/dev/shm", "missing", "data loaders and NCCL need it; mount a tmpfs there")
     else:
         remedy = "small; start the container with --shm-size=8g, or --ipc=host"
-        is_small = room.total < MIN_SHM_BYTES
-        yield Line("/dev/shm", gib(room.total), remedy * is_small)
-        is_full = room.free < min(MIN_SHM_BYTES, room.total) / 2
+        is_small = usage.total < MIN_SHM_BYTES
+        yield Line("/dev/shm", gib(usage.total), remedy * is_small)
+        is_full = usage.free < min(MIN_SHM_BYTES, usage.total) / 2
         yield Line(
-            "/dev/shm free", gib(room.free), "full; remove what is left there" * is_full, True
+            "/dev/shm free", gib(usage.free), "full; remove what is left there" * is_full, True
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = _limit(hard) if hard != resource.RLIM_INFINITY else "65536"
@@ -121,11 +121,11 @@ def limits() -> Iterator[Line]:
 
 def _locked_memory() -> Line:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    told = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024} KiB"
+    text = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024} KiB"
     # InfiniBand registers what it sends from; nothing else here minds
     is_low = soft != resource.RLIM_INFINITY and os.path.isdir("/sys/class/infiniband")
     remedy = "InfiniBand needs more; `ulimit -l unlimited`, or the container's --ulimit memlock=-1"
-    return Line("locked memory", f"{told} (ulimit -l)", remedy * is_low)
+    return Line("locked memory", f"{text} (ulimit -l)", remedy * is_low)
 
 
 def _limit(value: int) -> str:

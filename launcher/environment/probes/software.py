@@ -23,7 +23,7 @@ _PACKAGES = ("pydantic", "tqdm")
 _OPTIONAL_PACKAGES = ("numpy", "safetensors", "transformers")
 _PREFIXES = ("NCCL_", "GLOO_", "XDS_", "CUDA_", "OMP_", "TORCH_", "UCX_", "FI_")
 # the launcher's words to its own ranks, and what may hold a secret
-_UNTOLD = re.compile(r"XDS_RUN_FOLDER|XDS_GRACE_FILE|.*(TOKEN|SECRET|PASSW|KEY|CREDENTIAL).*")
+_NOT_SHOWN = re.compile(r"XDS_RUN_FOLDER|XDS_GRACE_FILE|.*(TOKEN|SECRET|PASSW|KEY|CREDENTIAL).*")
 _SLOW = "native ops fall back to torch, which is slower"
 
 
@@ -144,7 +144,7 @@ def variables() -> Iterator[Line]:
     """The variables that are set and that NCCL, gloo, xds, CUDA, OpenMP or the network's libraries read."""
     found = {key: value for key, value in os.environ.items() if key.startswith(_PREFIXES)}
     for key, value in sorted(found.items()):
-        if not _UNTOLD.fullmatch(key):
+        if not _NOT_SHOWN.fullmatch(key):
             yield Line(f"${key}", value, _variable_remedy(key, value))
 
 

@@ -19,11 +19,11 @@ from ....utils.errors import UsageError
 from ...job import Host, Remote
 
 # ssh(1) since 9.6 refuses these in a name, because ProxyCommand and Match exec hand it to a shell
-_NO_HOST = re.compile(r"-|.*[\s\0-\x1f\x7f\\\"'`$<>;&|(){}]", re.DOTALL)
+_UNSAFE_HOST = re.compile(r"-|.*[\s\0-\x1f\x7f\\\"'`$<>;&|(){}]", re.DOTALL)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # what a line may hold between single quotes so that sh, csh and fish read the same
 _PLAIN = re.compile(r"[ -~]*")
-_UNPLAIN = re.compile(r"[^ -~]|[!\\']")
+_NOT_PLAIN = re.compile(r"[^ -~]|[!\\']")
 # variables that matter before the first line of Python; all others are in the order, unseen by `ps`
 _EARLY = re.compile(r"PYTHON\w*|LD_LIBRARY_PATH|LD_PRELOAD")
 
@@ -60,7 +60,7 @@ class PerHost(Backend):
     """One local process for each host, whose standard streams are those of the node part."""
 
     @abstractmethod
-    def command(self, host: Host, remote: Remote, words: Sequence[str]) -> list[str]:
+    def command(self, host: Host, remote: Remote, argv: Sequence[str]) -> list[str]:
         """The argv of the local process that runs `words` on `host`."""
 
 
@@ -68,7 +68,7 @@ class AllAtOnce(Backend):
     """One local process for all hosts; the orders of all are in `words`."""
 
     @abstractmethod
-    def command(self, hosts: Sequence[Host], remote: Remote, words: Sequence[str]) -> list[str]:
+    def command(self, hosts: Sequence[Host], remote: Remote, argv: Sequence[str]) -> list[str]:
         """The argv of the local process that runs `words` once on each of `hosts`."""
 
     def environment(self, remote: Remote) -> dict[str, str]:
@@ -91,7 +91,7 @@ def check_host_name(name: str, also: str = "") -> None:
     Args:
         also: further characters that this backend's program treats specially.
     """
-    if not name or _NO_HOST.match(name) or any(char in name for char in also):
+    if not name or _UNSAFE_HOST.match(name) or any(char in name for char in also):
         raise UsageError(
             f"host = {name!r}: no name of a machine; it may not begin with - or hold blanks, quotes or"
             f" any of \\ $ < > ; & | ( ) {{ }} {' '.join(also)}".rstrip()
@@ -99,7 +99,7 @@ def check_host_name(name: str, also: str = "") -> None:
         )
 
 
-def remote_script(remote: Remote, words: Sequence[str]) -> str:
+def remote_script(remote: Remote, argv: Sequence[str]) -> str:
     """What /bin/sh runs there: enters the folder, sources the environment's script, becomes `words`."""
     parts = [f"cd {shlex.quote(_as_path(remote.folder))}"] if remote.folder else []
     if remote.venv_script:
@@ -111,20 +111,20 @@ def remote_script(remote: Remote, words: Sequence[str]) -> str:
     early = {key: value for key, value in remote.environment.items() if _EARLY.fullmatch(key)}
     early["PYTHONSAFEPATH"] = "1"
     assigned = " ".join(f"{key}={shlex.quote(value)}" for key, value in early.items())
-    parts += [f"export {assigned}", f"exec {shlex.join(words)}"]
+    parts += [f"export {assigned}", f"exec {shlex.join(argv)}"]
     return "; ".join(parts)
 
 
-def shell_line(remote: Remote, words: Sequence[str]) -> str:
+def shell_line(remote: Remote, argv: Sequence[str]) -> str:
     """One line for a login shell of any kind, sh, csh or fish: runs `words` through /bin/sh.
 
     Raises:
         UsageError: a NUL is in there, which no command line can carry.
     """
-    script = remote_script(remote, words)
+    script = remote_script(remote, argv)
     if "\0" in script:
         raise UsageError(_NUL)
-    text = _UNPLAIN.sub(_octal, script)
+    text = _NOT_PLAIN.sub(_octal, script)
     if not remote.venv_script and text == script:
         return f"exec /bin/sh -c '{script}'"
     # scripts that set up environments are written for bash more often than not
@@ -134,9 +134,9 @@ def shell_line(remote: Remote, words: Sequence[str]) -> str:
     return f"exec /bin/sh -c '{first}eval {unpacked}' sh '{text}'"
 
 
-def shell_words(remote: Remote, words: Sequence[str]) -> list[str]:
+def shell_argv(remote: Remote, argv: Sequence[str]) -> list[str]:
     """The same as `shell_line`, for a program that hands an argv over as it is, without a shell."""
-    script = remote_script(remote, words)
+    script = remote_script(remote, argv)
     if "\0" in script:
         raise UsageError(_NUL)
     if remote.venv_script:
@@ -160,9 +160,9 @@ def refuse_other_program(backend: Backend, not_these: Mapping[str, str]) -> None
         )
     except (OSError, subprocess.SubprocessError):
         return  # the run itself will tell
-    said = (done.stdout + done.stderr).decode(errors="replace")
-    for name, word in not_these.items():
-        if word in said:
+    version_text = (done.stdout + done.stderr).decode(errors="replace")
+    for name, marker in not_these.items():
+        if marker in version_text:
             raise UsageError(
                 f"--launcher = {backend.name}: {backend.program} here is another MPI's; give --launcher {name},"
                 f" or {backend.remedy}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from ...job import Host, Remote
-from .base import AllAtOnce, check_environment, check_host_name, refuse_other_program, shell_words
+from .base import AllAtOnce, check_environment, check_host_name, refuse_other_program, shell_argv
 from .slurm import BASIC_KEYS
 
 
@@ -27,7 +27,7 @@ class Hydra(AllAtOnce, ABC):
         super().check()
         refuse_other_program(self, not_these=self.others)
 
-    def command(self, hosts: Sequence[Host], remote: Remote, words: Sequence[str]) -> list[str]:
+    def command(self, hosts: Sequence[Host], remote: Remote, argv: Sequence[str]) -> list[str]:
         """The argv of mpiexec; it hands the words over as they are, without a shell."""
         for host in hosts:
             check_host_name(host.name, also=", : @ /")
@@ -39,7 +39,7 @@ class Hydra(AllAtOnce, ABC):
             *("-genvlist", ",".join(names)),  # else everything here would go along
             *self._more(),
             *remote.launcher_args,
-            *shell_words(remote, words),
+            *shell_argv(remote, argv),
         ]
 
     def environment(self, remote: Remote) -> dict[str, str]:

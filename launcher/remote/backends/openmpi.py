@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import final
 
 from ...job import Host, Remote
-from .base import AllAtOnce, check_host_name, refuse_other_program, shell_words
+from .base import AllAtOnce, check_host_name, refuse_other_program, shell_argv
 
 
 @final
@@ -22,7 +22,7 @@ class OpenMpi(AllAtOnce):
         super().check()
         refuse_other_program(self, not_these={"mpich": "HYDRA", "impi": "Intel(R) MPI"})
 
-    def command(self, hosts: Sequence[Host], remote: Remote, words: Sequence[str]) -> list[str]:
+    def command(self, hosts: Sequence[Host], remote: Remote, argv: Sequence[str]) -> list[str]:
         """The argv of mpirun; it hands the words over as they are, without a shell."""
         for host in hosts:
             check_host_name(host.name, also=", : + @ /")
@@ -32,5 +32,5 @@ class OpenMpi(AllAtOnce):
             *("--bind-to", "none"),  # else every rank of a host would be held on one core
             *("--stdin", "none", "--quiet"),
             *remote.launcher_args,
-            *shell_words(remote, words),
+            *shell_argv(remote, argv),
         ]

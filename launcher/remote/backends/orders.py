@@ -24,13 +24,13 @@ def encode(token: str, orders: Sequence[Order]) -> str:
     Raises:
         UsageError: an operating system would not take so long a word.
     """
-    said = [order.as_dict() for order in orders]
+    records = [order.as_dict() for order in orders]
     common = {
-        key: value for key, value in said[0].items() if all(one[key] == value for one in said)
+        key: value for key, value in records[0].items() if all(one[key] == value for one in records)
     }
-    own = [{key: value for key, value in one.items() if key not in common} for one in said]
-    whole = {"token": token, "common": common, "own": own}
-    packed = zlib.compress(json.dumps(whole, separators=(",", ":")).encode(), 9)
+    own = [{key: value for key, value in one.items() if key not in common} for one in records]
+    payload = {"token": token, "common": common, "own": own}
+    packed = zlib.compress(json.dumps(payload, separators=(",", ":")).encode(), 9)
     text = base64.urlsafe_b64encode(packed).decode()
     if len(text) > MAX_BYTES:
         raise UsageError(
@@ -42,7 +42,7 @@ def encode(token: str, orders: Sequence[Order]) -> str:
 
 
 def decode(
-    text: str, index: int | None, environ: Mapping[str, str] | None = os.environ
+    text: str, node_index: int | None, environ: Mapping[str, str] | None = os.environ
 ) -> tuple[str, Order]:
     """The token and the order of this host: the one with its name, or else number `index`.
 
@@ -52,24 +52,24 @@ def decode(
     Raises:
         UsageError: the text is damaged, or no order is for this host.
     """
-    whole = _unpacked(text)
-    place = None if environ is None else _place_by_name(whole, environ)
-    if place is None:
-        place = index
-    own = whole["own"]
-    if place is None and len(own) > 1:
+    payload = _unpacked(text)
+    index = None if environ is None else _index_by_name(payload, environ)
+    if index is None:
+        index = node_index
+    own = payload["own"]
+    if index is None and len(own) > 1:
         raise UsageError(
             f"orders for {len(own)} hosts, and nothing says which of them this is: --index is not given,"
             " and neither OMPI_COMM_WORLD_RANK, PMI_RANK, PMIX_RANK nor SLURM_PROCID is set"
         )
-    place = place or 0
-    if not 0 <= place < len(own):
-        raise UsageError(f"host number {place}, but the orders are for {len(own)} hosts")
-    return whole["token"], Order.from_dict({**whole["common"], **own[place]})
+    index = index or 0
+    if not 0 <= index < len(own):
+        raise UsageError(f"host number {index}, but the orders are for {len(own)} hosts")
+    return payload["token"], Order.from_dict({**payload["common"], **own[index]})
 
 
-def _place_by_name(whole: dict[str, Any], environ: Mapping[str, str]) -> int | None:
-    names = [own.get("host") for own in whole["own"]]
+def _index_by_name(payload: dict[str, Any], environ: Mapping[str, str]) -> int | None:
+    names = [own.get("host") for own in payload["own"]]
     for name in (environ.get("SLURMD_NODENAME"), socket.gethostname()):
         if name and names.count(name) == 1:
             return names.index(name)
@@ -86,10 +86,10 @@ def _unpacked(text: str) -> dict[str, Any]:
         data = unpacker.decompress(packed, _MAX_UNPACKED_BYTES)
         if not unpacker.eof:
             raise ValueError("cut off")
-        whole = json.loads(data)
-        if not (isinstance(whole["token"], str) and isinstance(whole["own"], list)):
+        payload = json.loads(data)
+        if not (isinstance(payload["token"], str) and isinstance(payload["own"], list)):
             raise ValueError("no orders")
     except (ValueError, KeyError, TypeError, binascii.Error, zlib.error) as error:
         raise UsageError(f"the orders in the command line cannot be read ({error})") from error
     else:
-        return dict(whole)
+        return dict(payload)

@@ -19,11 +19,11 @@ class Pdsh(AllAtOnce):
     program = "pdsh"
     remedy = "install pdsh, or use --launcher ssh, which needs nothing but ssh"
 
-    def command(self, hosts: Sequence[Host], remote: Remote, words: Sequence[str]) -> list[str]:
+    def command(self, hosts: Sequence[Host], remote: Remote, argv: Sequence[str]) -> list[str]:
         """The argv of pdsh. It replaces %n by the host's place, and %% by a percent sign."""
         for host in hosts:
             check_host_name(host.name, also=", [ ] ^ / : %")
-        line = shell_line(remote, [*words, "--index", _INDEX_MARK]).replace("%", "%%")
+        line = shell_line(remote, [*argv, "--index", _INDEX_MARK]).replace("%", "%%")
         return [
             *(self.program, "-R", "ssh", "-S", "-N", "-b"),  # -b: the first Ctrl-C ends it
             *("-f", str(len(hosts))),

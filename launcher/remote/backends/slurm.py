@@ -7,7 +7,7 @@ from typing import final
 
 from ....utils.errors import UsageError
 from ...job import Host, Remote
-from .base import AllAtOnce, check_environment, check_host_name, shell_words
+from .base import AllAtOnce, check_environment, check_host_name, shell_argv
 
 # what a process needs to find itself at home, besides what the user has go along
 BASIC_KEYS = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "TERM")
@@ -21,7 +21,7 @@ class Slurm(AllAtOnce):
     program = "srun"
     remedy = "run it where Slurm's commands are, on a login node or inside sbatch or salloc"
 
-    def command(self, hosts: Sequence[Host], remote: Remote, words: Sequence[str]) -> list[str]:
+    def command(self, hosts: Sequence[Host], remote: Remote, argv: Sequence[str]) -> list[str]:
         """The argv of srun. Slurm numbers hosts in an order of its own: the orders are found by name."""
         for host in hosts:
             check_host_name(host.name, also=", [ ] / : @ %")
@@ -29,10 +29,10 @@ class Slurm(AllAtOnce):
             *_srun(len(hosts), remote),
             f"--nodelist={','.join(host.name for host in hosts)}",
             *remote.launcher_args,
-            *shell_words(remote, words),
+            *shell_argv(remote, argv),
         ]
 
-    def own_allocation(self, num_nodes: int, remote: Remote, words: Sequence[str]) -> list[str]:
+    def own_allocation(self, num_nodes: int, remote: Remote, argv: Sequence[str]) -> list[str]:
         """The argv of an srun that asks for `num_nodes` machines and runs `words` once on each.
 
         Nobody knows yet which machines these will be, so `words` are no node part: they are xds itself,
@@ -43,7 +43,7 @@ class Slurm(AllAtOnce):
                 "--launcher slurm outside of an allocation: say how many machines to ask for, --num_nodes N,"
                 " or run it inside sbatch or salloc"
             )
-        return [*_srun(num_nodes, remote), *remote.launcher_args, *shell_words(remote, words)]
+        return [*_srun(num_nodes, remote), *remote.launcher_args, *shell_argv(remote, argv)]
 
     def environment(self, remote: Remote) -> dict[str, str]:
         """The values of what `--export` names: never in the argv, which everybody can read."""

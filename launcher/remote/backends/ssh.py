@@ -28,7 +28,7 @@ class Ssh(PerHost):
         """The path in XDS_SSH, or ssh."""
         return os.environ.get("XDS_SSH") or "ssh"
 
-    def command(self, host: Host, remote: Remote, words: Sequence[str]) -> list[str]:
+    def command(self, host: Host, remote: Remote, argv: Sequence[str]) -> list[str]:
         """The argv of ssh; of two settings of one option ssh takes the first, so the user's come first."""
         check_host_name(host.name)
         return [
@@ -39,7 +39,7 @@ class Ssh(PerHost):
             *options(),
             "--",
             host.name,
-            shell_line(remote, words),
+            shell_line(remote, argv),
         ]
 
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from ..job import Host, Restarts
 
 
-def choose(living: Sequence[Host], num_all: int, restarts: Restarts) -> list[tuple[Host, int]]:
+def choose_hosts(
+    reachable: Sequence[Host], num_all: int, restarts: Restarts
+) -> list[tuple[Host, int]]:
     """(host, ranks on it) for the next start; empty where too few hosts live or no number of ranks fits.
 
     Args:
@@ -19,7 +21,7 @@ def choose(living: Sequence[Host], num_all: int, restarts: Restarts) -> list[tup
     >>> [(host.name, ranks) for host, ranks in choose([a, b], 2, Restarts(fits=lambda n: n == 3))]
     [('a', 2), ('b', 1)]
     """
-    usable = list(living[: restarts.max_nodes or num_all])
+    usable = list(reachable[: restarts.max_nodes or num_all])
     if len(usable) < (restarts.min_nodes or num_all):
         return []
     world_size = sum(len(host.slots) for host in usable)

@@ -20,7 +20,7 @@ _USUAL_RANKS = 2  # of a machine without GPUs, as on one alone
 _LAST_PORT = 65535
 
 
-def found(environ: Mapping[str, str]) -> Rendezvous | None:
+def find_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
     """Where this xds meets those that something else started on other machines; None where it is alone.
 
     Raises:
@@ -30,17 +30,17 @@ def found(environ: Mapping[str, str]) -> Rendezvous | None:
         "TORCHELASTIC_RUN_ID" in environ
     ):  # inside a rank: what started the ranks is not ours to repeat
         return None
-    told = place(
+    step = place(
         {key: value for key, value in environ.items() if key not in ("RANK", "WORLD_SIZE")}
     )
-    if told is not None:
-        return _beside(told, environ)
+    if step is not None:
+        return _from_step(step, environ)
     if _number(environ, "NNODES") > 1:
-        return _told(environ, "NNODES")
+        return _from_variables(environ, "NNODES")
     # a job of Kubeflow's PyTorch operator, where the nodes are counted as if they were ranks
     is_pod = "KUBERNETES_SERVICE_HOST" in environ and "LOCAL_RANK" not in environ
     if is_pod and "MASTER_ADDR" in environ and _number(environ, "WORLD_SIZE") > 1:
-        return _told(environ, "WORLD_SIZE")
+        return _from_variables(environ, "WORLD_SIZE")
     return None
 
 
@@ -60,7 +60,7 @@ def in_slurm_allocation(environ: Mapping[str, str]) -> list[Host]:
     return [Host(name, slots) for name in slurm_nodes(job)]
 
 
-def _told(environ: Mapping[str, str], size_key: str) -> Rendezvous:
+def _from_variables(environ: Mapping[str, str], size_key: str) -> Rendezvous:
     """Kubernetes and hands: MASTER_ADDR, how many, and which of them this is."""
     num_nodes = _number(environ, size_key)
     master = environ.get("MASTER_ADDR", "")
@@ -83,7 +83,7 @@ def _told(environ: Mapping[str, str], size_key: str) -> Rendezvous:
     port = _number(environ, "MASTER_PORT") or USUAL_PORT
     if port > _LAST_PORT:
         raise UsageError(f"MASTER_PORT = {printable(port)}: must be a port, at most {_LAST_PORT}")
-    return _meeting(master, port, num_nodes, node_rank, "xds")
+    return _static_rendezvous(master, port, num_nodes, node_rank, "xds")
 
 
 def _node_rank(environ: Mapping[str, str], size_key: str) -> tuple[str, int | None]:
@@ -100,30 +100,34 @@ def _node_rank(environ: Mapping[str, str], size_key: str) -> tuple[str, int | No
     return "", None
 
 
-def _beside(told: Place, environ: Mapping[str, str]) -> Rendezvous | None:
+def _from_step(step: Place, environ: Mapping[str, str]) -> Rendezvous | None:
     """One xds on each machine, started by srun or mpirun."""
     nodes = slurm_nodes(environ)
-    is_slurm = told.by == "SLURM_STEP_NUM_TASKS"
-    num_nodes = len(nodes) if is_slurm else told.world_size
-    if told.local_size > 1 or num_nodes != told.world_size:
+    is_slurm = step.by == "SLURM_STEP_NUM_TASKS"
+    num_nodes = len(nodes) if is_slurm else step.world_size
+    if step.local_size > 1 or num_nodes != step.world_size:
         once = "srun --ntasks-per-node=1" if is_slurm else "mpirun --map-by ppr:1:node"
         raise UsageError(
-            f"{told.by} = {told.world_size}: xds was started several times on one machine; start it once on"
+            f"{step.by} = {step.world_size}: xds was started several times on one machine; start it once on"
             f" each, `{once} xds ...`, and it starts the ranks; or start the script itself for each rank"
         )
-    master = environ.get("MASTER_ADDR") or told.master
+    master = environ.get("MASTER_ADDR") or step.master
     if not master:
         raise UsageError(
-            f"{told.by} = {told.world_size}, but MASTER_ADDR is not set: mpirun does not tell where the first"
+            f"{step.by} = {step.world_size}, but MASTER_ADDR is not set: mpirun does not tell where the first"
             " machine is; give its address (mpirun -x MASTER_ADDR=10.0.0.1 ...), or let xds start mpirun:"
             " `xds --launcher openmpi --hostfile hosts script.py`"
         )
-    port = _number(environ, "MASTER_PORT") or told.port
+    port = _number(environ, "MASTER_PORT") or step.port
     name = slurm_name(environ) if is_slurm else environ.get("PMIX_NAMESPACE", "") or "xds"
-    return _meeting(master, port, told.world_size, told.rank, re.sub(r"[^\w.]", "_", name))
+    return _static_rendezvous(
+        master, port, step.world_size, step.rank, re.sub(r"[^\w.]", "_", name)
+    )
 
 
-def _meeting(master: str, port: int, num_nodes: int, node_rank: int, run_id: str) -> Rendezvous:
+def _static_rendezvous(
+    master: str, port: int, num_nodes: int, node_rank: int, run_id: str
+) -> Rendezvous:
     return Rendezvous(
         kind="static",
         endpoint=f"[{master}]:{port}" if ":" in master else f"{master}:{port}",

@@ -32,25 +32,27 @@ _BACKLOG = 2048
 _NO = ("0", "false", "f", "no", "n")  # as torch reads it
 
 
-def serve(meeting: Rendezvous) -> tuple[Rendezvous, TCPStore | None]:
+def serve(rendezvous: Rendezvous) -> tuple[Rendezvous, TCPStore | None]:
     """The rendezvous for torch's agent, and its store where this process serves it; keep it until the end.
 
     Where no address of this machine is asked for (a service's, one behind NAT) torch listens everywhere.
     """
-    if meeting.kind not in ("c10d", "static"):
-        return meeting, None
-    host, port = split_endpoint(meeting.endpoint)
-    if meeting.max_nodes == 1:
+    if rendezvous.kind not in ("c10d", "static"):
+        return rendezvous, None
+    host, port = split_endpoint(rendezvous.endpoint)
+    if rendezvous.max_nodes == 1:
         listening = _bound(_LOOPBACK, port)
         store = _served(listening) if listening else None
         port = store.port if store else port  # one that is taken: torch says so, or it is our own
-        here = replace(meeting, kind="static", endpoint=f"{_LOOPBACK}:{port}", node_rank=0)
-        return (here if port else meeting), store
-    if meeting.kind == "c10d":
-        meeting = replace(meeting, kind=_DYNAMIC)
-    is_elsewhere = meeting.node_rank or str(meeting.settings.get("is_host", "")).lower() in _NO
+        here = replace(rendezvous, kind="static", endpoint=f"{_LOOPBACK}:{port}", node_rank=0)
+        return (here if port else rendezvous), store
+    if rendezvous.kind == "c10d":
+        rendezvous = replace(rendezvous, kind=_DYNAMIC)
+    is_elsewhere = (
+        rendezvous.node_rank or str(rendezvous.settings.get("is_host", "")).lower() in _NO
+    )
     listening = _listening(host, port) if port and not is_elsewhere else None
-    return meeting, _served(listening) if listening else None
+    return rendezvous, _served(listening) if listening else None
 
 
 def _listening(host: str, port: int) -> socket.socket | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xds.launcher.command_line.surroundings import found, in_slurm_allocation
+from xds.launcher.command_line.cluster_environment import find_rendezvous, in_slurm_allocation
 from xds.launcher.job import Host, Rendezvous
 from xds.utils.errors import UsageError
 
@@ -51,25 +51,27 @@ def meeting(endpoint: str, num_nodes: int, node_rank: int, run_id: str = "xds") 
 def test_a_cluster_that_starts_every_machine_says_where_they_meet(
     environ: dict[str, str], expected: Rendezvous
 ) -> None:
-    assert found(environ) == expected
+    assert find_rendezvous(environ) == expected
 
 
 def test_one_xds_a_task_of_srun_meets_the_others_on_the_first_machine() -> None:
-    here = found(STEP)
+    here = find_rendezvous(STEP)
     assert here is not None
     assert here == meeting(here.endpoint, 2, 1, "77.3")
     assert here.endpoint.startswith("n1:")
-    first = found(STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"})
+    first = find_rendezvous(STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"})
     assert first is not None and first.endpoint == here.endpoint
-    assert found(STEP | {"MASTER_ADDR": "ib1", "MASTER_PORT": "5"}) == meeting(
+    assert find_rendezvous(STEP | {"MASTER_ADDR": "ib1", "MASTER_PORT": "5"}) == meeting(
         "ib1:5", 2, 1, "77.3"
     )
 
 
 def test_one_xds_a_machine_of_mpirun_needs_the_first_one_s_address() -> None:
     with pytest.raises(UsageError, match="MASTER_ADDR is not set: mpirun does not tell"):
-        found(OMPI)
-    assert found(OMPI | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == meeting("a:5", 2, 1, "9_1")
+        find_rendezvous(OMPI)
+    assert find_rendezvous(OMPI | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == meeting(
+        "a:5", 2, 1, "9_1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_one_xds_a_machine_of_mpirun_needs_the_first_one_s_address() -> None:
     ],
 )
 def test_what_says_nothing_about_other_machines_is_this_one_alone(environ: dict[str, str]) -> None:
-    assert found(environ) is None
+    assert find_rendezvous(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_what_says_nothing_about_other_machines_is_this_one_alone(environ: dict[
 )
 def test_contradictions_and_gaps_are_told(environ: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        found(environ)
+        find_rendezvous(environ)
 
 
 def test_an_allocation_of_slurm_gives_hosts_and_their_slots() -> None:

@@ -7,46 +7,46 @@ import re
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ..job import Rendezvous
-from .options import Asked
+from .options import ParsedArgs
 
 _C10D_PORT, _STATIC_PORT = 29400, 29500  # torchrun's
 
 
-def num_machines(asked: Asked) -> tuple[int, int]:
+def num_machines(args: ParsedArgs) -> tuple[int, int]:
     """(min, max) of --nnodes; (0, 0) where it is not given."""
-    text = asked.text("nnodes")
+    text = args.text("nnodes")
     found = re.fullmatch("([0-9]{1,6})(?::([0-9]{1,6}))?", text)
     if not text:
         return 0, 0
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most:
         raise UsageError(
-            f"{asked.spelled['nnodes']} = {printable(text)}: must be a number of machines from 1, or MIN:MAX"
+            f"{args.spelled['nnodes']} = {printable(text)}: must be a number of machines from 1, or MIN:MAX"
         )
     return least, most
 
 
-def static(asked: Asked, num_nodes: int, endpoint: str = "") -> Rendezvous:
+def static(args: ParsedArgs, num_nodes: int, endpoint: str = "") -> Rendezvous:
     """Everybody knows the first machine, and its own number."""
-    address = asked.text("master_addr") or endpoint or "127.0.0.1"
-    host, port = _split_endpoint(address, asked.number("master_port", _STATIC_PORT, 1, 65535))
-    if asked.has("rdzv_endpoint"):  # torchrun's order: an endpoint wins over --master-addr
-        host, port = _split_endpoint(asked.text("rdzv_endpoint"), _STATIC_PORT)
+    address = args.text("master_addr") or endpoint or "127.0.0.1"
+    host, port = _split_endpoint(address, args.number("master_port", _STATIC_PORT, 1, 65535))
+    if args.has("rdzv_endpoint"):  # torchrun's order: an endpoint wins over --master-addr
+        host, port = _split_endpoint(args.text("rdzv_endpoint"), _STATIC_PORT)
     return Rendezvous(
         kind="static",
         endpoint=_endpoint(host, port),
-        run_id=asked.text("rdzv_id", "none"),
+        run_id=args.text("rdzv_id", "none"),
         min_nodes=num_nodes,
         max_nodes=num_nodes,
-        node_rank=asked.number("node_rank", 0, most=num_nodes - 1),
-        local_addr=asked.text("local_addr"),
-        settings=_settings(asked),
+        node_rank=args.number("node_rank", 0, most=num_nodes - 1),
+        local_addr=args.text("local_addr"),
+        settings=_settings(args),
     )
 
 
-def dynamic(asked: Asked, kind: str, least: int, most: int) -> Rendezvous:
+def dynamic(args: ParsedArgs, kind: str, least: int, most: int) -> Rendezvous:
     """The machines find one another at an endpoint."""
-    endpoint = asked.text("rdzv_endpoint")
+    endpoint = args.text("rdzv_endpoint")
     if not endpoint and most > 1:
         raise UsageError(
             f"--rdzv-backend = {printable(kind)}: several machines need --rdzv-endpoint HOST:PORT, the same on"
@@ -58,11 +58,11 @@ def dynamic(asked: Asked, kind: str, least: int, most: int) -> Rendezvous:
     return Rendezvous(
         kind=kind,
         endpoint=endpoint,
-        run_id=asked.text("rdzv_id", "none"),
+        run_id=args.text("rdzv_id", "none"),
         min_nodes=least,
         max_nodes=most,
-        local_addr=asked.text("local_addr"),
-        settings=_settings(asked),
+        local_addr=args.text("local_addr"),
+        settings=_settings(args),
     )
 
 
@@ -85,14 +85,14 @@ def _endpoint(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _settings(asked: Asked) -> dict[str, str]:
+def _settings(args: ParsedArgs) -> dict[str, str]:
     """k=v,k=v"""
     found = {}
-    for pair in filter(None, asked.text("rdzv_conf").split(",")):
+    for pair in filter(None, args.text("rdzv_conf").split(",")):
         key, equals, value = pair.partition("=")
         if not (key.strip() and equals):
             raise UsageError(
-                f"--rdzv-conf = {printable(asked.text('rdzv_conf'))}: must be KEY=VALUE,KEY=VALUE"
+                f"--rdzv-conf = {printable(args.text('rdzv_conf'))}: must be KEY=VALUE,KEY=VALUE"
             )
         found[key.strip()] = value.strip()
     return found

@@ -44,7 +44,7 @@ _PREFIXES = (
 )
 _NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
 # numbers of devices differ by machine; the rest is about this process, or was read here already
-_NEVER = re.compile(
+_NEVER_FORWARDED = re.compile(
     "CUDA_VISIBLE_DEVICES|CUDA_MPS_.*|PYTHON(STARTUP|INSPECT|BREAKPOINT|_HISTORY)"
     "|XDS_(SSH|ENV_FILE|RUN_FOLDER|GRACE_FILE|HEARTBEAT_SECONDS|LAUNCHER_PID|RANK_.*)"
     "|(.*_)?(TOKENS?|(API)?KEYS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(_.*)?"
@@ -54,7 +54,9 @@ _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _MAX_FILE_BYTES = 1 << 20
 
 
-def carried(environ: Mapping[str, str], folder: str | Path, home: str | Path) -> dict[str, str]:
+def forwarded_variables(
+    environ: Mapping[str, str], folder: str | Path, home: str | Path
+) -> dict[str, str]:
     """The variables that are set on every other machine.
 
     Args:
@@ -62,11 +64,11 @@ def carried(environ: Mapping[str, str], folder: str | Path, home: str | Path) ->
     Raises:
         UsageError: a line of a file is no KEY=value, or a file that a variable names is not there.
     """
-    along = {key: value for key, value in environ.items() if _goes(key)}
+    variables = {key: value for key, value in environ.items() if _is_forwarded(key)}
     for name, key in _FILES:
         for path in _files(name, environ.get(key, ""), Path(folder), Path(home)):
-            along.update(_read(path))
-    return along
+            variables.update(_read(path))
+    return variables
 
 
 def is_secret(name: str) -> bool:
@@ -78,21 +80,21 @@ def is_secret(name: str) -> bool:
     return bool(re.search("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", name.upper()))
 
 
-def _goes(key: str) -> bool:
-    if not _NAME.fullmatch(key) or _NEVER.fullmatch(key):
+def _is_forwarded(key: str) -> bool:
+    if not _NAME.fullmatch(key) or _NEVER_FORWARDED.fullmatch(key):
         return False
     return key in _NAMES or key.startswith(_PREFIXES)
 
 
-def _files(name: str, asked: str, folder: Path, home: Path) -> Iterator[Path]:
+def _files(name: str, name_or_path: str, folder: Path, home: Path) -> Iterator[Path]:
     """The files to read, the strongest last. One that is asked for by a path is the only one."""
-    if os.sep in asked:
-        yield Path(asked)
+    if os.sep in name_or_path:
+        yield Path(name_or_path)
         return
-    name = asked or name
+    name = name_or_path or name
     paths = [home / name] if _same(home, folder) else [home / name, folder / name]
     there = [path for path in paths if path.is_file()]
-    if asked and not there:
+    if name_or_path and not there:
         yield paths[-1]  # reading it tells that it is missing
     yield from there
 
