@@ -1,6 +1,6 @@
-"""The `xds` command: starts a script on every device, checks a config, shows the machine.
+"""The `xds` command: starts a script on every device, checks a config, prints facts about the machine.
 
-Torch is imported only once ranks are to be started: `xds --help` and `xds check` answer at once.
+Torch is imported only when ranks are started, so `xds --help` and `xds check` respond quickly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .command_line.options import ParsedArgs
     from .command_line.where import Hosts, Local
 
-# subcommands import what they need themselves: `check` reads configs, `env` asks torch
+# subcommands import what they need themselves: `check` reads configs, `env` queries torch
 _SUBCOMMANDS = {
     "bench": ".bench",
     "check": ".check",
@@ -32,7 +32,7 @@ _SUBCOMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own); the exit code."""
+    """Run the command line `argv` (default: that of this process) and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments and arguments[0] in _SUBCOMMANDS:
@@ -88,20 +88,20 @@ def _run(where: Local | Hosts, *, is_dry: bool) -> int:
 
     if (
         where.devices is not None
-    ):  # by number, as the driver counts: what was visible before is not asked
+    ):  # the driver's numbers: an earlier CUDA_VISIBLE_DEVICES is not considered
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, where.devices))
     return local.run(where.job, where.rendezvous, where.restarts)
 
 
 @contextlib.contextmanager
 def _saved_pid(args: ParsedArgs) -> Iterator[None]:
-    """deepspeed's --save_pid: a file with the process id, for as long as the run lasts."""
+    """deepspeed's --save_pid: keep a file with the process id while the run lasts."""
     if not args.has("save_pid"):
         yield
         return
     path = os.path.join(tempfile.gettempdir(), f"{os.getpid()}.ds")
     with contextlib.suppress(OSError):
-        os.unlink(path)  # of an earlier process with our number
+        os.unlink(path)  # left by an earlier process with the same id
     try:
         with open(path, "x") as file:
             file.write(str(os.getpid()))

@@ -1,4 +1,4 @@
-"""`xds elastic`: the batch size of an elastic config, and the numbers of ranks that can train it."""
+"""`xds elastic`: prints the batch size of an elastic config and its valid numbers of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDTH = 96
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan. Returns 0; 2 with the complaints on stderr, or where --world-size does not fit."""
+    """Print the plan. Returns 0, or 2 if the config is wrong or --world-size is not valid (see stderr)."""
     options = _parser().parse_args(list(argv))
     try:
         plan = elastic_plan(options.config)
@@ -92,11 +92,11 @@ def _wrapped(text: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="xds elastic",
-        description="The batch size of a config with an elasticity section, and the numbers of ranks that fit.",
+        description="Print the batch size of a config with an elasticity section, and its valid numbers of ranks.",
     )
     parser.add_argument("config", help="a config file, or JSON text")
     parser.add_argument(
-        "--world-size", type=_count, metavar="N", help="also how N ranks would share the batch"
+        "--world-size", type=_count, metavar="N", help="also print how N ranks share the batch"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

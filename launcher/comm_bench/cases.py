@@ -1,7 +1,7 @@
-"""Every collective that is timed: its tensors, its call, and the result that it must have.
+"""Every collective that is timed: its tensors, its call, and its expected result.
 
-Values are whole numbers that every dtype holds exactly. What is summed is 0 on all ranks but one, so a
-sum is exact at any number of ranks, and one that misses a rank, or counts one twice, is not.
+Values are integers that every dtype represents exactly. Each summand is 0 on all ranks but one. So a correct sum
+is exact at any number of ranks, and a sum that omits a rank or counts one twice is wrong.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from ...ops.comm import raw_collectives as raw
 from ...ops.comm.collectives import Collectives
 
-_CHUNK_NUMEL = 1 << 20  # so that checking takes little memory beside the tensors themselves
-_SMALL_BYTES = 64 * 1024  # gather_small is for less
+_CHUNK_NUMEL = 1 << 20  # limits the additional memory of the check
+_SMALL_BYTES = 64 * 1024  # gather_small is for small tensors
 Check = Callable[[], bool]
 Maker = Callable[["RankContext", int], "Case"]
 
@@ -25,7 +25,7 @@ Maker = Callable[["RankContext", int], "Case"]
 @final
 @dataclass(frozen=True)
 class RankContext:
-    """This rank in its group. whole numel is always a multiple of world_size."""
+    """This rank's place in its group. `numel` is always that of the full tensor, a multiple of world_size."""
 
     collectives: Collectives
     group: Any
@@ -47,7 +47,7 @@ class RankContext:
 @final
 @dataclass(frozen=True)
 class Case:
-    """fill: write what goes in, and spoil what comes out. call: once. is_right: what came out."""
+    """fill: write the inputs and clear the outputs. call: run the op once. is_right: check the outputs."""
 
     fill: Callable[[], None]
     call: Callable[[], None]
@@ -57,9 +57,9 @@ class Case:
 @final
 @dataclass(frozen=True)
 class Pattern:
-    """Values of a tensor of equal parts: each by its place in the part, and by the part's number.
+    """The values of a tensor of equal parts. Each depends on its index in the part and on the part's number.
 
-    rank: of `world_size`, keeps the values whose turn it is, and 0 elsewhere.
+    rank: if given, keep every `world_size`-th value, starting at `rank`, and write 0 elsewhere.
     """
 
     parts: Sequence[int]
@@ -94,7 +94,7 @@ def _case(
     call: Callable[[], None],
     outputs: Sequence[tuple[Tensor, Pattern]],
 ) -> Case:
-    """Tensors that are input and output at once are filled as input."""
+    """Make a case. Tensors that are both input and output are filled as input."""
 
     def fill() -> None:
         for tensor, _ in outputs:
@@ -221,7 +221,7 @@ def _xds_reduce_scatter(context: RankContext, numel: int) -> Case:
 
 
 def _xds_all_reduce(context: RankContext, numel: int) -> Case:
-    """What a step of stages 1 and 2 does with a unit: the sums to their owners, the values back to all."""
+    """As in a step of ZeRO stages 1 and 2: a reduce_scatter to the owners, then an all_gather."""
 
     def call(tensor: Tensor) -> None:
         own = context.collectives.shard_of(tensor)
@@ -287,7 +287,7 @@ CASES: dict[str, dict[str, Maker]] = {
 
 
 def largest_bytes(op: str, max_bytes: int) -> int:
-    """Up to what size an op is measured."""
+    """The largest size at which an op is measured."""
     if op == "barrier":
         return 0
     return min(max_bytes, _SMALL_BYTES) if op == "gather_small" else max_bytes

@@ -1,4 +1,4 @@
-"""What every rank of `xds bench comm` runs: checks each collective, times it, and rank 0 prints."""
+"""The program of every rank of `xds bench comm`: checks and times each collective. Rank 0 prints the table."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .plan import HEADING, Baseline, Link, Plan, Row, binary, row, row_text, siz
 
 _ROUNDS = 3
 _DEFAULT_GPU_BYTES, _DEFAULT_CPU_BYTES = 1 << 30, 64 << 20
-_COPIES = 5  # input, output, what receives, what a backend keeps, the check's own
+_COPIES = 5  # input, output, receive buffer, the backend's buffer, the check's buffer
 _SHARE = 0.8  # of the memory that is free
 
 
 def main(text: str) -> None:
-    """One rank. Rank 0 prints the table, or one line of JSON."""
+    """Run one rank. Rank 0 prints the table, or one line of JSON."""
     plan = Plan.from_text(text)
     is_cpu = os.environ.get("XDS_BACKEND") in ("gloo", "mpi")
     device = torch.device("cpu") if is_cpu else pick_device()
@@ -56,7 +56,7 @@ def main(text: str) -> None:
 
 
 def describe(context: RankContext, plan: Plan) -> dict[str, Any]:
-    """Where it ran."""
+    """The machine, the backend and the settings of the run."""
     import torch.distributed as dist
 
     numbers = host_numbers(context.collectives)
@@ -81,7 +81,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def heading(facts: dict[str, Any], link: Link | None) -> Iterator[str]:
-    """Above the table."""
+    """The lines above the table."""
     hosts = f"{facts['num_hosts']} host" + "s" * (facts["num_hosts"] > 1)
     yield f"{facts['world_size']} ranks, {facts['backend']}, {hosts}: {facts['device']}"
     yield f"link: {link}" if link else "link: nothing to measure"
@@ -90,10 +90,10 @@ def heading(facts: dict[str, Any], link: Link | None) -> Iterator[str]:
 
 
 def rows_of(context: RankContext, plan: Plan, link: Link | None) -> Iterator[Row]:
-    """Every op, by xds and by the backend itself, at every size."""
+    """The rows of every op, by xds and by the backend itself, at every size."""
     where = Baseline(context.world_size, link)
     max_bytes = _largest(context, plan)
-    whole = context.world_size * context.dtype.itemsize  # of what every rank has at least one value
+    whole = context.world_size * context.dtype.itemsize  # so that every rank has at least one value
     is_alone = context.world_size == 1
     for op in [op for op in plan.ops if not (is_alone and op == "send_recv")]:
         for by, make in CASES[op].items():
@@ -109,7 +109,7 @@ def rows_of(context: RankContext, plan: Plan, link: Link | None) -> Iterator[Row
 
 
 def _check(context: RankContext, case: Case, what: str) -> bool:
-    """Whether the backend has it. Raises XdsError: a rank got a wrong result."""
+    """Whether the backend supports the op. Raises XdsError if the result is wrong on a rank."""
     case.fill()
     error = ""
     try:
@@ -120,21 +120,21 @@ def _check(context: RankContext, case: Case, what: str) -> bool:
         error, state = f"{type(failure).__name__}: {failure}", 2
     states = _gather_values(context, float(state))
     if all(found == 2 for found in states):
-        _note(context, f"{what}: left out, {error.splitlines()[0]}")
+        _note(context, f"{what}: skipped, {error.splitlines()[0]}")
         return False
     if 2 in states:
         raise XdsError(f"{what}: failed on rank {states.index(2)}{': ' * bool(error)}{error}")
     wrong = [str(rank) for rank, found in enumerate(states) if found]
     if wrong:
         raise XdsError(
-            f"{what}: a wrong result on rank {', '.join(wrong)} of {context.world_size}; nothing that these"
-            " ranks send can be trusted: look for faulty memory, network adapters or a broken backend"
+            f"{what}: a wrong result on rank {', '.join(wrong)} of {context.world_size}; data that these ranks"
+            " send cannot be trusted: check for faulty memory, network adapters or a broken backend"
         )
     return True
 
 
 def timed(context: RankContext, case: Case, plan: Plan) -> tuple[float, int]:
-    """(seconds of one call, calls in a row): the slowest rank's, the median of three rounds."""
+    """(seconds of one call, consecutive calls): of the slowest rank, the median of three rounds."""
     first = max(_gather_values(context, _seconds(context, case, 1)))
     trials = max(1, min(plan.trials, int(plan.seconds / max(first, 1e-9))))
     rounds = [max(_gather_values(context, _seconds(context, case, trials))) for _ in range(_ROUNDS)]
@@ -163,7 +163,7 @@ def _gather_values(context: RankContext, value: float) -> list[float]:
 
 
 def _largest(context: RankContext, plan: Plan) -> int:
-    """The largest size: as asked, or less where the ranks' memory is short."""
+    """The largest size: as requested, or less if the ranks' memory is too small."""
     is_gpu = context.collectives.device.type == "cuda"
     asked = plan.max_bytes or (_DEFAULT_GPU_BYTES if is_gpu else _DEFAULT_CPU_BYTES)
     allowed = int(min(_gather_values(context, float(_free_bytes(context)))) * _SHARE / _COPIES)
@@ -172,7 +172,7 @@ def _largest(context: RankContext, plan: Plan) -> int:
         return largest
     while largest > max(allowed, plan.min_bytes):
         largest //= 4
-    _note(context, f"sizes end at {binary(largest)}: the ranks' memory has no room for more")
+    _note(context, f"sizes end at {binary(largest)}: the ranks do not have enough memory for larger ones")
     return max(largest, plan.min_bytes)
 
 
@@ -182,7 +182,7 @@ def _free_bytes(context: RankContext) -> int:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(context.world_size)))
     try:
         text = Path("/proc/meminfo").read_text()
-    except OSError:  # not Linux: as much as is asked for
+    except OSError:  # not Linux: no limit is known
         return 1 << 62
     free = re.search(r"(?m)^MemAvailable:\s+(\d+) kB", text)
     available = int(free[1]) * 1024 if free else 1 << 62

@@ -1,4 +1,4 @@
-"""The command line of `xds bench comm`: what is not its own is the launcher's, which starts the ranks."""
+"""The command line of `xds bench comm`. Options it does not know are passed to the launcher."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .plan import DTYPES, FIRST_BYTES, OPS, Plan
 MODULE = "xds.launcher.comm_bench.ranks"
 
 _EPILOG = """\
-Every other option is the launcher's: --nproc-per-node, --hostfile, --include, --backend, ... (`xds --help`).
-Results are checked before anything is timed. Bandwidths are nccl-tests' (doc/PERFORMANCE.md): algbw is
-size / time, busbw what each rank's link carries in one direction. "of link" is the time that the link alone
-would take for the same bytes over the time that was taken; its speed is measured in the same run: a TCP
+All other options are those of the launcher: --nproc-per-node, --hostfile, --include, --backend, ... (`xds --help`).
+Results are checked before anything is timed. Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md): algbw is
+size / time, busbw is the traffic of each rank's link in one direction. "of link" is the time that the link alone
+needs for the same bytes, divided by the measured time. The link's speed is measured in the same run: a TCP
 connection between two ranks with gloo, a copy or a message between GPUs with NCCL."""
 
 
@@ -28,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the ranks; the launcher's exit code."""
+    """Start the ranks and return the launcher's exit code."""
     plan, launcher_args = read(argv)
     from ..cli import main as xds
 
@@ -36,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(argv: Sequence[str]) -> tuple[Plan, list[str]]:
-    """The plan, and the words for the launcher.
+    """The plan, and the arguments for the launcher.
 
     Raises:
-        UsageError: an op or a size that there is not.
+        UsageError: an op is unknown, or a value is out of range.
     """
     asked, launcher_args = _parser().parse_known_args(list(argv))
     ops = tuple(op for part in asked.op or [] for op in part.split(",") if op)
@@ -64,28 +64,28 @@ def read(argv: Sequence[str]) -> tuple[Plan, list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="xds bench comm",
-        description="Time every collective over sizes, against the speed of the link itself.",
+        description="Time every collective at several sizes, and compare it with the speed of the link.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--op", action="append", metavar="OP,OP", help=f"of {', '.join(OPS)} (default: all)")
-    add("--min-size", default=f"{FIRST_BYTES}", metavar="SIZE", help="1KiB, the default")
+    add("--op", action="append", metavar="OP,OP", help=f"one or more of {', '.join(OPS)} (default: all)")
+    add("--min-size", default=f"{FIRST_BYTES}", metavar="SIZE", help="smallest size (default: 1KiB)")
     add(
         "--max-size",
         default="",
         metavar="SIZE",
-        help="default 1GiB on GPUs, 64MiB on CPUs; less where memory is short",
+        help="largest size (default: 1GiB on GPUs, 64MiB on CPUs, less if memory is short)",
     )
     add("--dtype", choices=DTYPES, default="float32")
-    add("--trials", type=int, default=20, metavar="N", help="calls in a row, timed as one")
+    add("--trials", type=int, default=20, metavar="N", help="consecutive calls that are timed together (default: 20)")
     add(
         "--seconds",
         type=float,
         default=0.5,
         metavar="S",
-        help="fewer trials where they take longer than this; each row takes three times it at most",
+        help="reduce the trials if they take longer than this (default: 0.5); a row takes at most 3 times as long",
     )
-    add("--json", action="store_true", help="one line of JSON instead of the table")
+    add("--json", action="store_true", help="print one line of JSON instead of the table")
     return parser

@@ -1,4 +1,4 @@
-"""Takes `xds env` apart: this machine alone, which works without the rest of the launcher, or hosts."""
+"""Entry point of `xds env`: this machine, which needs no other part of the launcher, or several hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from . import this_machine
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 0, and of hosts what hosts.py says."""
+    """Returns the exit code: 0, or that of hosts.py."""
     if any(word.startswith("-") and word != "--json" for word in argv):
         from .hosts import main as of_hosts
 

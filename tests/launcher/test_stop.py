@@ -39,11 +39,11 @@ def test_ranks_whose_peer_failed_elsewhere_are_gone_within_five_seconds_whatever
 def test_asking_twice_is_urgent_and_nothing_is_due_before():
     stop = Stop()
     assert stop.due(0.0) == 0
-    assert stop.request(signal.SIGINT) and not stop.ask(signal.SIGINT)
+    assert stop.request(signal.SIGINT) and not stop.request(signal.SIGINT)
     assert stop.due(0.0) == signal.SIGKILL
 
 
-def test_a_follower_hears_the_same():
+def test_a_follower_gets_the_same_requests():
     follower = Stop()
     stop = Stop(follower)
     stop.request(signal.SIGTERM)
