@@ -1,7 +1,7 @@
-"""`xds --launcher slurm --num-nodes 4` outside of an allocation: one srun asks for machines and runs xds there.
+"""`xds --launcher slurm --num-nodes 4` outside of an allocation: one srun requests machines and runs xds there.
 
-Which machines these are is known on them alone, so no order can be written here: srun starts this same command
-on each, without the options about hosts, and there the variables of the step say who meets whom where.
+Only the started processes know which machines these are, so no orders can be made here. srun starts the same
+command on each machine, without the options about hosts. The variables of the Slurm step define the rendezvous.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .option_table import OPTIONS
 from .options import ParsedArgs
 from .where import DEFAULT_HOSTFILE, remote
 
-# what is done here, and not once more on each machine
+# options that are handled here, and not repeated on each machine
 _HANDLED_HERE = frozenset(
     {
         *("launcher", "launcher_args", "num_nodes", "nnodes", "dry_run", "venv_script", "python"),
@@ -31,7 +31,7 @@ _RENDEZVOUS_OPTIONS = ("master_addr", "master_port")
 def is_asked_for(
     args: ParsedArgs, environ: Mapping[str, str], hostfile: str = DEFAULT_HOSTFILE
 ) -> bool:
-    """Whether Slurm is to choose the machines: it is named, and no hosts are, nor is it there already."""
+    """Whether Slurm chooses the machines: it is the launcher, no hosts are named, and there is no allocation."""
     names_hosts = args.has("hostfile", "include", "exclude", "force_multi", "no_ssh")
     is_slurm = args.text("launcher").lower() == "slurm"
     is_inside = "SLURM_JOB_ID" in environ
@@ -39,13 +39,13 @@ def is_asked_for(
 
 
 def run(args: ParsedArgs, environ: Mapping[str, str]) -> int:
-    """Become that srun, so that signals reach it and its exit code is ours; a dry run prints it.
+    """Replace this process by srun, so that it gets the signals and sets the exit code. A dry run prints it.
 
     Raises:
-        UsageError: srun is missing, or the number of machines is.
+        UsageError: srun or the number of machines is missing.
     """
     slurm, remote_settings = Slurm(), remote(args, environ)
-    # options here, variables for the xds of the step
+    # given as options here, passed as variables to xds in the step
     rendezvous = {name.upper(): args.text(name) for name in _RENDEZVOUS_OPTIONS if args.has(name)}
     remote_settings = replace(
         remote_settings, environment={**remote_settings.environment, **rendezvous}
@@ -70,7 +70,7 @@ def _num_nodes(args: ParsedArgs) -> int:
 
 
 def _step_argv(args: ParsedArgs, python: str) -> list[str]:
-    # for the interpreter of xds alone, not for the ranks: the folder must not hide standard modules
+    # only for the interpreter of xds, not for the ranks: the folder must not hide standard modules
     safe = ["-P"] if sys.version_info >= (3, 11) else []
     argv = ["env", "-u", "PYTHONSAFEPATH", python, *safe, "-m", "xds.launcher.cli"]
     for option in OPTIONS:

@@ -1,4 +1,4 @@
-"""torchrun's rendezvous, from its flags: who meets, where, and how."""
+"""Builds torchrun's rendezvous settings from its flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _C10D_PORT, _STATIC_PORT = 29400, 29500  # torchrun's
 
 
 def num_machines(args: ParsedArgs) -> tuple[int, int]:
-    """(min, max) of --nnodes; (0, 0) where it is not given."""
+    """(min, max) of --nnodes; (0, 0) if it is not given."""
     text = args.text("nnodes")
     found = re.fullmatch("([0-9]{1,6})(?::([0-9]{1,6}))?", text)
     if not text:
@@ -27,10 +27,10 @@ def num_machines(args: ParsedArgs) -> tuple[int, int]:
 
 
 def static(args: ParsedArgs, num_nodes: int, endpoint: str = "") -> Rendezvous:
-    """Everybody knows the first machine, and its own number."""
+    """The static rendezvous: each machine is given the first machine's address and its own number."""
     address = args.text("master_addr") or endpoint or "127.0.0.1"
     host, port = _split_endpoint(address, args.number("master_port", _STATIC_PORT, 1, 65535))
-    if args.has("rdzv_endpoint"):  # torchrun's order: an endpoint wins over --master-addr
+    if args.has("rdzv_endpoint"):  # as in torchrun, an endpoint takes precedence over --master-addr
         host, port = _split_endpoint(args.text("rdzv_endpoint"), _STATIC_PORT)
     return Rendezvous(
         kind="static",
@@ -45,7 +45,7 @@ def static(args: ParsedArgs, num_nodes: int, endpoint: str = "") -> Rendezvous:
 
 
 def dynamic(args: ParsedArgs, kind: str, least: int, most: int) -> Rendezvous:
-    """The machines find one another at an endpoint."""
+    """A dynamic rendezvous: the machines find each other at an endpoint."""
     endpoint = args.text("rdzv_endpoint")
     if not endpoint and most > 1:
         raise UsageError(
@@ -67,17 +67,17 @@ def dynamic(args: ParsedArgs, kind: str, least: int, most: int) -> Rendezvous:
 
 
 def _split_endpoint(text: str, default_port: int) -> tuple[str, int]:
-    """host, host:port, [address]:port, or an address of IPv6 alone."""
+    """Split host, host:port, [address]:port, or an IPv6 address."""
     found = re.fullmatch(r"\[(.+)\](?::([0-9]{1,5}))?|([^:]+)(?::([0-9]{1,5}))?", text)
     if found is None:
         if text.count(":") > 1 and re.fullmatch("[0-9A-Fa-f:.%a-z]+", text):
             return text, default_port
         raise UsageError(
-            f"endpoint = {printable(text)}: must be HOST:PORT; an address of IPv6 in brackets"
+            f"endpoint = {printable(text)}: must be HOST:PORT, with an IPv6 address in brackets"
         )
     port = found[2] or found[4]
     if port and int(port) > 65535:
-        raise UsageError(f"endpoint = {printable(text)}: a port is a number up to 65535")
+        raise UsageError(f"endpoint = {printable(text)}: the port must be a number up to 65535")
     return found[1] or found[3], int(port) if port else default_port
 
 
@@ -86,7 +86,7 @@ def _endpoint(host: str, port: int) -> str:
 
 
 def _settings(args: ParsedArgs) -> dict[str, str]:
-    """k=v,k=v"""
+    """The pairs of --rdzv-conf, K=V,K=V."""
     found = {}
     for pair in filter(None, args.text("rdzv_conf").split(",")):
         key, equals, value = pair.partition("=")

@@ -1,8 +1,8 @@
-"""Where a command line runs: on this machine, on hosts that are started from here, or as one of several.
+"""Decides where a command line runs: on this machine, on hosts that it starts, or as one of several machines.
 
-Flags win over the environment. In this order: --launcher local; torchrun's flags; hosts that were named; the
-hostfile that is there by default; an allocation of Slurm; what something else that starts a process on each
-machine left in the environment; this machine alone.
+Flags take precedence over the environment. The order is: --launcher local; torchrun's flags; named hosts; the
+default hostfile; the variables of a program that starts one xds on each machine; a Slurm allocation; only this
+machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .options import ParsedArgs, check_options
 from .rendezvous import dynamic, num_machines, static
 
 DEFAULT_HOSTFILE = "/job/hostfile"
-_ELASTIC_RESTARTS = 100  # deepspeed's
+_ELASTIC_RESTARTS = 100  # deepspeed's default
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _RENDEZVOUS_OPTIONS = (
     "rdzv_backend",
@@ -41,7 +41,7 @@ _NAMING_HOSTS = ("hostfile", "force_multi", "launcher")
 @final
 @dataclass(frozen=True)
 class Local:
-    """This machine's ranks. devices: the GPUs that they see; None is as they are found."""
+    """Ranks on this machine. devices: the GPUs that they see; None leaves the visible GPUs unchanged."""
 
     job: Job
     rendezvous: Rendezvous = Rendezvous()
@@ -52,7 +52,7 @@ class Local:
 @final
 @dataclass(frozen=True)
 class Hosts:
-    """Ranks on hosts that are started from here. launcher: the backend's name."""
+    """Ranks on hosts that xds connects to. launcher: the backend's name."""
 
     job: Job
     hosts: tuple[Host, ...]
@@ -64,18 +64,18 @@ class Hosts:
 def where_to_run(
     args: ParsedArgs, environ: Mapping[str, str], default_hostfile: str = DEFAULT_HOSTFILE
 ) -> Local | Hosts:
-    """Decide from the command line and the environment; reads hostfiles, starts nothing.
+    """Decide from the command line and the environment. Reads hostfiles, starts nothing.
 
     Raises:
-        UsageError: options that exclude one another, or name what is not there.
+        UsageError: options cannot be combined, or name a file or host that does not exist.
     """
     _check_pairs(args)
     where = _where(args, environ, default_hostfile)
     python = args.text("python", sys.executable)
     if isinstance(where, Local) and os.path.realpath(python) != os.path.realpath(sys.executable):
         raise UsageError(
-            f"--python = {printable(python)}: is for other machines; on this one start xds itself with it,"
-            f" `{shlex.quote(python)} -m xds.launcher.cli ...`"
+            f"--python = {printable(python)}: applies to other machines only; on this machine start xds with"
+            f" that interpreter: `{shlex.quote(python)} -m xds.launcher.cli ...`"
         )
     return where
 
@@ -96,7 +96,7 @@ def _where(args: ParsedArgs, environ: Mapping[str, str], default_hostfile: str) 
 
 
 def _check_pairs(args: ParsedArgs) -> None:
-    """Refuse options that exclude one another."""
+    """Raise a UsageError for options that cannot be combined."""
     pairs = [
         (("module",), ("no_python",)),
         (("include",), ("exclude",)),
@@ -132,7 +132,7 @@ def _job(args: ParsedArgs) -> Job:
         num_ranks=_num_ranks(args),
         backend=backend or None,  # type: ignore[arg-type]  # one of its choices
         threads_per_rank=args.number("threads_per_rank", 0, least=1) or None,
-        log_dir="" if log_dir == "None" else log_dir,  # deepspeed's word for none
+        log_dir="" if log_dir == "None" else log_dir,  # deepspeed's default, meaning none
         bind_cores=args.has("bind_cores_to_rank"),
         core_list=args.text("bind_core_list"),
     )
@@ -152,14 +152,14 @@ def _num_ranks(args: ParsedArgs) -> int | Literal["auto", "gpu", "cpu"]:
 
 
 def _restarts(args: ParsedArgs, min_nodes: int = 0, max_nodes: int = 0) -> Restarts:
-    """min_nodes, max_nodes: what --nnodes said, 0 for nothing."""
+    """The restart settings. min_nodes, max_nodes: the values of --nnodes, 0 if not given."""
     is_elastic = args.has("elastic_training")
     least = args.number("min_elastic_nodes", min_nodes or int(is_elastic), least=1)
     most = args.number("max_elastic_nodes", max_nodes, least=1)
     if most and least > most:
         raise UsageError(
-            f"--min-elastic-nodes = {least}, --max-elastic-nodes = {most}: the first must not be"
-            " the larger one; swap them"
+            f"--min-elastic-nodes = {least}, --max-elastic-nodes = {most}: the minimum must not be"
+            " larger than the maximum; swap them"
         )
     return Restarts(
         max_restarts=args.number("max_restarts", _ELASTIC_RESTARTS if is_elastic else 0),
@@ -184,7 +184,7 @@ def _this_machine(args: ParsedArgs) -> Local:
     least = max(args.number("num_nodes", 1, least=1), num_machines(args)[0])
     if least > 1:
         name = args.first("num_nodes", "nnodes")
-        raise UsageError(f"{name} = {least}: no other hosts are named; give them with --hostfile")
+        raise UsageError(f"{name} = {least}: no other hosts are named; name them with --hostfile")
     job, devices = _job(args), _named_devices(args)
     if devices is not None:
         job = replace(job, num_ranks=len(devices))
@@ -192,24 +192,24 @@ def _this_machine(args: ParsedArgs) -> Local:
 
 
 def _alone(args: ParsedArgs) -> Rendezvous:
-    """A free port on the loopback, or the address and port that were asked for."""
+    """A free port on the loopback address, or the requested address and port."""
     if args.has("master_port"):
         return static(args, 1)
     return Rendezvous()
 
 
 def _named_devices(args: ParsedArgs) -> tuple[int, ...] | None:
-    """The GPUs that --include or --exclude of localhost leave; None where neither is given."""
+    """The GPUs selected by --include or --exclude on this machine; None if neither is given."""
     if not args.has("include", "exclude"):
         return None
     own = num_gpus()
     if not own and args.has("exclude"):
         raise UsageError(
-            f"--exclude = {printable(args.text('exclude'))}: no GPU is known here to leave out; name a"
-            " hostfile with --hostfile, or the number of ranks with --nproc-per-node"
+            f"--exclude = {printable(args.text('exclude'))}: this machine has no known GPU to exclude; set"
+            " --hostfile, or the number of ranks with --nproc-per-node"
         )
     include, exclude = args.text("include"), args.text("exclude")
-    slots = range(own or 1024)  # where none is known, the numbers are taken as they are
+    slots = range(own or 1024)  # if no GPU is known, all numbers are accepted
     name = next((name for name in _own_names() if name in include + exclude), "localhost")
     try:
         (host,) = filter_hosts([Host(name, tuple(slots))], include, exclude)
@@ -219,7 +219,7 @@ def _named_devices(args: ParsedArgs) -> tuple[int, ...] | None:
 
 
 def num_gpus() -> int:
-    """The GPUs of this machine as its driver lists them, without torch; 0 also where that is unknown."""
+    """The number of GPUs in the driver's list, without torch; 0 if it is unknown."""
     try:
         return len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
@@ -236,49 +236,49 @@ def _is_here(hosts: Sequence[Host]) -> bool:
 
 
 def _on_slots(args: ParsedArgs, host: Host) -> Local:
-    """A hostfile that names this machine alone."""
+    """Run on this machine with the slots of a hostfile that names only this machine."""
     job = replace(_job(args), num_ranks=len(host.slots))
     devices = host.slots if args.has("include", "exclude") else None
     return Local(job, _alone(args), _restarts(args, *num_machines(args)), devices)
 
 
-# -- hosts that are started from here -----------------------------------------------------------------
+# -- hosts that xds connects to -----------------------------------------------------------------------
 
 
 def _all_hosts(
     args: ParsedArgs, default_hostfile: str, environ: Mapping[str, str] | None = None
 ) -> list[Host]:
-    """The hosts of the hostfile, or of the allocation, that the options leave."""
+    """The hosts of the hostfile or of the allocation that the options select."""
     path = args.text("hostfile")
     if not path and Path(default_hostfile).is_file():
         path = default_hostfile
     if path and args.has("hostfile") and not Path(path).exists():
         raise UsageError(
-            f"{args.spelled['hostfile']} = {printable(path)}: no such file; correct the path, or leave it out"
-            " to run on this machine"
+            f"{args.spelled['hostfile']} = {printable(path)}: no such file; correct the path, or remove the"
+            " option to run on this machine"
         )
     hosts = read_hostfile(path) if path else _allocated(environ or {})
     if not hosts and args.has("force_multi"):
         hosts = [Host("localhost", tuple(range(_count_here(args))))]
     if not hosts:
         name = args.first("launcher", "force_multi", "no_ssh")
-        raise UsageError(f"{name}: no hosts are named; give them with --hostfile")
+        raise UsageError(f"{name}: no hosts are named; name them with --hostfile")
     hosts = filter_hosts(hosts, args.text("include"), args.text("exclude"))
     num_ranks = _num_ranks(args)
     if num_ranks in ("gpu", "cpu"):
         raise UsageError(
-            f"{args.spelled['nproc_per_node']} = {printable(num_ranks)}: hosts have the slots that the"
-            " hostfile says; give a number, or leave it out"
+            f"{args.spelled['nproc_per_node']} = {printable(num_ranks)}: the hostfile defines the"
+            " slots of the hosts; set a number, or remove the option"
         )
     least, most = num_machines(args)
     if least > len(hosts):
         raise UsageError(
-            f"{args.spelled['nnodes']} = {printable(args.text('nnodes'))}: there are {len(hosts)} "
-            "hosts; ask for fewer"
+            f"{args.spelled['nnodes']} = {printable(args.text('nnodes'))}: there are only "
+            f"{len(hosts)} hosts; set a smaller number"
         )
     has_restarts = args.number("max_restarts", 0) > 0 or args.has("elastic_training")
     if most and not has_restarts:
-        hosts = hosts[:most]  # further ones would be spares
+        hosts = hosts[:most]  # without restarts there are no spare hosts
     num_nodes = args.number("num_nodes", 0, least=1)
     return first_hosts(hosts, num_nodes, 0 if isinstance(num_ranks, str) else num_ranks)
 
@@ -300,19 +300,19 @@ def _on_hosts(
     from ..remote.backends import BACKENDS, backend_named
 
     if launcher not in BACKENDS:
-        backend_named(launcher)  # says why
-    job = replace(_job(args), num_ranks="auto")  # the slots say it
+        backend_named(launcher)  # raises the error
+    job = replace(_job(args), num_ranks="auto")  # the slots define the number
     restarts = _restarts(args, *num_machines(args))
-    if restarts.max_nodes and not restarts.min_nodes:  # not all there are, but all at a time
+    if restarts.max_nodes and not restarts.min_nodes:  # by default as many as run at a time, not all hosts
         restarts = replace(restarts, min_nodes=min(restarts.max_nodes, len(hosts)))
     return Hosts(job, tuple(hosts), remote(args, environ), launcher, restarts)
 
 
 def remote(args: ParsedArgs, environ: Mapping[str, str]) -> Remote:
-    """How other machines are reached, and what goes along.
+    """How other machines are reached, and the settings for them.
 
     Raises:
-        UsageError: --launcher-args or an environment file cannot be read.
+        UsageError: --launcher-args or an environment file cannot be parsed.
     """
     from .forwarded_variables import forwarded_variables
 
@@ -322,7 +322,7 @@ def remote(args: ParsedArgs, environ: Mapping[str, str]) -> Remote:
         launcher_args = tuple(shlex.split(text))
     except ValueError as error:
         raise UsageError(
-            f"--launcher-args = {printable(text)}: {error}; close the quotes as for a shell"
+            f"--launcher-args = {printable(text)}: {error}; close the quotes as in a shell"
         ) from None
     return Remote(
         folder=folder,
@@ -341,14 +341,14 @@ def _port(args: ParsedArgs, name: str) -> int | None:
     return args.number(name, 0, least=1, most=65535) or None
 
 
-# -- one of several machines, each started by somebody else -------------------------------------------
+# -- one of several machines that each start xds -------------------------------------------------------
 
 
 def _one_of_hosts(args: ParsedArgs, hosts: Sequence[Host]) -> Local:
     """deepspeed's --no_ssh: this machine is number --node-rank of the hostfile."""
     if not args.has("node_rank"):
         raise UsageError(
-            "--no-ssh: needs --node-rank, this machine's place among the hosts, from 0"
+            "--no-ssh: needs --node-rank, the index of this machine in the list of hosts, from 0"
         )
     host = hosts[args.number("node_rank", 0, most=len(hosts) - 1)]
     first = hosts[0].name.rpartition("@")[2]
@@ -364,14 +364,16 @@ def _torchrun_rendezvous(args: ParsedArgs) -> Local:
     least, most = least or 1, most or 1
     if args.has("standalone"):
         if least > 1:
-            raise UsageError(f"--standalone: is one machine, --nnodes = {least}; drop one of them")
+            raise UsageError(
+                f"--standalone: means one machine, but --nnodes = {least}; remove one of them"
+            )
         return _this_machine(replace(args, given={**args.given, "nnodes": "", "master_port": ""}))
     kind = args.text("rdzv_backend", "static")
     if kind == "static":
         rendezvous = static(args, most, args.text("rdzv_endpoint"))
         if least != most:
             raise UsageError(
-                f"--nnodes = {least}:{most}: machines may come and go only with --rdzv-backend c10d"
+                f"--nnodes = {least}:{most}: a variable number of machines needs --rdzv-backend c10d"
                 " and --rdzv-endpoint HOST:PORT"
             )
     else:
@@ -381,7 +383,7 @@ def _torchrun_rendezvous(args: ParsedArgs) -> Local:
 
 
 def _by_environment(args: ParsedArgs, environ: Mapping[str, str]) -> Local | Hosts:
-    """No flag says where: torchrun's variables, a step of srun's or pods, Slurm, or this machine."""
+    """Without flags: torchrun's variables, a step of srun, pods, a Slurm allocation, or this machine."""
     from .cluster_environment import find_rendezvous
 
     merged = _with_torchrun_variables(args, environ)
@@ -394,16 +396,16 @@ def _by_environment(args: ParsedArgs, environ: Mapping[str, str]) -> Local | Hos
         return _on_hosts(args, _all_hosts(args, "", environ), "slurm", environ)
     if num_machines(merged)[0] > 1:
         raise UsageError(
-            f"{merged.spelled['nnodes']} = {printable(merged.text('nnodes'))}: the machines do not know "
-            "where to meet; give each --master-addr and --node-rank, or --rdzv-backend c10d --rdzv-endpoint "
-            "HOST:PORT, or name them all with --hostfile"
+            f"{merged.spelled['nnodes']} = {printable(merged.text('nnodes'))}: the machines have no "
+            "rendezvous endpoint; set --master-addr and --node-rank on each, or --rdzv-backend c10d "
+            "--rdzv-endpoint HOST:PORT, or name all of them with --hostfile"
         )
     return _this_machine(merged)
 
 
 def _with_torchrun_variables(args: ParsedArgs, environ: Mapping[str, str]) -> ParsedArgs:
-    """With torchrun's variables for what was not given, and these judged as options are."""
-    if "TORCHELASTIC_RUN_ID" in environ:  # inside a rank: what started it is not ours to repeat
+    """The options with torchrun's variables as defaults, checked in the same way as options."""
+    if "TORCHELASTIC_RUN_ID" in environ:  # inside a rank: the variables belong to its launcher
         return args
     merged = args.with_defaults(environ)
     check_options(merged)
@@ -411,7 +413,7 @@ def _with_torchrun_variables(args: ParsedArgs, environ: Mapping[str, str]) -> Pa
 
 
 def _is_in_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process for a part of the job; a shell it opened is for all of it."""
+    """Whether srun started this process as one task of a step. A shell of `srun --pty` does not count."""
     from ...engine.process.foreign_launcher import in_step
 
     return in_step(environ) and "SLURM_PTY_PORT" not in environ

@@ -1,7 +1,7 @@
-"""The folder in which the ranks of one run leave their output and their last words, on each host.
+"""The run folder: holds the output and the failure records of the ranks of one run, on each host.
 
-Only the user may read it: what a script prints can hold anything. The newest runs stay; an older one goes when
-the next begins, unless it is still going on: then its launcher holds the lock on `running`.
+Only the user may read it, because a script may print secrets. The newest runs are kept. An older one is removed
+when the next run begins, unless its launcher still holds the lock on the file `running`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...utils.trust import make_folders, why_not_trusted
 
 _RUNS_KEPT = 20
 _DAY_SECONDS = 86400.0
-_NAME = re.compile(r"\d{8}-\d{6}-(.+)")  # when it began, and of which run it is
+_NAME = re.compile(r"\d{8}-\d{6}-(.+)")  # start time and run id
 _LOCK = "running"
 _LOG_MODE = 0o600
 _TEMPORARY_FILES = (".ended", ".grace", ".out", ".err")
@@ -32,14 +32,14 @@ _FAILURE_FILES = (".error.json", ".fault.txt", ".ended", ".grace")
 
 @final
 class RunFolder:
-    """Names the files of each rank."""
+    """The paths of each rank's files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.ranks: set[int] = set()  # of this host
 
     def log(self, rank: int) -> Path:
-        """Everything it printed, of every start."""
+        """The rank's output, of all starts."""
         return self.path / f"rank{rank}.log"
 
     def error(self, rank: int) -> Path:
@@ -49,15 +49,15 @@ class RunFolder:
         return self.path / f"rank{rank}.fault.txt"
 
     def ended(self, rank: int) -> Path:
-        """There once the rank's script has ended well."""
+        """Exists once the rank's script has ended successfully."""
         return self.path / f"rank{rank}.ended"
 
     def grace(self, rank: int) -> Path:
-        """Holds the seconds that the rank wants between SIGTERM and SIGKILL."""
+        """Holds the seconds that the rank needs between SIGTERM and SIGKILL."""
         return self.path / f"rank{rank}.grace"
 
     def prepare(self, ranks: Sequence[int], *, is_first: bool) -> None:
-        """Rid `ranks` of an earlier start's last words, and before the first start of old logs."""
+        """Remove the failure records of an earlier start, and before the first start also old logs."""
         self.ranks |= set(ranks)
         for rank in ranks:
             endings = (*_FAILURE_FILES, *([".log"] if is_first else []))
@@ -65,7 +65,7 @@ class RunFolder:
                 (self.path / f"rank{rank}{ending}").unlink(missing_ok=True)
 
     def first_error_seconds(self, ranks: Sequence[int]) -> float | None:
-        """When the first rank wrote that it failed (wall clock), None while none has."""
+        """When the first rank wrote its failure record (wall clock); None if there is none."""
         times = []
         for rank in ranks:
             with contextlib.suppress(FileNotFoundError):
@@ -73,7 +73,7 @@ class RunFolder:
         return min(times, default=None)
 
     def remove_temporary_files(self, rank: int) -> None:
-        """Remove what nobody reads after the end: an empty fault file, marks, pipes."""
+        """Remove files that are not needed after the end: an empty fault file, markers, pipes."""
         fault = self.fault(rank)
         with contextlib.suppress(OSError):
             if not fault.stat().st_size:
@@ -82,7 +82,7 @@ class RunFolder:
             (self.path / f"rank{rank}{ending}").unlink(missing_ok=True)
 
     def grace_seconds(self) -> float:
-        """The longest time any rank asked for, 0 when none did."""
+        """The longest time that any rank requested; 0 if none did."""
         asked = [0.0]
         for file in self.path.glob("rank*.grace"):
             with contextlib.suppress(OSError, ValueError):
@@ -92,9 +92,9 @@ class RunFolder:
 
 @contextlib.contextmanager
 def run_folder(asked: str, run_id: str = "") -> Iterator[RunFolder]:
-    """The folder asked for, or one of this run under the cache folder, where the newest stay.
+    """The folder `asked`, or else a new folder for this run under the cache folder.
 
-    What stays are logs, and what a rank wrote when it failed.
+    Logs and failure records are kept after the run.
     """
     if asked:
         path = Path(asked)
@@ -110,12 +110,12 @@ def run_folder(asked: str, run_id: str = "") -> Iterator[RunFolder]:
             folder.remove_temporary_files(rank)
         if not asked:
             with contextlib.suppress(OSError):
-                folder.path.rmdir()  # only if nothing was kept
+                folder.path.rmdir()  # succeeds only if it is empty
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let no later run take this one for an old one. Hosts that share the folder share the lock."""
+    """Prevent later runs from removing this folder. Hosts that share the folder share the lock."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _LOG_MODE)
     except OSError:
@@ -126,7 +126,7 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # held by another host still: it removes the file
+        with contextlib.suppress(OSError):  # another host still holds it, and removes the file later
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (folder / _LOCK).unlink()
         os.close(lock)
@@ -141,9 +141,9 @@ def _own_folder(run_id: str) -> Path:
         runs.chmod(0o700)
         (runs / name).mkdir(0o700, exist_ok=True)
         is_ours = not why_not_trusted(runs / name)
-    except OSError:  # no home, or read-only
+    except OSError:  # no home folder, or read-only
         is_ours = False
-    if not is_ours:  # or somebody else may lay links there, which we would write through
+    if not is_ours:  # another user could place links there, and we would write through them
         return Path(tempfile.mkdtemp(prefix=f"xds-{name}-"))
     with contextlib.suppress(OSError):
         _remove_old_runs(runs)
@@ -151,7 +151,7 @@ def _own_folder(run_id: str) -> Path:
 
 
 def _remove_old_runs(runs: Path) -> None:
-    """Remove runs beyond the newest, unless they go on. Hosts that share the folder have one each for a run."""
+    """Remove all but the newest runs, unless they are running. Each host of a run has its own folder."""
     found: dict[str, list[Path]] = {}  # by run, the newest first
     for path in sorted(runs.iterdir(), reverse=True):
         match = _NAME.fullmatch(path.name)
@@ -165,10 +165,10 @@ def _remove_old_runs(runs: Path) -> None:
 
 
 def _is_over(folder: Path) -> bool:
-    """Whether no launcher holds its lock; where there are no locks, whether nothing was written for a day."""
+    """Whether no launcher holds the lock; without support for locks, whether nothing was written for a day."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:  # it came to its end
+    except FileNotFoundError:  # the run has ended
         return True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
