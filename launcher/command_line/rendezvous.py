@@ -9,7 +9,7 @@ from ...utils.quoting import printable
 from ..job import Rendezvous
 from .options import ParsedArgs
 
-_C10D_PORT, _STATIC_PORT = 29400, 29500  # torchrun's
+_C10D_PORT, _STATIC_PORT = 29400, 29500  # torchrun's defaults
 
 
 def num_machines(args: ParsedArgs) -> tuple[int, int]:

@@ -114,7 +114,7 @@ def _check_pairs(args: ParsedArgs) -> None:
             other = tuple(name for name in other if name != "nproc_per_node")
         if args.has(*one) and args.has(*other):
             raise UsageError(
-                f"{args.first(*one)} and {args.first(*other)} exclude one another; drop one of them"
+                f"{args.first(*one)} and {args.first(*other)} cannot be combined; drop one of them"
             )
 
 

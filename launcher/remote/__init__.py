@@ -1,1 +1,1 @@
-"""Ranks on other machines: a head, a node part on each, and the ways between them."""
+"""Ranks on several hosts: the head process (the launcher), a node process on each host, and their connections."""

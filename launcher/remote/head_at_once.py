@@ -1,7 +1,7 @@
-"""Starts a job through one command that reaches every host by itself: pdsh, srun, mpirun.
+"""Runs a job through one command that reaches all hosts: pdsh, srun, mpirun.
 
-The orders are in its arguments, so nothing can be said later: ranks are stopped by a signal to the command,
-and a restart is a new command. What the hosts say comes back over its output.
+The orders are in its arguments, so no messages can be sent later. The ranks are stopped by a signal to the
+command, and a restart is a new command. Messages of the hosts arrive on its output.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .link import Link
 from .start import Lost, final_report, make_orders, own_streams
 
 _TICK_SECONDS = 0.1
-# After the first failure: for the other hosts' ranks to end, and for what they say about it to arrive.
+# After the first failure: time for the other hosts' ranks to end, and for their messages to arrive.
 _OTHERS_SECONDS = 2.0
 _SIGKILL_AFTER_SECONDS = 6.0
-_FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below the kernel's own range of passing ports
+_FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below the kernel's range of ephemeral ports
 
 
 @final
 @dataclass
 class _Start:
-    """What is known of one start."""
+    """The state of one start, from the messages of the hosts."""
 
-    record: dict[str, float] = field(default_factory=dict)  # host to when it was heard last
+    record: dict[str, float] = field(default_factory=dict)  # host to the time of its last message
     ahead_seconds: dict[str, float] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
@@ -46,7 +46,7 @@ class _Start:
     failed_at: float = 0.0
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Note one message of one host."""
+        """Process one message of one host."""
         host, kind = message["sender"], message["kind"]
         self.record[host] = time.time()
         if kind == "hello":
@@ -68,7 +68,7 @@ class _Start:
 def run_at_once(
     job: Job, hosts: Sequence[Host], remote: Remote, backend: AllAtOnce, restarts: Restarts
 ) -> int:
-    """Run `job` on `hosts` to its end; the exit code of the first rank that failed, 0 when none did."""
+    """Run `job` on `hosts` to its end. Returns the exit code of the first rank that failed, or 0."""
     generation = 0
     with stop_signals() as stop:
         while True:
@@ -79,7 +79,7 @@ def run_at_once(
                 return 0
             if was_preempted(start.failures):
                 say(
-                    "xds: every rank has saved and stopped, as it was asked to\n", stop.is_requested
+                    "xds: every rank has saved a checkpoint and stopped, as requested\n", stop.is_requested
                 )
                 return first_failure(start.failures).exit_code
             lost = _hosts_without_result(hosts, start, code, backend.name)
@@ -95,11 +95,11 @@ def run_at_once(
 def _hosts_without_result(
     hosts: Sequence[Host], start: _Start, code: int, program: str
 ) -> list[Lost]:
-    """Hosts that never said how their ranks ended, where nobody else told of a failure."""
+    """The hosts that never reported the end of their ranks; [] if another host reported a failure."""
     if start.failures or start.errors:
         return []
     missing = [host.name for host in hosts if host.name not in start.ended]
-    why = f"{program} ended with exit code {code} before it was done"
+    why = f"{program} ended with exit code {code} before the ranks had ended"
     return [
         Lost(name, why, start.record.get(name, 0.0), code or 1, name in start.record)
         for name in missing or [hosts[0].name]
@@ -115,7 +115,7 @@ def _one_start(
     generation: int,
     stop: Stop,
 ) -> tuple[_Start, int]:
-    """One command from its start to its end, and its exit code."""
+    """Run one command from its start to its end. Returns the state and the exit code."""
     token = secrets.token_hex(8)
     chosen = choose_hosts(hosts, len(hosts), restarts)
     address = remote.master_addr or hosts[0].name.rpartition("@")[2]
@@ -160,9 +160,9 @@ def _one_start(
 
 
 def _signal_due(start: _Start, stop: Stop) -> int:
-    """The signal that the command should have had by now, 0 for none."""
+    """The signal that the command should have received by now; 0 for none."""
     if stop.signum:
-        # the command passes it on; the nodes know how long their ranks may take to save
+        # the command forwards it; the node processes know how long their ranks may take to save
         return signal.SIGKILL if stop.is_urgent else stop.signum
     if not start.failed_at:
         return 0

@@ -1,12 +1,12 @@
-"""Starts a job over one connection to each host, tells the first failure, and goes on if it may.
+"""Runs a job over one connection to each host, reports the first failure, and restarts if restarts are left.
 
-    connect to every host, a few at a time     ssh -> node.py, which says hello
-    a start: choose hosts and ranks            every chosen node gets its order
+    connect to every host, a few at a time     ssh -> node.py, which sends "hello"
+    a start: choose hosts and ranks            every chosen node process gets its order
     the first rank fails, or a host is lost    the ranks of all other hosts are stopped
-    all have ended: the report, once           then the next start, or the end of every node part
+    all have ended: one report                 then the next start, or the end of every node process
 
-The nodes never talk to one another but through torch's rendezvous: who takes part, and where they meet, is
-decided here, so that a start needs no agreement.
+The node processes communicate with each other only through torch's rendezvous. The head decides the participants
+and the rendezvous endpoint, so a start needs no agreement protocol.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .start import Lost, final_report, heartbeat_seconds, make_orders, own_strea
 
 CONNECTING_AT_ONCE = 64
 _TICK_SECONDS = 0.1
-_LIMITS_SECONDS = {"connecting": 30.0, "preparing": 120.0}  # to log in there; to import torch
+_LIMITS_SECONDS = {"connecting": 30.0, "preparing": 120.0}  # time limits for the login, and for the import of torch
 _RETRY_SECONDS = 5.0  # between attempts to reach a lost host
-_RETURN_SECONDS = 300.0  # how long too few hosts are waited for
+_RETURN_SECONDS = 300.0  # how long to wait for hosts if there are too few
 _FILES_A_LINK = 4
 _LEAVE_SECONDS = 2.0
 
@@ -44,14 +44,14 @@ _LEAVE_SECONDS = 2.0
 def run_per_host(
     job: Job, hosts: Sequence[Host], remote: Remote, backend: PerHost, restarts: Restarts
 ) -> int:
-    """Run `job` on `hosts` to its end; the exit code of the first rank that failed, 0 when none did."""
+    """Run `job` on `hosts` to its end. Returns the exit code of the first rank that failed, or 0."""
     allow_files(_FILES_A_LINK * len(hosts) + 64)
     with stop_signals() as stop, _suspension_ignored():
         return _Head(job, hosts, remote, backend, restarts, stop).run()
 
 
 def allow_files(needed: int) -> None:
-    """Raise this process's limit of open files to `needed` where it may be raised.
+    """Raise this process's limit of open files to `needed` if it is lower.
 
     Raises:
         UsageError: the hard limit is lower.
@@ -69,7 +69,7 @@ def allow_files(needed: int) -> None:
 
 @contextlib.contextmanager
 def _suspension_ignored() -> Iterator[None]:
-    """Ctrl-Z would be taken for a lost launcher on every host."""
+    """Ignore Ctrl-Z: every host would treat a suspended launcher as lost."""
     former = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
         yield
@@ -78,11 +78,11 @@ def _suspension_ignored() -> Iterator[None]:
 
 
 @final
-@dataclass(eq=False)  # itself: it is looked for among thousands at every message
+@dataclass(eq=False)  # compared by identity: fast lookup among thousands at every message
 class _Member:
-    """A host and how things stand with it.
+    """A host and its state.
 
-    state: away (to be connected to), connecting, preparing, ready, running, lost.
+    state: away (not connected yet), connecting, preparing, ready, running, lost.
     """
 
     host: Host
@@ -93,26 +93,26 @@ class _Member:
     ahead_seconds: float = 0.0  # its clock minus ours
     next_attempt: float = 0.0
     is_stopping: bool = False
-    ranks: tuple[int, ...] = ()  # of the newest start
+    ranks: tuple[int, ...] = ()  # of the current start
 
 
 @final
 @dataclass
 class _Start:
-    """What came of one start of all ranks."""
+    """The state and the results of one start of all ranks."""
 
     members: list[_Member]
     failures: list[Failure] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     lost: list[Lost] = field(default_factory=list)
-    is_growing: bool = False  # stopped by the head, to take in hosts that came back
-    was_stopped_on_host: bool = False  # a host was told to stop by somebody else, such as its cloud
+    is_growing: bool = False  # stopped by the head to add hosts that came back
+    was_stopped_on_host: bool = False  # a node process got a stop signal on its host, for example from a cloud provider
 
 
 @final
 class _Head:
-    """The loop: streams in, orders out, one start after another."""
+    """The main loop: reads the streams, sends the orders, does one start after another."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class _Head:
                 return 0
             goes_on = start.is_growing or (start.was_stopped_on_host and self._is_elastic())
             if was_preempted(start.failures) and not goes_on:
-                self._say("every rank has saved and stopped, as it was asked to")
+                self._say("every rank has saved a checkpoint and stopped, as requested")
                 return first_failure(start.failures).exit_code
             if not start.is_growing:
                 text, code = final_report(start.failures, start.finished, start.errors, start.lost)
@@ -168,7 +168,7 @@ class _Head:
     # -- a start ------------------------------------------------------------------------------------------
 
     def _gather(self) -> list[tuple[_Member, int]]:
-        """Connect until a start is possible, with every host at first; empty where it is not to be."""
+        """Connect until a start is possible; the first start waits for every host. Empty if it is impossible."""
         begun = time.monotonic()
         is_logged = False
         while not self._stop.signum:
@@ -207,7 +207,7 @@ class _Head:
         return code
 
     def _one_start(self, chosen: Sequence[tuple[_Member, int]]) -> _Start:
-        """Give the orders, and see it through to the last node's end."""
+        """Send the orders, and run the loop until the last node process reports its end."""
         start = self._start = _Start([member for member, _ in chosen])
         self._lost = []
         ranks = sum(count for _, count in chosen)
@@ -248,7 +248,7 @@ class _Head:
                 self._stop_ranks(signal.SIGTERM, is_for_peer=True)
             elif self._can_add_hosts(start):
                 start.is_growing = True
-                self._say("more hosts are there: the ranks save where they can, and start anew")
+                self._say("more hosts are available: the ranks save if they can, and start again")
                 self._stop_ranks(signal.SIGTERM)
         self._start = None
         return start
@@ -274,7 +274,7 @@ class _Head:
     # -- the loop -----------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """One look at every stream, and what is due by the clock."""
+        """Read every stream once, and do the periodic work that is due."""
         for key, _ in self._selector.select(_TICK_SECONDS):
             link: Link = key.data
             member = self._by_link.get(link)
@@ -302,7 +302,7 @@ class _Head:
                     member.link.send("forward", signum=signum)
 
     def _connect(self, now: float) -> None:
-        """Begin as many connections as the bound allows."""
+        """Begin as many connections as the limit allows."""
         num_connecting = sum(m.state == "connecting" for m in self._members)
         for member in self._members:
             if num_connecting >= CONNECTING_AT_ONCE or self._stop.signum:
@@ -323,7 +323,7 @@ class _Head:
             num_connecting += 1
 
     def _generation_can_use(self, member: _Member) -> bool:
-        """Whether a lost host is worth another attempt: only where a later start could take it."""
+        """Whether to reconnect to a lost host: only if a later start can use it."""
         has_begun = self._start is not None or self._generation > 0
         return has_begun and self._restarts.max_restarts > 0
 
@@ -334,7 +334,7 @@ class _Head:
             if slow_seconds is not None and silent_seconds > slow_seconds:
                 self._lose(member, f"no answer for {slow_seconds:.0f} s")
             elif member.state in ("ready", "running") and silent_seconds > self._limit_seconds:
-                self._lose(member, f"no sign of life for {silent_seconds:.0f} s")
+                self._lose(member, f"no message for {silent_seconds:.0f} s")
 
     def _take(self, member: _Member, message: Mapping[str, Any]) -> None:
         kind, start = message["kind"], self._start
@@ -348,7 +348,7 @@ class _Head:
             return
         elif kind == "failed" and message["generation"] == self._generation:
             if not self._stop.signum and not start.is_growing:
-                member.is_stopping = True  # it stops its own
+                member.is_stopping = True  # the host stops its own ranks
                 self._stop_ranks(signal.SIGTERM, is_for_peer=True)
         elif kind == "ended" and message["generation"] == self._generation:
             member.state, member.port = "ready", message["port"]
@@ -362,7 +362,7 @@ class _Head:
                 start.errors[member.host.name] = message["error"]
 
     def _lose(self, member: _Member, why: str) -> None:
-        """The host is out of reach; an attempt to reach it again comes later."""
+        """Mark the host as lost. Another attempt to connect follows later."""
         link, was_reached = member.link, member.state in ("preparing", "ready", "running")
         assert link is not None
         if not was_reached or not why:
@@ -390,7 +390,7 @@ class _Head:
         member.next_attempt = time.monotonic() + _RETRY_SECONDS
 
     def _leave(self) -> None:
-        """End every node part."""
+        """End every node process."""
         links = list(self._by_link)
         for link in links:
             link.send("quit")
@@ -408,7 +408,7 @@ class _Head:
 
 
 def _endpoint(remote: Remote, first: _Member, *, is_alone: bool) -> str:
-    """Where the ranks meet: the first host, by the address at which the head reached it."""
+    """The rendezvous endpoint: the first host, by the address at which the head reached it."""
     address = remote.master_addr or ("127.0.0.1" if is_alone else first.address)
     port = remote.master_port or first.port
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

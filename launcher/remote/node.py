@@ -1,16 +1,17 @@
-"""One host's part of a run on several: takes orders from the head, runs the ranks here, tells how they do.
+"""The node process: runs the ranks of one host on the head's orders, and reports their state to the head.
 
-    -m xds.launcher.remote.node                            orders and heartbeats come over standard input
-    -m xds.launcher.remote.node --orders TEXT [--index N]  one order, in the arguments; nothing is heard later
+    -m xds.launcher.remote.node                            orders and heartbeats arrive on standard input
+    -m xds.launcher.remote.node --orders TEXT [--index N]  one order, in the arguments; no messages follow
 
-What it says goes to standard output, in frames between rank 0's own output. When the head says nothing for
-a while, when its end of a stream closes, or when it says so, every rank here is stopped, and this process ends.
+Its messages go to standard output, in frames between rank 0's own output. If the head sends nothing within the
+timeout, closes its end of a stream, or sends "quit", all ranks here are stopped, and this process ends.
 
-    here     reached; torch is being imported             head: connects to the next host
-    hello    a free port here, this host's address        head: picks where the ranks meet
-    failed   the first rank here has failed               head: stops the ranks of the other hosts
-    ended    all ranks here have: failures, who finished  head: reports, or gives the next order
-    beat     still there
+    message  meaning                                      what the head does then
+    here     connected; torch is being imported           connects to the next host
+    hello    a free port here, this host's address        chooses the rendezvous endpoint
+    failed   the first rank here has failed               stops the ranks of the other hosts
+    ended    all ranks here have ended: the results       reports, or sends the next order
+    beat     heartbeat
 """
 
 from __future__ import annotations
@@ -42,30 +43,30 @@ from .frames import HEARTBEATS_PER_TIMEOUT, PART_BYTES, encode
 _DEFAULT_HEARTBEAT_SECONDS = 2.0
 _DRAIN_SECONDS = 1.0
 _PART_SECONDS = (
-    0.002  # before each part of a message: mpirun hands on what one read gives, torn or not
+    0.002  # pause before each part of a message: mpirun forwards the result of a single read
 )
-_LEAVE_SECONDS = 20.0  # then whatever still hangs is left to the kernel
+_LEAVE_SECONDS = 20.0  # then this process exits even if something still hangs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve one head until it is gone or content; 0, or the exit code of the first failure here."""
+    """Serve one head until it quits or is lost. Returns 0, or the exit code of a failure here."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    os.environ.pop("PYTHONSAFEPATH", None)  # for this process alone, see backends
-    with stop_signals(logs_signal=False) as stop:  # the head does
+    os.environ.pop("PYTHONSAFEPATH", None)  # was set for this process only, see backends
+    with stop_signals(logs_signal=False) as stop:  # the head logs it
         if arguments[:1] == ["--orders"]:
             code = _run_order_in_arguments(arguments, stop)
         else:
             code = _serve(stop)
     sys.stdout.flush()
-    os._exit(code)  # an agent that waits for other hosts has a thread that nothing ends
+    os._exit(code)  # a thread of an agent that waits for other hosts cannot be ended
 
 
-# -- what is said ---------------------------------------------------------------------------------------
+# -- messages to the head -------------------------------------------------------------------------------
 
 
 @final
 class HeadWriter:
-    """The way to the head: frames and rank 0's output on one stream, one after the other."""
+    """Writes frames and rank 0's output to the head on one stream, without mixing them."""
 
     def __init__(self, token: str, sender: str) -> None:
         self._token, self._sender = token, sender
@@ -73,7 +74,7 @@ class HeadWriter:
         self._sending = threading.Lock()
 
     def send(self, kind: str, **more: Any) -> None:
-        """Send a message. A head that is gone shows by an OSError."""
+        """Send a message. Raises OSError if the head is lost."""
         message = {"kind": kind, "sender": self._sender, "now": time.time(), **more}
         data = encode(self._token, message)
         with self._sending:  # parts of two messages of one sender must not mix
@@ -82,14 +83,14 @@ class HeadWriter:
                 self.write(1, data[at : at + PART_BYTES])
 
     def write(self, descriptor: int, data: bytes) -> None:
-        """Write bytes of rank 0 (or frames), whole."""
+        """Write all bytes of rank 0's output or of a frame."""
         with self._lock:
             write_whole(descriptor, data)
 
 
 def _send_heartbeats(writer: HeadWriter, seconds: float, stop: Stop) -> None:
     gone = select.poll()
-    gone.register(1, 0)  # tells nothing but that the other end is closed, and that at once
+    gone.register(1, 0)  # reports only, and immediately, that the other end is closed
     while True:
         if gone.poll(seconds * 1000):
             _stop_ranks(stop)
@@ -102,7 +103,7 @@ def _send_heartbeats(writer: HeadWriter, seconds: float, stop: Stop) -> None:
 
 
 def _stop_ranks(stop: Stop) -> None:
-    """The head is gone: end the ranks in seconds, and this process even if something hangs."""
+    """The head is lost: stop the ranks, and exit after a time limit even if something hangs."""
     stop.request(signal.SIGTERM, is_for_peer=True)
     timer = threading.Timer(_LEAVE_SECONDS, os._exit, (1,))
     timer.daemon = True
@@ -120,12 +121,12 @@ def _own_address() -> str:
     return arguments[2] if len(arguments) == 4 else socket.gethostname()
 
 
-# -- what is done ---------------------------------------------------------------------------------------
+# -- orders ---------------------------------------------------------------------------------------------
 
 
 @final
 class _Node:
-    """This host: what stays the same from one start of the ranks to the next."""
+    """The state of this host that persists from one start of the ranks to the next."""
 
     def __init__(self, writer: HeadWriter, process_stop: Stop) -> None:
         self._writer, self._process_stop = writer, process_stop
@@ -134,7 +135,7 @@ class _Node:
         self.outcome = Outcome()
 
     def run(self, order: Order, stop: Stop) -> None:
-        """Run the ranks of one order, and say how they ended."""
+        """Run the ranks of one order, and report how they ended."""
         try:
             outcome = self._run(order, stop)
         except (XdsError, OSError) as error:
@@ -166,12 +167,12 @@ class _Node:
         return outcome
 
     def leave(self) -> None:
-        """Tidy up the run's folder."""
+        """Clean up the run folder."""
         self._folders.close()
 
 
 def _run_order_in_arguments(arguments: list[str], stop: Stop) -> int:
-    """The order is in the arguments: of all hosts, this one's by its number."""
+    """Run the order in the arguments. They hold the orders of all hosts; this host's is found by its index."""
     from .backends import node_index
     from .backends.orders import decode
 
@@ -191,14 +192,14 @@ def _run_order_in_arguments(arguments: list[str], stop: Stop) -> int:
 
 
 def _serve(stop: Stop) -> int:
-    """Orders come over standard input, one after another; the first line says who asks."""
+    """Run orders from standard input, one after another. The first line holds the token and the host's name."""
     stream = _own_input()
     first = json.loads(stream.readline() or b"{}")
     if "token" not in first:
         return 2
     writer = HeadWriter(first["token"], first["host"])
     writer.send("here")
-    # first: it may take long, from a cold disk, and holds up every thread meanwhile
+    # done first: it may take long from a cold disk, and blocks every thread
     import_torch()
     reader = _HeadReader(stream, stop, first["heartbeat_seconds"])
     _start_heartbeat(writer, first["heartbeat_seconds"], stop)
@@ -208,9 +209,9 @@ def _serve(stop: Stop) -> int:
     try:
         while (taken := reader.orders.get()) is not None:
             node.run(*taken)
-            if stop.signum:  # somebody here, not the head
+            if stop.signum:  # a signal on this host, not a message of the head
                 return 128 + stop.signum
-    except OSError:  # nobody is there to be told
+    except OSError:  # the head is lost
         return 1
     finally:
         node.leave()
@@ -218,7 +219,7 @@ def _serve(stop: Stop) -> int:
 
 
 def _own_input() -> BinaryIO:
-    """Standard input, taken away from the ranks: they would read what is meant for this process."""
+    """Standard input, replaced by /dev/null for the ranks: they would read messages for this process."""
     stream = os.fdopen(os.dup(0), "rb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -228,7 +229,7 @@ def _own_input() -> BinaryIO:
 
 @final
 class _HeadReader(threading.Thread):
-    """Listens to the head. A long silence, or the end of the stream, stops everything."""
+    """A thread that reads the head's messages. A timeout, or the end of the stream, stops everything."""
 
     def __init__(self, stream: BinaryIO, stop: Stop, heartbeat_seconds: float) -> None:
         super().__init__(name="xds-ears", daemon=True)
@@ -265,7 +266,7 @@ class _HeadReader(threading.Thread):
         self._on_head_lost()
 
     def _on_head_lost(self) -> None:
-        """Nobody will hear how it ends."""
+        """Stop the ranks and end this process."""
         self.orders.put(None)
         _stop_ranks(self._process_stop)
 

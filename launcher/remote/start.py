@@ -1,4 +1,4 @@
-"""What every way of starting ranks on hosts shares: the orders, who was lost, and the one report."""
+"""Shared parts of head_per_host.py and head_at_once.py: the orders, the lost hosts, and the final report."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..ranks.failure import Failure, Kind, first_failure, ranks_text, report
 from ..ranks.stop import Stop
 from .link import Write
 
-HEARTBEAT_SECONDS = 6.0  # a silence that counts as the end of a host
+HEARTBEAT_SECONDS = 6.0  # a host without messages for so long is lost
 _MAX_HOSTS_NAMED = 8
 
 
 def heartbeat_seconds() -> float:
-    """How long a silence between head and node may last: XDS_HEARTBEAT_SECONDS, or six seconds."""
+    """The timeout for messages between head and node: XDS_HEARTBEAT_SECONDS, or six seconds."""
     asked = os.environ.get("XDS_HEARTBEAT_SECONDS", "")
     try:
         seconds = float(asked) if asked else HEARTBEAT_SECONDS
@@ -36,7 +36,7 @@ def heartbeat_seconds() -> float:
 @final
 @dataclass
 class Lost:
-    """A host that does not take part any more: since when (wall clock, of its last sign), and why."""
+    """A lost host: the time of its last message (wall clock), and the reason."""
 
     host: str
     why: str
@@ -47,7 +47,7 @@ class Lost:
 
 
 def own_streams(stop: Stop) -> Write:
-    """Writes bytes of a node to this process's own stream; a reader that is gone does not matter."""
+    """A function that writes bytes of a node to this process's own stream, and ignores a closed reader."""
     outlet = Outlet(stop.is_requested)
 
     def write(descriptor: int, data: bytes) -> None:
@@ -63,7 +63,7 @@ def make_orders(
     remote: Remote,
     rendezvous: Rendezvous,
 ) -> list[Order]:
-    """The order of each host, in the order of their ranks."""
+    """The orders of all hosts, sorted by rank."""
     orders = []
     for number, (host, num_ranks) in enumerate(counts):
         meeting = replace(
@@ -89,10 +89,10 @@ def final_report(
     errors: Mapping[str, str],
     lost: Sequence[Lost],
 ) -> tuple[str, int]:
-    """The one report about a start, and the exit code of what failed first.
+    """The final report about a start, and the exit code of the first failure.
 
-    A rank that failed by itself while all hosts were heard of comes first; then hosts that are lost; then
-    what could not be started; then ranks that lost a peer.
+    A rank's own failure before the loss of any host takes precedence. Then lost hosts, then hosts that could
+    not start their ranks, then ranks that lost a peer.
     """
     first = first_failure(failures) if failures else None
     is_own = first is not None and first.kind is Kind.OWN

@@ -1,4 +1,4 @@
-"""How the node part is started on other machines: plain ssh, or one command that reaches all of them."""
+"""The backends that start node processes on hosts: ssh for each host, or one command that reaches all hosts."""
 
 from __future__ import annotations
 

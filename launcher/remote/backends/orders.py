@@ -1,4 +1,4 @@
-"""The orders of all hosts in one word of a command line: what is common once, packed, and never executed."""
+"""Packs the orders of all hosts into one command-line argument. Common fields are stored once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 from ....utils.errors import UsageError
 from ...job import Order
 
-MAX_BYTES = 120 * 1024  # Linux takes 128 KiB for one argument, with what quoting adds
+MAX_BYTES = 120 * 1024  # Linux accepts 128 KiB for one argument, including quoting
 _MAX_UNPACKED_BYTES = 64 * 2**20
 
 
 def encode(token: str, orders: Sequence[Order]) -> str:
-    """The run's token and the orders, by place, as letters that no shell treats specially.
+    """The run's token and the orders, by host index, as characters that no shell treats specially.
 
     Raises:
-        UsageError: an operating system would not take so long a word.
+        UsageError: the result is too long for one argument.
     """
     records = [order.as_dict() for order in orders]
     common = {
@@ -34,9 +34,9 @@ def encode(token: str, orders: Sequence[Order]) -> str:
     text = base64.urlsafe_b64encode(packed).decode()
     if len(text) > MAX_BYTES:
         raise UsageError(
-            f"the orders for {len(orders)} hosts are {len(text)} bytes long, and one argument holds"
-            f" {MAX_BYTES}: carry less environment, pass shorter arguments, or use --launcher ssh,"
-            " which sends them over its connection"
+            f"the orders for {len(orders)} hosts are {len(text)} bytes long, but one argument holds"
+            f" {MAX_BYTES}: forward fewer variables, pass shorter arguments, or use --launcher ssh,"
+            " which sends the orders over its connections"
         )
     return text
 
@@ -46,11 +46,11 @@ def decode(
 ) -> tuple[str, Order]:
     """The token and the order of this host: the one with its name, or else number `index`.
 
-    Slurm and mpirun number hosts in orders of their own, so a name that fits one host alone is believed
-    before a number, unless `environ` is None. One order alone needs neither.
+    Slurm and mpirun number the hosts differently. So a name that matches exactly one host takes precedence over
+    the number, unless `environ` is None. A single order needs neither.
 
     Raises:
-        UsageError: the text is damaged, or no order is for this host.
+        UsageError: the text is damaged, or there is no order for this host.
     """
     payload = _unpacked(text)
     index = None if environ is None else _index_by_name(payload, environ)
@@ -59,7 +59,7 @@ def decode(
     own = payload["own"]
     if index is None and len(own) > 1:
         raise UsageError(
-            f"orders for {len(own)} hosts, and nothing says which of them this is: --index is not given,"
+            f"orders for {len(own)} hosts, but the index of this host is unknown: --index is not given,"
             " and neither OMPI_COMM_WORLD_RANK, PMI_RANK, PMIX_RANK nor SLURM_PROCID is set"
         )
     index = index or 0
@@ -90,6 +90,6 @@ def _unpacked(text: str) -> dict[str, Any]:
         if not (isinstance(payload["token"], str) and isinstance(payload["own"], list)):
             raise ValueError("no orders")
     except (ValueError, KeyError, TypeError, binascii.Error, zlib.error) as error:
-        raise UsageError(f"the orders in the command line cannot be read ({error})") from error
+        raise UsageError(f"the orders in the command line cannot be decoded ({error})") from error
     else:
         return dict(payload)
