@@ -1,4 +1,4 @@
-"""`xds checkpoint`: inspects, verifies, exports, imports and compares checkpoints. Uses no ranks, no devices."""
+"""`xds checkpoint`: inspects, verifies, exports, imports and compares checkpoints. Uses no ranks or devices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one torch thread: the pieces are small and checksums have their own thread, so more would only wait."""
+    """Use one torch thread: the pieces are small and checksums have their own thread, so more would wait."""
     import torch
 
     before = torch.get_num_threads()
@@ -100,7 +100,10 @@ def progress(doing: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 def _add_info(commands: Any) -> None:
     parser = add_command(
-        commands, "info", _info, "Print the contents of a checkpoint, and the other tags in the folder"
+        commands,
+        "info",
+        _info,
+        "Print the contents of a checkpoint, and the other tags in the folder",
     )
     _add_source(parser)
     parser.add_argument("--tensors", action="store_true", help="also list parameters and buffers")
@@ -129,7 +132,8 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
 
     manifest = reader.manifest
     values = list(reader.values.values())
-    params = [one for one in values if one.kind != "buffer"]  # imported weights do not record their kind
+    # imported weights do not record their kind
+    params = [one for one in values if one.kind != "buffer"]
     counters = manifest.state["counters"]
     optimizer = manifest.state["optimizer"]
     return {
@@ -186,7 +190,9 @@ def _text(name: str, value: Any) -> str:
 
 
 def _add_verify(commands: Any) -> None:
-    text = "Read every byte of a checkpoint and compare the checksums; exits with 1 if it is damaged"
+    text = (
+        "Read every byte of a checkpoint and compare the checksums; exits with 1 if it is damaged"
+    )
     _add_source(add_command(commands, "verify", _verify, text))
 
 
@@ -226,7 +232,11 @@ def _add_export(commands: Any) -> None:
         choices=("fp32", "bf16", "fp16"),
         help="dtype of every floating-point tensor (default: the fp32 master, or unchanged without one)",
     )
-    add("--max-shard-size", metavar="5GB", help="largest size of one safetensors file (default: 5GB)")
+    add(
+        "--max-shard-size",
+        metavar="5GB",
+        help="largest size of one safetensors file (default: 5GB)",
+    )
     add("--exclude-frozen", action="store_true", help="export only trained parameters, and buffers")
     add(
         "--with-optimizer",
@@ -285,7 +295,9 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _add_diff(commands: Any) -> None:
-    text = "Compare two checkpoints, which may have different layouts; exits with 0 if they are equal"
+    text = (
+        "Compare two checkpoints, which may have different layouts; exits with 0 if they are equal"
+    )
     parser = add_command(commands, "diff", _diff, text)
     for name, which in (("a", "first"), ("b", "second")):
         parser.add_argument(name, help=f"the {which}: a save_dir, or the folder of one checkpoint")

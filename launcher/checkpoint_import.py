@@ -25,9 +25,15 @@ def add_import(commands: Any) -> None:
     )
     add(
         "--tag",
-        help="the DeepSpeed tag to read (default: the one in `latest`); for weights: the tag to write (imported)",
+        help="the DeepSpeed tag to read (default: that in `latest`); for weights: the tag to write (imported)",
     )
-    add("--from", dest="kind", choices=SOURCES, default="auto", help="the format of the source (default: detect)")
+    add(
+        "--from",
+        dest="kind",
+        choices=SOURCES,
+        default="auto",
+        help="the format of the source (default: detect)",
+    )
     parser.set_defaults(run=_import)
 
 

@@ -86,9 +86,8 @@ def _run(where: Local | Hosts, *, is_dry: bool) -> int:
         return head.run(where.job, where.hosts, where.remote, backend, where.restarts)
     from .ranks import local
 
-    if (
-        where.devices is not None
-    ):  # the driver's numbers: an earlier CUDA_VISIBLE_DEVICES is not considered
+    # the driver's numbers: an earlier CUDA_VISIBLE_DEVICES is not considered
+    if where.devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, where.devices))
     return local.run(where.job, where.rendezvous, where.restarts)
 

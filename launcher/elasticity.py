@@ -92,7 +92,7 @@ def _wrapped(text: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="xds elastic",
-        description="Print the batch size of a config with an elasticity section, and its valid numbers of ranks.",
+        description="Print the batch size of an elasticity section, and its valid numbers of ranks.",
     )
     parser.add_argument("config", help="a config file, or JSON text")
     parser.add_argument(

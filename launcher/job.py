@@ -12,8 +12,8 @@ from typing import Any, Literal, final
 class Job:
     """What each rank runs.
 
-    num_ranks: number of ranks on this machine if no hosts are named: a number, "auto" (one per GPU, or 2 without
-        a GPU), "gpu" (one per GPU), or "cpu" (one per core).
+    num_ranks: number of ranks on this machine if no hosts are named: a number, "auto" (one per GPU, or 2
+        without a GPU), "gpu" (one per GPU), or "cpu" (one per core).
     threads_per_rank: OMP_NUM_THREADS of each rank; None means cores // ranks, unless the variable is set.
     log_dir: folder for every rank's output; "" means a new folder for each run under the cache folder.
     bind_cores: give each rank of a machine its own cores.
@@ -34,9 +34,9 @@ class Job:
 @final
 @dataclass(frozen=True)
 class Rendezvous:
-    """The settings of torch's rendezvous between the elastic agents of the machines. The default is one machine.
+    """The settings of torch's rendezvous between the elastic agents. The default is one machine.
 
-    kind: "c10d" (the agents agree on the participants), "static" (node_rank is given), or another torch backend.
+    kind: "c10d" (the agents agree on the participants), "static" (node_rank is given), or another of torch's.
     endpoint: "host:port"; port 0 means any free port.
     settings: torch's rdzv_conf.
     """

@@ -20,7 +20,7 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command. Returns 0, 1 if a library cannot be built (see stderr), or 2 for a wrong command line."""
+    """Run one command. Returns 0, 1 if a library cannot be built (see stderr), or 2 for wrong arguments."""
     args = _parser().parse_args(list(argv))
     try:
         code: int = args.run(args)
@@ -38,10 +38,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     building = _command(commands, "build", _build, "Compile libraries that are not in the cache")
     known = ", ".join(libraries.LIBRARIES)
-    building.add_argument("names", nargs="*", metavar="name", help=f"one or more of {known} (default: all)")
+    building.add_argument(
+        "names", nargs="*", metavar="name", help=f"one or more of {known} (default: all)"
+    )
     _command(commands, "list", _list, "List the libraries, whether they are built, and where")
-    cleaning = _command(commands, "clean", _clean, "Remove libraries that this installation does not load")
-    cleaning.add_argument("--all", action="store_true", help="also remove those that are up to date")
+    cleaning = _command(
+        commands, "clean", _clean, "Remove libraries that this installation does not load"
+    )
+    cleaning.add_argument(
+        "--all", action="store_true", help="also remove those that are up to date"
+    )
     return parser
 
 
@@ -121,7 +127,7 @@ def _facts(library: Library) -> Iterator[str]:
 
 
 def _clean(args: argparse.Namespace) -> int:
-    """Remove libraries of other versions, compilers and flags, and files of killed builds. Skip those in use."""
+    """Remove libraries of other versions, compilers and flags, and files of killed builds. Skip used ones."""
     current = set() if args.all else {entry.folder for entry in _current()}
     num_removed = 0
     for folder in build_cache.folders():

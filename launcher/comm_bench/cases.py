@@ -1,7 +1,7 @@
 """Every collective that is timed: its tensors, its call, and its expected result.
 
-Values are integers that every dtype represents exactly. Each summand is 0 on all ranks but one. So a correct sum
-is exact at any number of ranks, and a sum that omits a rank or counts one twice is wrong.
+Values are integers that every dtype represents exactly. Each summand is 0 on all ranks but one. So a correct
+sum is exact at any number of ranks, and a sum that omits a rank or counts one twice is wrong.
 """
 
 from __future__ import annotations

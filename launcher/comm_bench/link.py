@@ -133,7 +133,7 @@ def _own_address() -> str:
 
 
 def receive(connection: socket.socket, what: str) -> Link:
-    """The receiving end: exchanges single bytes for the latency, then counts bytes; the best of a few rounds."""
+    """The receiving end: exchanges single bytes for the latency, then counts bytes; best of a few rounds."""
     connection.settimeout(_TIMEOUT_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     seconds = []

@@ -74,7 +74,7 @@ def bus_factor(op: str, world_size: int) -> float:
 class Link:
     """The link between two ranks, without any collective.
 
-    what: a description. bytes_per_second: in one direction. latency_seconds: for one byte, one way; 0 is unknown.
+    what: a description. bytes_per_second: in one direction. latency_seconds: of one byte, one way; 0: unknown.
     """
 
     what: str

@@ -172,7 +172,10 @@ def _largest(context: RankContext, plan: Plan) -> int:
         return largest
     while largest > max(allowed, plan.min_bytes):
         largest //= 4
-    _note(context, f"sizes end at {binary(largest)}: the ranks do not have enough memory for larger ones")
+    _note(
+        context,
+        f"sizes end at {binary(largest)}: the ranks do not have enough memory for larger ones",
+    )
     return max(largest, plan.min_bytes)
 
 

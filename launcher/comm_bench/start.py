@@ -14,11 +14,11 @@ from .plan import DTYPES, FIRST_BYTES, OPS, Plan
 MODULE = "xds.launcher.comm_bench.ranks"
 
 _EPILOG = """\
-All other options are those of the launcher: --nproc-per-node, --hostfile, --include, --backend, ... (`xds --help`).
-Results are checked before anything is timed. Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md): algbw is
-size / time, busbw is the traffic of each rank's link in one direction. "of link" is the time that the link alone
-needs for the same bytes, divided by the measured time. The link's speed is measured in the same run: a TCP
-connection between two ranks with gloo, a copy or a message between GPUs with NCCL."""
+All other options are those of the launcher: --nproc-per-node, --hostfile, --include, ... (`xds --help`).
+Results are checked before anything is timed. Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md):
+algbw is size / time, busbw is the traffic of each rank's link in one direction. "of link" is the time that
+the link alone needs for the same bytes, divided by the measured time. The link's speed is measured in the
+same run: a TCP connection between two ranks with gloo, a copy or a message between GPUs with NCCL."""
 
 
 @final
@@ -70,8 +70,15 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--op", action="append", metavar="OP,OP", help=f"one or more of {', '.join(OPS)} (default: all)")
-    add("--min-size", default=f"{FIRST_BYTES}", metavar="SIZE", help="smallest size (default: 1KiB)")
+    add(
+        "--op",
+        action="append",
+        metavar="OP,OP",
+        help=f"one or more of {', '.join(OPS)} (default: all)",
+    )
+    add(
+        "--min-size", default=f"{FIRST_BYTES}", metavar="SIZE", help="smallest size (default: 1KiB)"
+    )
     add(
         "--max-size",
         default="",
@@ -79,13 +86,19 @@ def _parser() -> argparse.ArgumentParser:
         help="largest size (default: 1GiB on GPUs, 64MiB on CPUs, less if memory is short)",
     )
     add("--dtype", choices=DTYPES, default="float32")
-    add("--trials", type=int, default=20, metavar="N", help="consecutive calls that are timed together (default: 20)")
+    add(
+        "--trials",
+        type=int,
+        default=20,
+        metavar="N",
+        help="consecutive calls that are timed together (default: 20)",
+    )
     add(
         "--seconds",
         type=float,
         default=0.5,
         metavar="S",
-        help="reduce the trials if they take longer than this (default: 0.5); a row takes at most 3 times as long",
+        help="do fewer trials if they take longer than this (default: 0.5); a row takes at most 3 times it",
     )
     add("--json", action="store_true", help="print one line of JSON instead of the table")
     return parser

@@ -1,8 +1,9 @@
-"""Detects from the environment what started this xds: the rendezvous with other machines, or the allocated hosts.
+"""Detects from the environment what started this xds: the rendezvous with others, or the allocated hosts.
 
-Three cases are detected, all by their variables: a cluster or a user that starts one xds on each machine and sets
-the first machine's address (such as Kubernetes); an srun or mpirun that starts one xds on each machine; and a Slurm
-allocation in which one xds starts the others. torchrun's own variables, PET_*, are options (see options.py).
+Three cases are detected, all by their variables: a cluster or a user that starts one xds on each machine and
+sets the first machine's address (such as Kubernetes); an srun or mpirun that starts one xds on each machine;
+and a Slurm allocation in which one xds starts the others. torchrun's own variables, PET_*, are options (see
+options.py).
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ def find_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
     Raises:
         UsageError: the variables contradict each other, or some are missing.
     """
-    if (
-        "TORCHELASTIC_RUN_ID" in environ
-    ):  # inside a rank: the variables belong to the launcher of that rank
+    # inside a rank: the variables belong to the launcher of that rank
+    if "TORCHELASTIC_RUN_ID" in environ:
         return None
     step = place(
         {key: value for key, value in environ.items() if key not in ("RANK", "WORLD_SIZE")}
@@ -72,8 +72,8 @@ def _from_variables(environ: Mapping[str, str], size_key: str) -> Rendezvous:
         names = [name or "NODE_RANK" for name in missing]
         what = " and ".join(names) + (" are" if len(names) > 1 else " is")
         raise UsageError(
-            f"{size_key} = {num_nodes}, but {what} not set: set MASTER_ADDR (the address of the first machine)"
-            f" and NODE_RANK (0 to {num_nodes - 1}) on each machine; or unset {size_key} to run only on this one"
+            f"{size_key} = {num_nodes}, but {what} not set: on each machine set MASTER_ADDR (the address of"
+            f" the first) and NODE_RANK (0 to {num_nodes - 1}); or unset {size_key} to run only on this machine"
         )
     if node_rank >= num_nodes:
         raise UsageError(
@@ -143,7 +143,8 @@ def _slots(environ: Mapping[str, str]) -> int:
         count = environ.get(key, "").rpartition(":")[2]  # "8", or "a100:8"
         if count.isascii() and count.isdigit() and int(count):
             return int(count)
-    if environ.get("SLURM_NTASKS_PER_NODE", "").isdigit():  # set by the user: one task for each rank
+    # set by the user: one task for each rank
+    if environ.get("SLURM_NTASKS_PER_NODE", "").isdigit():
         return max(1, int(environ["SLURM_NTASKS_PER_NODE"]))
     return _USUAL_RANKS
 

@@ -120,8 +120,8 @@ def _read(path: Path) -> dict[str, str]:
         key = key.strip()
         if not equals or not _NAME.fullmatch(key) or "\0" in value:
             raise UsageError(
-                f"environment file = {quoted(path)}, line {number}: {quoted(_shown(stripped))} is not KEY=value;"
-                " correct it, or begin it with # to skip it"
+                f"environment file = {quoted(path)}, line {number}: {quoted(_shown(stripped))} is not"
+                " KEY=value; correct it, or begin it with # to skip it"
             )
         pairs[key] = value.strip()
     return pairs

@@ -32,8 +32,8 @@ Intended differences from `deepspeed`:
 - A missing hostfile that was named is an error, not a run on this machine.
 - A hostfile with one other machine runs on that machine.
 - `--num_gpus` and `--num_nodes` above the numbers in the hostfile are errors.
-- `--local_rank=N` is never added to the script's arguments, because a script that does not expect it would fail.
-  The number is in `LOCAL_RANK`.
+- `--local_rank=N` is never added to the script's arguments, because a script that does not expect it would
+  fail. The number is in `LOCAL_RANK`.
 - ssh is the default launcher. pdsh is not needed.
 - The port is a free one unless it is given.
 

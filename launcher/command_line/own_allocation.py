@@ -31,7 +31,7 @@ _RENDEZVOUS_OPTIONS = ("master_addr", "master_port")
 def is_asked_for(
     args: ParsedArgs, environ: Mapping[str, str], hostfile: str = DEFAULT_HOSTFILE
 ) -> bool:
-    """Whether Slurm chooses the machines: it is the launcher, no hosts are named, and there is no allocation."""
+    """Whether Slurm chooses the machines: it is the launcher, without named hosts or an allocation."""
     names_hosts = args.has("hostfile", "include", "exclude", "force_multi", "no_ssh")
     is_slurm = args.text("launcher").lower() == "slurm"
     is_inside = "SLURM_JOB_ID" in environ

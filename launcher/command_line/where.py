@@ -303,7 +303,8 @@ def _on_hosts(
         backend_named(launcher)  # raises the error
     job = replace(_job(args), num_ranks="auto")  # the slots define the number
     restarts = _restarts(args, *num_machines(args))
-    if restarts.max_nodes and not restarts.min_nodes:  # by default as many as run at a time, not all hosts
+    # by default as many as run at a time, not all hosts
+    if restarts.max_nodes and not restarts.min_nodes:
         restarts = replace(restarts, min_nodes=min(restarts.max_nodes, len(hosts)))
     return Hosts(job, tuple(hosts), remote(args, environ), launcher, restarts)
 

@@ -26,10 +26,10 @@ _TIMEOUT_SECONDS = 120.0
 _MAX_ERROR_LINES = 5
 
 _EPILOG = """\
-All other options are those of the launcher, with the same meaning as for a run (`xds --help`): --hostfile queries
-all of its hosts in parallel, --include, --exclude and --num-nodes select some of them, and --ssh-port,
---launcher-args, --venv-script and --python define how they are reached. The exit code is 1 if a host does not
-answer, or if the versions of xds, Python, torch or NCCL differ between hosts."""
+All other options are those of the launcher, with the same meaning as for a run (`xds --help`): --hostfile
+queries all of its hosts in parallel, --include, --exclude and --num-nodes select some of them, and
+--ssh-port, --launcher-args, --venv-script and --python define how they are reached. The exit code is 1 if a
+host does not answer, or if the versions of xds, Python, torch or NCCL differ between hosts."""
 
 
 @final

@@ -1,1 +1,1 @@
-"""Starts the ranks of this machine with torch's elastic agent, supervises and stops them, and reports failures."""
+"""Starts the ranks of this machine with torch's elastic agent, supervises them, and reports failures."""

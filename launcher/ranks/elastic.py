@@ -1,6 +1,7 @@
-"""Runs a job with torch's elastic launcher, which does the rendezvous, sets the ranks' environment, and monitors them.
+"""Runs a job with torch's elastic launcher.
 
-Only this module and rendezvous_store.py import torch in the launcher.
+torch does the rendezvous, sets the ranks' environment, and monitors the ranks. To start ranks, the launcher
+imports torch only in this module and in rendezvous_store.py.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def launch(
         torch's ProcessFailure of each failed rank, and an object that keeps torch's store open after a failure
         if this process serves it.
     """
-    logging.disable(logging.CRITICAL)  # the agent's own failure tables; the launcher prints one report
+    # the agent's own failure tables; the launcher prints one report
+    logging.disable(logging.CRITICAL)
     rendezvous, store = serve(order.rendezvous)
     order = replace(order, rendezvous=rendezvous)
     settings = dict(rendezvous.settings)
@@ -72,12 +74,13 @@ def launch(
     try:
         elastic_launch(config, sys.executable)("-u", *argv)
     except ChildFailedError as failed:
-        return dict(failed.failures), (failed, store)  # its traceback frames reference the rendezvous
+        # its traceback frames reference the rendezvous
+        return dict(failed.failures), (failed, store)
     return {}, None
 
 
 def _own_address(rendezvous: Rendezvous) -> str | None:
-    """This machine's address for the other hosts. Not its name, which may resolve slowly, wrongly, or not at all."""
+    """This machine's address for the others. Not its name, which may resolve slowly, wrongly, or not at all."""
     if rendezvous.max_nodes == 1:
         return "127.0.0.1"
     host, _ = split_endpoint(rendezvous.endpoint)

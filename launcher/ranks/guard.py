@@ -1,11 +1,11 @@
 """The guard process: kills the child processes of the ranks after their launcher was killed.
 
-    python -I -S guard.py      standard input: the process id of each rank, one per line; "done" before a normal end
+    python -I -S guard.py      standard input: the process id of each rank, one per line; at a normal end "done"
 
 The kernel kills a rank when its launcher is killed (see worker.py), but not the rank's child processes. So each
 launcher starts a guard process, in its own process group. The guard's standard input closes when the launcher
-ends for any reason. Then the guard kills every process in the ranks' sessions. A session includes all descendants,
-even after their parent has exited, and in any process group.
+ends for any reason. Then the guard kills every process in the ranks' sessions. A session also includes children
+of children, even after their parent has exited, and in any process group.
 
 The guard is started by its path and imports only the standard library. It starts within milliseconds, while the
 launcher imports torch.

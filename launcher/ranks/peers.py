@@ -1,8 +1,8 @@
 """Publishes a failure to the other machines through the rendezvous store, for runs without a head process.
 
 Each machine starts xds itself (as with torchrun or Kubernetes). torch's agents restart together, but an agent
-without restarts left exits silently. Ranks on other machines would then wait until their timeout. So the failure
-is published before the agent exits.
+without restarts left exits silently. Ranks on other machines would then wait until their timeout. So the
+failure is published before the agent exits.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ class Peers(threading.Thread):
 
     def __init__(self, rendezvous: Rendezvous, stop: Stop) -> None:
         super().__init__(name="xds-peers", daemon=True)
-        self.received: dict[
-            str, Any
-        ] = {}  # {"text": the report, "exit_code": of the first failure}
+        # {"text": the report, "exit_code": of the first failure}
+        self.received: dict[str, Any] = {}
         self._rendezvous, self._stop_asked = rendezvous, stop
         self._key = f"xds/{rendezvous.run_id}/failed"
         self._store: Any = None

@@ -36,7 +36,8 @@ class Workers:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self.exits: dict[int, Exit] = {}
-        self.killed: set[int] = set()  # killed by the launcher, so they are not the cause of a failure
+        # killed by the launcher, so they are not the cause of a failure
+        self.killed: set[int] = set()
         self._watched: dict[int, float] = {}  # pid to start time
         self._began: dict[int, str] = {}  # the same in kernel ticks
 

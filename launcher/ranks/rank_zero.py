@@ -3,9 +3,10 @@
     rank 0 --stdout--> a pseudo-terminal or a FIFO --thread--> the log, then the launcher's stdout
            --stderr--> the same, or another one
 
-If the launcher's stream is a terminal, rank 0 gets a pseudo-terminal of the same size, so progress bars and colours
-work. The worker opens the streams by name, because torch's agent closes inherited descriptors. Rank 0 may end and
-start again. So the launcher also keeps each writing end open, and closes it only to detect the end (`drain`).
+If the launcher's stream is a terminal, rank 0 gets a pseudo-terminal of the same size, so progress bars and
+colours work. The worker opens the streams by name, because torch's agent closes inherited descriptors. Rank 0
+may end and start again. So the launcher also keeps each writing end open, and closes it only to detect the
+end (`drain`).
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class RankZero:
         try:
             for descriptors in _distinct_streams():
                 self._open(descriptors)
-        except OSError:  # no pseudo-terminals or FIFOs here: rank 0 inherits the streams, and is not logged
+        # no pseudo-terminals or FIFOs here: rank 0 inherits the streams, and is not logged
+        except OSError:
             pass
         if any(stream.is_terminal for stream in self._streams) and _is_main_thread():
             self._before = signal.signal(signal.SIGWINCH, self._resized)
@@ -93,9 +95,9 @@ class RankZero:
     def drain(self, timeout_seconds: float, is_hurried: Callable[[], bool] | None = None) -> bool:
         """After rank 0 has ended: wait until all of its output is written to the stream and the log.
 
-        Waits for a slow reader (`| less`, a stopped terminal) as rank 0 itself would: until `is_hurried` returns
-        True after a signal, or without it for 30 s. Returns False if a child process of rank 0 keeps a stream
-        open for so long, or if the reader did not read everything.
+        Waits for a slow reader (`| less`, a stopped terminal) as rank 0 itself would: until `is_hurried`
+        returns True after a signal, or without it for 30 s. Returns False if a child process of rank 0 keeps
+        a stream open for so long, or if the reader did not read everything.
         """
         for stream in self._streams:
             stream.close_writer()
@@ -300,7 +302,7 @@ class _Stream(threading.Thread):
     def wait_for_end(
         self, timeout_seconds: float, is_hurried: Callable[[], bool] | None = None
     ) -> bool:
-        """Whether the end was reached before the stream was silent for `timeout_seconds` or the wait was ended."""
+        """Whether the end was reached. Stops waiting after `timeout_seconds` of silence, or if hurried."""
         begun = time.monotonic()
         while not self._seen_end.wait(_TICK_SECONDS):
             now = time.monotonic()
@@ -320,7 +322,7 @@ class _Stream(threading.Thread):
         self._resume.set()
 
     def finish(self) -> None:
-        """End the thread. If another process still writes, the thread ends with that process or with this one."""
+        """End the thread. If another process still writes, the thread ends with that process or with us."""
         self._is_finishing = True
         self.close_writer()
         self._resume.set()

@@ -1,8 +1,9 @@
 """The rendezvous store (TCPStore), which listens only on the rendezvous address.
 
-torch's own store listens on every interface, and everyone who reaches it can read and write its contents. So this
-module creates the socket and passes it to torch. The socket is bound to the loopback address for one machine, else
-to the address of the rendezvous endpoint. torch reuses a server that is already open on a port of the same process.
+torch's own store listens on every interface, and everyone who reaches it can read and write its contents. So
+this module creates the socket and passes it to torch. The socket is bound to the loopback address for one
+machine, else to the address of the rendezvous endpoint. torch reuses a server that is already open on a port
+of the same process.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def serve(rendezvous: Rendezvous) -> tuple[Rendezvous, TCPStore | None]:
     if rendezvous.max_nodes == 1:
         listening = _bound(_LOOPBACK, port)
         store = _served(listening) if listening else None
-        port = store.port if store else port  # if the port is in use, torch raises, or the store is our own
+        # if the port is in use, torch raises, or the store is our own
+        port = store.port if store else port
         here = replace(rendezvous, kind="static", endpoint=f"{_LOOPBACK}:{port}", node_rank=0)
         return (here if port else rendezvous), store
     if rendezvous.kind == "c10d":

@@ -126,7 +126,8 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # another host still holds it, and removes the file later
+        # another host still holds it, and removes the file later
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (folder / _LOCK).unlink()
         os.close(lock)

@@ -104,7 +104,8 @@ def stop_signals(*, logs_signal: bool = True) -> Iterator[Stop]:
     before = {}
     for handled, handler in ((STOPPING, on_stop), (FORWARDED, on_forward)):
         for signum in handled:
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # ignored under nohup, or for a job in the background
+            # ignored under nohup, or for a job in the background
+            if signal.getsignal(signum) is not signal.SIG_IGN:
                 before[signum] = signal.signal(signum, handler)
     try:
         yield stop

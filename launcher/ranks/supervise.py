@@ -138,8 +138,8 @@ class _Agent(threading.Thread):
             self.fault = f"the ranks cannot be started: {reason}"
             if self._ranks and self.order.rendezvous.max_nodes > 1:
                 self.fault = (
-                    f"the rendezvous endpoint {self.order.rendezvous.endpoint} no longer answers: xds has ended "
-                    f"on that machine; see its output there for the cause ({reason})"
+                    f"the rendezvous endpoint {self.order.rendezvous.endpoint} no longer answers: xds has "
+                    f"ended on that machine; see its output there for the cause ({reason})"
                 )
 
 
@@ -149,7 +149,8 @@ def import_torch() -> None:
     asked = os.environ.get(name)
     os.environ[name] = asked or "FATAL"
     try:
-        with warnings.catch_warnings():  # torch without NumPy warns; the ranks show that warning themselves
+        # torch without NumPy warns; the ranks show that warning themselves
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from . import elastic  # noqa: F401
     finally:

@@ -13,8 +13,9 @@ first on sys.path, and a folder there may have the name of a standard module. It
     XDS_RANK_OUT, XDS_RANK_ERR    paths of the output streams, for rank 0 only (see rank_zero.py)
     XDS_RANK_CORES                the cores of this rank
 
-The traceback is not printed on the terminal. Rank 0's output is shown live, and when any rank fails, rank 0 usually
-fails too because it lost a peer. So each rank writes its traceback to a file, and the launcher prints one of them.
+The traceback is not printed on the terminal. Rank 0's output is shown live, and when any rank fails, rank 0
+usually fails too because it lost a peer. So each rank writes its traceback to a file, and the launcher prints
+one of them.
 """
 
 from __future__ import annotations
@@ -64,9 +65,8 @@ def main() -> None:
         # the file stays open until this process ends
         faulthandler.enable(open(f"{files}.fault.txt", "w", opener=_for_user))
     outcome = _Outcome(f"{files}.ended" if files else "")
-    atexit.register(
-        _at_exit, outcome
-    )  # registered first, so it runs after all handlers of the script
+    # registered first, so it runs after all handlers of the script
+    atexit.register(_at_exit, outcome)
     try:
         (_run_module if kind == "module" else _run_script)(target, args)
     except KeyboardInterrupt:
@@ -179,7 +179,8 @@ def _write_failure(error_file: str, summary: str, text: str, exit_code: int, has
     """Write the failure to `error_file`, atomically, and to the log if there is one."""
     now = time.time()
     if has_log or not error_file:
-        with contextlib.suppress(OSError):  # the stream has no reader; the record below is still written
+        # the stream has no reader; the record below is still written
+        with contextlib.suppress(OSError):
             sys.stderr.write(text)
             sys.stderr.flush()
     if not error_file:

@@ -1,1 +1,1 @@
-"""Ranks on several hosts: the head process (the launcher), a node process on each host, and their connections."""
+"""Runs ranks on several hosts: the head process (the launcher), and a node process on each host."""

@@ -2,11 +2,11 @@
 
     bytes of rank 0 ... | 0x1e token sender part/parts text padding 0x1f LF | ... bytes of rank 0
 
-A frame is one JSON object. It contains the run's random token, so output of a script is never taken for a frame.
-It is split into parts of 1024 bytes, so that launchers that merge the streams of several hosts do not break it.
-srun forwards lines of up to that length. mpirun forwards the result of a read of up to 4096 bytes, which consists
-of complete parts if nothing else is in the pipe. A part that contains complete parts of other hosts is repaired.
-A part that is damaged in another way is dropped. All other bytes pass unchanged.
+A frame is one JSON object. It contains the run's random token, so output of a script is never taken for a
+frame. It is split into parts of 1024 bytes, so that launchers that merge the streams of several hosts do not
+break it. srun forwards lines of up to that length. mpirun forwards the result of a read of up to 4096 bytes,
+which consists of complete parts if nothing else is in the pipe. A part that contains complete parts of other
+hosts is repaired. A part that is damaged in another way is dropped. All other bytes pass unchanged.
 """
 
 from __future__ import annotations

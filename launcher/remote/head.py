@@ -39,6 +39,6 @@ def _unfit(hosts: Sequence[Host], restarts: Restarts) -> str:
     if len(hosts) < least:
         return f"{len(hosts)} host(s) are named, {least} are needed; name more, or lower --nnodes"
     return (
-        f"no number of ranks up to {ranks} (all slots of {len(hosts)} hosts) is valid for the elasticity section "
-        "of the config; `xds elastic config.json` prints the valid ones"
+        f"no number of ranks up to {ranks} (all slots of {len(hosts)} hosts) is valid for the elasticity"
+        " section of the config; `xds elastic config.json` prints the valid ones"
     )

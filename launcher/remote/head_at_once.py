@@ -79,7 +79,8 @@ def run_at_once(
                 return 0
             if was_preempted(start.failures):
                 say(
-                    "xds: every rank has saved a checkpoint and stopped, as requested\n", stop.is_requested
+                    "xds: every rank has saved a checkpoint and stopped, as requested\n",
+                    stop.is_requested,
                 )
                 return first_failure(start.failures).exit_code
             lost = _hosts_without_result(hosts, start, code, backend.name)

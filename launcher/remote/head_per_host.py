@@ -5,8 +5,8 @@
     the first rank fails, or a host is lost    the ranks of all other hosts are stopped
     all have ended: one report                 then the next start, or the end of every node process
 
-The node processes communicate with each other only through torch's rendezvous. The head decides the participants
-and the rendezvous endpoint, so a start needs no agreement protocol.
+The node processes communicate with each other only through torch's rendezvous. The head decides the
+participants and the rendezvous endpoint, so a start needs no agreement protocol.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from .start import Lost, final_report, heartbeat_seconds, make_orders, own_strea
 
 CONNECTING_AT_ONCE = 64
 _TICK_SECONDS = 0.1
-_LIMITS_SECONDS = {"connecting": 30.0, "preparing": 120.0}  # time limits for the login, and for the import of torch
+# time limits for the login, and for the import of torch
+_LIMITS_SECONDS = {"connecting": 30.0, "preparing": 120.0}
 _RETRY_SECONDS = 5.0  # between attempts to reach a lost host
 _RETURN_SECONDS = 300.0  # how long to wait for hosts if there are too few
 _FILES_A_LINK = 4
@@ -107,7 +108,8 @@ class _Start:
     errors: dict[str, str] = field(default_factory=dict)
     lost: list[Lost] = field(default_factory=list)
     is_growing: bool = False  # stopped by the head to add hosts that came back
-    was_stopped_on_host: bool = False  # a node process got a stop signal on its host, for example from a cloud provider
+    # a node process got a stop signal on its host, for example from a cloud provider
+    was_stopped_on_host: bool = False
 
 
 @final
@@ -168,7 +170,7 @@ class _Head:
     # -- a start ------------------------------------------------------------------------------------------
 
     def _gather(self) -> list[tuple[_Member, int]]:
-        """Connect until a start is possible; the first start waits for every host. Empty if it is impossible."""
+        """Connect until a start is possible, at first with every host. Empty if a start is impossible."""
         begun = time.monotonic()
         is_logged = False
         while not self._stop.signum:

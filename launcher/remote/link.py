@@ -1,4 +1,4 @@
-"""The head's side of one connection: a local process (ssh, srun, ...), its streams, and the messages in them."""
+"""The head's side of one connection: a local process (ssh, srun, ...), its streams, and its messages."""
 
 from __future__ import annotations
 

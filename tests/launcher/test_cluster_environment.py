@@ -67,7 +67,7 @@ def test_one_xds_a_task_of_srun_meets_the_others_on_the_first_machine() -> None:
 
 
 def test_one_xds_a_machine_of_mpirun_needs_the_first_one_s_address() -> None:
-    with pytest.raises(UsageError, match="MASTER_ADDR is not set: mpirun does not tell"):
+    with pytest.raises(UsageError, match="MASTER_ADDR is not set: mpirun does not set"):
         find_rendezvous(OMPI)
     assert find_rendezvous(OMPI | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == meeting(
         "a:5", 2, 1, "9_1"

@@ -125,7 +125,7 @@ def test_variables_are_told_but_secrets_are_not(cpu, monkeypatch):
     told = values()
     assert str(told["$NCCL_HOSTID"]) == "$NCCL_HOSTID: a\\n\\x1b[31mb"  # one line, and no colour
     assert told["$NCCL_DEBUG"].value == "INFO" and "$XDS_SECRET_TOKEN" not in told
-    assert told["$GLOO_SOCKET_IFNAME"].remedy.startswith("no interface is called nosuch0")
+    assert told["$GLOO_SOCKET_IFNAME"].remedy.startswith("there is no interface nosuch0")
 
 
 @pytest.mark.parametrize("value", ["^docker,lo", "=lo", "l", "lo:0"])

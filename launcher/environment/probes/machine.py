@@ -14,7 +14,8 @@ from pathlib import Path
 
 from .line import GIB, Line, first_output, gib, output
 
-MIN_SHM_BYTES = 1 * GIB  # a container's default of 64 MiB is too small for one batch of a data loader
+# a container's default of 64 MiB is too small for one batch of a data loader
+MIN_SHM_BYTES = 1 * GIB
 MIN_OPEN_FILES = 4096
 MIN_PROCESSES = 4096
 MIN_DISK_BYTES = 1 * GIB
@@ -107,7 +108,10 @@ def limits() -> Iterator[Line]:
         yield Line("/dev/shm", gib(usage.total), remedy * is_small)
         is_full = usage.free < min(MIN_SHM_BYTES, usage.total) / 2
         yield Line(
-            "/dev/shm free", gib(usage.free), "full; remove files that are left there" * is_full, True
+            "/dev/shm free",
+            gib(usage.free),
+            "full; remove files that are left there" * is_full,
+            True,
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = _limit(hard) if hard != resource.RLIM_INFINITY else "65536"
@@ -150,7 +154,8 @@ def disks() -> Iterator[Line]:
 
 def _disk(key: str, folder: str, remedy: str) -> Line:
     there = Path(folder)
-    while not there.exists() and there != there.parent:  # not created yet: use the disk that it will be on
+    # not created yet: use the disk that it will be on
+    while not there.exists() and there != there.parent:
         there = there.parent
     try:
         free = shutil.disk_usage(there).free
@@ -162,5 +167,5 @@ def _disk(key: str, folder: str, remedy: str) -> Line:
 
 
 def clock() -> Iterator[Line]:
-    """Seconds since 1970. Printed last, so that the time can be compared with that of the machine that asked."""
+    """Seconds since 1970. Printed last, to be compared with the clock of the machine that runs the query."""
     yield Line("clock", f"{time.time():.3f}", varies=True)

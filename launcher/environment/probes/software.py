@@ -74,7 +74,9 @@ def torch_and_backends() -> Iterator[Line]:
         cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None  # type: ignore[no-untyped-call]
         yield Line("cudnn", str(cudnn or "none"))
     if not dist.is_available():
-        yield Line("backends", "none", "this torch has no torch.distributed; install a standard build")
+        yield Line(
+            "backends", "none", "this torch has no torch.distributed; install a standard build"
+        )
         return
     backends = {
         "gloo": dist.is_gloo_available(),

@@ -1,8 +1,9 @@
 """The base classes of backends, which make the argv that starts a node process on a host, with correct quoting.
 
-The argv passes through the user's login shell on the host, which may be csh or fish. So that shell gets one line
-without characters that the shells treat differently. The line starts /bin/sh, which reads the rest. Arguments
-arrive unchanged. The last `exec` replaces the shell, so the process that ssh or srun monitors is the node process.
+The argv passes through the user's login shell on the host, which may be csh or fish. So that shell gets one
+line without characters that the shells treat differently. The line starts /bin/sh, which reads the rest.
+Arguments arrive unchanged. The last `exec` replaces the shell, so the process that ssh or srun monitors is
+the node process.
 """
 
 from __future__ import annotations
