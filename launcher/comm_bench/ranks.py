@@ -165,9 +165,9 @@ def _gather_values(context: RankContext, value: float) -> list[float]:
 def _largest(context: RankContext, plan: Plan) -> int:
     """The largest size: as requested, or less if the ranks' memory is too small."""
     is_gpu = context.collectives.device.type == "cuda"
-    asked = plan.max_bytes or (_DEFAULT_GPU_BYTES if is_gpu else _DEFAULT_CPU_BYTES)
+    requested = plan.max_bytes or (_DEFAULT_GPU_BYTES if is_gpu else _DEFAULT_CPU_BYTES)
     allowed = int(min(_gather_values(context, float(_free_bytes(context)))) * _SHARE / _COPIES)
-    largest = max(asked, plan.min_bytes)
+    largest = max(requested, plan.min_bytes)
     if largest <= allowed:
         return largest
     while largest > max(allowed, plan.min_bytes):

@@ -41,23 +41,23 @@ def read(argv: Sequence[str]) -> tuple[Plan, list[str]]:
     Raises:
         UsageError: an op is unknown, or a value is out of range.
     """
-    asked, launcher_args = _parser().parse_known_args(list(argv))
-    ops = tuple(op for part in asked.op or [] for op in part.split(",") if op)
+    args, launcher_args = _parser().parse_known_args(list(argv))
+    ops = tuple(op for part in args.op or [] for op in part.split(",") if op)
     for op in ops:
         if op not in OPS:
             raise UsageError(f"--op = {printable(op)}: must be one of {', '.join(OPS)}")
-    if asked.trials < 1:
-        raise UsageError(f"--trials = {asked.trials}: must be a number from 1")
-    if not 0 < asked.seconds < 3600:
-        raise UsageError(f"--seconds = {asked.seconds:g}: must be above 0 and below 3600")
-    smallest = parse_bytes("--min-size", asked.min_size)
-    largest = parse_bytes("--max-size", asked.max_size) if asked.max_size else 0
+    if args.trials < 1:
+        raise UsageError(f"--trials = {args.trials}: must be a number from 1")
+    if not 0 < args.seconds < 3600:
+        raise UsageError(f"--seconds = {args.seconds:g}: must be above 0 and below 3600")
+    smallest = parse_bytes("--min-size", args.min_size)
+    largest = parse_bytes("--max-size", args.max_size) if args.max_size else 0
     if largest and largest < smallest:
         raise UsageError(
-            f"--max-size = {printable(asked.max_size)}: is below --min-size = "
-            f"{printable(asked.min_size)}; raise it"
+            f"--max-size = {printable(args.max_size)}: is below --min-size = "
+            f"{printable(args.min_size)}; raise it"
         )
-    plan = Plan(ops or OPS, smallest, largest, asked.dtype, asked.trials, asked.seconds, asked.json)
+    plan = Plan(ops or OPS, smallest, largest, args.dtype, args.trials, args.seconds, args.json)
     return plan, launcher_args
 
 

@@ -52,9 +52,9 @@ def page() -> str:
     for group in GROUPS:
         rows = [option for option in OPTIONS if option.group == group and option.help]
         parts.append(_table(group.capitalize(), "meaning", [(each, each.help) for each in rows]))
-    told = " (xds logs this)"
+    suffix = " (xds logs this)"
     silent = [
-        (each, each.reason or each.note + told) for each in OPTIONS if each.reason or each.note
+        (each, each.reason or each.note + suffix) for each in OPTIONS if each.reason or each.note
     ]
     parts.append(_table("Accepted without effect", "because", silent))
     refused = [(each, each.refusal) for each in OPTIONS if each.refusal]

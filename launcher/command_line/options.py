@@ -106,11 +106,11 @@ def read(argv: Sequence[str]) -> ParsedArgs:
     spelled: dict[str, str] = {}
     position = 0
     while position < len(argv) and argv[position].startswith("-") and argv[position] != "-":
-        word = argv[position]
+        argument = argv[position]
         position += 1
-        if word == "--":
+        if argument == "--":
             break
-        name, equals, value = _cut(word)
+        name, equals, value = _cut(argument)
         option = _BY_NAME.get(name)
         if option is None:
             raise UsageError(f"unknown option {printable(name)}{_nearest(name)}")
@@ -177,14 +177,14 @@ def _spellings(option: Option) -> set[str]:
 _BY_NAME = {name: option for option in OPTIONS for name in _spellings(option)}
 
 
-def _cut(word: str) -> tuple[str, str, str]:
+def _cut(argument: str) -> tuple[str, str, str]:
     """Split --name=value, or -n3, into name, "=" and value."""
-    if word.startswith("--"):
-        return word.partition("=")
-    option = _BY_NAME.get(word[:2])
-    if option is not None and option.value and len(word) > 2:
-        return word[:2], "=", word[2:].removeprefix("=")
-    return word, "", ""
+    if argument.startswith("--"):
+        return argument.partition("=")
+    option = _BY_NAME.get(argument[:2])
+    if option is not None and option.value and len(argument) > 2:
+        return argument[:2], "=", argument[2:].removeprefix("=")
+    return argument, "", ""
 
 
 def _value(name: str, option: Option, following: Sequence[str]) -> str:

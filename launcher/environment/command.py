@@ -10,7 +10,7 @@ from . import this_machine
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0, or that of hosts.py."""
-    if any(word.startswith("-") and word != "--json" for word in argv):
+    if any(argument.startswith("-") and argument != "--json" for argument in argv):
         from .hosts import main as of_hosts
 
         return of_hosts(argv)

@@ -43,9 +43,9 @@ def show(*, as_one_line: bool) -> int:
     return 0
 
 
-def as_json(told: Iterator[Line]) -> str:
+def as_json(found: Iterator[Line]) -> str:
     """One line: a list of objects with key, value, remedy, varies."""
-    return json.dumps([asdict(line) for line in told])
+    return json.dumps([asdict(line) for line in found])
 
 
 def lines() -> Iterator[Line]:

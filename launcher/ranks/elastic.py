@@ -89,17 +89,17 @@ def _own_address(rendezvous: Rendezvous) -> str | None:
     return None if not own or (is_loopback(own) and not is_loopback(host)) else own
 
 
-def count_ranks(job: Job, asked: int | str) -> int:
-    """The number of ranks of `job` on this machine. `asked` is a number, auto, gpu or cpu.
+def count_ranks(job: Job, requested: int | str) -> int:
+    """The number of ranks of `job` on this machine. `requested` is a number, auto, gpu or cpu.
 
     Raises:
         UsageError: this machine does not have the GPUs or the backend.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked == "gpu" and not num_gpus:
+    if requested == "gpu" and not num_gpus:
         raise UsageError("--nproc-per-node = gpu: no GPU is visible here; set a number, or cpu")
     by_name = {"auto": num_gpus or 2, "gpu": num_gpus, "cpu": num_cores()}
-    num_ranks = by_name[asked] if isinstance(asked, str) else asked
+    num_ranks = by_name[requested] if isinstance(requested, str) else requested
     if job.backend == "nccl" and not (dist.is_nccl_available() and num_gpus >= num_ranks):
         raise UsageError(
             f"--backend = nccl: needs a GPU for each of the {num_ranks} ranks, {num_gpus} visible"
@@ -120,20 +120,20 @@ def share_cores(core_list: str, num_ranks: int) -> list[list[int]]:
         UsageError: this process may not use one of the cores, or there are fewer cores than ranks.
     """
     usable = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-    asked = read_cores(core_list) if core_list else usable
-    wrong = sorted(set(asked) - set(usable))
+    cores = read_cores(core_list) if core_list else usable
+    wrong = sorted(set(cores) - set(usable))
     if wrong:
         raise UsageError(
             f"--bind_core_list = {core_list}: this process may not use core {wrong[0]}; usable: "
             f"{','.join(map(str, usable))}"
         )
-    each = len(asked) // num_ranks
+    each = len(cores) // num_ranks
     if not each:
         raise UsageError(
-            f"--bind_cores_to_rank: {num_ranks} ranks need at least as many cores, there are {len(asked)}; "
+            f"--bind_cores_to_rank: {num_ranks} ranks need at least as many cores, there are {len(cores)}; "
             "start fewer ranks, or remove the option"
         )
-    return [asked[rank * each : (rank + 1) * each] for rank in range(num_ranks)]
+    return [cores[rank * each : (rank + 1) * each] for rank in range(num_ranks)]
 
 
 def read_cores(core_list: str) -> list[int]:

@@ -83,32 +83,32 @@ class RunFolder:
 
     def grace_seconds(self) -> float:
         """The longest time that any rank requested; 0 if none did."""
-        asked = [0.0]
+        requested = [0.0]
         for file in self.path.glob("rank*.grace"):
             with contextlib.suppress(OSError, ValueError):
-                asked.append(float(file.read_text()))
-        return max(asked)
+                requested.append(float(file.read_text()))
+        return max(requested)
 
 
 @contextlib.contextmanager
-def run_folder(asked: str, run_id: str = "") -> Iterator[RunFolder]:
-    """The folder `asked`, or else a new folder for this run under the cache folder.
+def run_folder(log_dir: str, run_id: str = "") -> Iterator[RunFolder]:
+    """The folder `log_dir`, or else a new folder for this run under the cache folder.
 
     Logs and failure records are kept after the run.
     """
-    if asked:
-        path = Path(asked)
+    if log_dir:
+        path = Path(log_dir)
         path.mkdir(0o700, parents=True, exist_ok=True)
     else:
         path = _own_folder(run_id)
     folder = RunFolder(path)
     try:
-        with contextlib.nullcontext() if asked else _locked(path):
+        with contextlib.nullcontext() if log_dir else _locked(path):
             yield folder
     finally:
         for rank in folder.ranks:  # other hosts may write into the same folder
             folder.remove_temporary_files(rank)
-        if not asked:
+        if not log_dir:
             with contextlib.suppress(OSError):
                 folder.path.rmdir()  # succeeds only if it is empty
 

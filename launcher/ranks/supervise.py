@@ -146,15 +146,15 @@ class _Agent(threading.Thread):
 def import_torch() -> None:
     """Import torch with its C++ log turned off, because the failure report covers lost peers."""
     name = "TORCH_CPP_LOG_LEVEL"
-    asked = os.environ.get(name)
-    os.environ[name] = asked or "FATAL"
+    former = os.environ.get(name)
+    os.environ[name] = former or "FATAL"
     try:
         # torch without NumPy warns; the ranks show that warning themselves
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from . import elastic  # noqa: F401
     finally:
-        if asked is None:
+        if former is None:
             del os.environ[name]  # the ranks keep torch's default
 
 

@@ -144,7 +144,7 @@ def _one_start(
     link = Link(backend.name, command, token, selector, own_streams(stop), environment)
     link.close_input()
     start = _Start()
-    asked: set[int] = set()
+    sent: set[int] = set()
     while not link.has_ended:
         for key, _ in selector.select(_TICK_SECONDS):
             for message in link.read(key.fd):
@@ -152,8 +152,8 @@ def _one_start(
         while stop.forwards:
             link.signal(stop.forwards.pop(0))
         due = _signal_due(start, stop)
-        if due and due not in asked:
-            asked.add(due)
+        if due and due not in sent:
+            sent.add(due)
             link.signal(due)
     link.end(_SIGKILL_AFTER_SECONDS)
     selector.close()

@@ -240,13 +240,13 @@ class _Head:
             )
             assert member.link is not None
             member.link.send("run", order=order.as_dict())
-        asked = 0
+        num_requests = 0
         while any(member.state == "running" for member in start.members):
             self._turn()
-            if self._stop.signum and asked < 1 + self._stop.is_urgent:
-                asked += 1
-                self._stop_ranks(self._stop.signum, again=asked > 1)
-            elif (start.failures or start.lost or start.errors) and not asked:
+            if self._stop.signum and num_requests < 1 + self._stop.is_urgent:
+                num_requests += 1
+                self._stop_ranks(self._stop.signum, again=num_requests > 1)
+            elif (start.failures or start.lost or start.errors) and not num_requests:
                 self._stop_ranks(signal.SIGTERM, is_for_peer=True)
             elif self._can_add_hosts(start):
                 start.is_growing = True

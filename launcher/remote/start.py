@@ -21,14 +21,14 @@ _MAX_HOSTS_NAMED = 8
 
 def heartbeat_seconds() -> float:
     """The timeout for messages between head and node: XDS_HEARTBEAT_SECONDS, or six seconds."""
-    asked = os.environ.get("XDS_HEARTBEAT_SECONDS", "")
+    text = os.environ.get("XDS_HEARTBEAT_SECONDS", "")
     try:
-        seconds = float(asked) if asked else HEARTBEAT_SECONDS
+        seconds = float(text) if text else HEARTBEAT_SECONDS
     except ValueError:
         seconds = 0.0
     if not 0.5 <= seconds <= 3600:
         raise UsageError(
-            f'XDS_HEARTBEAT_SECONDS = "{asked}": must be a number of seconds from 0.5 to 3600'
+            f'XDS_HEARTBEAT_SECONDS = "{text}": must be a number of seconds from 0.5 to 3600'
         )
     return seconds
 

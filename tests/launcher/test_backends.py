@@ -1,4 +1,4 @@
-"""Words arrive literally on every host through every backend, and nothing in them is executed."""
+"""Arguments arrive unchanged on every host through every backend, and no part of them is executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`xds bench comm`: every collective is checked, then timed; bandwidths are nccl-tests'."""
+"""`xds bench comm`: every collective is checked, then timed; bandwidths are those of nccl-tests."""
 
 import os
 import socket

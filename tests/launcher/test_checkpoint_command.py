@@ -1,4 +1,4 @@
-"""`xds checkpoint`: what each command prints, where, and its exit code."""
+"""`xds checkpoint`: the output and the exit code of each command."""
 
 from __future__ import annotations
 

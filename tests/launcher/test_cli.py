@@ -1,4 +1,4 @@
-"""The command line of `xds`: what belongs to xds, what to the script, and what is refused."""
+"""The command line of `xds`: options of xds, arguments of the script, and refused options."""
 
 import os
 import subprocess

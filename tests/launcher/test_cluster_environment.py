@@ -1,4 +1,4 @@
-"""What started xds is told from the environment, and leftovers in a shell are not mistaken for it."""
+"""The rendezvous is detected from the environment, and unrelated variables of a shell are ignored."""
 
 from __future__ import annotations
 

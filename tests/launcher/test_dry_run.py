@@ -1,4 +1,4 @@
-"""A dry run prints what would run, to copy; it starts nothing and shows no secret."""
+"""A dry run prints the commands that would run; it starts nothing and prints no secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`xds env`: every line is there, also where something is missing or small."""
+"""`xds env`: every line is printed, also if something is missing or small."""
 
 import json
 import resource

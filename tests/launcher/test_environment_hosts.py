@@ -1,4 +1,4 @@
-"""`xds env --hostfile`: what hosts share is told once, what differs is marked, who is silent is named."""
+"""`xds env --hostfile`: common values are printed once, differences are marked, missing hosts are named."""
 
 import json
 import os
@@ -203,7 +203,7 @@ def fake_torch(folder):
         (["--include", "h1"], "--hostfile"),
         (["--hostfile", "/nowhere"], "/nowhere"),
         (["--all"], "unknown option --all"),
-        (["--launcher", "local", "all"], "all: is no option"),
+        (["--launcher", "local", "all"], "all: is not an option"),
         (["--hostfile", "/nowhere", "--timeout", "0"], "above 0"),
     ],
 )

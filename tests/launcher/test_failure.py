@@ -1,4 +1,4 @@
-"""Which of several failures is the first one, and how it is told."""
+"""Which of several failures is the first one, and how it is reported."""
 
 import json
 import signal

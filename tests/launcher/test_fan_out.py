@@ -1,4 +1,4 @@
-"""Many commands at once: bounded, timed, and nothing of them stays."""
+"""Many commands in parallel: bounded, with time limits, and no process remains."""
 
 import os
 import signal

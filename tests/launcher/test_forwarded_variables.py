@@ -1,4 +1,4 @@
-"""What of the environment goes along to other machines is a list, and what two files add to it."""
+"""The environment variables that are forwarded to other machines: a list of names, and those in two files."""
 
 from __future__ import annotations
 

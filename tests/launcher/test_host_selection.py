@@ -1,4 +1,4 @@
-"""Which hosts take part in a start, and with how many ranks."""
+"""The hosts of a start, and the number of ranks on each."""
 
 import pytest
 from hypothesis import given

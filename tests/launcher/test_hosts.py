@@ -1,4 +1,4 @@
-"""Hostfiles and filters: DeepSpeed's grammar, all mistakes at once, names as data."""
+"""Hostfiles and filters: DeepSpeed's syntax, all errors in one message, names treated as data."""
 
 import pytest
 from hypothesis import given, settings
@@ -77,7 +77,7 @@ def test_every_mistake_of_a_hostfile_is_told_with_its_line(tmp_path):
     lines = str(error.value).splitlines()
     assert [line.partition(": ")[0].strip() for line in lines[1:]] == ["line 4", "line 5"]
     assert lines[0].startswith(f"hostfile = {str(tmp_path / 'hosts')!r}: line 2: 'b'")
-    assert "'a' is in line 1 already" in lines[1]
+    assert "'a' is already in line 1" in lines[1]
     (tmp_path / "hosts").write_text("bad\n" * 1000)
     with pytest.raises(UsageError) as error:
         read_hostfile(tmp_path / "hosts")
@@ -127,8 +127,8 @@ def test_filters(include, exclude, left):
     "include, exclude, told",
     [
         ("worker-0", "worker-1", "--include and --exclude cannot be combined"),
-        ("worker-3", "", "--include = worker-3: no host 'worker-3' here; did you mean 'worker-"),
-        ("x", "", "there are 'worker-0', 'worker-1', 'worker-2'"),
+        ("worker-3", "", "--include = worker-3: unknown host 'worker-3'; did you mean 'worker-"),
+        ("x", "", "known hosts are 'worker-0', 'worker-1', 'worker-2'"),
         ("worker-1:2", "", "no slot 2 on host 'worker-1'; it has 0-1"),
         ("", "worker-1:7", "--exclude = worker-1:7: no slot 7"),
         ("worker-0:", "", "slots must be numbers"),
@@ -170,7 +170,7 @@ def test_the_first_hosts_and_slots():
     assert first_hosts(THREE) == THREE
     assert kept(first_hosts(THREE, 2)) == {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1]}
     assert kept(first_hosts(THREE, 0, 1)) == {f"worker-{number}": [0] for number in range(3)}
-    with pytest.raises(UsageError, match="--num-nodes = 4: there are 3 hosts"):
+    with pytest.raises(UsageError, match="--num-nodes = 4: there are only 3 hosts"):
         first_hosts(THREE, 4)
     with pytest.raises(UsageError, match="host 'worker-1' has 2 slots"):
         first_hosts(THREE, 0, 3)

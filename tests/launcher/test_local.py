@@ -1,4 +1,4 @@
-"""Whole runs of the `xds` command on tiny scripts: output, exit code, what is left behind."""
+"""Complete runs of the `xds` command on small scripts: output, exit code, remaining processes."""
 
 import json
 import os

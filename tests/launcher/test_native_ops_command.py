@@ -1,4 +1,4 @@
-"""`xds ops`: what each command prints and leaves, and its exit code."""
+"""`xds ops`: the output, the files and the exit code of each command."""
 
 from __future__ import annotations
 

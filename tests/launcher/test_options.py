@@ -1,4 +1,4 @@
-"""The options of deepspeed and torchrun: how they are read, and where they make a job run."""
+"""The options of deepspeed and torchrun: how they are parsed, and where they make a job run."""
 
 import os
 import re
@@ -267,7 +267,7 @@ def test_devices_of_this_machine_by_number(monkeypatch):
     assert where("--include localhost").devices is None
     with pytest.raises(UsageError, match="no slot 4 on host 'localhost'; it has 0-3"):
         where("--include localhost:4")
-    with pytest.raises(UsageError, match="no host 'worker-1' here.*this machine is the only one"):
+    with pytest.raises(UsageError, match="unknown host 'worker-1'.*this machine is the only one"):
         where("--include worker-1")
     monkeypatch.setattr(place, "num_gpus", lambda: 0)
     assert where("--include localhost:0,5").devices == (0, 5)
@@ -357,8 +357,8 @@ def test_no_ssh_is_this_machines_part():
         ("--launcher pdsh", "--launcher: no hosts are named"),
         ("--launcher mvapich -H hosts", "mvapich"),
         ("-H hosts --launcher x", "--launcher = x: must be one of ssh"),
-        ("-H hosts --num_nodes 4", "there are 3 hosts"),
-        ("-H hosts --nnodes 4:5", "there are 3 hosts"),
+        ("-H hosts --num_nodes 4", "there are only 3 hosts"),
+        ("-H hosts --nnodes 4:5", "there are only 3 hosts"),
         ("-H hosts --num_gpus 3", "host 'worker-1' has 2 slots"),
         ("-H hosts --nproc-per-node gpu", "the hostfile defines the slots of the hosts"),
         ("-H hosts --include a --num_nodes 1", "--include and --num_nodes cannot be combined"),

@@ -1,4 +1,4 @@
-"""The orders of all hosts fit one word of a command line, and each host finds its own in it."""
+"""The orders of all hosts fit one command-line argument, and each host finds its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the store of the ranks listens: on the loopback for one machine, on the address in use for several."""
+"""Where the rendezvous store listens: on the loopback for one machine, on the used address for several."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Runs that start again after a failure, on one machine and on machines that have no head."""
+"""Restarts after a failure, on one machine and on machines without a head process."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What ranks are sent, and when, once somebody has asked them to stop."""
+"""The signals that ranks get after a request to stop, and when."""
 
 import signal
 import time

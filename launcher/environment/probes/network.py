@@ -67,12 +67,12 @@ def _number(path: Path) -> int:
 def ipv4(interface: str) -> str:
     """The IPv4 address of a network interface on Linux; "" if it has none."""
     request = struct.pack("256s", os.fsencode(interface)[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            told = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
+            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         except OSError:
             return ""
-    return socket.inet_ntoa(told[20:24])
+    return socket.inet_ntoa(reply[20:24])
 
 
 def infiniband() -> Iterator[Line]:
@@ -96,10 +96,10 @@ def nvlink() -> Iterator[Line]:
     """The NVLinks of each GPU as reported by nvidia-smi, and the kernel modules that GPUDirect needs."""
     if shutil.which("nvidia-smi") is None:
         return
-    told = nvlinks(output("nvidia-smi", "nvlink", "--status"))
-    if not told:
+    speeds_by_gpu = nvlinks(output("nvidia-smi", "nvlink", "--status"))
+    if not speeds_by_gpu:
         yield Line("nvlink", "none")
-    for gpu, speeds in told.items():
+    for gpu, speeds in speeds_by_gpu.items():
         total = sum(speeds)
         value = f"{len(speeds)} links, {total:g} GB/s in each direction"
         yield Line(f"nvlink of gpu {gpu}", value)
@@ -110,11 +110,11 @@ def nvlink() -> Iterator[Line]:
     yield Line("gpudirect", ", ".join(loaded) or "no module loaded", remedy * needed)
 
 
-def nvlinks(told: str) -> dict[str, list[float]]:
+def nvlinks(text: str) -> dict[str, list[float]]:
     """GB/s of each active link, by GPU, from `nvidia-smi nvlink --status`."""
     found: dict[str, list[float]] = {}
     gpu = ""
-    for line in told.splitlines():
+    for line in text.splitlines():
         if heading := re.match(r"GPU (\d+):", line):
             gpu = heading[1]
         elif gpu and (link := re.match(r"\s+Link \d+: ([\d.]+) GB/s", line)):
