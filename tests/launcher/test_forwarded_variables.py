@@ -67,7 +67,7 @@ def test_another_file_is_named_by_a_variable(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["A", "=1", "A B=1", "1A=1", "A\0=1", "A=\0", "for x"])
 def test_a_line_that_sets_nothing_is_an_error_with_its_number(tmp_path: Path, line: str) -> None:
     (tmp_path / ".xds_env").write_text(f"# fine\n\n{line}\n")
-    with pytest.raises(UsageError, match=r"\.xds_env', line 3: .* is no KEY=value"):
+    with pytest.raises(UsageError, match=r"\.xds_env', line 3: .* is not KEY=value"):
         forwarded_variables({}, tmp_path, tmp_path)
 
 

@@ -55,7 +55,7 @@ def test_hostfiles(tmp_path, text, hosts):
         ("-oProxyCommand=reboot slots=1", "cannot begin with '-'"),
         ("me@-x slots=1", "cannot begin with '-'"),
         ("-me@x slots=1", "cannot begin with '-'"),
-        ("a\x1b[2Jb slots=1", r"'a\x1b[2Jb': a host's name has must not contain spaces or control"),
+        ("a\x1b[2Jb slots=1", r"'a\x1b[2Jb': a host's name must not contain spaces or control"),
         ("a\u00a0b slots=1", "must not contain spaces or control"),
         ("a\u202eb slots=1", "must not contain spaces or control"),
         ("@a slots=1", "must be a name, an address or user@name"),

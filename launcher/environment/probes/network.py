@@ -27,7 +27,7 @@ def interfaces() -> Iterator[Line]:
         yield Line("network", "no interface is up", "ranks on other machines cannot be reached")
     for path in up:
         megabits = _number(path / "speed")
-        speed = f"{megabits / 1000:g} Gbit/s" if megabits > 0 else "speed unknown"
+        speed = f"{megabits / 1000:g} Gbit/s" if megabits > 0 else "speed not reported"
         remedy = "slow; set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to a faster one"
         is_slow = 0 < megabits < _SLOW_MBIT
         mtu = _number(path / "mtu")
