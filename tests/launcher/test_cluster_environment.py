@@ -102,7 +102,10 @@ def test_what_says_nothing_about_other_machines_is_this_one_alone(environ: dict[
         (NODES | {"NODE_RANK": "3"}, "NODE_RANK = 3, but NNODES = 3: must be from 0 to 2"),
         (NODES | {"NNODES": "two"}, "NNODES = 'two': must be a number"),
         (NODES | {"MASTER_PORT": "70000"}, "MASTER_PORT = 70000"),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, "start it once on each \\(`srun --ntasks-per-node=1"),
+        (
+            STEP | {"SLURM_STEP_NUM_TASKS": "8"},
+            "start it once on each \\(`srun --ntasks-per-node=1",
+        ),
         (OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun --map-by ppr:1:node xds"),
     ],
 )
