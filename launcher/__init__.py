@@ -1,1 +1,1 @@
-"""Roof: the xds command. Starts processes; imports torch only where it must."""
+"""The `xds` command: starts ranks on one or many hosts. Imports torch only where it is needed."""

@@ -1,4 +1,4 @@
-"""`xds bench`: measures this machine or this cluster, not a model."""
+"""`xds bench`: benchmarks of the machine or the cluster, independent of any model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ usage: xds bench comm [options]   time every collective, against the speed of th
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one benchmark; its exit code."""
+    """Run one benchmark and return its exit code."""
     name = argv[0] if argv else ""
     if name == "comm":
         from .comm_bench.start import main as comm
@@ -25,4 +25,4 @@ def main(argv: Sequence[str]) -> int:
     if not name:
         print(_USAGE, end="", file=sys.stderr)
         return 2
-    raise UsageError(f"xds bench {name}: there is no such benchmark; there is comm")
+    raise UsageError(f"xds bench {name}: no such benchmark; the only one is comm")

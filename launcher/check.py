@@ -1,4 +1,4 @@
-"""`xds check`: what a config means, without torch, without a device, in a fraction of a second."""
+"""`xds check`: validates a config and prints its resolved values, without torch and without a device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIZES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check one config. Returns 0, or 2 with every complaint on stderr."""
+    """Check one config. Returns 0, or 2 after printing every error to stderr."""
     options = _parser().parse_args(list(argv))
     try:
         auto = _auto_values(options.auto)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def choices(config: Config) -> Iterator[str]:
-    """One sentence for each value that is not the default, in the order of the documentation."""
+    """Yield one sentence for each value that is not the default, in the order of the documentation."""
     yield (
         f"train_batch_size = {config.train_batch_size}: "
         f"{config.train_micro_batch_size_per_gpu} a forward x "
@@ -77,8 +77,8 @@ def _differences(section: Section, path: str) -> Iterator[str]:
         elif isinstance(value, Section):
             yield from _differences(value, f"{here}.")
         else:
-            says = STAGES[value] if here == "zero_optimization.stage" else field.description
-            yield f"{here} = {shown(section.shown_value(name))}: {says}"
+            text = STAGES[value] if here == "zero_optimization.stage" else field.description
+            yield f"{here} = {shown(section.shown_value(name))}: {text}"
 
 
 def _auto_values(pairs: Sequence[str]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _auto_values(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="xds check", description="Check a JSON config and say what it does.")
+    parser = Parser(prog="xds check", description="Check a JSON config and print what it does.")
     parser.add_argument("config", help="path, JSON text, or base64 of it")
     parser.add_argument(
         "--world-size", type=int, default=1, metavar="N", help="data-parallel ranks (default: 1)"

@@ -1,4 +1,4 @@
-"""`xds checkpoint`: looks at checkpoints, proves them, takes models out of them; no ranks, no devices."""
+"""`xds checkpoint`: inspects, verifies, exports, imports and compares checkpoints. Uses no ranks or devices."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from ..utils.sizes import parse_bytes, size_text
 from .checkpoint_import import add_import
 from .command_line.parser import Parser
 
-# what needs torch is imported when a command runs: `--help` and a typing mistake answer at once
+# torch is imported when a command runs, so `--help` and errors in the command line are fast
 if TYPE_CHECKING:
     from ..engine.checkpoint.io.reader import CheckpointReader
 
 EQUAL, DIFFERENT, SOUND, DAMAGED, USAGE = 0, 1, 0, 1, 2
-BAR_BYTES = 256 << 20  # from here on a progress bar is shown
+BAR_BYTES = 256 << 20  # a progress bar is shown from this size on
 Run = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command. 0; 1: damaged, or different (diff); 2: it cannot be done, and stderr says why."""
-    asked = _parser().parse_args(list(argv))
+    """Run one command. Returns 0, 1 (damaged, or different for `diff`), or 2 for other errors (see stderr)."""
+    args = _parser().parse_args(list(argv))
     try:
         with _one_thread():
-            code: int = asked.run(asked)
+            code: int = args.run(args)
         return code
     except (UsageError, OSError) as error:
-        print(f"xds checkpoint {asked.command}: {error}", file=sys.stderr)
-        is_damaged = isinstance(error, DamagedError) and asked.command != "diff"
+        print(f"xds checkpoint {args.command}: {error}", file=sys.stderr)
+        is_damaged = isinstance(error, DamagedError) and args.command != "diff"
         return DAMAGED if is_damaged else USAGE
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Pieces are small, and sums have a thread of their own: more of torch would wait for one another."""
+    """Use one torch thread: the pieces are small and checksums have their own thread, so more would wait."""
     import torch
 
     before = torch.get_num_threads()
@@ -55,7 +55,7 @@ def _one_thread() -> Iterator[None]:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="xds checkpoint",
-        description="Look at checkpoints of xds, prove them, take models out of them. One process, no devices.",
+        description="Inspect, verify, export, import and compare checkpoints of xds. One process, no devices.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for add in (_add_info, _add_verify, _add_export, add_import, _add_diff):
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_command(commands: Any, name: str, run: Run, help: str) -> argparse.ArgumentParser:
-    """A sub-command; `run` gets its arguments and returns the exit code."""
+    """Add a sub-command. `run` receives its arguments and returns the exit code."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=f"{help}.")
     parser.set_defaults(run=run)
     return parser
@@ -74,18 +74,18 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dir", help="the save_dir of save_checkpoint, or the folder of one checkpoint"
     )
-    parser.add_argument("--tag", help="which checkpoint (default: what `latest` names)")
+    parser.add_argument("--tag", help="which checkpoint (default: the one in `latest`)")
 
 
-def _open(asked: argparse.Namespace) -> CheckpointReader:
+def _open(args: argparse.Namespace) -> CheckpointReader:
     from ..engine.checkpoint.io.reader import CheckpointReader
 
-    return CheckpointReader(asked.dir, asked.tag)
+    return CheckpointReader(args.dir, args.tag)
 
 
 @contextmanager
 def progress(doing: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr where there is much to do; told the bytes of each piece."""
+    """Show a progress bar on stderr for large work. Yields a function that takes the bytes of each piece."""
     from tqdm import tqdm
 
     is_small = total_bytes < BAR_BYTES
@@ -100,18 +100,21 @@ def progress(doing: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 def _add_info(commands: Any) -> None:
     parser = add_command(
-        commands, "info", _info, "What is in a checkpoint, and which others there are"
+        commands,
+        "info",
+        _info,
+        "Print the contents of a checkpoint, and the other tags in the folder",
     )
     _add_source(parser)
-    parser.add_argument("--tensors", action="store_true", help="list parameters and buffers, too")
+    parser.add_argument("--tensors", action="store_true", help="also list parameters and buffers")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _info(asked: argparse.Namespace) -> int:
-    with _open(asked) as reader:
+def _info(args: argparse.Namespace) -> int:
+    with _open(args) as reader:
         facts = _facts(reader)
-        tensors = [_tensor_facts(reader, name) for name in reader.values] if asked.tensors else None
-    if asked.json:
+        tensors = [_tensor_facts(reader, name) for name in reader.values] if args.tensors else None
+    if args.json:
         print(json.dumps(facts if tensors is None else {**facts, "tensors": tensors}, indent=2))
         return SOUND
     width = max(len(name) for name in facts)
@@ -129,7 +132,8 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
 
     manifest = reader.manifest
     values = list(reader.values.values())
-    params = [one for one in values if one.kind != "buffer"]  # imported weights do not say
+    # imported weights do not record their kind
+    params = [one for one in values if one.kind != "buffer"]
     counters = manifest.state["counters"]
     optimizer = manifest.state["optimizer"]
     return {
@@ -172,7 +176,7 @@ def _tensor_facts(reader: CheckpointReader, name: str) -> dict[str, Any]:
 
 def _text(name: str, value: Any) -> str:
     if name == "saved_seconds":
-        return datetime.fromtimestamp(value).isoformat(" ", "seconds") if value else "not said"
+        return datetime.fromtimestamp(value).isoformat(" ", "seconds") if value else "unknown"
     if name.endswith("_bytes"):
         return size_text(value)
     if isinstance(value, dict):
@@ -186,14 +190,16 @@ def _text(name: str, value: Any) -> str:
 
 
 def _add_verify(commands: Any) -> None:
-    text = "Read every byte of a checkpoint and compare it with its checksum; 1 if it is damaged"
+    text = (
+        "Read every byte of a checkpoint and compare the checksums; exits with 1 if it is damaged"
+    )
     _add_source(add_command(commands, "verify", _verify, text))
 
 
-def _verify(asked: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> int:
     from ..engine.checkpoint.tools.verify import damage, size_bytes
 
-    with _open(asked) as reader:
+    with _open(args) as reader:
         total = size_bytes(reader)
         found = []
         with progress("verify", total) as on_read:
@@ -208,7 +214,7 @@ def _verify(asked: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
             return DAMAGED
-        print(f"{name} is whole: {_count(files, 'file')}, {size_text(total)} read and compared")
+        print(f"{name} is complete: {_count(files, 'file')}, {size_text(total)} read and compared")
         return SOUND
 
 
@@ -219,24 +225,28 @@ def _add_export(commands: Any) -> None:
     parser = add_command(commands, "export", _export, "Write the model for other programs")
     _add_source(parser)
     add = parser.add_argument
-    add("out", help="a folder; for torch, and with the ending .safetensors, a file")
+    add("out", help="a folder; or a file, for torch and for a name that ends in .safetensors")
     add("--to", choices=("safetensors", "torch", "dcp"), required=True, help="the format")
     add(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
-        help="of every floating tensor (default: the fp32 masters; what has none as it is)",
+        help="dtype of every floating-point tensor (default: the fp32 master, or unchanged without one)",
     )
-    add("--max-shard-size", metavar="5GB", help="of one safetensors file (default: 5GB)")
-    add("--exclude-frozen", action="store_true", help="only what trained, and buffers")
+    add(
+        "--max-shard-size",
+        metavar="5GB",
+        help="largest size of one safetensors file (default: 5GB)",
+    )
+    add("--exclude-frozen", action="store_true", help="export only trained parameters, and buffers")
     add(
         "--with-optimizer",
         action="store_true",
         help='torch, dcp: {"model": ..., "optimizer": ...} with states by parameter',
     )
-    add("--overwrite", action="store_true", help="replace OUT; other files in a folder stay")
+    add("--overwrite", action="store_true", help="replace OUT; other files in the folder are kept")
 
 
-def _export(asked: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> int:
     import torch
 
     from ..engine.checkpoint.exports.export import (
@@ -247,34 +257,36 @@ def _export(asked: argparse.Namespace) -> int:
     )
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
-    if asked.to == "safetensors" and asked.with_optimizer:
+    if args.to == "safetensors" and args.with_optimizer:
         raise UsageError(
             "--with-optimizer: safetensors files hold a model; use --to torch or --to dcp"
         )
-    if asked.to != "safetensors" and asked.max_shard_size is not None:
-        raise UsageError(f"--max-shard-size: --to {asked.to} does not cut; use --to safetensors")
+    if args.to != "safetensors" and args.max_shard_size is not None:
+        raise UsageError(
+            f"--max-shard-size: --to {args.to} does not split files; use --to safetensors"
+        )
     options = ExportOptions(
-        dtype=dtypes[asked.dtype],
-        exclude_frozen=asked.exclude_frozen,
-        max_shard_bytes=parse_bytes("--max-shard-size", asked.max_shard_size or "5GB"),
-        with_optimizer=asked.with_optimizer,
-        overwrite=asked.overwrite,
+        dtype=dtypes[args.dtype],
+        exclude_frozen=args.exclude_frozen,
+        max_shard_bytes=parse_bytes("--max-shard-size", args.max_shard_size or "5GB"),
+        with_optimizer=args.with_optimizer,
+        overwrite=args.overwrite,
     )
-    if asked.to == "dcp":
+    if args.to == "dcp":
         from ..engine.checkpoint.exports.dcp import export_dcp as write
     else:
-        write = export_torch if asked.to == "torch" else export_safetensors
-    with _open(asked) as reader:
+        write = export_torch if args.to == "torch" else export_safetensors
+    with _open(args) as reader:
         total = export_bytes(reader, options)
         with progress("export", total) as on_written:
-            names = write(reader, Path(asked.out), options.told(on_written))
+            names = write(reader, Path(args.out), options.told(on_written))
     print(
-        f"{printable(reader.folder)} -> {printable(asked.out)}: "
+        f"{printable(reader.folder)} -> {printable(args.out)}: "
         f"{size_text(total)} of tensors, {_count(len(names), 'file')}"
     )
-    if asked.to == "safetensors" and Path(asked.out).is_dir():
+    if args.to == "safetensors" and Path(args.out).is_dir():
         print(
-            "for from_pretrained put the model's config.json, and the tokenizer's files, beside them"
+            "to use from_pretrained, put the model's config.json and the tokenizer's files into the same folder"
         )
     return SOUND
 
@@ -283,25 +295,27 @@ def _export(asked: argparse.Namespace) -> int:
 
 
 def _add_diff(commands: Any) -> None:
-    text = "How two checkpoints differ, whatever their layouts; 0 if they do not"
+    text = (
+        "Compare two checkpoints, which may have different layouts; exits with 0 if they are equal"
+    )
     parser = add_command(commands, "diff", _diff, text)
     for name, which in (("a", "first"), ("b", "second")):
         parser.add_argument(name, help=f"the {which}: a save_dir, or the folder of one checkpoint")
-    parser.add_argument("--tag-a", help="which of the first (default: what `latest` names)")
-    parser.add_argument("--tag-b", help="which of the second (default: what `latest` names)")
+    parser.add_argument("--tag-a", help="tag of the first (default: the one in `latest`)")
+    parser.add_argument("--tag-b", help="tag of the second (default: the one in `latest`)")
 
 
-def _diff(asked: argparse.Namespace) -> int:
+def _diff(args: argparse.Namespace) -> int:
     from ..engine.checkpoint.io.reader import CheckpointReader
     from ..engine.checkpoint.tools.compare import compare_bytes, differences
 
-    with CheckpointReader(asked.a, asked.tag_a) as a, CheckpointReader(asked.b, asked.tag_b) as b:
+    with CheckpointReader(args.a, args.tag_a) as a, CheckpointReader(args.b, args.tag_b) as b:
         count = 0
         with progress("diff", compare_bytes(a, b)) as on_read:
             for one in differences(a, b, on_read):
                 print(f"{printable(one.name)}: {printable(one.text)}")
                 count += 1
-        print(f"{count} differences" if count else f"{a.folder} and {b.folder} hold the same")
+        print(f"{count} differences" if count else f"{a.folder} and {b.folder} are equal")
         return DIFFERENT if count else EQUAL
 
 

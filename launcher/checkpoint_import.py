@@ -1,4 +1,4 @@
-"""`xds checkpoint import`: makes a checkpoint of what another program wrote, and executes nothing of it."""
+"""`xds checkpoint import`: converts a checkpoint of another program. Never executes code from the files."""
 
 from __future__ import annotations
 
@@ -9,34 +9,40 @@ SOURCES = ("auto", "deepspeed", "huggingface", "torch")
 
 
 def add_import(commands: Any) -> None:
-    """The sub-command's parser."""
-    text = "Make a checkpoint of one of DeepSpeed, of a Hugging Face folder or of a file of weights"
+    """Add the parser of the sub-command."""
+    text = "Convert a DeepSpeed checkpoint, a Hugging Face folder or a file of weights to a checkpoint of xds"
     parser = commands.add_parser(
-        "import", help=text, description=f"{text}. Nothing in it is executed."
+        "import", help=text, description=f"{text}. No code from the files is executed."
     )
     add = parser.add_argument
     add(
         "source",
-        help="DeepSpeed's save_dir or one tag of it, a Hugging Face folder, or a file of weights",
+        help="a DeepSpeed save_dir or one tag in it, a Hugging Face folder, or a file of weights",
     )
     add(
         "save_dir",
-        help="where the checkpoint is made: engine.load_checkpoint(save_dir) goes on from it",
+        help="where the checkpoint is written; engine.load_checkpoint(save_dir) loads it",
     )
     add(
         "--tag",
-        help="which of DeepSpeed's tags (default: what `latest` names); for weights the tag to make (imported)",
+        help="the DeepSpeed tag to read (default: that in `latest`); for weights: the tag to write (imported)",
     )
-    add("--from", dest="kind", choices=SOURCES, default="auto", help="what it is (default: look)")
+    add(
+        "--from",
+        dest="kind",
+        choices=SOURCES,
+        default="auto",
+        help="the format of the source (default: detect)",
+    )
     parser.set_defaults(run=_import)
 
 
-def _import(asked: argparse.Namespace) -> int:
+def _import(args: argparse.Namespace) -> int:
     from ..engine.checkpoint.imports.importing import import_checkpoint
 
-    report = import_checkpoint(asked.source, asked.save_dir, asked.tag, asked.kind)
+    report = import_checkpoint(args.source, args.save_dir, args.tag, args.kind)
     print(
-        f"{asked.source} ({report.origin}) -> {report.folder}: {report.num_tensors} parameters and buffers, "
+        f"{args.source} ({report.origin}) -> {report.folder}: {report.num_tensors} parameters and buffers, "
         f"{report.numel:,} elements"
     )
     for note in report.notes:

@@ -1,6 +1,6 @@
-"""The `xds` command: starts a script on every device, checks a config, shows the machine.
+"""The `xds` command: starts a script on every device, checks a config, prints facts about the machine.
 
-Torch is imported only once ranks are to be started: `xds --help` and `xds check` answer at once.
+Torch is imported only when ranks are started, so `xds --help` and `xds check` respond quickly.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..utils.errors import UsageError, XdsError
 from ..utils.messages import never, say
 
 if TYPE_CHECKING:
-    from .command_line.options import Asked
+    from .command_line.options import ParsedArgs
     from .command_line.where import Hosts, Local
 
-# subcommands import what they need themselves: `check` reads configs, `env` asks torch
-_COMMANDS = {
+# subcommands import what they need themselves: `check` reads configs, `env` queries torch
+_SUBCOMMANDS = {
     "bench": ".bench",
     "check": ".check",
     "checkpoint": ".checkpoint",
@@ -32,44 +32,44 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own); the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run the command line `argv` (default: that of this process) and return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words and words[0] in _COMMANDS:
-            code: int = import_module(_COMMANDS[words[0]], __package__).main(words[1:])
+        if arguments and arguments[0] in _SUBCOMMANDS:
+            code: int = import_module(_SUBCOMMANDS[arguments[0]], __package__).main(arguments[1:])
             return code
-        return _start(words)
+        return _start(arguments)
     except XdsError as error:
         say(f"xds: {error}\n", never)
         return 2
 
 
-def _start(words: list[str]) -> int:
-    from .command_line.options import help_text, judge, read
+def _start(arguments: list[str]) -> int:
+    from .command_line.options import check_options, help_text, read
 
-    asked = read(words)
-    if asked.has("help"):
+    args = read(arguments)
+    if args.has("help"):
         print(help_text(), end="")
         return 0
-    if asked.has("version"):
+    if args.has("version"):
         from ..utils.version import __version__
 
         print(f"xds {__version__}")
         return 0
-    if not asked.command:
+    if not args.command:
         print(help_text(), end="", file=sys.stderr)
         return 2
     from .command_line import own_allocation
     from .command_line.where import where_to_run
 
-    notes = judge(asked)
-    if own_allocation.is_asked_for(asked, os.environ):
-        return own_allocation.run(asked, os.environ)
-    where = where_to_run(asked, os.environ)
-    for note in [] if asked.has("quiet") else notes:
+    notes = check_options(args)
+    if own_allocation.is_asked_for(args, os.environ):
+        return own_allocation.run(args, os.environ)
+    where = where_to_run(args, os.environ)
+    for note in [] if args.has("quiet") else notes:
         say(f"xds: {note}\n", never)
-    with _saved_pid(asked):
-        return _run(where, is_dry=asked.has("dry_run"))
+    with _saved_pid(args):
+        return _run(where, is_dry=args.has("dry_run"))
 
 
 def _run(where: Local | Hosts, *, is_dry: bool) -> int:
@@ -86,22 +86,21 @@ def _run(where: Local | Hosts, *, is_dry: bool) -> int:
         return head.run(where.job, where.hosts, where.remote, backend, where.restarts)
     from .ranks import local
 
-    if (
-        where.devices is not None
-    ):  # by number, as the driver counts: what was visible before is not asked
+    # the driver's numbers: an earlier CUDA_VISIBLE_DEVICES is not considered
+    if where.devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, where.devices))
     return local.run(where.job, where.rendezvous, where.restarts)
 
 
 @contextlib.contextmanager
-def _saved_pid(asked: Asked) -> Iterator[None]:
-    """deepspeed's --save_pid: a file with the process id, for as long as the run lasts."""
-    if not asked.has("save_pid"):
+def _saved_pid(args: ParsedArgs) -> Iterator[None]:
+    """deepspeed's --save_pid: keep a file with the process id while the run lasts."""
+    if not args.has("save_pid"):
         yield
         return
     path = os.path.join(tempfile.gettempdir(), f"{os.getpid()}.ds")
     with contextlib.suppress(OSError):
-        os.unlink(path)  # of an earlier process with our number
+        os.unlink(path)  # left by an earlier process with the same id
     try:
         with open(path, "x") as file:
             file.write(str(os.getpid()))

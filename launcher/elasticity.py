@@ -1,4 +1,4 @@
-"""`xds elastic`: the batch size of an elastic config, and the numbers of ranks that can train it."""
+"""`xds elastic`: prints the batch size of an elastic config and its valid numbers of ranks."""
 
 from __future__ import annotations
 
@@ -19,65 +19,65 @@ _WIDTH = 96
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan. Returns 0; 2 with the complaints on stderr, or where --world-size does not fit."""
+    """Print the plan. Returns 0, or 2 if the config is wrong or --world-size is not valid (see stderr)."""
     options = _parser().parse_args(list(argv))
     try:
-        found = elastic_plan(options.config)
+        plan = elastic_plan(options.config)
     except ConfigError as error:
         print(f"xds elastic: {error}", file=sys.stderr)
         return 2
-    asked: int | None = options.world_size
+    world_size: int | None = options.world_size
     if options.json:
-        print(json.dumps(_told(found, asked), indent=2))
+        print(json.dumps(_as_json(plan, world_size), indent=2))
     else:
-        print(_text(found))
-    if asked is None:
+        print(_text(plan))
+    if world_size is None:
         return 0
-    if not found.fits(asked):
-        said = refusal(found, asked, found.world_sizes)
-        print(f"xds elastic: --world-size = {asked}: {said}", file=sys.stderr)
+    if not plan.fits(world_size):
+        reason = refusal(plan, world_size, plan.world_sizes)
+        print(f"xds elastic: --world-size = {world_size}: {reason}", file=sys.stderr)
         return 2
     if not options.json:
-        print(_split(found, asked))
+        print(_split(plan, world_size))
     return 0
 
 
-def _told(found: Plan, asked: int | None) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "train_batch_size": found.batch_size,
-        "valid_world_sizes": list(found.world_sizes),
+def _as_json(plan: Plan, world_size: int | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "train_batch_size": plan.batch_size,
+        "valid_world_sizes": list(plan.world_sizes),
     }
-    if found.wish.ranks_per_node > 1:
-        told["valid_nodes"] = list(found.nodes)
-    if asked is not None and found.fits(asked):
-        micro, steps = found.split(asked // found.wish.model_parallel_size)
-        told["world_size"] = asked
-        told["train_micro_batch_size_per_gpu"] = micro
-        told["gradient_accumulation_steps"] = steps
-    return told
+    if plan.wish.ranks_per_node > 1:
+        fields["valid_nodes"] = list(plan.nodes)
+    if world_size is not None and plan.fits(world_size):
+        micro, steps = plan.split(world_size // plan.wish.model_parallel_size)
+        fields["world_size"] = world_size
+        fields["train_micro_batch_size_per_gpu"] = micro
+        fields["gradient_accumulation_steps"] = steps
+    return fields
 
 
-def _text(found: Plan) -> str:
-    wish = found.wish
+def _text(plan: Plan) -> str:
+    wish = plan.wish
     lines = [
-        f"train_batch_size = {found.batch_size} samples, at every number of ranks "
+        f"train_batch_size = {plan.batch_size} samples, at every number of ranks "
         f"(at most {wish.max_batch_size}, micro-batches of {_listed(wish.micro_batch_sizes)})",
-        _wrapped(f"{len(found.world_sizes)} valid numbers of ranks: {_listed(found.world_sizes)}"),
+        _wrapped(f"{len(plan.world_sizes)} valid numbers of ranks: {_listed(plan.world_sizes)}"),
     ]
     if wish.ranks_per_node > 1:
         each = f"nodes of {wish.ranks_per_node} ranks"
         if wish.model_parallel_size > 1:
             each += f", {wish.model_parallel_size} of them for one model"
-        lines.append(_wrapped(f"numbers of nodes ({each}): {_listed(found.nodes)}"))
+        lines.append(_wrapped(f"numbers of nodes ({each}): {_listed(plan.nodes)}"))
     return "\n".join(lines)
 
 
-def _split(found: Plan, asked: int) -> str:
-    replicas = asked // found.wish.model_parallel_size
-    micro, steps = found.split(replicas)
+def _split(plan: Plan, world_size: int) -> str:
+    replicas = world_size // plan.wish.model_parallel_size
+    micro, steps = plan.split(replicas)
     return (
-        f"{asked} ranks: train_micro_batch_size_per_gpu = {micro}, gradient_accumulation_steps = {steps} "
-        f"({micro} x {steps} x {replicas} = {found.batch_size})"
+        f"{world_size} ranks: train_micro_batch_size_per_gpu = {micro}, gradient_accumulation_steps = {steps} "
+        f"({micro} x {steps} x {replicas} = {plan.batch_size})"
     )
 
 
@@ -92,11 +92,11 @@ def _wrapped(text: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="xds elastic",
-        description="The batch size of a config with an elasticity section, and the numbers of ranks that fit.",
+        description="Print the batch size of an elasticity section, and its valid numbers of ranks.",
     )
     parser.add_argument("config", help="a config file, or JSON text")
     parser.add_argument(
-        "--world-size", type=_count, metavar="N", help="also how N ranks would share the batch"
+        "--world-size", type=_count, metavar="N", help="also print how N ranks share the batch"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -1,4 +1,4 @@
-"""What is to be run, and where: plain data, made from the command line and sent to every host."""
+"""Data classes for what is run and where. Made from the command line and sent to every host."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any, Literal, final
 class Job:
     """What each rank runs.
 
-    num_ranks: on this machine where no hosts are named: a number, "auto" (one for each GPU, without one 2),
-        "gpu", or "cpu" (one a core).
-    threads_per_rank: OMP_NUM_THREADS of each; None is cores // ranks, unless the variable is set.
-    log_dir: where every rank's output is kept; "" is a folder for each run under the cache folder.
-    bind_cores: give each rank of a machine its own cores; core_list: of these, "0-3,8", "" for all.
+    num_ranks: number of ranks on this machine if no hosts are named: a number, "auto" (one per GPU, or 2
+        without a GPU), "gpu" (one per GPU), or "cpu" (one per core).
+    threads_per_rank: OMP_NUM_THREADS of each rank; None means cores // ranks, unless the variable is set.
+    log_dir: folder for every rank's output; "" means a new folder for each run under the cache folder.
+    bind_cores: give each rank of a machine its own cores.
+    core_list: the cores to use, such as "0-3,8"; "" means all.
     """
 
     kind: Literal["script", "module", "program"]
@@ -33,11 +34,10 @@ class Job:
 @final
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the elastic agents of several machines find one another: torch's rendezvous, its words.
+    """The settings of torch's rendezvous between the elastic agents. The default is one machine.
 
-    The default is one machine. kind: "c10d" (the agents agree who takes part), "static" (node_rank is given),
-        or another of torch's.
-    endpoint: "host:port"; port 0 is any free one.
+    kind: "c10d" (the agents agree on the participants), "static" (node_rank is given), or another of torch's.
+    endpoint: "host:port"; port 0 means any free port.
     settings: torch's rdzv_conf.
     """
 
@@ -56,9 +56,9 @@ class Rendezvous:
 class Restarts:
     """What happens after a failure.
 
-    max_restarts: how often all ranks are started again.
-    min_nodes, max_nodes: with how many hosts a run goes on; 0 is all of them.
-    fits: whether a number of ranks may be trained with (the config's elasticity section); None is any.
+    max_restarts: how many times all ranks are started again.
+    min_nodes, max_nodes: the numbers of hosts with which a run continues; 0 means all hosts.
+    fits: whether a number of ranks is valid (the config's elasticity section); None accepts any number.
     """
 
     max_restarts: int = 0
@@ -70,7 +70,7 @@ class Restarts:
 @final
 @dataclass(frozen=True)
 class Host:
-    """A machine of a hostfile. slots: the numbers of the devices to use on it, one rank each."""
+    """A machine of a hostfile. slots: the device numbers to use on it, one rank each."""
 
     name: str
     slots: tuple[int, ...]
@@ -79,12 +79,12 @@ class Host:
 @final
 @dataclass(frozen=True)
 class Remote:
-    """What goes along to other machines, and how they are reached.
+    """How other machines are reached, and what is set on them.
 
-    folder: the working folder, entered on each; python: the interpreter, a path on each.
-    venv_script: sourced there before it; environment: variables that are set there.
-    launcher_args: further words for ssh, srun, mpirun, ... itself.
-    is_numbered: device numbers were named by the user, so they are made visible on each host.
+    folder: the working folder on each machine; python: the path of the interpreter on each machine.
+    venv_script: sourced before the interpreter starts; environment: variables that are set there.
+    launcher_args: additional arguments for ssh, srun, mpirun, ... itself.
+    is_numbered: the user named device numbers, so CUDA_VISIBLE_DEVICES is set on each host.
     """
 
     folder: str
@@ -101,12 +101,12 @@ class Remote:
 @final
 @dataclass(frozen=True)
 class Order:
-    """What one host is asked to run: its part of one start of all ranks.
+    """What one host runs: its part of one start of all ranks. The head process sends it to the node process.
 
-    generation: 0 for the first start, then 1 more for each restart, of at most max_restarts.
-    agent_restarts: how often torch's agent restarts by itself, where no head does it.
-    devices: the numbers of the GPUs its ranks see; None is as it finds them.
-    heartbeat_seconds: how often the head writes to this host's standard input; 0 is never.
+    generation: 0 for the first start, plus 1 for each restart, at most max_restarts.
+    agent_restarts: how often torch's agent restarts the ranks itself, if there is no head process to do it.
+    devices: the numbers of the GPUs that its ranks see; None leaves the visible GPUs unchanged.
+    heartbeat_seconds: how often the head process writes to this host's standard input; 0 means never.
     """
 
     job: Job
@@ -122,13 +122,13 @@ class Order:
     heartbeat_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """The order as JSON values."""
         return asdict(self)
 
     @staticmethod
-    def from_dict(said: Mapping[str, Any]) -> Order:
-        """The order that `as_dict` told."""
-        fields = dict(said)
+    def from_dict(record: Mapping[str, Any]) -> Order:
+        """The order from the result of `as_dict`."""
+        fields = dict(record)
         job, rendezvous = dict(fields["job"]), fields["rendezvous"]
         job["args"] = tuple(job["args"])
         fields["job"], fields["rendezvous"] = Job(**job), Rendezvous(**rendezvous)

@@ -1,4 +1,4 @@
-"""`xds ops`: builds the native libraries ahead of time, lists them, cleans their cache; no devices."""
+"""`xds ops`: builds the native libraries ahead of time, lists them, cleans their cache. Uses no device."""
 
 from __future__ import annotations
 
@@ -20,28 +20,34 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command. 0; 1: a library cannot be built, and stderr says why; 2: it cannot be asked so."""
-    asked = _parser().parse_args(list(argv))
+    """Run one command. Returns 0, 1 if a library cannot be built (see stderr), or 2 for wrong arguments."""
+    args = _parser().parse_args(list(argv))
     try:
-        code: int = asked.run(asked)
+        code: int = args.run(args)
         return code
     except (UsageError, BuildError, OSError) as error:
-        print(f"xds ops {asked.command}: {error}", file=sys.stderr)
+        print(f"xds ops {args.command}: {error}", file=sys.stderr)
         return USAGE if isinstance(error, UsageError) else FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="xds ops",
-        description="Native ops are compiled on first use; here that is done ahead of time.",
+        description="Native ops are compiled on first use. These commands compile them ahead of time.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     building = _command(commands, "build", _build, "Compile libraries that are not in the cache")
     known = ", ".join(libraries.LIBRARIES)
-    building.add_argument("names", nargs="*", metavar="name", help=f"of {known} (default: all)")
-    _command(commands, "list", _list, "Which libraries there are, which are built, and where")
-    cleaning = _command(commands, "clean", _clean, "Remove libraries that nothing here would load")
-    cleaning.add_argument("--all", action="store_true", help="also those that are up to date")
+    building.add_argument(
+        "names", nargs="*", metavar="name", help=f"one or more of {known} (default: all)"
+    )
+    _command(commands, "list", _list, "List the libraries, whether they are built, and where")
+    cleaning = _command(
+        commands, "clean", _clean, "Remove libraries that this installation does not load"
+    )
+    cleaning.add_argument(
+        "--all", action="store_true", help="also remove those that are up to date"
+    )
     return parser
 
 
@@ -54,13 +60,13 @@ def _command(commands: Any, name: str, run: Run, help: str) -> argparse.Argument
 # -- build --------------------------------------------------------------------------------------------------
 
 
-def _build(asked: argparse.Namespace) -> int:
-    """What is named must be built; of all, CUDA libraries are left out where there is no CUDA."""
-    wanted = [_named(name) for name in asked.names] or list(libraries.LIBRARIES.values())
+def _build(args: argparse.Namespace) -> int:
+    """Build the named libraries. Without names build all, and skip those that cannot be built here."""
+    wanted = [_named(name) for name in args.names] or list(libraries.LIBRARIES.values())
     code = DONE
     for library in wanted:
         reason = libraries.why_not(library)
-        if reason and not asked.names:
+        if reason and not args.names:
             print(f"{library.name}: left out: {reason}", flush=True)
         else:
             code = max(code, _build_one(library))
@@ -69,7 +75,8 @@ def _build(asked: argparse.Namespace) -> int:
 
 def _named(name: str) -> Library:
     if name not in libraries.LIBRARIES:
-        raise UsageError(f"{name} is no native library; there are {', '.join(libraries.LIBRARIES)}")
+        known = ", ".join(libraries.LIBRARIES)
+        raise UsageError(f"{name} is not a native library; must be one of {known}")
     return libraries.LIBRARIES[name]
 
 
@@ -91,7 +98,7 @@ def _build_one(library: Library) -> int:
 # -- list ---------------------------------------------------------------------------------------------------
 
 
-def _list(asked: argparse.Namespace) -> int:
+def _list(args: argparse.Namespace) -> int:
     print(f"cache: {build_cache.default_folder()}")
     for library in libraries.LIBRARIES.values():
         lines = list(_facts(library))
@@ -119,20 +126,20 @@ def _facts(library: Library) -> Iterator[str]:
 # -- clean --------------------------------------------------------------------------------------------------
 
 
-def _clean(asked: argparse.Namespace) -> int:
-    """Libraries of older versions, compilers and flags, and what killed builds left; never one in use."""
-    current = set() if asked.all else {entry.folder for entry in _current()}
+def _clean(args: argparse.Namespace) -> int:
+    """Remove libraries of other versions, compilers and flags, and files of killed builds. Skip used ones."""
+    current = set() if args.all else {entry.folder for entry in _current()}
     num_removed = 0
     for folder in build_cache.folders():
         for path in build_cache.keys(folder):
             if path in current:
                 continue
-            is_library = path.exists()  # else the lock of one that could not be built
+            is_library = path.exists()  # otherwise it is the lock of a failed build
             if build_cache.remove(path):
                 num_removed += is_library
                 print(f"removed {path}\n" * is_library, end="")
             else:
-                print(f"kept {path}: a process uses it, or it is not yours to remove")
+                print(f"kept {path}: a process uses it, or you have no permission to remove it")
         build_cache.sweep(folder)
     print(f"{num_removed} removed")
     return DONE

@@ -1,1 +1,1 @@
-"""`xds bench comm`: start -> ranks -> for each of cases: check, time; link: what there is to compare with."""
+"""`xds bench comm`: start.py starts ranks.py, which checks and times every case; link.py measures the link."""

@@ -1,7 +1,7 @@
-"""Every collective that is timed: its tensors, its call, and the result that it must have.
+"""Every collective that is timed: its tensors, its call, and its expected result.
 
-Values are whole numbers that every dtype holds exactly. What is summed is 0 on all ranks but one, so a
-sum is exact at any number of ranks, and one that misses a rank, or counts one twice, is not.
+Values are integers that every dtype represents exactly. Each summand is 0 on all ranks but one. So a correct
+sum is exact at any number of ranks, and a sum that omits a rank or counts one twice is wrong.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from torch import Tensor
 from ...ops.comm import raw_collectives as raw
 from ...ops.comm.collectives import Collectives
 
-_CHUNK_NUMEL = 1 << 20  # so that checking takes little memory beside the tensors themselves
-_SMALL_BYTES = 64 * 1024  # gather_small is for less
+_CHUNK_NUMEL = 1 << 20  # limits the additional memory of the check
+_SMALL_BYTES = 64 * 1024  # gather_small is for small tensors
 Check = Callable[[], bool]
-Maker = Callable[["Place", int], "Case"]
+Maker = Callable[["RankContext", int], "Case"]
 
 
 @final
 @dataclass(frozen=True)
-class Place:
-    """This rank in its group. whole numel is always a multiple of world_size."""
+class RankContext:
+    """This rank's place in its group. `numel` is always that of the full tensor, a multiple of world_size."""
 
-    door: Collectives
+    collectives: Collectives
     group: Any
     dtype: torch.dtype
 
     @property
     def rank(self) -> int:
-        return self.door.rank
+        return self.collectives.rank
 
     @property
     def world_size(self) -> int:
-        return self.door.world_size
+        return self.collectives.world_size
 
     def empty(self, numel: int) -> Tensor:
         """Uninitialized, on this rank's device."""
-        return torch.empty(numel, dtype=self.dtype, device=self.door.device)
+        return torch.empty(numel, dtype=self.dtype, device=self.collectives.device)
 
 
 @final
 @dataclass(frozen=True)
 class Case:
-    """fill: write what goes in, and spoil what comes out. call: once. is_right: what came out."""
+    """fill: write the inputs and clear the outputs. call: run the op once. is_right: check the outputs."""
 
     fill: Callable[[], None]
     call: Callable[[], None]
@@ -57,9 +57,9 @@ class Case:
 @final
 @dataclass(frozen=True)
 class Pattern:
-    """Values of a tensor of equal parts: each by its place in the part, and by the part's number.
+    """The values of a tensor of equal parts. Each depends on its index in the part and on the part's number.
 
-    rank: of `world_size`, keeps the values whose turn it is, and 0 elsewhere.
+    rank: if given, keep every `world_size`-th value, starting at `rank`, and write 0 elsewhere.
     """
 
     parts: Sequence[int]
@@ -68,15 +68,18 @@ class Pattern:
 
     def _chunks(self, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         numel = tensor.numel() // len(self.parts)
-        for place, part in enumerate(self.parts):
+        for context, part in enumerate(self.parts):
             for start in range(0, numel, _CHUNK_NUMEL):
                 stop = min(start + _CHUNK_NUMEL, numel)
                 index = torch.arange(start, stop, device=tensor.device)
                 values = 1 + (31 * index + 17 * part) % 113
                 if self.rank is not None:
-                    whole = index + place * numel
+                    whole = index + context * numel
                     values *= whole % self.world_size == self.rank
-                yield tensor[place * numel + start : place * numel + stop], values.to(tensor.dtype)
+                yield (
+                    tensor[context * numel + start : context * numel + stop],
+                    values.to(tensor.dtype),
+                )
 
     def fill(self, tensor: Tensor) -> None:
         for there, values in self._chunks(tensor):
@@ -91,7 +94,7 @@ def _case(
     call: Callable[[], None],
     outputs: Sequence[tuple[Tensor, Pattern]],
 ) -> Case:
-    """Tensors that are input and output at once are filled as input."""
+    """Make a case. Tensors that are both input and output are filled as input."""
 
     def fill() -> None:
         for tensor, _ in outputs:
@@ -102,86 +105,94 @@ def _case(
     return Case(fill, call, lambda: all(pattern.is_in(tensor) for tensor, pattern in outputs))
 
 
-def _all_parts(place: Place) -> Pattern:
-    return Pattern(range(place.world_size))
+def _all_parts(context: RankContext) -> Pattern:
+    return Pattern(range(context.world_size))
 
 
-def _own_part(place: Place) -> Pattern:
-    return Pattern([place.rank])
+def _own_part(context: RankContext) -> Pattern:
+    return Pattern([context.rank])
 
 
-def _summand(place: Place) -> Pattern:
-    return Pattern(range(place.world_size), place.rank, place.world_size)
+def _summand(context: RankContext) -> Pattern:
+    return Pattern(range(context.world_size), context.rank, context.world_size)
 
 
-def _all_gather(place: Place, numel: int, call: Callable[[Tensor, Tensor], None]) -> Case:
-    flat, shard = place.empty(numel), place.empty(numel // place.world_size)
+def _all_gather(context: RankContext, numel: int, call: Callable[[Tensor, Tensor], None]) -> Case:
+    flat, shard = context.empty(numel), context.empty(numel // context.world_size)
     return _case(
-        [(shard, _own_part(place))], lambda: call(flat, shard), [(flat, _all_parts(place))]
+        [(shard, _own_part(context))], lambda: call(flat, shard), [(flat, _all_parts(context))]
     )
 
 
-def _reduce_scatter(place: Place, numel: int, call: Callable[[Tensor, Tensor], None]) -> Case:
-    flat, out = place.empty(numel), place.empty(numel // place.world_size)
-    return _case([(flat, _summand(place))], lambda: call(flat, out), [(out, _own_part(place))])
+def _reduce_scatter(
+    context: RankContext, numel: int, call: Callable[[Tensor, Tensor], None]
+) -> Case:
+    flat, out = context.empty(numel), context.empty(numel // context.world_size)
+    return _case([(flat, _summand(context))], lambda: call(flat, out), [(out, _own_part(context))])
 
 
-def _all_reduce(place: Place, numel: int, call: Callable[[Tensor], None]) -> Case:
-    tensor = place.empty(numel)
-    return _case([(tensor, _summand(place))], lambda: call(tensor), [(tensor, _all_parts(place))])
+def _all_reduce(context: RankContext, numel: int, call: Callable[[Tensor], None]) -> Case:
+    tensor = context.empty(numel)
+    return _case(
+        [(tensor, _summand(context))], lambda: call(tensor), [(tensor, _all_parts(context))]
+    )
 
 
-def _all_to_all(place: Place, numel: int, call: Callable[[Tensor, Tensor], None]) -> Case:
-    flat, out = place.empty(numel), place.empty(numel)
-    size, rank = place.world_size, place.rank
+def _all_to_all(context: RankContext, numel: int, call: Callable[[Tensor, Tensor], None]) -> Case:
+    flat, out = context.empty(numel), context.empty(numel)
+    size, rank = context.world_size, context.rank
     to = Pattern([rank * size + peer for peer in range(size)])
     came = Pattern([peer * size + rank for peer in range(size)])
     return _case([(flat, to)], lambda: call(flat, out), [(out, came)])
 
 
-def _broadcast(place: Place, numel: int, call: Callable[[Tensor], None]) -> Case:
-    tensor = place.empty(numel)
-    inputs = [(tensor, _all_parts(place))] if place.rank == 0 else []
-    return _case(inputs, lambda: call(tensor), [(tensor, _all_parts(place))])
+def _broadcast(context: RankContext, numel: int, call: Callable[[Tensor], None]) -> Case:
+    tensor = context.empty(numel)
+    inputs = [(tensor, _all_parts(context))] if context.rank == 0 else []
+    return _case(inputs, lambda: call(tensor), [(tensor, _all_parts(context))])
 
 
-def _reduce(place: Place, numel: int, call: Callable[[Tensor], None]) -> Case:
-    tensor = place.empty(numel)
-    outputs = [(tensor, _all_parts(place))] if place.rank == 0 else []
-    return _case([(tensor, _summand(place))], lambda: call(tensor), outputs)
+def _reduce(context: RankContext, numel: int, call: Callable[[Tensor], None]) -> Case:
+    tensor = context.empty(numel)
+    outputs = [(tensor, _all_parts(context))] if context.rank == 0 else []
+    return _case([(tensor, _summand(context))], lambda: call(tensor), outputs)
 
 
-def _gather(place: Place, numel: int, call: Callable[[Tensor | None, Tensor], None]) -> Case:
-    flat = place.empty(numel) if place.rank == 0 else None
-    shard = place.empty(numel // place.world_size)
-    outputs = [] if flat is None else [(flat, _all_parts(place))]
-    return _case([(shard, _own_part(place))], lambda: call(flat, shard), outputs)
+def _gather(
+    context: RankContext, numel: int, call: Callable[[Tensor | None, Tensor], None]
+) -> Case:
+    flat = context.empty(numel) if context.rank == 0 else None
+    shard = context.empty(numel // context.world_size)
+    outputs = [] if flat is None else [(flat, _all_parts(context))]
+    return _case([(shard, _own_part(context))], lambda: call(flat, shard), outputs)
 
 
-def _scatter(place: Place, numel: int, call: Callable[[Tensor | None, Tensor], None]) -> Case:
-    flat = place.empty(numel) if place.rank == 0 else None
-    out = place.empty(numel // place.world_size)
-    inputs = [] if flat is None else [(flat, _all_parts(place))]
-    return _case(inputs, lambda: call(flat, out), [(out, _own_part(place))])
+def _scatter(
+    context: RankContext, numel: int, call: Callable[[Tensor | None, Tensor], None]
+) -> Case:
+    flat = context.empty(numel) if context.rank == 0 else None
+    out = context.empty(numel // context.world_size)
+    inputs = [] if flat is None else [(flat, _all_parts(context))]
+    return _case(inputs, lambda: call(flat, out), [(out, _own_part(context))])
 
 
-def _send_right(place: Place, numel: int) -> Case:
-    tensor, out = place.empty(numel), place.empty(numel)
-    before = Pattern([(place.rank - 1) % place.world_size])
+def _send_right(context: RankContext, numel: int) -> Case:
+    tensor, out = context.empty(numel), context.empty(numel)
+    before = Pattern([(context.rank - 1) % context.world_size])
     return _case(
-        [(tensor, _own_part(place))],
-        lambda: raw.send_right(place.group, tensor, out),
+        [(tensor, _own_part(context))],
+        lambda: raw.send_right(context.group, tensor, out),
         [(out, before)],
     )
 
 
-def _gather_small(place: Place, numel: int) -> Case:
-    values = place.empty(numel // place.world_size)
-    pattern, expected = _own_part(place), _all_parts(place)
+def _gather_small(context: RankContext, numel: int) -> Case:
+    values = context.empty(numel // context.world_size)
+    pattern, expected = _own_part(context), _all_parts(context)
     tables: list[Tensor] = []
 
     def call() -> None:
-        tables[:] = [place.door.gather_small(values)]
+        tables[:] = [context.collectives.gather_small(values)]
 
     def is_right() -> bool:
         return bool(tables) and expected.is_in(tables[0].flatten())
@@ -189,76 +200,84 @@ def _gather_small(place: Place, numel: int) -> Case:
     return Case(lambda: pattern.fill(values), call, is_right)
 
 
-def _barrier(place: Place, numel: int) -> Case:
-    return Case(lambda: None, place.door.barrier, lambda: True)
+def _barrier(context: RankContext, numel: int) -> Case:
+    return Case(lambda: None, context.collectives.barrier, lambda: True)
 
 
-def _door_all_gather(place: Place, numel: int) -> Case:
+def _xds_all_gather(context: RankContext, numel: int) -> Case:
     def call(flat: Tensor, shard: Tensor) -> None:
-        place.door.all_gather(flat, shard, buffer=0, kind="all_gather").wait()
+        context.collectives.all_gather(flat, shard, buffer=0, kind="all_gather").wait()
 
-    return _all_gather(place, numel, call)
+    return _all_gather(context, numel, call)
 
 
-def _door_reduce_scatter(place: Place, numel: int) -> Case:
+def _xds_reduce_scatter(context: RankContext, numel: int) -> Case:
     def call(flat: Tensor, out: Tensor) -> None:
-        place.door.reduce_scatter(flat, out, add=False, buffer=0, kind="reduce_scatter").wait()
+        context.collectives.reduce_scatter(
+            flat, out, add=False, buffer=0, kind="reduce_scatter"
+        ).wait()
 
-    return _reduce_scatter(place, numel, call)
+    return _reduce_scatter(context, numel, call)
 
 
-def _door_all_reduce(place: Place, numel: int) -> Case:
-    """What a step of stages 1 and 2 does with a unit: the sums to their owners, the values back to all."""
+def _xds_all_reduce(context: RankContext, numel: int) -> Case:
+    """As in a step of ZeRO stages 1 and 2: a reduce_scatter to the owners, then an all_gather."""
 
     def call(tensor: Tensor) -> None:
-        own = place.door.shard_of(tensor)
-        place.door.reduce_scatter(tensor, own, add=False, buffer=0, kind="reduce_scatter").wait()
-        place.door.all_gather(tensor, own, buffer=0, kind="all_gather").wait()
+        own = context.collectives.shard_of(tensor)
+        context.collectives.reduce_scatter(
+            tensor, own, add=False, buffer=0, kind="reduce_scatter"
+        ).wait()
+        context.collectives.all_gather(tensor, own, buffer=0, kind="all_gather").wait()
 
-    return _all_reduce(place, numel, call)
-
-
-def _bounds(place: Place, numel: int) -> list[tuple[int, int]]:
-    part = numel // place.world_size
-    return [(rank * part, (rank + 1) * part) for rank in range(place.world_size)]
+    return _all_reduce(context, numel, call)
 
 
-def _door_gather(place: Place, numel: int) -> Case:
-    bounds = _bounds(place, numel)
+def _bounds(context: RankContext, numel: int) -> list[tuple[int, int]]:
+    part = numel // context.world_size
+    return [(rank * part, (rank + 1) * part) for rank in range(context.world_size)]
+
+
+def _xds_gather(context: RankContext, numel: int) -> Case:
+    bounds = _bounds(context, numel)
     return _gather(
-        place, numel, lambda flat, shard: place.door.collect(flat, shard, bounds, target=0)
+        context,
+        numel,
+        lambda flat, shard: context.collectives.collect(flat, shard, bounds, target=0),
     )
 
 
-def _door_scatter(place: Place, numel: int) -> Case:
-    bounds = _bounds(place, numel)
-    return _scatter(place, numel, lambda flat, out: place.door.scatter(flat, out, bounds))
+def _xds_scatter(context: RankContext, numel: int) -> Case:
+    bounds = _bounds(context, numel)
+    return _scatter(
+        context, numel, lambda flat, out: context.collectives.scatter(flat, out, bounds)
+    )
 
 
 CASES: dict[str, dict[str, Maker]] = {
     "all_gather": {
-        "xds": _door_all_gather,
+        "xds": _xds_all_gather,
         "torch": lambda p, n: _all_gather(p, n, lambda f, s: raw.all_gather(p.group, f, s)),
     },
     "reduce_scatter": {
-        "xds": _door_reduce_scatter,
+        "xds": _xds_reduce_scatter,
         "torch": lambda p, n: _reduce_scatter(p, n, lambda f, o: raw.reduce_scatter(p.group, f, o)),
     },
     "all_reduce": {
-        "xds": _door_all_reduce,
+        "xds": _xds_all_reduce,
         "torch": lambda p, n: _all_reduce(p, n, lambda t: raw.all_reduce(p.group, t)),
     },
     "all_to_all": {
         "torch": lambda p, n: _all_to_all(p, n, lambda f, o: raw.all_to_all(p.group, f, o))
     },
-    "broadcast": {"xds": lambda p, n: _broadcast(p, n, p.door.broadcast)},
+    "broadcast": {"xds": lambda p, n: _broadcast(p, n, p.collectives.broadcast)},
     "reduce": {"torch": lambda p, n: _reduce(p, n, lambda t: raw.reduce(p.group, t))},
     "gather": {
-        "xds": _door_gather,
+        "xds": _xds_gather,
         "torch": lambda p, n: _gather(p, n, lambda f, s: raw.gather(p.group, f, s)),
     },
     "scatter": {
-        "xds": _door_scatter,
+        "xds": _xds_scatter,
         "torch": lambda p, n: _scatter(p, n, lambda f, o: raw.scatter(p.group, f, o)),
     },
     "gather_small": {"xds": _gather_small},
@@ -268,7 +287,7 @@ CASES: dict[str, dict[str, Maker]] = {
 
 
 def largest_bytes(op: str, max_bytes: int) -> int:
-    """Up to what size an op is measured."""
+    """The largest size at which an op is measured."""
     if op == "barrier":
         return 0
     return min(max_bytes, _SMALL_BYTES) if op == "gather_small" else max_bytes

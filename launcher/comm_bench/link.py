@@ -1,7 +1,7 @@
-"""How fast the link itself is, between two ranks: what no collective can beat in one direction.
+"""Measures the speed of the link between two ranks: the upper bound of any collective in one direction.
 
 CPU ranks: a TCP connection on the interface that gloo uses, without gloo. GPUs: a copy to the other rank's
-GPU where this process can reach it, else one NCCL message; with one rank a copy within its GPU.
+GPU if this process can access it, else one NCCL message; with one rank a copy within its GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .plan import Link
 
 _BLOCK_BYTES = 1 << 20
 _ROUND_SECONDS = 0.4
-_WARM_BYTES = 32 << 20  # until TCP's window has grown
+_WARM_BYTES = 32 << 20  # warm-up, until the TCP window has grown
 _ROUNDS = 3
 _PINGS = 200
 _TIMEOUT_SECONDS = 30.0
@@ -34,29 +34,33 @@ _COPY_BYTES = 256 << 20
 _COPIES = 20
 
 
-def measure(door: Collectives, group: Any) -> Link | None:
-    """Called by all ranks together; every one gets the same answer. None: there is nothing to measure."""
-    peer = _farthest(door)
+def measure(collectives: Collectives, group: Any) -> Link | None:
+    """Measure the link. All ranks call this and get the same result. None: there is nothing to measure."""
+    peer = _farthest(collectives)
     found: Link | None
-    if door.device.type == "cuda":
-        found = _copied(door) if door.world_size == 1 else _between_gpus(door, group, peer)
-    elif door.world_size == 1:
+    if collectives.device.type == "cuda":
+        found = (
+            _copied(collectives)
+            if collectives.world_size == 1
+            else _between_gpus(collectives, group, peer)
+        )
+    elif collectives.world_size == 1:
         return None
     else:
-        found = _tcp(door, peer)
-    return _shared(door, found)
+        found = _tcp(collectives, peer)
+    return _shared(collectives, found)
 
 
-def host_numbers(door: Collectives) -> list[int]:
-    """By rank, a number that is the same on one machine and differs between machines."""
+def host_numbers(collectives: Collectives) -> list[int]:
+    """For each rank a number that identifies its machine."""
     name = hashlib.sha256(_host_id().encode()).digest()
     own = int.from_bytes(name[:7], "big")
-    table = door.gather_small(torch.tensor([own], device=door.device))
+    table = collectives.gather_small(torch.tensor([own], device=collectives.device))
     return [int(number) for number in table.flatten().tolist()]
 
 
 def _host_id() -> str:
-    """The name and the boot; containers and network namespaces of one machine may differ in the first."""
+    """Host name and boot id. Containers and network namespaces of one machine may have different names."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return platform.node() + file.read()
@@ -64,17 +68,19 @@ def _host_id() -> str:
         return platform.node()
 
 
-def _farthest(door: Collectives) -> int:
-    """The first rank on another machine than rank 0, else rank 1."""
-    numbers = host_numbers(door)
+def _farthest(collectives: Collectives) -> int:
+    """The first rank on a different machine than rank 0, else rank 1."""
+    numbers = host_numbers(collectives)
     others = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
-    return others[0] if others else min(1, door.world_size - 1)
+    return others[0] if others else min(1, collectives.world_size - 1)
 
 
-def _shared(door: Collectives, found: Link | None) -> Link | None:
-    """Rank 0's answer, everywhere."""
+def _shared(collectives: Collectives, found: Link | None) -> Link | None:
+    """Rank 0's result, on every rank."""
     values = [found.bytes_per_second, found.latency_seconds] if found else [0.0, 0.0]
-    table = door.gather_small(torch.tensor(values, dtype=torch.float64, device=door.device))
+    table = collectives.gather_small(
+        torch.tensor(values, dtype=torch.float64, device=collectives.device)
+    )
     speed, latency = table[0].tolist()
     if not speed:
         return None
@@ -84,22 +90,22 @@ def _shared(door: Collectives, found: Link | None) -> Link | None:
 # -- CPU ranks ----------------------------------------------------------------------------------------------
 
 
-def _tcp(door: Collectives, peer: int) -> Link | None:
+def _tcp(collectives: Collectives, peer: int) -> Link | None:
     """Rank 0 listens and receives, `peer` sends; all others wait."""
-    store = door.store()
-    if store is None:  # MPI knows no store to say the address in
+    store = collectives.store()
+    if store is None:  # MPI has no store to exchange the address
         return None
     found = None
     try:
-        found = _tcp_ends(door, store, peer)
-    except OSError as error:  # a firewall, say; the collectives may find another way
+        found = _tcp_ends(collectives, store, peer)
+    except OSError as error:  # for example a firewall; the collectives may use another route
         print(f"xds bench comm: the link cannot be measured: {error}", file=sys.stderr, flush=True)
-    door.barrier()
+    collectives.barrier()
     return found
 
 
-def _tcp_ends(door: Collectives, store: Any, peer: int) -> Link | None:
-    if door.rank == 0:
+def _tcp_ends(collectives: Collectives, store: Any, peer: int) -> Link | None:
+    if collectives.rank == 0:
         with socket.create_server((_own_address(), 0)) as server:
             server.settimeout(_TIMEOUT_SECONDS)
             address = server.getsockname()
@@ -107,7 +113,7 @@ def _tcp_ends(door: Collectives, store: Any, peer: int) -> Link | None:
             connection, _ = server.accept()
             with connection:
                 return receive(connection, f"TCP over {_interface()}{address[0]}")
-    elif door.rank == peer:
+    elif collectives.rank == peer:
         host, port = store.get("xds bench link").decode().split()
         with socket.create_connection((host, int(port)), _TIMEOUT_SECONDS) as connection:
             send(connection)
@@ -120,14 +126,14 @@ def _interface() -> str:
 
 
 def _own_address() -> str:
-    """Of the interface that gloo is told to use, else the one that leads to the others."""
+    """The address of the interface in GLOO_SOCKET_IFNAME, else of the one on the route to the others."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     address = ipv4(name) if name else ""
     return address or address_towards(os.environ.get("MASTER_ADDR", "")) or "127.0.0.1"
 
 
 def receive(connection: socket.socket, what: str) -> Link:
-    """One end: answers bytes, then counts what comes; the best of a few rounds."""
+    """The receiving end: exchanges single bytes for the latency, then counts bytes; best of a few rounds."""
     connection.settimeout(_TIMEOUT_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     seconds = []
@@ -147,12 +153,12 @@ def receive(connection: socket.socket, what: str) -> Link:
         speeds.append(num_bytes / (time.perf_counter() - start))
         connection.sendall(b".")
         while _exactly(connection, _BLOCK_BYTES, buffer) and buffer[0] == 0:
-            pass  # what was under way; a block that begins with 1 is the last
+            pass  # discard data in flight; a block that begins with 1 is the last
     return Link(what, max(speeds), statistics.median(seconds))
 
 
 def send(connection: socket.socket) -> None:
-    """The other end: sends blocks from each "!" to the next "."."""
+    """The sending end: sends blocks from each "!" to the next "."."""
     connection.settimeout(_TIMEOUT_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for _ in range(_PINGS):
@@ -161,13 +167,13 @@ def send(connection: socket.socket) -> None:
     block, last = bytes(_BLOCK_BYTES), b"\x01" + bytes(_BLOCK_BYTES - 1)
     for _ in range(_ROUNDS):
         _exactly(connection, 1)
-        while not _is_told(connection):
+        while not _has_received(connection):
             connection.sendall(block)
         connection.sendall(last)
 
 
-def _is_told(connection: socket.socket) -> bool:
-    """Whether a byte is there; it is taken."""
+def _has_received(connection: socket.socket) -> bool:
+    """Whether a byte has arrived; the byte is consumed."""
     connection.setblocking(False)
     try:
         return bool(connection.recv(1))
@@ -178,12 +184,12 @@ def _is_told(connection: socket.socket) -> bool:
 
 
 def _exactly(connection: socket.socket, num_bytes: int, buffer: bytearray | None = None) -> int:
-    """Receive so many bytes, over and over into the front of `buffer`."""
+    """Receive `num_bytes` bytes; `buffer` is overwritten repeatedly if it is smaller."""
     view = memoryview(buffer if buffer is not None else bytearray(num_bytes))
     left = num_bytes
     while left:
-        place = (num_bytes - left) % len(view)
-        received = connection.recv_into(view[place : place + min(left, len(view) - place)])
+        context = (num_bytes - left) % len(view)
+        received = connection.recv_into(view[context : context + min(left, len(view) - context)])
         if not received:
             raise ConnectionError("the other rank closed the connection that measures the link")
         left -= received
@@ -193,32 +199,32 @@ def _exactly(connection: socket.socket, num_bytes: int, buffer: bytearray | None
 # -- GPUs ---------------------------------------------------------------------------------------------------
 
 
-def _copied(door: Collectives) -> Link:
-    """Within one GPU, and so through its memory twice."""
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=door.device)
+def _copied(collectives: Collectives) -> Link:
+    """A copy within one GPU, which reads and writes its memory."""
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=collectives.device)
     target = torch.empty_like(source)
     seconds = on_gpu(lambda: target.copy_(source))
     return Link("copy within one GPU", _COPY_BYTES / seconds)
 
 
-def _between_gpus(door: Collectives, group: Any, peer: int) -> Link:
-    """A message of NCCL's, as nothing else crosses processes alike within and between machines."""
-    tensor = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=door.device)
+def _between_gpus(collectives: Collectives, group: Any, peer: int) -> Link:
+    """One NCCL message, which works both within and between machines; or a faster direct copy."""
+    tensor = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=collectives.device)
     seconds = on_gpu(lambda: raw.send_to(group, tensor, 0, peer))
     found = Link(f"NCCL message from rank 0 to rank {peer}", _COPY_BYTES / seconds)
-    numbers = host_numbers(door)
+    numbers = host_numbers(collectives)
     other = peer % torch.cuda.device_count()
-    if door.rank or numbers[peer] != numbers[0] or other == door.device.index:
+    if collectives.rank or numbers[peer] != numbers[0] or other == collectives.device.index:
         return found
     target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=torch.device("cuda", other))
     copied = _COPY_BYTES / on_gpu(lambda: target.copy_(tensor))
-    if copied < found.bytes_per_second:  # no peer access: it went through the host
+    if copied < found.bytes_per_second:  # no peer access: the copy went through host memory
         return found
-    return Link(f"copy from GPU {door.device.index} to GPU {other}", copied)
+    return Link(f"copy from GPU {collectives.device.index} to GPU {other}", copied)
 
 
 def on_gpu(call: Callable[[], object]) -> float:
-    """Seconds of one call, of many in a row."""
+    """The mean time in seconds of one of many consecutive calls."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What is to be measured, as plain data that goes from the command line to every rank."""
+"""Data classes of `xds bench comm`: what is measured, and the rows of the table."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ OPS = (
 @final
 @dataclass(frozen=True)
 class Plan:
-    """max_bytes: the largest size; 0 is 1 GiB on GPUs and 64 MiB on CPUs.
+    """What is measured. The launcher passes it to every rank.
 
-    trials: calls in a row that are timed as one, three times over; fewer where they would take `seconds`.
+    max_bytes: the largest size; 0 means 1 GiB on GPUs and 64 MiB on CPUs.
+    trials: consecutive calls that are timed together, three times; fewer if they take longer than `seconds`.
     """
 
     ops: tuple[str, ...] = OPS
@@ -32,18 +33,18 @@ class Plan:
     is_json: bool = False
 
     def as_text(self) -> str:
-        """One word of a command line."""
+        """The plan as one argument of a command line."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_text(text: str) -> Plan:
-        """The plan that `as_text` told."""
+        """The plan from the result of `as_text`."""
         fields = json.loads(text)
         return Plan(**{**fields, "ops": tuple(fields["ops"])})
 
 
 def sizes(first_bytes: int, last_bytes: int) -> list[int]:
-    """From the first to the last, each four times the one before; the last is always among them."""
+    """The sizes from the first to the last, each four times the previous; always includes the last."""
     found = []
     size = first_bytes
     while size < last_bytes:
@@ -53,11 +54,11 @@ def sizes(first_bytes: int, last_bytes: int) -> list[int]:
 
 
 def bus_factor(op: str, world_size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, by nccl-tests' doc/PERFORMANCE.md.
+    """Bus bandwidth divided by algorithm bandwidth, as in nccl-tests' doc/PERFORMANCE.md.
 
-    Algorithm bandwidth is size / time, where size is the whole: what an all_gather fills, what a
-    reduce_scatter or an all_to_all starts from. The factor makes of it what each rank's link carries in one
-    direction, so it compares with the link at any number of ranks. gather_small is an all_gather.
+    Algorithm bandwidth is size / time. The size is that of the full tensor: the output of an all_gather, the
+    input of a reduce_scatter or an all_to_all. The factor converts it to the traffic of each rank's link in one
+    direction, which can be compared with the link at any number of ranks. gather_small is an all_gather.
     """
     if world_size == 1 or op == "barrier":
         return 0.0
@@ -73,7 +74,7 @@ def bus_factor(op: str, world_size: int) -> float:
 class Link:
     """The link between two ranks, without any collective.
 
-    what: in words. bytes_per_second: in one direction. latency_seconds: one way of one byte; 0 is not known.
+    what: a description. bytes_per_second: in one direction. latency_seconds: of one byte, one way; 0: unknown.
     """
 
     what: str
@@ -88,11 +89,11 @@ class Link:
 @final
 @dataclass(frozen=True)
 class Row:
-    """One collective of one size. by: "xds" (its door) or "torch" (the backend's own).
+    """The result for one collective at one size. by: "xds" (ops.comm) or "torch" (the backend's own op).
 
-    size_bytes: of the whole, which the number of ranks divides. seconds: of one call.
-    of_link: what the link alone would take for this rank's bytes, latency once and bytes over its speed, as
-        a share of `seconds`: bus bandwidth over the link's for large sizes, latency over latency for small.
+    size_bytes: of the full tensor, a multiple of the number of ranks. seconds: of one call.
+    of_link: the time that the link alone needs for this rank's bytes (its latency plus bytes / speed), divided
+        by `seconds`: a ratio of bandwidths for large sizes, and of latencies for small sizes.
     """
 
     op: str
@@ -105,22 +106,22 @@ class Row:
     of_link: float | None
 
 
-def row(op: str, by: str, size_bytes: int, timing: tuple[float, int], place: Where) -> Row:
-    """With both bandwidths. timing: seconds of one call, and of how many that is the mean."""
+def row(op: str, by: str, size_bytes: int, timing: tuple[float, int], context: Baseline) -> Row:
+    """A row with both bandwidths. timing: seconds of one call, and the number of calls it is the mean of."""
     seconds, trials = timing
     algorithm = size_bytes / seconds
-    factor = bus_factor(op, place.world_size)
+    factor = bus_factor(op, context.world_size)
     of_link = None
-    if place.link is not None and place.world_size > 1:
-        alone = size_bytes * factor / place.link.bytes_per_second + place.link.latency_seconds
+    if context.link is not None and context.world_size > 1:
+        alone = size_bytes * factor / context.link.bytes_per_second + context.link.latency_seconds
         of_link = alone / seconds
     return Row(op, by, size_bytes, seconds, trials, algorithm, algorithm * factor, of_link)
 
 
 @final
 @dataclass(frozen=True)
-class Where:
-    """What rows are compared with."""
+class Baseline:
+    """The values that rows are compared with."""
 
     world_size: int
     link: Link | None
@@ -131,13 +132,13 @@ HEADING = (
 )
 
 
-def row_text(told: Row) -> str:
+def row_text(line: Row) -> str:
     """A line of the table."""
-    of_link = f"{told.of_link:.2f}" if told.of_link is not None else "-"
-    found = (told.algorithm_bytes_per_second, told.bus_bytes_per_second)
+    of_link = f"{line.of_link:.2f}" if line.of_link is not None else "-"
+    found = (line.algorithm_bytes_per_second, line.bus_bytes_per_second)
     speeds = [f"{speed / 1e9:.3f}" if speed else "-" for speed in found]
     return (
-        f"{told.op:<15}{told.by:<7}{binary(told.size_bytes):>9}{time_text(told.seconds):>12}"
+        f"{line.op:<15}{line.by:<7}{binary(line.size_bytes):>9}{time_text(line.seconds):>12}"
         f"{speeds[0]:>9}{speeds[1]:>9}{of_link:>9}"
     )
 

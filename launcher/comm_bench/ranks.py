@@ -1,4 +1,4 @@
-"""What every rank of `xds bench comm` runs: checks each collective, times it, and rank 0 prints."""
+"""The program of every rank of `xds bench comm`: checks and times each collective. Rank 0 prints the table."""
 
 from __future__ import annotations
 
@@ -19,53 +19,53 @@ import torch
 from ...engine.process.process import join, pick_device
 from ...ops.comm.opening import open_collectives
 from ...utils.errors import XdsError
-from .cases import CASES, Case, Place, largest_bytes
+from .cases import CASES, Case, RankContext, largest_bytes
 from .link import host_numbers, measure
-from .plan import HEADING, Link, Plan, Row, Where, binary, row, row_text, sizes
+from .plan import HEADING, Baseline, Link, Plan, Row, binary, row, row_text, sizes
 
 _ROUNDS = 3
 _DEFAULT_GPU_BYTES, _DEFAULT_CPU_BYTES = 1 << 30, 64 << 20
-_COPIES = 5  # input, output, what receives, what a backend keeps, the check's own
+_COPIES = 5  # input, output, receive buffer, the backend's buffer, the check's buffer
 _SHARE = 0.8  # of the memory that is free
 
 
 def main(text: str) -> None:
-    """One rank. Rank 0 prints the table, or one line of JSON."""
+    """Run one rank. Rank 0 prints the table, or one line of JSON."""
     plan = Plan.from_text(text)
     is_cpu = os.environ.get("XDS_BACKEND") in ("gloo", "mpi")
     device = torch.device("cpu") if is_cpu else pick_device()
     group = join(device)
-    place = Place(open_collectives(group, device), group, getattr(torch, plan.dtype))
+    context = RankContext(open_collectives(group, device), group, getattr(torch, plan.dtype))
     rows = []
-    link = measure(place.door, group)
-    facts = describe(place, plan)
-    is_told = place.rank == 0 and not plan.is_json
-    if is_told:
+    link = measure(context.collectives, group)
+    facts = describe(context, plan)
+    prints_table = context.rank == 0 and not plan.is_json
+    if prints_table:
         print("\n".join(heading(facts, link)), flush=True)
-    for found in rows_of(place, plan, link):
+    for found in rows_of(context, plan, link):
         rows.append(found)
-        if is_told:
+        if prints_table:
             print(row_text(found), flush=True)
-    if place.rank == 0 and plan.is_json:
-        told = {
+    if context.rank == 0 and plan.is_json:
+        result = {
             **facts,
             "link": asdict(link) if link else None,
             "rows": [asdict(one) for one in rows],
         }
-        print(json.dumps(told), flush=True)
+        print(json.dumps(result), flush=True)
 
 
-def describe(place: Place, plan: Plan) -> dict[str, Any]:
-    """Where it ran."""
+def describe(context: RankContext, plan: Plan) -> dict[str, Any]:
+    """The machine, the backend and the settings of the run."""
     import torch.distributed as dist
 
-    numbers = host_numbers(place.door)
+    numbers = host_numbers(context.collectives)
     return {
-        "backend": str(dist.get_backend(place.group)),
-        "world_size": place.world_size,
+        "backend": str(dist.get_backend(context.group)),
+        "world_size": context.world_size,
         "num_hosts": len(set(numbers)),
         "host": platform.node(),
-        "device": _device_name(place.door.device),
+        "device": _device_name(context.collectives.device),
         "dtype": plan.dtype,
         "torch": torch.__version__,
         "trials": plan.trials,
@@ -81,7 +81,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def heading(facts: dict[str, Any], link: Link | None) -> Iterator[str]:
-    """Above the table."""
+    """The lines above the table."""
     hosts = f"{facts['num_hosts']} host" + "s" * (facts["num_hosts"] > 1)
     yield f"{facts['world_size']} ranks, {facts['backend']}, {hosts}: {facts['device']}"
     yield f"link: {link}" if link else "link: nothing to measure"
@@ -89,100 +89,103 @@ def heading(facts: dict[str, Any], link: Link | None) -> Iterator[str]:
     yield HEADING
 
 
-def rows_of(place: Place, plan: Plan, link: Link | None) -> Iterator[Row]:
-    """Every op, by xds and by the backend itself, at every size."""
-    where = Where(place.world_size, link)
-    max_bytes = _largest(place, plan)
-    whole = place.world_size * place.dtype.itemsize  # of what every rank has at least one value
-    is_alone = place.world_size == 1
+def rows_of(context: RankContext, plan: Plan, link: Link | None) -> Iterator[Row]:
+    """The rows of every op, by xds and by the backend itself, at every size."""
+    where = Baseline(context.world_size, link)
+    max_bytes = _largest(context, plan)
+    whole = context.world_size * context.dtype.itemsize  # so that every rank has at least one value
+    is_alone = context.world_size == 1
     for op in [op for op in plan.ops if not (is_alone and op == "send_recv")]:
         for by, make in CASES[op].items():
             last = largest_bytes(op, max_bytes)
             for asked_bytes in sizes(min(plan.min_bytes, last), last):
-                numel = max(asked_bytes // whole, op != "barrier") * place.world_size
-                case = make(place, numel)
-                if not _check(place, case, f"{op} by {by}, {binary(asked_bytes)}"):
+                numel = max(asked_bytes // whole, op != "barrier") * context.world_size
+                case = make(context, numel)
+                if not _check(context, case, f"{op} by {by}, {binary(asked_bytes)}"):
                     break
-                size_bytes = numel * place.dtype.itemsize
-                yield row(op, by, size_bytes, timed(place, case, plan), where)
+                size_bytes = numel * context.dtype.itemsize
+                yield row(op, by, size_bytes, timed(context, case, plan), where)
                 del case
 
 
-def _check(place: Place, case: Case, what: str) -> bool:
-    """Whether the backend has it. Raises XdsError: a rank got a wrong result."""
+def _check(context: RankContext, case: Case, what: str) -> bool:
+    """Whether the backend supports the op. Raises XdsError if the result is wrong on a rank."""
     case.fill()
     error = ""
     try:
         case.call()
-        _finish(place)
+        _finish(context)
         state = 0 if case.is_right() else 1
     except (RuntimeError, NotImplementedError) as failure:
         error, state = f"{type(failure).__name__}: {failure}", 2
-    states = _agree(place, float(state))
+    states = _gather_values(context, float(state))
     if all(found == 2 for found in states):
-        _note(place, f"{what}: left out, {error.splitlines()[0]}")
+        _note(context, f"{what}: skipped, {error.splitlines()[0]}")
         return False
     if 2 in states:
         raise XdsError(f"{what}: failed on rank {states.index(2)}{': ' * bool(error)}{error}")
     wrong = [str(rank) for rank, found in enumerate(states) if found]
     if wrong:
         raise XdsError(
-            f"{what}: a wrong result on rank {', '.join(wrong)} of {place.world_size}; nothing that these"
-            " ranks send can be trusted: look for faulty memory, network adapters or a broken backend"
+            f"{what}: a wrong result on rank {', '.join(wrong)} of {context.world_size}; data that these ranks"
+            " send cannot be trusted: check for faulty memory, network adapters or a broken backend"
         )
     return True
 
 
-def timed(place: Place, case: Case, plan: Plan) -> tuple[float, int]:
-    """(seconds of one call, calls in a row): the slowest rank's, the median of three rounds."""
-    first = max(_agree(place, _seconds(place, case, 1)))
+def timed(context: RankContext, case: Case, plan: Plan) -> tuple[float, int]:
+    """(seconds of one call, consecutive calls): of the slowest rank, the median of three rounds."""
+    first = max(_gather_values(context, _seconds(context, case, 1)))
     trials = max(1, min(plan.trials, int(plan.seconds / max(first, 1e-9))))
-    rounds = [max(_agree(place, _seconds(place, case, trials))) for _ in range(_ROUNDS)]
+    rounds = [max(_gather_values(context, _seconds(context, case, trials))) for _ in range(_ROUNDS)]
     return statistics.median(rounds), trials
 
 
-def _seconds(place: Place, case: Case, trials: int) -> float:
-    place.door.barrier()
-    _finish(place)
+def _seconds(context: RankContext, case: Case, trials: int) -> float:
+    context.collectives.barrier()
+    _finish(context)
     start = time.perf_counter()
     for _ in range(trials):
         case.call()
-    _finish(place)
+    _finish(context)
     return (time.perf_counter() - start) / trials
 
 
-def _finish(place: Place) -> None:
-    if place.door.device.type == "cuda":
+def _finish(context: RankContext) -> None:
+    if context.collectives.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def _agree(place: Place, value: float) -> list[float]:
+def _gather_values(context: RankContext, value: float) -> list[float]:
     """Every rank's value, on every rank."""
-    own = torch.tensor([value], dtype=torch.float64, device=place.door.device)
-    return [float(found) for found in place.door.gather_small(own).flatten().tolist()]
+    own = torch.tensor([value], dtype=torch.float64, device=context.collectives.device)
+    return [float(found) for found in context.collectives.gather_small(own).flatten().tolist()]
 
 
-def _largest(place: Place, plan: Plan) -> int:
-    """The largest size: as asked, or less where the ranks' memory is short."""
-    is_gpu = place.door.device.type == "cuda"
-    asked = plan.max_bytes or (_DEFAULT_GPU_BYTES if is_gpu else _DEFAULT_CPU_BYTES)
-    allowed = int(min(_agree(place, float(_free_bytes(place)))) * _SHARE / _COPIES)
-    largest = max(asked, plan.min_bytes)
+def _largest(context: RankContext, plan: Plan) -> int:
+    """The largest size: as requested, or less if the ranks' memory is too small."""
+    is_gpu = context.collectives.device.type == "cuda"
+    requested = plan.max_bytes or (_DEFAULT_GPU_BYTES if is_gpu else _DEFAULT_CPU_BYTES)
+    allowed = int(min(_gather_values(context, float(_free_bytes(context)))) * _SHARE / _COPIES)
+    largest = max(requested, plan.min_bytes)
     if largest <= allowed:
         return largest
     while largest > max(allowed, plan.min_bytes):
         largest //= 4
-    _note(place, f"sizes end at {binary(largest)}: the ranks' memory has no room for more")
+    _note(
+        context,
+        f"sizes end at {binary(largest)}: the ranks do not have enough memory for larger ones",
+    )
     return max(largest, plan.min_bytes)
 
 
-def _free_bytes(place: Place) -> int:
-    if place.door.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(place.door.device)[0])
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(place.world_size)))
+def _free_bytes(context: RankContext) -> int:
+    if context.collectives.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(context.collectives.device)[0])
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(context.world_size)))
     try:
         text = Path("/proc/meminfo").read_text()
-    except OSError:  # not Linux: as much as is asked for
+    except OSError:  # not Linux: no limit is known
         return 1 << 62
     free = re.search(r"(?m)^MemAvailable:\s+(\d+) kB", text)
     available = int(free[1]) * 1024 if free else 1 << 62
@@ -191,8 +194,8 @@ def _free_bytes(place: Place) -> int:
     return min(available, container_limit_bytes() or available) // ranks_here
 
 
-def _note(place: Place, text: str) -> None:
-    if place.rank == 0:
+def _note(context: RankContext, text: str) -> None:
+    if context.rank == 0:
         print(f"xds bench comm: {text}", file=sys.stderr, flush=True)
 
 

@@ -1,1 +1,1 @@
-"""What a command line asks for, and where it runs: pure reading, nothing is started."""
+"""Parses the command line and decides where it runs. Starts no process."""

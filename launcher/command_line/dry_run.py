@@ -1,6 +1,6 @@
-"""`xds --dry-run`: every command that would run, as a line to copy, and what it would be told; nothing starts.
+"""`xds --dry-run`: prints every command that would run, and the order of each host. Starts nothing.
 
-Values of variables whose names sound like secrets are shown as ***, also inside packed orders.
+Values of variables whose names suggest secrets are printed as ***, also inside packed orders.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..job import Host, Job, Order, Remote, Rendezvous, Restarts
 from ..remote.backends import BACKENDS, AllAtOnce, Backend, PerHost
 from ..remote.backends.orders import encode
-from .carried import is_secret
+from .forwarded_variables import is_secret
 
 if TYPE_CHECKING:
     from .where import Hosts, Local
@@ -27,7 +27,7 @@ _ORDERS_LAST = ("folder", "environment")
 
 
 def show(where: Local | Hosts) -> int:
-    """Print what `where` comes to; 0."""
+    """Print the commands for `where`. Returns 0."""
     from .where import Hosts
 
     if isinstance(where, Hosts):
@@ -42,31 +42,33 @@ def show(where: Local | Hosts) -> int:
 def dry_run(
     job: Job, hosts: Sequence[Host], remote: Remote, backend: Backend, restarts: Restarts
 ) -> str:
-    """What would be run to start `job` on `hosts` through `backend`, a command a line.
+    """The commands that would start `job` on `hosts` through `backend`, one per line.
 
     Raises:
-        UsageError: the start itself would be refused.
+        UsageError: the real start would raise the same error.
     """
-    from ..remote.roster import choose
+    from ..remote.host_selection import choose_hosts
     from ..remote.start import make_orders
 
     shown = replace(remote, environment=without_secrets(remote.environment))
     first = hosts[0].name.rpartition("@")[2]
     address = remote.master_addr or first
     port = remote.master_port or (0 if isinstance(backend, PerHost) else int(_PORT))
-    meeting = Rendezvous(
+    rendezvous = Rendezvous(
         "static", f"[{address}]:{port}" if ":" in address else f"{address}:{port}", f"{_TOKEN}.0"
     )
-    chosen = choose(hosts, len(hosts), restarts) or [(host, len(host.slots)) for host in hosts]
-    orders = make_orders(job, chosen, shown, meeting)
+    chosen = choose_hosts(hosts, len(hosts), restarts) or [
+        (host, len(host.slots)) for host in hosts
+    ]
+    orders = make_orders(job, chosen, shown, rendezvous)
     orders = [replace(order, max_restarts=restarts.max_restarts) for order in orders]
     lines = [*_head_lines(backend, orders, remote, restarts)]
     if isinstance(backend, PerHost):
-        words = [remote.python, "-u", "-m", "xds.launcher.remote.node"]
+        argv = [remote.python, "-u", "-m", "xds.launcher.remote.node"]
         for (host, _), order in zip(chosen, orders, strict=True):
-            lines += [shlex.join(backend.command(host, shown, words)), *_order_lines(order)]
+            lines += [shlex.join(backend.command(host, shown, argv)), *_order_lines(order)]
     elif isinstance(backend, AllAtOnce):
-        words = [
+        argv = [
             remote.python,
             "-u",
             "-m",
@@ -74,7 +76,7 @@ def dry_run(
             "--orders",
             encode(_TOKEN, orders),
         ]
-        command = backend.command([host for host, _ in chosen], shown, words)
+        command = backend.command([host for host, _ in chosen], shown, argv)
         extra = without_secrets(backend.environment(shown))
         prefix = ["env", *(f"{key}={value}" for key, value in extra.items())] if extra else []
         lines.append(shlex.join([*prefix, *command]))
@@ -89,10 +91,10 @@ def dry_run_here(
     restarts: Restarts,
     devices: Sequence[int] | None = None,
 ) -> str:
-    """What would be run on this machine, a command for each rank.
+    """The commands that would run on this machine, one for each rank.
 
     Raises:
-        UsageError: this machine has not got what was asked for.
+        UsageError: this machine lacks the requested devices or backend.
     """
     from ..ranks.elastic import count_ranks, num_cores
 
@@ -102,17 +104,17 @@ def dry_run_here(
     is_known = is_alone or rendezvous.node_rank is not None
     address, _, port = rendezvous.endpoint.rpartition(":")
     lines = [
-        f"# {num_ranks} ranks on this machine, watched by this process; a rank is started as by:"
+        f"# {num_ranks} ranks on this machine, supervised by this process; a rank is started as by:"
     ]
     if not is_alone:
         nodes = f"{rendezvous.min_nodes} to {rendezvous.max_nodes}"
         nodes = nodes if rendezvous.min_nodes != rendezvous.max_nodes else f"{rendezvous.max_nodes}"
         lines.append(
-            f"# one of {nodes} machines, which meet at {rendezvous.endpoint} ({rendezvous.kind})"
+            f"# one of {nodes} machines; rendezvous at {rendezvous.endpoint} ({rendezvous.kind})"
         )
     if not is_known:
         lines.append(
-            "# the ranks are numbered once all have met; here as if this machine was the first"
+            "# ranks are numbered after the rendezvous; shown here as if this machine was the first"
         )
     lines.append(f"# restarts after a failure: {restarts.max_restarts}")
     first = num_ranks * (rendezvous.node_rank or 0)
@@ -147,34 +149,35 @@ def _head_lines(
     ranks = sum(order.num_ranks for order in orders if isinstance(order.num_ranks, int))
     yield f"# {ranks} ranks on {len(orders)} hosts, started through {backend.name}"
     if isinstance(backend, PerHost):
-        yield "# each command's node part is then given its order over its standard input:"
+        yield "# each command starts a node process, which reads its order from its standard input:"
         if not remote.master_port:
-            yield "# the port where they meet is a free one of the first host, which it tells (0 here)"
+            yield "# the rendezvous port is a free port that the first host reports (0 here)"
     else:
-        yield "# one command for all; the orders are packed in its words, and are in short:"
+        yield "# one command for all hosts; the orders are packed in its arguments; in short they are:"
         if not remote.master_port:
-            yield f"# the port where they meet is chosen at each start ({_PORT} here)"
+            yield f"# the rendezvous port is chosen at each start ({_PORT} here)"
     least = restarts.min_nodes or len(orders)
     yield f"# restarts after a failure: {restarts.max_restarts}, with at least {least} hosts"
 
 
 def _order_lines(order: Order) -> Iterator[str]:
-    """The order as comments, a line for each thing, without line breaks in them."""
-    said = order.as_dict()
-    job, meeting = said["job"], said["rendezvous"]
+    """The order as comment lines, one for each setting."""
+    fields = order.as_dict()
+    job, rendezvous = fields["job"], fields["rendezvous"]
     yield f"#   host {json.dumps(order.host)}: {order.num_ranks} ranks"
     yield f"#     {job['kind']}: {json.dumps([job['target'], *job['args']])}"
-    yield f"#     meet at {meeting['endpoint']} as node {meeting['node_rank']} of {meeting['max_nodes']}"
+    node = f"node {rendezvous['node_rank']} of {rendezvous['max_nodes']}"
+    yield f"#     rendezvous at {rendezvous['endpoint']} as {node}"
     if order.devices is not None:
         yield f"#     devices: {','.join(map(str, order.devices))}"
-    told: dict[str, Any] = {
+    details: dict[str, Any] = {
         key: job[key] for key in ("backend", "threads_per_rank", "log_dir") if job[key]
     }
-    told |= {key: said[key] for key in _ORDERS_LAST if said[key]}
-    for key, value in told.items():
+    details |= {key: fields[key] for key in _ORDERS_LAST if fields[key]}
+    for key, value in details.items():
         yield f"#     {key}: {json.dumps(value, sort_keys=True)}"
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same variables, with *** for the values of those whose names sound like secrets."""
+    """The same variables, with *** as the value of those whose names suggest secrets."""
     return {key: _HIDDEN if is_secret(key) else value for key, value in environment.items()}

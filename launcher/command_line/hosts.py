@@ -1,7 +1,7 @@
-"""Which machines, and which of their slots: hostfiles and filters in DeepSpeed's grammar.
+"""Selects machines and their slots: hostfiles and filters in DeepSpeed's syntax.
 
 A hostfile has a line for each host: `worker-1 slots=8`. A filter names hosts and slots of it:
-`worker-1@worker-2:0,2-4`. A name with a colon or an @ in it may stand in brackets: `[fe80::1]:0`.
+`worker-1@worker-2:0,2-4`. A name with a colon or an @ in it may be put in brackets: `[fe80::1]:0`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ...utils.small_files import read_small_file
 from ..job import Host
 
 _MAX_SLOTS = 4096
-_NEAR = 3  # how many known names an error lists when none is near
-_NEAR_CHARS = 64  # of a name that is compared with the known ones
-_MAX_TOLD = 20  # mistakes of one file that are listed
+_NEAR = 3  # number of known names that an error lists if none is similar
+_NEAR_CHARS = 64  # length of a name that is compared with the known ones
+_MAX_LISTED = 20  # errors of one file that are listed
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
     """The hosts of a hostfile, in its order.
 
     Raises:
-        UsageError: it cannot be read, or lines of it are wrong: all of them, each with its number.
+        UsageError: the file cannot be read, or lines are wrong. Lists all of them with their numbers.
     """
     try:
         text = read_small_file(path).decode("utf-8-sig")
@@ -43,16 +43,16 @@ def read_hostfile(path: str | Path) -> list[Host]:
     if not (reader.hosts or reader.mistakes):
         reader.mistakes.append("no host in it; write a line such as `worker-1 slots=8` for each")
     if reader.mistakes:
-        told, num_more = reader.mistakes[:_MAX_TOLD], len(reader.mistakes) - _MAX_TOLD
+        listed, num_more = reader.mistakes[:_MAX_LISTED], len(reader.mistakes) - _MAX_LISTED
         if num_more > 0:
-            told.append(f"... and {num_more} more")
-        raise UsageError(f"hostfile = {quoted(path)}: " + "\n  ".join(told))
+            listed.append(f"... and {num_more} more")
+        raise UsageError(f"hostfile = {quoted(path)}: " + "\n  ".join(listed))
     return list(reader.hosts.values())
 
 
 @final
 class _Reader:
-    """Takes a hostfile's lines one by one; keeps its hosts and its mistakes."""
+    """Parses a hostfile line by line; collects its hosts and its errors."""
 
     def __init__(self) -> None:
         self.hosts: dict[str, Host] = {}
@@ -60,14 +60,14 @@ class _Reader:
         self._lines: dict[str, int] = {}
 
     def read(self, number: int, line: str) -> None:
-        words = re.split("[ \t]+", line.partition("#")[0].strip(" \t"))
-        if words == [""]:
+        fields = re.split("[ \t]+", line.partition("#")[0].strip(" \t"))
+        if fields == [""]:
             return
         try:
-            name, num_slots = host_name(words[0]), _num_slots(words)
+            name, num_slots = host_name(fields[0]), _num_slots(fields)
             if name in self.hosts:
                 raise UsageError(
-                    f"{quoted(name)} is in line {self._lines[name]} already; name each host once,"
+                    f"{quoted(name)} is already in line {self._lines[name]}; name each host once,"
                     " with all of its slots"
                 )
         except UsageError as error:
@@ -78,10 +78,10 @@ class _Reader:
 
 
 def host_name(text: str) -> str:
-    """`text` as a host's name or address, perhaps `user@name`; brackets around it are dropped.
+    """`text` as a host's name or address, optionally `user@name`; brackets around it are removed.
 
-    It stays data wherever it goes, so nearly everything is a name; but what begins with a dash
-    would be taken for an option by ssh and its like, and nothing is named with a space.
+    The name is always quoted, so nearly every text is accepted. A name that begins with a dash is refused,
+    because ssh and similar programs take it for an option. Spaces are refused too.
     """
     user, at, name = text.rpartition("@")
     if name.startswith("[") and name.endswith("]"):
@@ -95,44 +95,44 @@ def host_name(text: str) -> str:
         )
     if not text.isprintable() or any(char.isspace() for char in text):
         raise UsageError(
-            f"host = {quoted(text)}: a host's name has no spaces and control characters"
+            f"host = {quoted(text)}: a host's name must not contain spaces or control characters"
         )
     if "[" in name or "]" in name:
         raise UsageError(
-            f"host = {quoted(text)}: ranges of hosts are not known here; write a line for each"
+            f"host = {quoted(text)}: ranges of hosts are not supported; write a line for each host"
         )
     return f"{user}{at}{name}"
 
 
-def _num_slots(words: list[str]) -> int:
+def _num_slots(fields: list[str]) -> int:
     need = "needs `slots=N`, such as `worker-1 slots=8`"
-    if len(words) < 2:
-        raise UsageError(f"{quoted(words[0])}: {need}")
-    name, _, number = words[1].partition("=")
+    if len(fields) < 2:
+        raise UsageError(f"{quoted(fields[0])}: {need}")
+    name, _, number = fields[1].partition("=")
     if name != "slots":
-        raise UsageError(f"{quoted(words[1])}: {need}")
-    # OpenMPI's own files may say max_slots too, for which there is no use here
-    more = [word for word in words[2:] if not re.fullmatch(r"max[-_]slots=[0-9]+", word)]
+        raise UsageError(f"{quoted(fields[1])}: {need}")
+    # hostfiles of Open MPI may also have max_slots, which is not used here
+    more = [word for word in fields[2:] if not re.fullmatch(r"max[-_]slots=[0-9]+", word)]
     if more:
-        raise UsageError(f"{quoted(more[0])}: unknown behind slots=; comments begin with #")
+        raise UsageError(f"{quoted(more[0])}: unexpected after slots=; comments begin with #")
     if not re.fullmatch("[0-9]{1,9}", number) or not 1 <= int(number) <= _MAX_SLOTS:
         raise UsageError(
             f"slots={printable(number)}: must be a number from 1 to {_MAX_SLOTS}"
-            "; to leave a host out, begin its line with #"
+            "; to skip a host, begin its line with #"
         )
     return int(number)
 
 
 def filter_hosts(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[Host]:
-    """What `include` names of `hosts`, or all but what `exclude` names; in the order of `hosts`.
+    """The hosts and slots that `include` names, or all except those that `exclude` names, in order.
 
-    A host named without slots means all of them. A host without slots that are left is left out.
+    A host named without slots means all of its slots. A host without remaining slots is dropped.
 
     Raises:
-        UsageError: both are given, or one names what is not there, or nothing is left.
+        UsageError: both are given, or one names an unknown host or slot, or no host remains.
     """
     if include and exclude:
-        raise UsageError("--include and --exclude exclude one another; drop one of them")
+        raise UsageError("--include and --exclude cannot be combined; remove one of them")
     if not (include or exclude):
         return list(hosts)
     named = _named("--include" if include else "--exclude", include or exclude, hosts)
@@ -143,24 +143,26 @@ def filter_hosts(hosts: Sequence[Host], include: str = "", exclude: str = "") ->
         if slots:
             kept.append(replace(host, slots=slots))
     if not kept:
-        raise UsageError(f"--exclude = {printable(exclude)}: leaves no host; exclude less")
+        raise UsageError(f"--exclude = {printable(exclude)}: no host remains; exclude fewer")
     return kept
 
 
 def first_hosts(hosts: Sequence[Host], num_nodes: int = 0, num_gpus: int = 0) -> list[Host]:
-    """The first `num_nodes` of `hosts`, each with its first `num_gpus` slots; 0 is all.
+    """The first `num_nodes` of `hosts`, each with its first `num_gpus` slots; 0 means all.
 
     Raises:
-        UsageError: there are not so many hosts, or one of them has not so many slots.
+        UsageError: there are fewer hosts, or one of them has fewer slots.
     """
     if num_nodes > len(hosts):
-        raise UsageError(f"--num-nodes = {num_nodes}: there are {len(hosts)} hosts; ask for fewer")
+        raise UsageError(
+            f"--num-nodes = {num_nodes}: there are only {len(hosts)} hosts; set a smaller number"
+        )
     taken = list(hosts[: num_nodes or None])
     for host in taken if num_gpus else ():
         if num_gpus > len(host.slots):
             raise UsageError(
                 f"--num-gpus = {num_gpus}: host {quoted(host.name)} has {len(host.slots)} slots;"
-                " ask for fewer, or name the slots with --include"
+                " set a smaller number, or name the slots with --include"
             )
     return [replace(host, slots=host.slots[: num_gpus or None]) for host in taken]
 
@@ -177,13 +179,13 @@ def _named(setting: str, text: str, hosts: Sequence[Host]) -> dict[str, set[int]
         name, slots = _name_and_slots(spec, known)
         if name not in known:
             raise UsageError(
-                f"{setting} = {printable(text)}: no host {quoted(name)} here; {_nearest(name, list(known))}"
+                f"{setting} = {printable(text)}: unknown host {quoted(name)}; {_nearest(name, list(known))}"
             )
         try:
             numbers = set(_numbers(slots)) if slots is not None else set(known[name].slots)
         except ValueError:
             raise UsageError(
-                f"{setting} = {printable(text)}: {quoted(slots)}: slots are numbers, such as 0,2 or 0-3"
+                f"{setting} = {printable(text)}: {quoted(slots)}: slots must be numbers, such as 0,2 or 0-3"
             ) from None
         unknown = sorted(numbers.difference(known[name].slots))
         if unknown:
@@ -196,7 +198,7 @@ def _named(setting: str, text: str, hosts: Sequence[Host]) -> dict[str, set[int]
 
 
 def _specs(text: str, known: dict[str, Host]) -> Iterator[str]:
-    """Cut `text` at each @ that is neither in brackets nor in a known user@host."""
+    """Split `text` at each @ that is neither in brackets nor in a known user@host."""
     parts = re.findall(r"(?:\[[^\]]*\]|[^@\[]|\[)+|(?<=@)(?=@|$)|^(?=@|$)", text)
     position = 0
     while position < len(parts):
@@ -211,8 +213,8 @@ def _specs(text: str, known: dict[str, Host]) -> Iterator[str]:
 
 
 def _name_and_slots(spec: str, known: dict[str, Host]) -> tuple[str, str | None]:
-    """The host and, where some are named, the slots of `host:slots`."""
-    if spec in known:  # an address of IPv6 is full of colons
+    """The host and the slots of `host:slots`; None if no slots are named."""
+    if spec in known:  # an IPv6 address contains colons
         return spec, None
     bracketed = re.fullmatch(r"(.*@)?\[(.*)\](?::(.*))?", spec, re.DOTALL)
     if bracketed:
@@ -222,10 +224,10 @@ def _name_and_slots(spec: str, known: dict[str, Host]) -> tuple[str, str | None]
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """0,2,4-7 as numbers.
+    """The numbers in "0,2,4-7".
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not such a list.
     """
     for part in text.split(","):
         found = re.fullmatch("([0-9]{1,6})(?:-([0-9]{1,6}))?", part.strip(" "))
@@ -250,4 +252,4 @@ def _nearest(name: str, known: list[str]) -> str:
     if near:
         return f"did you mean {quoted(near[0])}?"
     more = ", ..." if len(known) > _NEAR else ""
-    return "there are " + ", ".join(map(quoted, known[:_NEAR])) + more
+    return "known hosts are " + ", ".join(map(quoted, known[:_NEAR])) + more

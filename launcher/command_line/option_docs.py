@@ -1,4 +1,4 @@
-"""Writes docs/options.md from the table, to standard output."""
+"""Generates docs/options.md from the option table, on standard output."""
 
 from __future__ import annotations
 
@@ -7,33 +7,42 @@ from .option_table import GROUPS, OPTIONS, Option
 _HEAD = """\
 # The options of `xds`
 
-Made from launcher/command_line/option_table.py. `xds [options] script.py [arguments]` takes the options of
-`deepspeed` and of `torchrun`, and a few of its own. Each long one may be written with dashes or underscores,
-with its value as the next word or behind `=`. Options end at the script (or at `--`): what follows is the
-script's. Flags win over the environment. Where an option marked † is not given, torchrun's variable
-`PET_<NAME>` counts.
+This page is generated from launcher/command_line/option_table.py. `xds [options] script.py [arguments]` takes
+the options of `deepspeed` and of `torchrun`, and a few of its own.
+
+- A long option may be written with dashes or underscores. Its value is the next argument, or follows `=`.
+- Options end at the script (or at `--`). All arguments after it are passed to the script.
+- Flags take precedence over the environment.
+- If an option marked † is not given, torchrun's variable `PET_<NAME>` is used.
 
 Where a command line runs is decided in this order:
 
 1. `--launcher local`: on this machine.
 2. `--no-ssh`, or torchrun's rendezvous (`--node-rank`, `--rdzv-*`, `--standalone`, `--local-addr`): this
    machine's part.
-3. `--hostfile`, or /job/hostfile where it exists, `--launcher`, `--force-multi`: on those hosts, over ssh or
-   the launcher named. A hostfile that names this machine alone runs here.
+3. `--hostfile`, or /job/hostfile if it exists, `--launcher`, `--force-multi`: on those hosts, over ssh or
+   the given launcher. A hostfile that names only this machine runs here.
 4. torchrun's variables (`PET_*`), a cluster that starts one xds on each machine (Kubernetes, `srun`, `mpirun`):
    this machine's part.
-5. An allocation of Slurm's with several machines, outside of a step: on all of them, through `srun`.
+5. A Slurm allocation with several machines, outside of a step: on all of them, through `srun`.
 6. On this machine.
 
-What differs from `deepspeed`, on purpose: a hostfile that is named but missing is an error, not a run on this
-machine; a hostfile with one other machine runs there; `--num_gpus` and `--num_nodes` beyond what the hostfile
-has are errors; `--local_rank=N` is never added to the script's arguments (the number is in `LOCAL_RANK`): a
-script that does not expect it would stop there; ssh is the default launcher, and needs no pdsh; the port is a
-free one unless it is given.
+Intended differences from `deepspeed`:
 
-What differs from `torchrun`: `--nproc-per-node` is `auto` unless given; several machines that are not told
-where to meet are an error rather than a wait; the ranks' files are in `--log-dir` itself; `OMP_NUM_THREADS` is
-cores divided by ranks.
+- A missing hostfile that was named is an error, not a run on this machine.
+- A hostfile with one other machine runs on that machine.
+- `--num_gpus` and `--num_nodes` above the numbers in the hostfile are errors.
+- `--local_rank=N` is never added to the script's arguments, because a script that does not expect it would
+  fail. The number is in `LOCAL_RANK`.
+- ssh is the default launcher. pdsh is not needed.
+- The port is a free one unless it is given.
+
+Differences from `torchrun`:
+
+- `--nproc-per-node` is `auto` unless given.
+- Several machines without a rendezvous endpoint are an error; torchrun waits.
+- The ranks' files are in `--log-dir` itself.
+- `OMP_NUM_THREADS` is cores divided by ranks.
 """
 
 
@@ -43,9 +52,9 @@ def page() -> str:
     for group in GROUPS:
         rows = [option for option in OPTIONS if option.group == group and option.help]
         parts.append(_table(group.capitalize(), "meaning", [(each, each.help) for each in rows]))
-    told = " (xds says so)"
+    suffix = " (xds logs this)"
     silent = [
-        (each, each.reason or each.note + told) for each in OPTIONS if each.reason or each.note
+        (each, each.reason or each.note + suffix) for each in OPTIONS if each.reason or each.note
     ]
     parts.append(_table("Accepted without effect", "because", silent))
     refused = [(each, each.refusal) for each in OPTIONS if each.refusal]

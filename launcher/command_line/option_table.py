@@ -1,7 +1,7 @@
-"""Every option of `xds`, a line or two each: its names, its value, its help, and what becomes of it.
+"""The table of all options of `xds`: names, value, help, and whether the option has an effect.
 
-Options without a help text are not in `xds --help`: other launchers have them, and they are read here so that
-a command line of theirs runs unchanged, or says why it cannot.
+Options without a help text are not in `xds --help`. They are options of other launchers. They are accepted so
+that a command line of another launcher runs unchanged, or fails with a reason.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ GROUPS = (_RUN, _HERE, _HOSTS, _RESTARTS, _EACH, _MORE)
 class Option:
     """One option.
 
-    value: what its value is called; "" for a switch.
-    is_torchrun: the variable PET_... gives it where the command line does not, as for torchrun.
-    is_free: its value may look like an option of ours (words for another program).
-    note: said when it is given, because it has no effect; reason: why nobody need be told that.
-    refusal: why it cannot be given.
-    harmless: values that are neither told nor refused.
+    value: the name of its value; "" for a switch.
+    is_torchrun: as in torchrun, the variable PET_... sets it if the command line does not.
+    is_free: its value may look like an option of xds (arguments for another program).
+    note: logged if the option is given, because it has no effect.
+    reason: why the option has no effect; not logged.
+    refusal: why the option cannot be used.
+    harmless: values for which nothing is logged or refused.
     """
 
     name: str
@@ -64,101 +65,102 @@ OPTIONS = (
     Option("--threads-per-rank", _HERE, "N",
         "OMP_NUM_THREADS (default: the variable, or cores divided by ranks)"),
     Option("--log-dir", _HERE, "DIR",
-        "keep the output of every rank here (default: a folder for each run under the cache folder)",
+        "folder for the output of every rank (default: a new folder for each run under the cache folder)",
         aliases=("--enable-each-rank-log",), is_torchrun=True),
     Option("--bind-cores-to-rank", _HERE, help="give each rank cores of its own"),
-    Option("--bind-core-list", _HERE, "LIST", "of these cores, such as 0-3,8 (default: all)"),
+    Option("--bind-core-list", _HERE, "LIST", "the cores to use, such as 0-3,8 (default: all)"),
 
     Option("--hostfile", _HOSTS, "FILE",
-        "lines such as `worker-1 slots=8` (default: /job/hostfile where it is there)", aliases=("-H",)),
+        "lines such as `worker-1 slots=8` (default: /job/hostfile if it exists)", aliases=("-H",)),
     Option("--include", _HOSTS, "HOSTS", "only these: host[:slot,slot][@host...]; slots also as 0-3",
         aliases=("-i",)),
     Option("--exclude", _HOSTS, "HOSTS", "all but these", aliases=("-e",)),
     Option("--num-nodes", _HOSTS, "N", "the first N hosts"),
     Option("--launcher", _HOSTS, "NAME",
         "ssh (default for hostfiles), pdsh, slurm (default inside an allocation), openmpi, mpich, impi; local:"
-        " this machine alone, whatever surrounds it"),
-    Option("--launcher-args", _HOSTS, "WORDS", "further words for ssh, srun, mpirun, ..., in one argument",
+        " only this machine, even inside a cluster"),
+    Option("--launcher-args", _HOSTS, "WORDS", "more arguments for ssh, srun, mpirun, ..., in one string",
         is_free=True),
-    Option("--ssh-port", _HOSTS, "PORT", "where sshd listens on the hosts"),
-    Option("--venv-script", _HOSTS, "FILE", "sourced on each host first, a path there"),
-    Option("--master-addr", _HOSTS, "ADDRESS", "of the first host (default: how it is reached)",
+    Option("--ssh-port", _HOSTS, "PORT", "the port of sshd on the hosts"),
+    Option("--venv-script", _HOSTS, "FILE", "script to source first on each host, a path there"),
+    Option("--master-addr", _HOSTS, "ADDRESS",
+        "address of the first host (default: the one that xds connects to)",
         is_torchrun=True),
-    Option("--master-port", _HOSTS, "PORT", "there (default: a free one; torchrun's rendezvous: 29500)",
+    Option("--master-port", _HOSTS, "PORT", "port there (default: a free one; torchrun's rendezvous: 29500)",
         is_torchrun=True),
-    Option("--force-multi", _HOSTS, help="through the launcher even where the only host is this one"),
+    Option("--force-multi", _HOSTS, help="use the launcher even if the only host is this one"),
 
-    Option("--max-restarts", _RESTARTS, "N", "start all ranks again, so often (default 0)",
+    Option("--max-restarts", _RESTARTS, "N", "how many times all ranks are started again (default: 0)",
         is_torchrun=True),
     Option("--elastic-training", _RESTARTS,
-        help="go on with the hosts that are left: 100 restarts, from 1 host on, unless said otherwise"),
-    Option("--min-elastic-nodes", _RESTARTS, "N", "go on with no fewer hosts"),
-    Option("--max-elastic-nodes", _RESTARTS, "N", "use no more hosts at a time"),
+        help="continue with the remaining hosts; the defaults become 100 restarts and at least 1 host"),
+    Option("--min-elastic-nodes", _RESTARTS, "N", "the smallest number of hosts to continue with"),
+    Option("--max-elastic-nodes", _RESTARTS, "N", "the largest number of hosts to use at a time"),
     Option("--elastic-config", _RESTARTS, "FILE",
-        "the config whose elasticity section says which numbers of ranks fit"),
+        "the config whose elasticity section defines the valid numbers of ranks"),
 
     Option("--nnodes", _EACH, "N",
-        "machines, or MIN:MAX of them; with a hostfile: how many hosts run at a time, further ones are spares",
+        "number of machines, or MIN:MAX; with a hostfile: the hosts that run at a time, others are spares",
         is_torchrun=True),
     Option("--node-rank", _EACH, "N", "this machine's number, for the static rendezvous and --no-ssh",
         is_torchrun=True),
     Option("--rdzv-backend", _EACH, "NAME", "static (default), c10d, or another of torch's",
         is_torchrun=True),
-    Option("--rdzv-endpoint", _EACH, "HOST:PORT", "where the machines meet (c10d: port 29400)",
+    Option("--rdzv-endpoint", _EACH, "HOST:PORT", "the rendezvous endpoint (default port with c10d: 29400)",
         is_torchrun=True),
-    Option("--rdzv-id", _EACH, "NAME", "of this run, the same on every machine", is_torchrun=True),
-    Option("--rdzv-conf", _EACH, "K=V,...", "torch's further settings", is_torchrun=True),
-    Option("--local-addr", _EACH, "ADDRESS", "by which the others reach this machine",
+    Option("--rdzv-id", _EACH, "NAME", "the id of this run, the same on every machine", is_torchrun=True),
+    Option("--rdzv-conf", _EACH, "K=V,...", "more rendezvous settings of torch", is_torchrun=True),
+    Option("--local-addr", _EACH, "ADDRESS", "the address by which the others reach this machine",
         is_torchrun=True),
-    Option("--standalone", _EACH, help="this machine alone, a free port (the default without others)",
+    Option("--standalone", _EACH, help="only this machine, with a free port (the default for one machine)",
         is_torchrun=True),
-    Option("--no-ssh", _EACH, help="with --hostfile and --node-rank: every host starts its own part"),
+    Option("--no-ssh", _EACH, help="with --hostfile and --node-rank: xds is started on every host"),
 
     Option("--save-pid", _MORE, help="write the process id to <pid>.ds in the temporary folder"),
-    Option("--quiet", _MORE, help="say nothing about options without effect", aliases=("-q",)),
+    Option("--quiet", _MORE, help="do not log options without effect", aliases=("-q",)),
     Option("--version", _MORE, help="print the version"),
     Option("--help", _MORE, help="print this", aliases=("-h",)),
 
-    # read, because xds does so anyway
+    # accepted without effect, because xds always does this
     Option("--no-local-rank", _MORE,
         reason="xds never adds --local_rank to the script's arguments; the number is in LOCAL_RANK"),
     Option("--no-ssh-check", _MORE,
-        reason="the connection itself tells; there is no other check before it"),
+        reason="there is no separate check; a failing connection is reported"),
     Option("--run-path", _MORE, is_torchrun=True,
-        reason="a script always runs in the rank's own interpreter, as python would run it"),
+        reason="a script always runs in the rank's own interpreter, as with python"),
     Option("--start-method", _MORE, "NAME", choices=("spawn", "fork", "forkserver"), is_torchrun=True,
         reason="ranks are processes of their own program, never forks of xds"),
     Option("--monitor-interval", _MORE, "SECONDS", is_torchrun=True,
-        reason="the end of a rank is noticed within 0.1 s"),
+        reason="the end of a rank is detected within 0.1 s"),
     Option("--redirects", _MORE, "STREAMS", aliases=("-r",), is_torchrun=True,
-        reason="both streams of every rank are kept in its file anyway"),
+        reason="both streams of every rank are always written to its file"),
     Option("--log-level", _MORE, "LEVEL", choices=("debug", "info", "warning", "error", "critical"),
-        reason="xds says only what went wrong; see --quiet"),
+        reason="xds logs only errors and options without effect; see --quiet"),
     Option("--signals-to-handle", _MORE, "SIGNALS", is_torchrun=True, harmless=(
         "SIGTERM,SIGINT,SIGHUP,SIGQUIT",),
         note="SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded, always and only"),
     Option("--tee", _MORE, "STREAMS", aliases=("-t",), is_torchrun=True, harmless=("0",),
-        note="every rank's output is kept in its file, and rank 0's is on the terminal too"),
+        note="every rank's output is written to its file, and rank 0's also to the terminal"),
     Option("--local-ranks-filter", _MORE, "RANKS", is_torchrun=True, harmless=("0",),
-        note="rank 0's output is on the terminal, the others' in their files"),
+        note="rank 0's output is on the terminal, that of the others in their files"),
     Option("--role", _MORE, "NAME", is_torchrun=True, harmless=("default",),
-        note="all ranks have one role"),
+        note="all ranks have the same role"),
     Option("--event-log-handler", _MORE, "NAME", is_torchrun=True, harmless=("null",),
-        note="xds tells what happens itself"),
+        note="xds logs events itself"),
     Option("--shutdown-timeout", _MORE, "SECONDS", is_torchrun=True,
-        note="ranks have 3.5 s to end, or what the config says with checkpoint.preemption_seconds"),
+        note="ranks have 3.5 s to end, or checkpoint.preemption_seconds of the config"),
 
     # refused
     Option("--autotuning", _MORE, "MODE",
-        refusal="there is no autotuner yet; try sizes with `xds check`, and start without this option"),
+        refusal="there is no autotuner yet; try sizes with `xds check`, and remove this option"),
     Option("--duplicate-stdout-filters", _MORE, "WORDS", is_torchrun=True,
         refusal="xds does not filter output; give --log-dir and search the ranks' files"),
     Option("--duplicate-stderr-filters", _MORE, "WORDS", is_torchrun=True,
         refusal="xds does not filter output; give --log-dir and search the ranks' files"),
     Option("--logs-specs", _MORE, "NAME",
-        refusal="xds writes the ranks' files itself; give --log-dir"),
+        refusal="xds writes the ranks' files itself; set --log-dir"),
     Option("--numa-binding", _MORE, "MODE",
-        refusal="xds binds to cores, not to NUMA nodes; give --bind-cores-to-rank and --bind-core-list"),
+        refusal="xds binds to cores, not to NUMA nodes; set --bind-cores-to-rank and --bind-core-list"),
     Option("--virtual-local-rank", _MORE, is_torchrun=True,
-        refusal="every rank sees all GPUs, and its own number in LOCAL_RANK; let the script use that"),
+        refusal="every rank sees all GPUs, and its local rank in LOCAL_RANK; use that in the script"),
 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""The options of `xds`: those of deepspeed and torchrun, with their meanings, and a few of its own.
+"""Parses the options of `xds`: those of deepspeed and torchrun, and a few of its own.
 
-One table says of each option how it is spelled, whether it takes a value, and what becomes of it: it works, it
-is accepted because xds does so anyway, or it is refused with a remedy. Every long option may be written with
-dashes or underscores. The words behind the script are the script's.
+The table in option_table.py defines for each option its names, its value, and its effect: it works, it is
+accepted because xds always does this, or it is refused with a remedy. Every long option may be written with
+dashes or underscores. The arguments after the script are passed to the script.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .option_table import GROUPS, OPTIONS, Option
 _USAGE = """\
 usage: xds [options] script.py [arguments of the script]
        xds check config.json [--world-size N]   print the resolved config and what each choice does
-       xds elastic config.json                  print the numbers of ranks that fit its elasticity
-       xds checkpoint info|verify|export|import|diff   look into checkpoints, take models out and in
-       xds ops build|list|clean                 compile the native ops ahead of time, look at them
-       xds env [--hostfile FILE]                print versions, devices, limits; of all hosts at once
-       xds bench comm                           time the collectives against the link's own speed
+       xds elastic config.json                  print the valid numbers of ranks of its elasticity section
+       xds checkpoint info|verify|export|import|diff   inspect, verify, convert and compare checkpoints
+       xds ops build|list|clean                 compile the native ops ahead of time, list and remove them
+       xds env [--hostfile FILE]                print versions, devices and limits, of one or many hosts
+       xds bench comm                           time the collectives, and compare with the link's speed
 
 Train PyTorch models on every device of this machine, or of many.
 """
 
 _EPILOG = """
-The options of deepspeed and torchrun that are not listed are accepted where xds does so anyway, and refused
-with a reason where it cannot; each may be written with - or _. Rank 0 writes to the terminal, every rank to
-a file of its own. The first rank that fails is reported once, and its exit code is that of xds (128 + signal
-when it was killed). Everything after the script belongs to the script; a script that is named like a
-subcommand is started as ./check.
+Options of deepspeed and torchrun that are not listed are accepted if xds always does the same, and refused with
+a reason otherwise. Each may be written with - or _. Rank 0 writes to the terminal, and every rank to its own
+file. The first rank that fails is reported once, and xds exits with its exit code (128 + signal if it was
+killed). All arguments after the script are passed to the script. If a script is named like a subcommand, write
+./check.
 
   xds examples/gpt/train.py --config examples/gpt/zero3.json
   xds --nproc-per-node 4 --module project.train --lr 1e-3
@@ -49,10 +49,10 @@ _HELP_COLUMN = 28
 
 @final
 @dataclass(frozen=True)
-class Asked:
-    """A command line, taken apart: the value of each option given, by its table name without dashes.
+class ParsedArgs:
+    """A parsed command line: the value of each given option, by its name in the table without dashes.
 
-    spelled: how the user wrote it, for errors. A switch has the value "1".
+    spelled: the option as the user wrote it, for error messages. A switch has the value "1".
     """
 
     given: Mapping[str, str] = field(default_factory=dict)
@@ -60,17 +60,17 @@ class Asked:
     command: tuple[str, ...] = ()
 
     def has(self, *names: str) -> bool:
-        """Whether one of these was given, and not as an empty value."""
+        """Whether one of these was given with a non-empty value."""
         return any(self.given.get(name, "") for name in names)
 
     def text(self, name: str, default: str = "") -> str:
         return self.given.get(name) or default
 
     def number(self, name: str, default: int, least: int = 0, most: int = 2**31) -> int:
-        """The value as a number in [least, most]; -1 stands for "not given", as in deepspeed.
+        """The value as a number in [least, most]. As in deepspeed, -1 means "not given".
 
         Raises:
-            UsageError: it is none.
+            UsageError: the value is not such a number.
         """
         text = self.text(name)
         if text in ("", "-1"):
@@ -81,11 +81,11 @@ class Asked:
         return int(text)
 
     def first(self, *names: str) -> str:
-        """How the user wrote the first of these that was given, "" for none."""
+        """The first of these that was given, as the user wrote it; "" for none."""
         return next((self.spelled[name] for name in names if self.has(name)), "")
 
-    def with_defaults(self, environ: Mapping[str, str]) -> Asked:
-        """What torchrun's variables (PET_NNODES, ...) add for options that were not given."""
+    def with_defaults(self, environ: Mapping[str, str]) -> ParsedArgs:
+        """The options, with torchrun's variables (PET_NNODES, ...) for those that were not given."""
         given, spelled = dict(self.given), dict(self.spelled)
         for option in OPTIONS:
             text = environ.get(f"PET_{option.key.upper()}", "")
@@ -96,42 +96,42 @@ class Asked:
         return replace(self, given=given, spelled=spelled)
 
 
-def read(words: Sequence[str]) -> Asked:
-    """Take a command line apart.
+def read(argv: Sequence[str]) -> ParsedArgs:
+    """Parse a command line.
 
     Raises:
-        UsageError: an unknown option, or one without its value.
+        UsageError: an option is unknown, or its value is missing.
     """
     given: dict[str, str] = {}
     spelled: dict[str, str] = {}
     position = 0
-    while position < len(words) and words[position].startswith("-") and words[position] != "-":
-        word = words[position]
+    while position < len(argv) and argv[position].startswith("-") and argv[position] != "-":
+        argument = argv[position]
         position += 1
-        if word == "--":
+        if argument == "--":
             break
-        name, equals, value = _cut(word)
+        name, equals, value = _cut(argument)
         option = _BY_NAME.get(name)
         if option is None:
             raise UsageError(f"unknown option {printable(name)}{_nearest(name)}")
         if not option.value and equals:
             raise UsageError(f"{name} = {printable(value)}: takes no value; write {name} alone")
         if option.value and not equals:
-            value = _value(name, option, words[position : position + 1])
+            value = _value(name, option, argv[position : position + 1])
             position += 1
         given[option.key], spelled[option.key] = value if option.value else "1", name
-    return Asked(given, spelled, tuple(words[position:]))
+    return ParsedArgs(given, spelled, tuple(argv[position:]))
 
 
-def judge(asked: Asked) -> list[str]:
-    """What is to be said about options that were given, but have no effect.
+def check_options(args: ParsedArgs) -> list[str]:
+    """Check the given options. Returns the notes to log about options without effect.
 
     Raises:
-        UsageError: an option that is refused here, or a value that is none of its choices.
+        UsageError: an option is refused, or its value is not one of its choices.
     """
     notes = []
     for option in OPTIONS:
-        text, name = asked.given.get(option.key, ""), asked.spelled.get(option.key, "")
+        text, name = args.given.get(option.key, ""), args.spelled.get(option.key, "")
         if text in ("", *option.harmless):
             continue
         if option.refusal:
@@ -147,7 +147,7 @@ def judge(asked: Asked) -> list[str]:
 
 
 def help_text() -> str:
-    """What `xds --help` prints."""
+    """The text of `xds --help`."""
     width = min(112, max(72, shutil.get_terminal_size((100, 24)).columns))
     parts = [_USAGE]
     for group in GROUPS:
@@ -177,18 +177,18 @@ def _spellings(option: Option) -> set[str]:
 _BY_NAME = {name: option for option in OPTIONS for name in _spellings(option)}
 
 
-def _cut(word: str) -> tuple[str, str, str]:
-    """--name=value, or -n3, in parts."""
-    if word.startswith("--"):
-        return word.partition("=")
-    option = _BY_NAME.get(word[:2])
-    if option is not None and option.value and len(word) > 2:
-        return word[:2], "=", word[2:].removeprefix("=")
-    return word, "", ""
+def _cut(argument: str) -> tuple[str, str, str]:
+    """Split --name=value, or -n3, into name, "=" and value."""
+    if argument.startswith("--"):
+        return argument.partition("=")
+    option = _BY_NAME.get(argument[:2])
+    if option is not None and option.value and len(argument) > 2:
+        return argument[:2], "=", argument[2:].removeprefix("=")
+    return argument, "", ""
 
 
 def _value(name: str, option: Option, following: Sequence[str]) -> str:
-    """The word behind an option; another option there means that the value was forgotten."""
+    """The argument after an option. If that is another option, the value is missing."""
     is_option = bool(following) and _cut(following[0])[0] in _BY_NAME
     if not following or (is_option and not option.is_free):
         raise UsageError(f"{name}: needs a value, {option.value}")

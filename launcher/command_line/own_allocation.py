@@ -1,7 +1,7 @@
-"""`xds --launcher slurm --num-nodes 4` outside of an allocation: one srun asks for machines and runs xds there.
+"""`xds --launcher slurm --num-nodes 4` outside of an allocation: one srun requests machines and runs xds there.
 
-Which machines these are is known on them alone, so no order can be written here: srun starts this same command
-on each, without the options about hosts, and there the variables of the step say who meets whom where.
+Only the started processes know which machines these are, so no orders can be made here. srun starts the same
+command on each machine, without the options about hosts. The variables of the Slurm step define the rendezvous.
 """
 
 from __future__ import annotations
@@ -15,42 +15,46 @@ from pathlib import Path
 
 from ..remote.backends.slurm import Slurm
 from .option_table import OPTIONS
-from .options import Asked
+from .options import ParsedArgs
 from .where import DEFAULT_HOSTFILE, remote
 
-# what is done here, and not once more on each machine
-_DONE_HERE = frozenset(
+# options that are handled here, and not repeated on each machine
+_HANDLED_HERE = frozenset(
     {
         *("launcher", "launcher_args", "num_nodes", "nnodes", "dry_run", "venv_script", "python"),
         *("quiet", "save_pid", "ssh_port", "master_addr", "master_port"),
     }
 )
-_MEETING = ("master_addr", "master_port")
+_RENDEZVOUS_OPTIONS = ("master_addr", "master_port")
 
 
 def is_asked_for(
-    asked: Asked, environ: Mapping[str, str], hostfile: str = DEFAULT_HOSTFILE
+    args: ParsedArgs, environ: Mapping[str, str], hostfile: str = DEFAULT_HOSTFILE
 ) -> bool:
-    """Whether Slurm is to choose the machines: it is named, and no hosts are, nor is it there already."""
-    names_hosts = asked.has("hostfile", "include", "exclude", "force_multi", "no_ssh")
-    is_slurm = asked.text("launcher").lower() == "slurm"
+    """Whether Slurm chooses the machines: it is the launcher, without named hosts or an allocation."""
+    names_hosts = args.has("hostfile", "include", "exclude", "force_multi", "no_ssh")
+    is_slurm = args.text("launcher").lower() == "slurm"
     is_inside = "SLURM_JOB_ID" in environ
     return is_slurm and not (names_hosts or is_inside or Path(hostfile).is_file())
 
 
-def run(asked: Asked, environ: Mapping[str, str]) -> int:
-    """Become that srun, so that signals reach it and its exit code is ours; a dry run prints it.
+def run(args: ParsedArgs, environ: Mapping[str, str]) -> int:
+    """Replace this process by srun, so that it gets the signals and sets the exit code. A dry run prints it.
 
     Raises:
-        UsageError: srun is missing, or the number of machines is.
+        UsageError: srun or the number of machines is missing.
     """
-    slurm, there = Slurm(), remote(asked, environ)
-    # options here, variables for the xds of the step
-    meeting = {name.upper(): asked.text(name) for name in _MEETING if asked.has(name)}
-    there = replace(there, environment={**there.environment, **meeting})
-    command = slurm.own_allocation(_num_nodes(asked), there, _words(asked, there.python))
-    more = slurm.environment(there)
-    if asked.has("dry_run"):
+    slurm, remote_settings = Slurm(), remote(args, environ)
+    # given as options here, passed as variables to xds in the step
+    rendezvous = {name.upper(): args.text(name) for name in _RENDEZVOUS_OPTIONS if args.has(name)}
+    remote_settings = replace(
+        remote_settings, environment={**remote_settings.environment, **rendezvous}
+    )
+    command = slurm.own_allocation(
+        _num_nodes(args), remote_settings, _step_argv(args, remote_settings.python)
+    )
+    more = slurm.environment(remote_settings)
+    if args.has("dry_run"):
         from .dry_run import without_secrets
 
         shown = [f"{key}={value}" for key, value in without_secrets(more).items()]
@@ -61,16 +65,16 @@ def run(asked: Asked, environ: Mapping[str, str]) -> int:
     os.execvpe(command[0], command, {**environ, **more})
 
 
-def _num_nodes(asked: Asked) -> int:
-    return asked.number("num_nodes", asked.number("nnodes", 0, least=1), least=1)
+def _num_nodes(args: ParsedArgs) -> int:
+    return args.number("num_nodes", args.number("nnodes", 0, least=1), least=1)
 
 
-def _words(asked: Asked, python: str) -> list[str]:
-    # for the interpreter of xds alone, not for the ranks: the folder must not hide standard modules
+def _step_argv(args: ParsedArgs, python: str) -> list[str]:
+    # only for the interpreter of xds, not for the ranks: the folder must not hide standard modules
     safe = ["-P"] if sys.version_info >= (3, 11) else []
-    words = ["env", "-u", "PYTHONSAFEPATH", python, *safe, "-m", "xds.launcher.cli"]
+    argv = ["env", "-u", "PYTHONSAFEPATH", python, *safe, "-m", "xds.launcher.cli"]
     for option in OPTIONS:
-        if option.key in asked.given and option.key not in _DONE_HERE:
-            value = asked.given[option.key]
-            words.append(f"{option.name}={value}" if option.value else option.name)
-    return [*words, "--", *asked.command]
+        if option.key in args.given and option.key not in _HANDLED_HERE:
+            value = args.given[option.key]
+            argv.append(f"{option.name}={value}" if option.value else option.name)
+    return [*argv, "--", *args.command]

@@ -1,4 +1,4 @@
-"""The parser of the small commands: what it repeats of a command line is quoted."""
+"""The argument parser of the subcommands. It escapes the parts of the command line that it prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_CHARS = 400
 
 @final
 class Parser(argparse.ArgumentParser):
-    """Python's, but for its errors."""
+    """argparse's parser, with escaped error messages."""
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message, _MOST_CHARS))

@@ -1,1 +1,1 @@
-"""`xds env`: what there is on this machine, or on all hosts of a hostfile, with remedies for bad values."""
+"""`xds env`: versions, devices and limits of this machine or of all hosts of a hostfile, with remedies."""

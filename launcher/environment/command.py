@@ -1,19 +1,19 @@
-"""Takes `xds env` apart: this machine alone, which works without the rest of the launcher, or hosts."""
+"""Entry point of `xds env`: this machine, which needs no other part of the launcher, or several hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ...utils.errors import UsageError
-from . import here
+from . import this_machine
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 0, and of hosts what hosts.py says."""
-    if any(word.startswith("-") and word != "--json" for word in argv):
+    """Returns the exit code: 0, or that of hosts.py."""
+    if any(argument.startswith("-") and argument != "--json" for argument in argv):
         from .hosts import main as of_hosts
 
         return of_hosts(argv)
     if set(argv) - {"--json"}:
         raise UsageError(f"xds env = {' '.join(argv)}: takes options only; see `xds env --help`")
-    return here.show(as_one_line=bool(argv))
+    return this_machine.show(as_one_line=bool(argv))

@@ -1,4 +1,4 @@
-"""What many hosts' answers to `xds env` have in common, and where some differ from the others."""
+"""Compares the `xds env` output of several hosts: the common values, and those that differ."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import final
 from ...utils.quoting import escaped
 from .probes.line import Line
 
-NOT_TOLD = "(not told)"
-VERSIONS = ("xds", "python", "torch", "nccl")  # of these every host must have the same
+NOT_REPORTED = "(not reported)"
+VERSIONS = ("xds", "python", "torch", "nccl")  # must be equal on all hosts
 MAX_SKEW_SECONDS = 1.0
 _MAX_NAMED = 8
 
@@ -18,7 +18,7 @@ _MAX_NAMED = 8
 @final
 @dataclass(frozen=True)
 class Difference:
-    """A key whose value is not the same everywhere. groups: (line, its hosts), the largest first."""
+    """A key whose value is not the same on all hosts. groups: (line, its hosts), the largest first."""
 
     key: str
     groups: tuple[tuple[Line, tuple[str, ...]], ...]
@@ -30,7 +30,7 @@ class Difference:
         parts = []
         for index, (line, hosts) in enumerate(self.groups):
             is_odd = index > 0 or not has_majority
-            who = named(hosts) if is_odd else f"{len(hosts)} of {total} hosts"
+            who = host_names(hosts) if is_odd else f"{len(hosts)} of {total} hosts"
             remedy = f" ({line.remedy})" if line.remedy else ""
             parts.append(
                 f"{who}: {self.key} {escaped(line.value)}{remedy}" + "  <- differs" * is_odd
@@ -41,9 +41,11 @@ class Difference:
 @final
 @dataclass(frozen=True)
 class Comparison:
-    """common: lines that every host tells alike. warnings: (host, line) of those that vary, with a remedy.
+    """The result of `compare`.
 
-    skews: seconds by which a host's clock is ahead of this machine's, of those that are too far off.
+    common: lines that are equal on all hosts.
+    warnings: (host, line) of lines with a remedy whose values always vary between hosts.
+    skews: seconds by which a host's clock is ahead of this machine's, for hosts above the limit.
     """
 
     common: tuple[Line, ...]
@@ -57,11 +59,11 @@ class Comparison:
 
 
 def compare(answers: Mapping[str, tuple[Sequence[Line], float]]) -> Comparison:
-    """Compare hosts by key. `answers`: of each host its lines, and this machine's time at the answer."""
-    told = {host: {line.key: line for line in lines} for host, (lines, _) in answers.items()}
+    """Compare hosts by key. `answers`: for each host its lines, and this machine's time when they arrived."""
+    by_host = {host: {line.key: line for line in lines} for host, (lines, _) in answers.items()}
     common, differences, warnings = [], [], []
-    for key in _keys(list(told.values())):
-        of_key = {host: lines.get(key, Line(key, NOT_TOLD)) for host, lines in told.items()}
+    for key in _keys(list(by_host.values())):
+        of_key = {host: lines.get(key, Line(key, NOT_REPORTED)) for host, lines in by_host.items()}
         if any(line.varies for line in of_key.values()):
             warnings += [(host, line) for host, line in of_key.items() if line.remedy]
             continue
@@ -73,16 +75,16 @@ def compare(answers: Mapping[str, tuple[Sequence[Line], float]]) -> Comparison:
     return Comparison(tuple(common), tuple(differences), tuple(warnings), _skews(answers))
 
 
-def _keys(told: Sequence[Mapping[str, Line]]) -> Iterator[str]:
-    """Each once, in the order of the host that tells most."""
+def _keys(by_host: Sequence[Mapping[str, Line]]) -> Iterator[str]:
+    """Every key once, in the order of the host with the most lines."""
     seen: dict[str, None] = {}
-    for lines in sorted(told, key=len, reverse=True):
+    for lines in sorted(by_host, key=len, reverse=True):
         seen.update(dict.fromkeys(lines))
     yield from seen
 
 
 def _groups(of_key: Mapping[str, Line]) -> tuple[tuple[Line, tuple[str, ...]], ...]:
-    """Hosts by value, the largest group first, groups of a size in the order of their first host."""
+    """The hosts grouped by value, the largest group first; equal sizes in the order of their first host."""
     hosts: dict[str, list[str]] = {}
     lines: dict[str, Line] = {}
     for host, line in of_key.items():
@@ -100,15 +102,15 @@ def _skews(answers: Mapping[str, tuple[Sequence[Line], float]]) -> dict[str, flo
         clocks = [line.value for line in lines if line.key == "clock"]
         try:
             skew = float(clocks[-1]) - answered_at
-        except (IndexError, ValueError):  # a host whose clock could not be read
+        except (IndexError, ValueError):  # the host reported no clock
             continue
         if not abs(skew) <= MAX_SKEW_SECONDS:
             found[host] = skew
     return found
 
 
-def named(hosts: Sequence[str]) -> str:
-    """ "h1, h2": the first of them, and how many more."""
+def host_names(hosts: Sequence[str]) -> str:
+    """ "h1, h2": the first names, and the number of the others."""
     more = len(hosts) - _MAX_NAMED
     return ", ".join(hosts[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
@@ -116,11 +118,11 @@ def named(hosts: Sequence[str]) -> str:
 def report(
     compared: Comparison, unreached: Mapping[str, str], hosts: Sequence[str]
 ) -> Iterator[str]:
-    """The lines to print: what is common once, then what differs, then who did not answer."""
-    num_told = len(hosts) - len(unreached)
-    if num_told:
-        answered = f"{num_told} of {len(hosts)} hosts" if unreached else f"{len(hosts)} hosts"
-        yield f"-- the same on {answered}: {named([h for h in hosts if h not in unreached])}"
+    """The lines to print: the common values once, then the differences, then the hosts without an answer."""
+    num_answered = len(hosts) - len(unreached)
+    if num_answered:
+        answered = f"{num_answered} of {len(hosts)} hosts" if unreached else f"{len(hosts)} hosts"
+        yield f"-- the same on {answered}: {host_names([h for h in hosts if h not in unreached])}"
         yield from map(str, compared.common)
     if compared.differences:
         yield "-- different"
@@ -135,7 +137,7 @@ def report(
 
 
 def skew_text(host: str, skew: float) -> str:
-    """How far a clock is off, and what to do."""
+    """The difference between two clocks, with its remedy."""
     way = "ahead of" if skew > 0 else "behind"
     return (
         f"{host}: clock {abs(skew):.1f} s {way} this machine's  <- differs  -> start chrony or ntpd"

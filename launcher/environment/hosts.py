@@ -1,4 +1,4 @@
-"""`xds env --hostfile`: asks all hosts at once over ssh, shows what they share, marks what differs."""
+"""`xds env --hostfile`: runs `xds env` on all hosts in parallel over ssh and compares the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ..remote.fan_out import Answer, fan_out
-from . import here
+from . import this_machine
 from .compare import Comparison, compare, report
 from .probes.line import Line
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 DONE, DIFFERENT, INTERRUPTED = 0, 1, 130
 _MODULE = "xds.launcher.cli"
-_WORDS = ("env", "--json")
+_ARGUMENTS = ("env", "--json")
 _TIMEOUT_SECONDS = 120.0
 _MAX_ERROR_LINES = 5
 
 _EPILOG = """\
-Every other option is the launcher's, and means what it means for a run: --hostfile asks all hosts of it at
-once, --include, --exclude, --num-nodes leave some, --ssh-port, --launcher-args, --venv-script and --python say
-how they are reached (`xds --help`). The exit code is 1 where a host does not answer, or the versions of xds,
-Python, torch or NCCL are not the same everywhere."""
+All other options are those of the launcher, with the same meaning as for a run (`xds --help`): --hostfile
+queries all of its hosts in parallel, --include, --exclude and --num-nodes select some of them, and
+--ssh-port, --launcher-args, --venv-script and --python define how they are reached. The exit code is 1 if a
+host does not answer, or if the versions of xds, Python, torch or NCCL differ between hosts."""
 
 
 @final
@@ -39,22 +39,22 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str]) -> int:
-    """0; 1 where a host did not answer, or versions differ; 130 after Ctrl-C."""
-    asked, words = _parser().parse_known_args(list(argv))
-    if asked.timeout <= 0:
-        raise UsageError(f"--timeout = {asked.timeout:g}: must be a number of seconds above 0")
-    hosts = _hosts(words)
+    """Returns 0, 1 if a host did not answer or versions differ, or 130 after Ctrl-C."""
+    args, launcher_args = _parser().parse_known_args(list(argv))
+    if args.timeout <= 0:
+        raise UsageError(f"--timeout = {args.timeout:g}: must be a number of seconds above 0")
+    hosts = _hosts(launcher_args)
     if hosts is None:
-        return here.show(as_one_line=asked.json)
+        return this_machine.show(as_one_line=args.json)
     commands = _commands(hosts)
     try:
-        told, unreached = _read(fan_out(commands, asked.timeout))
-    except KeyboardInterrupt:  # everything that was begun has been ended
+        reports, unreached = _read(fan_out(commands, args.timeout))
+    except KeyboardInterrupt:  # all started commands have been killed
         return INTERRUPTED
-    _check_slots(hosts, told)
-    compared = compare(told)
-    if asked.json:
-        print(as_json(told, unreached, compared))
+    _check_slots(hosts, reports)
+    compared = compare(reports)
+    if args.json:
+        print(as_json(reports, unreached, compared))
     else:
         for line in report(compared, unreached, list(commands)):
             print(line)
@@ -75,25 +75,25 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=_TIMEOUT_SECONDS,
         metavar="SECONDS",
-        help=f"for one host to answer, default {_TIMEOUT_SECONDS:g}",
+        help=f"time limit for the answer of one host (default: {_TIMEOUT_SECONDS:g})",
     )
     return parser
 
 
-def _hosts(words: Sequence[str]) -> Hosts | None:
-    """The hosts on which a run with these words would be; None: on this machine.
+def _hosts(launcher_args: Sequence[str]) -> Hosts | None:
+    """The hosts of a run with these options; None means this machine.
 
     Raises:
-        UsageError: options that are wrong, or a launcher that does not reach one host alone.
+        UsageError: an option is wrong, or the launcher cannot reach a single host.
     """
-    from ..command_line.options import judge, read
+    from ..command_line.options import check_options, read
     from ..command_line.where import Hosts, where_to_run
 
-    asked = read([*words, "--module", _MODULE, *_WORDS])
-    if asked.command != (_MODULE, *_WORDS):
-        raise UsageError(f"xds env: {asked.command[0]}: is no option; see `xds env --help`")
-    judge(asked)
-    where = where_to_run(asked, os.environ)
+    args = read([*launcher_args, "--module", _MODULE, *_ARGUMENTS])
+    if args.command != (_MODULE, *_ARGUMENTS):
+        raise UsageError(f"xds env: {args.command[0]}: is not an option; see `xds env --help`")
+    check_options(args)
+    where = where_to_run(args, os.environ)
     return where if isinstance(where, Hosts) else None
 
 
@@ -103,20 +103,20 @@ def _commands(hosts: Hosts) -> dict[str, list[str]]:
     backend = backend_named(hosts.launcher)
     if not isinstance(backend, PerHost):
         raise UsageError(
-            f"--launcher = {hosts.launcher}: xds env asks each host by itself, over ssh; leave it out,"
-            " or let that launcher run `xds env --json` on each"
+            f"--launcher = {hosts.launcher}: xds env connects to each host separately, over ssh; leave the"
+            " option out, or run `xds env --json` on each host with that launcher"
         )
-    words = [hosts.remote.python, "-u", "-m", _MODULE, *_WORDS]
-    return {host.name: backend.command(host, hosts.remote, words) for host in hosts.hosts}
+    launcher_args = [hosts.remote.python, "-u", "-m", _MODULE, *_ARGUMENTS]
+    return {host.name: backend.command(host, hosts.remote, launcher_args) for host in hosts.hosts}
 
 
-def _check_slots(hosts: Hosts, told: Mapping[str, tuple[list[Line], float]]) -> None:
-    """Add a line to hosts that have GPUs, but not the ones that the hostfile names."""
+def _check_slots(hosts: Hosts, reports: Mapping[str, tuple[list[Line], float]]) -> None:
+    """Add a line to hosts that have GPUs, but fewer than the hostfile names."""
     for host in hosts.hosts:
-        lines = told.get(host.name, ([], 0.0))[0]
+        lines = reports.get(host.name, ([], 0.0))[0]
         num_gpus = next((line.value for line in lines if line.key == "gpus"), "")
         if num_gpus.isdigit() and 0 < int(num_gpus) <= max(host.slots):
-            value = f"slot {max(host.slots)} is asked for, but it has {num_gpus} GPUs"
+            value = f"names slot {max(host.slots)}, but the host has {num_gpus} GPUs"
             remedy = "correct slots= in the hostfile, or --include"
             lines.append(Line("hostfile", value, remedy, varies=True))
 
@@ -124,52 +124,52 @@ def _check_slots(hosts: Hosts, told: Mapping[str, tuple[list[Line], float]]) -> 
 def _read(
     answers: Mapping[str, Answer],
 ) -> tuple[dict[str, tuple[list[Line], float]], dict[str, str]]:
-    """(lines and time of the answer of those that answered, the reason of those that did not)."""
-    told: dict[str, tuple[list[Line], float]] = {}
+    """(lines and time of the hosts that answered, error text of the hosts that did not)."""
+    reports: dict[str, tuple[list[Line], float]] = {}
     unreached: dict[str, str] = {}
     for host, answer in answers.items():
         lines = parsed(answer.output)
         if not lines:
             unreached[host] = reason(answer)
         else:
-            told[host] = (lines, answer.answered_at)
-    return told, unreached
+            reports[host] = (lines, answer.answered_at)
+    return reports, unreached
 
 
 def parsed(output: str) -> list[Line] | None:
-    """The lines a host told; what its login scripts print may stand before them. None: there are none."""
+    """The lines in a host's output, which may begin with output of login scripts; None if there are none."""
     for text in reversed(output.splitlines()):
         try:
-            return [Line(**_fields(said)) for said in json.loads(text)]
+            return [Line(**_fields(record)) for record in json.loads(text)]
         except (ValueError, TypeError, RecursionError):  # no JSON, or not ours
             continue
     return None
 
 
-def _fields(said: Any) -> dict[str, Any]:
-    """One line's fields; what a newer xds tells besides is left out."""
-    if not isinstance(said, dict):
-        raise TypeError("no object")
-    texts = {name: said[name] for name in ("key", "value", "remedy") if name in said}
+def _fields(record: Any) -> dict[str, Any]:
+    """The fields of one line; additional fields of a newer xds are dropped."""
+    if not isinstance(record, dict):
+        raise TypeError("not an object")
+    texts = {name: record[name] for name in ("key", "value", "remedy") if name in record}
     if not all(isinstance(text, str) for text in texts.values()):
-        raise TypeError("no text")
-    return {**texts, "varies": bool(said.get("varies"))}
+        raise TypeError("not text")
+    return {**texts, "varies": bool(record.get("varies"))}
 
 
 def reason(answer: Answer) -> str:
-    """Why a host did not answer, in ssh's own words where it has any."""
-    words = [line.strip() for line in answer.errors.splitlines() if line.strip()]
-    told = " | ".join(map(printable, words[-_MAX_ERROR_LINES:]))
+    """Why a host did not answer: the last lines of ssh's standard error, and the exit code."""
+    launcher_args = [line.strip() for line in answer.errors.splitlines() if line.strip()]
+    reports = " | ".join(map(printable, launcher_args[-_MAX_ERROR_LINES:]))
     ending = answer.trouble or f"exit code {answer.code}, and no answer"
-    return f"{told} ({ending})" if told else ending
+    return f"{reports} ({ending})" if reports else ending
 
 
 def as_json(
-    told: Mapping[str, tuple[Sequence[Line], float]],
+    reports: Mapping[str, tuple[Sequence[Line], float]],
     unreached: Mapping[str, str],
     compared: Comparison,
 ) -> str:
-    """One line of JSON with everything that every host told."""
+    """One line of JSON with the complete output of every host."""
     differences = {
         difference.key: [
             {"value": line.value, "hosts": list(hosts)} for line, hosts in difference.groups
@@ -178,7 +178,9 @@ def as_json(
     }
     return json.dumps(
         {
-            "hosts": {host: [asdict(line) for line in lines] for host, (lines, _) in told.items()},
+            "hosts": {
+                host: [asdict(line) for line in lines] for host, (lines, _) in reports.items()
+            },
             "not_reached": dict(unreached),
             "differences": differences,
             "clock_skew_seconds": {host: round(skew, 3) for host, skew in compared.skews.items()},

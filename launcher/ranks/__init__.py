@@ -1,1 +1,1 @@
-"""The ranks of this machine: started by torch's agent, supervised, stopped, reported."""
+"""Starts the ranks of this machine with torch's elastic agent, supervises them, and reports failures."""

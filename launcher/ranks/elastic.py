@@ -1,6 +1,7 @@
-"""Hands a job to torch's elastic launcher. With meeting_store.py it is what imports torch in the launcher.
+"""Runs a job with torch's elastic launcher.
 
-torch does the rendezvous, the ranks' environment, and the watch.
+torch does the rendezvous, sets the ranks' environment, and monitors the ranks. To start ranks, the launcher
+imports torch only in this module and in rendezvous_store.py.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ...utils.errors import UsageError
 from ..job import Job, Order, Rendezvous
-from .meeting_store import serve
 from .network import address_towards, interface_towards, is_loopback, split_endpoint
+from .rendezvous_store import serve
 from .run_folder import RunFolder
 
 _FLIGHT_RECORDER_ENTRIES = (
-    "64"  # torch's: for the script's own collectives, which the watcher names
+    "64"  # torch's flight recorder, so that the watcher can name the script's collectives
 )
 _WORKER = str(Path(__file__).with_name("worker.py"))
 
@@ -39,99 +40,104 @@ def launch(
     ranks: dict[int, int],
     extra: dict[str, str],
 ) -> tuple[dict[int, ProcessFailure], object]:
-    """Run every rank of this host to its end; the ranks that failed, with torch's account of each.
+    """Run every rank of this host to its end.
 
-    ranks: is filled with rank by local rank as soon as the rendezvous has told them.
-    Also returns what keeps torch's store open after a failure, where it is served from here.
+    Args:
+        ranks: filled with rank by local rank when the rendezvous is complete.
+    Returns:
+        torch's ProcessFailure of each failed rank, and an object that keeps torch's store open after a failure
+        if this process serves it.
     """
-    logging.disable(logging.CRITICAL)  # the agent's own tables about a failure: ours comes once
-    meeting, store = serve(order.rendezvous)
-    order = replace(order, rendezvous=meeting)
-    settings = dict(meeting.settings)
+    # the agent's own failure tables; the launcher prints one report
+    logging.disable(logging.CRITICAL)
+    rendezvous, store = serve(order.rendezvous)
+    order = replace(order, rendezvous=rendezvous)
+    settings = dict(rendezvous.settings)
     config = LaunchConfig(
-        min_nodes=meeting.min_nodes,
-        max_nodes=meeting.max_nodes,
+        min_nodes=rendezvous.min_nodes,
+        max_nodes=rendezvous.max_nodes,
         nproc_per_node=num_ranks,
-        run_id=meeting.run_id or uuid.uuid4().hex,
-        rdzv_backend=meeting.kind,
-        rdzv_endpoint=meeting.endpoint,
+        run_id=rendezvous.run_id or uuid.uuid4().hex,
+        rdzv_backend=rendezvous.kind,
+        rdzv_endpoint=rendezvous.endpoint,
         rdzv_configs=settings
-        if meeting.node_rank is None
-        else {"rank": meeting.node_rank, **settings},
-        local_addr=meeting.local_addr or _own_address(meeting),
+        if rendezvous.node_rank is None
+        else {"rank": rendezvous.node_rank, **settings},
+        local_addr=rendezvous.local_addr or _own_address(rendezvous),
         max_restarts=order.agent_restarts,
         monitor_interval=0.1,
         logs_specs=_RankFiles(folder, order, num_ranks, ranks, extra),
     )
     job = order.job
-    # torch fills in templates in arguments: "$$" is a dollar that stays one
-    words = [word.replace("$", "$$") for word in (_WORKER, job.kind, job.target, *job.args)]
+    # torch substitutes templates in arguments: "$$" becomes "$"
+    argv = [word.replace("$", "$$") for word in (_WORKER, job.kind, job.target, *job.args)]
     try:
-        elastic_launch(config, sys.executable)("-u", *words)
+        elastic_launch(config, sys.executable)("-u", *argv)
     except ChildFailedError as failed:
-        return dict(failed.failures), (failed, store)  # its frames hold the rendezvous
+        # its traceback frames reference the rendezvous
+        return dict(failed.failures), (failed, store)
     return {}, None
 
 
-def _own_address(meeting: Rendezvous) -> str | None:
-    """What the others reach this machine by; not its name, which may resolve slowly, wrongly, or not at all."""
-    if meeting.max_nodes == 1:
+def _own_address(rendezvous: Rendezvous) -> str | None:
+    """This machine's address for the others. Not its name, which may resolve slowly, wrongly, or not at all."""
+    if rendezvous.max_nodes == 1:
         return "127.0.0.1"
-    host, _ = split_endpoint(meeting.endpoint)
+    host, _ = split_endpoint(rendezvous.endpoint)
     own = address_towards(host)
-    # where the machine knows itself by the loopback it cannot know what the others use
+    # if the machine's own name is on the loopback, the address that the others use is unknown
     return None if not own or (is_loopback(own) and not is_loopback(host)) else own
 
 
-def count_ranks(job: Job, asked: int | str) -> int:
-    """How many ranks `job` gets here (`asked`: a number, auto, gpu or cpu) if its backend can serve them.
+def count_ranks(job: Job, requested: int | str) -> int:
+    """The number of ranks of `job` on this machine. `requested` is a number, auto, gpu or cpu.
 
     Raises:
-        UsageError: GPUs or a backend asked for that are not here.
+        UsageError: this machine does not have the GPUs or the backend.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked == "gpu" and not num_gpus:
-        raise UsageError("--nproc-per-node = gpu: no GPU is visible here; give a number, or cpu")
+    if requested == "gpu" and not num_gpus:
+        raise UsageError("--nproc-per-node = gpu: no GPU is visible here; set a number, or cpu")
     by_name = {"auto": num_gpus or 2, "gpu": num_gpus, "cpu": num_cores()}
-    num_ranks = by_name[asked] if isinstance(asked, str) else asked
+    num_ranks = by_name[requested] if isinstance(requested, str) else requested
     if job.backend == "nccl" and not (dist.is_nccl_available() and num_gpus >= num_ranks):
         raise UsageError(
             f"--backend = nccl: needs a GPU for each of the {num_ranks} ranks, {num_gpus} visible"
-            " here; take --backend gloo, or fewer ranks with --nproc-per-node"
+            " here; set --backend gloo, or fewer ranks with --nproc-per-node"
         )
     if job.backend == "mpi" and not dist.is_mpi_available():
-        raise UsageError("--backend = mpi: this torch is built without MPI; take --backend gloo")
-    if job.backend == "mpi":  # its ranks come from MPI, not from the environment
+        raise UsageError("--backend = mpi: this torch is built without MPI; set --backend gloo")
+    if job.backend == "mpi":  # MPI assigns the ranks, not the environment
         command = f"XDS_BACKEND=mpi mpirun -n {num_ranks} python {job.target}"
         raise UsageError(f"--backend = mpi: MPI starts its processes itself; run `{command}`")
     return num_ranks
 
 
 def share_cores(core_list: str, num_ranks: int) -> list[list[int]]:
-    """Equal slices of the cores for `num_ranks` ranks, in order; core_list as in "0-3,8", "" for all.
+    """Equal slices of the cores for `num_ranks` ranks, in order. `core_list` is such as "0-3,8"; "" means all.
 
     Raises:
-        UsageError: a core that this process may not use, or fewer cores than ranks.
+        UsageError: this process may not use one of the cores, or there are fewer cores than ranks.
     """
     usable = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-    asked = read_cores(core_list) if core_list else usable
-    wrong = sorted(set(asked) - set(usable))
+    cores = read_cores(core_list) if core_list else usable
+    wrong = sorted(set(cores) - set(usable))
     if wrong:
         raise UsageError(
-            f"--bind_core_list = {core_list}: core {wrong[0]} is not this process's; usable: "
+            f"--bind_core_list = {core_list}: this process may not use core {wrong[0]}; usable: "
             f"{','.join(map(str, usable))}"
         )
-    each = len(asked) // num_ranks
+    each = len(cores) // num_ranks
     if not each:
         raise UsageError(
-            f"--bind_cores_to_rank: {num_ranks} ranks need as many cores, {len(asked)} are given; "
-            "start fewer ranks, or leave it out"
+            f"--bind_cores_to_rank: {num_ranks} ranks need at least as many cores, there are {len(cores)}; "
+            "start fewer ranks, or remove the option"
         )
-    return [asked[rank * each : (rank + 1) * each] for rank in range(num_ranks)]
+    return [cores[rank * each : (rank + 1) * each] for rank in range(num_ranks)]
 
 
 def read_cores(core_list: str) -> list[int]:
-    """The numbers of "0-3,8"; UsageError where it is none."""
+    """The numbers in "0-3,8". Raises UsageError if the text is not such a list."""
     cores: list[int] = []
     for part in core_list.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -142,14 +148,14 @@ def read_cores(core_list: str) -> list[int]:
 
 
 def num_cores() -> int:
-    """CPU cores this process may use."""
+    """The number of CPU cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _environment(order: Order, num_ranks: int) -> dict[str, str]:
-    """What every rank of this host finds in its environment beside torch's own variables."""
+    """The environment variables of every rank of this host, in addition to those of torch."""
     job = order.job
     found = {"XDS_LAUNCHER_PID": str(os.getpid())}
     if job.threads_per_rank is not None:
@@ -159,12 +165,12 @@ def _environment(order: Order, num_ranks: int) -> dict[str, str]:
     if job.backend is not None:
         found["XDS_BACKEND"] = job.backend
     if "GLOO_SOCKET_IFNAME" not in os.environ:
-        # not left to gloo, which looks up the machine's name
+        # gloo's own default depends on a lookup of the machine's name
         interface = interface_towards(order.rendezvous.endpoint)
         found |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     if "TORCH_FR_BUFFER_SIZE" not in os.environ:
         found["TORCH_FR_BUFFER_SIZE"] = _FLIGHT_RECORDER_ENTRIES
-    if not order.agent_restarts:  # each start is a launch of its own
+    if not order.agent_restarts:  # each restart is a new launch
         found["TORCHELASTIC_RESTART_COUNT"] = str(order.generation)
         found["TORCHELASTIC_MAX_RESTARTS"] = str(order.max_restarts)
     return found
@@ -172,10 +178,10 @@ def _environment(order: Order, num_ranks: int) -> dict[str, str]:
 
 @final
 class _RankFiles(LogsSpecs):
-    """Tells the agent and each rank which files of the run's folder are whose.
+    """Sets the paths of each rank's files in the run folder, for the agent and for the rank.
 
-    Nothing is redirected here: rank 0's streams go through rank_zero.py, and worker.py opens the log of any
-    other rank itself, so that both of its streams share one file in the right order.
+    Nothing is redirected here. rank_zero.py handles rank 0's streams. worker.py opens the log of any other rank
+    itself, so that both streams go to one file in the order of the writes.
     """
 
     def __init__(
@@ -211,7 +217,7 @@ class _RankFiles(LogsSpecs):
             env["XDS_RANK_FILES"] = str(self._folder.path / f"rank{rank}")
             env["XDS_RUN_FOLDER"] = str(self._folder.path)
             env["XDS_GRACE_FILE"] = str(self._folder.grace(rank))
-            # DeepSpeed's names
+            # the names that DeepSpeed uses
             env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"]
             env["CROSS_RANK"], env["CROSS_SIZE"] = env["GROUP_RANK"], env["GROUP_WORLD_SIZE"]
             if rank == 0:

@@ -1,8 +1,8 @@
-"""Which rank failed first, and the one report about it.
+"""Determines which rank failed first, and formats the failure report.
 
-When a rank dies, its peers usually die too: of a broken connection, or because the launcher stops
-them. Each of these deaths looks like a failure. So failures are ordered by kind before time: one of
-a rank's own comes before the loss of a peer, and that before being stopped.
+When a rank fails, its peers usually fail too: by a broken connection, or because the launcher stops
+them. So failures are ordered by kind before time: a rank's own failure first, then the loss of a peer,
+then being stopped by the launcher.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SAVED_AND_LEFT = 128 + signal.SIGTERM  # the exit code of xds.Preempted
 _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
-# What gloo, NCCL and the rendezvous store say on the ranks that outlive another one.
+# Error messages of gloo, NCCL and the rendezvous store on ranks that lost a peer.
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|likely closed)|broken pipe|socket closed|pair closure"
     r"|remote process (exited|has)|ncclRemoteError|NCCL communicator was aborted"
@@ -29,28 +29,28 @@ _LOST_PEER = re.compile(
 )
 
 _SIGNAL_HINTS = {
-    int(signal.SIGKILL): "if nobody sent it, the kernel was out of memory (`dmesg` says so)",
-    int(signal.SIGBUS): "most often /dev/shm is full (`xds env` shows its size)",
+    int(signal.SIGKILL): "if nobody sent it, the kernel was out of memory (see `dmesg`)",
+    int(signal.SIGBUS): "the usual cause is a full /dev/shm (`xds env` prints its size)",
     int(signal.SIGSEGV): "native code crashed, called from the Python frames above",
 }
 
 
 class Kind(IntEnum):
-    """Why a rank ended, the likeliest cause of the others' end first."""
+    """Why a rank ended. Lower values are more likely to be the cause of the others."""
 
-    OWN = 0  #: it failed by itself
-    LOST_PEER = 1  #: another rank was gone
-    STOPPED = 2  #: the launcher stopped it
+    OWN = 0  #: the rank itself failed
+    LOST_PEER = 1  #: the rank lost the connection to another rank
+    STOPPED = 2  #: the launcher stopped the rank
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end.
+    """The failure of one rank.
 
-    exit_code: the shell's: 1-255, 128 + signum after a signal.
-    signum: 0 for a rank that ended by itself.
-    text: the traceback, or for a crash the frames it happened in; may be empty.
-    host: where it ran; log: its output file there; tail: the last lines of it where there is no text.
+    exit_code: as in a shell: 1-255, 128 + signum after a signal.
+    signum: the signal that ended the rank, or 0.
+    text: the traceback, or the Python frames of a crash; may be empty.
+    host: the rank's host; log: its output file there; tail: the last lines of the log if there is no text.
     """
 
     rank: int
@@ -65,9 +65,9 @@ class Failure:
     tail: tuple[str, ...] = ()
 
     @staticmethod
-    def from_dict(said: Mapping[str, Any]) -> Failure:
-        """What `vars` of a failure became in JSON."""
-        return Failure(**dict(said, tail=tuple(said["tail"])))
+    def from_dict(record: Mapping[str, Any]) -> Failure:
+        """The failure from `vars(failure)` after a round trip through JSON."""
+        return Failure(**dict(record, tail=tuple(record["tail"])))
 
     @property
     def kind(self) -> Kind:
@@ -77,32 +77,32 @@ class Failure:
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
-    """The failure that explains the others.
+    """The failure that most likely caused the others.
 
-    Of several that say the same (a mistake in the script hits every rank) it is the lowest rank's.
+    Of several with the same text (an error in the script affects every rank), that of the lowest rank.
     """
     first = min(failures, key=lambda failure: (failure.kind, failure.time_seconds, failure.rank))
     if first.kind is not Kind.OWN or first.signum:
         return first
-    said = (Kind.OWN, first.exit_code, first.text)
-    alike = [each for each in failures if (each.kind, each.exit_code, each.text) == said]
+    record = (Kind.OWN, first.exit_code, first.text)
+    alike = [each for each in failures if (each.kind, each.exit_code, each.text) == record]
     return min(alike, key=lambda failure: failure.rank)
 
 
 def was_preempted(failures: Sequence[Failure]) -> bool:
-    """Whether the ranks left by themselves after they were asked to, having saved (see xds.Preempted).
+    """Whether the ranks saved a checkpoint on request and then exited (see xds.Preempted).
 
-    The first to leave may have the others stopped in their last moments: all have saved by then.
+    When the first rank exits, the launcher may stop the others while they exit. All have saved by then.
     """
     left = [f for f in failures if f.exit_code == SAVED_AND_LEFT]
     return len(left) == len(failures) and any(not f.signum for f in left)
 
 
 def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
-    """Tell the first failure once, the others by rank only.
+    """The report: the first failure in full, the others by rank only.
 
     Args:
-        failures: every rank that did not end well.
+        failures: those of all ranks that failed.
         finished: the ranks that ended with exit code 0.
     """
     first = first_failure(failures)
@@ -113,22 +113,22 @@ def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
     if first.text:
         lines.append(first.text.rstrip("\n"))
     elif first.tail:
-        lines += ["  its last lines:", *(f"  | {line}" for line in first.tail)]
+        lines += ["  last lines of its output:", *(f"  | {line}" for line in first.tail)]
     if first.signum in _SIGNAL_HINTS:
         lines.append(f"xds: {_signal_name(first.signum)}: {_SIGNAL_HINTS[first.signum]}")
     if first.kind is Kind.LOST_PEER and finished:
         lines.append(
-            f"xds: {told_ranks(finished)} had finished; every rank must join each collective"
+            f"xds: {ranks_text(finished)} had finished; every rank must join each collective"
         )
     lines += _others(failures, first)
     if first.log:
-        lines.append(f"xds: everything rank {first.rank} printed: {first.log}")
+        lines.append(f"xds: full output of rank {first.rank}: {first.log}")
     return "\n".join(lines) + "\n"
 
 
 def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
     own = sorted(f.rank for f in failures if f is not first and f.kind is Kind.OWN)
-    return [f"xds: {told_ranks(own)} failed as well"] if own else []
+    return [f"xds: {ranks_text(own)} failed as well"] if own else []
 
 
 def _signal_name(signum: int) -> str:
@@ -138,13 +138,13 @@ def _signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-def told_ranks(ranks: Sequence[int]) -> str:
-    """Say `rank 3`, or `ranks 0, 1, 2`."""
+def ranks_text(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 0, 1, 2"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def last_lines(log: Path) -> tuple[str, ...]:
-    """The last lines of a log; nothing when it is empty or not there."""
+    """The last lines of a log; () if it is empty or missing."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
@@ -152,6 +152,6 @@ def last_lines(log: Path) -> tuple[str, ...]:
             text = file.read().decode(errors="replace")
     except OSError:
         return ()
-    # a progress bar redraws its line: keep what it showed last
+    # a progress bar redraws its line: keep the last state
     last = [line.rpartition("\r")[2] for line in text.rstrip().split("\n")[-_TAIL_LINES:]]
     return tuple(last) if any(last) else ()

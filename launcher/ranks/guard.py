@@ -1,13 +1,14 @@
-"""Ends what ranks had started, once their launcher was killed.
+"""The guard process: kills the child processes of the ranks after their launcher was killed.
 
-    python -I -S guard.py      standard input: a line for each rank, its process id; "done" before a usual end
+    python -I -S guard.py      standard input: the process id of each rank, one per line; at a normal end "done"
 
-The kernel kills a rank along with its launcher (see worker.py), but nothing that the rank had started. So each
-launcher has this process beside it, in a process group of its own. Its input ends with the launcher, however
-that ends. Then it ends every process of the ranks' sessions. A child of a child belongs to the session as well,
-whoever its parent is by now, and in whatever process group.
+The kernel kills a rank when its launcher is killed (see worker.py), but not the rank's child processes. So each
+launcher starts a guard process, in its own process group. The guard's standard input closes when the launcher
+ends for any reason. Then the guard kills every process in the ranks' sessions. A session also includes children
+of children, even after their parent has exited, and in any process group.
 
-Started by its path, with the standard library alone: it takes a few milliseconds, while torch is imported.
+The guard is started by its path and imports only the standard library. It starts within milliseconds, while the
+launcher imports torch.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import final
 
-HELPERS_SECONDS = 0.5  # for trackers of shared memory to clean up once their rank is gone
+HELPERS_SECONDS = 0.5  # time for trackers of shared memory to clean up after their rank has ended
 _GIVE_UP_SECONDS = 2.0
 _TICK_SECONDS = 0.02
 _DONE = b"done\n"
 
 
 def members(sessions: Iterable[int]) -> list[int]:
-    """The living processes of sessions, by the ids of the processes that began them."""
+    """The running processes of sessions. A session is given by the id of its first process."""
     wanted = set(sessions)
     found = []
     for name in os.listdir("/proc") if wanted else ():
@@ -41,7 +42,7 @@ def members(sessions: Iterable[int]) -> list[int]:
 
 
 def end_sessions(sessions: Iterable[int], patience_seconds: float) -> None:
-    """Kill what is left of sessions after a while, and what that has started meanwhile."""
+    """Wait `patience_seconds`, then kill the remaining processes of sessions, including new ones."""
     begun, wanted = time.monotonic(), list(sessions)
     while left := members(wanted):
         waited_seconds = time.monotonic() - begun
@@ -50,12 +51,12 @@ def end_sessions(sessions: Iterable[int], patience_seconds: float) -> None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         if waited_seconds > patience_seconds + _GIVE_UP_SECONDS:
-            return  # one in uninterruptible sleep: the kernel ends it when it can
+            return  # a process in uninterruptible sleep: the kernel ends it later
         time.sleep(_TICK_SECONDS)
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent, group, session, ... of a process; [] where there is none."""
+    """State, parent, group, session, ... of a process; [] if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
             # "pid (name) state ...": the name may hold spaces and brackets
@@ -65,26 +66,26 @@ def _stat(pid: int) -> list[str]:
 
 
 def started(pid: int) -> str:
-    """When the kernel started a process, in its own ticks; "" where there is none."""
+    """The start time of a process in kernel ticks; "" if it does not exist."""
     fields = _stat(pid)
     return fields[19] if fields else ""
 
 
 def still_ours(ranks: Mapping[int, str]) -> list[int]:
-    """Of ranks, with when each was started, those whose number no other process has got since."""
+    """The ranks, given with their start times, whose process id has not been reused by another process."""
     return [pid for pid, at in ranks.items() if started(pid) in ("", at)]
 
 
 @final
 class Guard:
-    """The launcher's end: tells the guard which ranks there are, for as long as the context lasts."""
+    """The launcher's side: a context that runs the guard process and sends it the process ids of the ranks."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Guard:
         if sys.platform == "linux" and sys.executable:
-            with contextlib.suppress(OSError):  # no process to be had: then it must do without
+            with contextlib.suppress(OSError):  # no process can be started: run without a guard
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-S", __file__],
                     cwd="/",
@@ -96,8 +97,8 @@ class Guard:
         return self
 
     def watch(self, pid: int) -> None:
-        """`pid` leads the session of a rank."""
-        self._say(b"%d\n" % pid)
+        """Add the rank with process id `pid`, which leads a session."""
+        self._send(b"%d\n" % pid)
 
     def __exit__(
         self,
@@ -105,20 +106,20 @@ class Guard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._say(_DONE)
+        self._send(_DONE)
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # somebody stopped it
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the guard is stopped
                 self._process.wait(_GIVE_UP_SECONDS)
 
-    def _say(self, line: bytes) -> None:
+    def _send(self, line: bytes) -> None:
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):  # somebody killed it
+            with contextlib.suppress(OSError):  # the guard was killed
                 self._process.stdin.write(line)
 
 
 def main() -> None:
-    os.setpgid(0, 0)  # who kills the launcher's group spares it
+    os.setpgid(0, 0)  # not in the launcher's group, so that it survives a kill of that group
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
     ranks: dict[int, str] = {}

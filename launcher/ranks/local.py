@@ -1,7 +1,7 @@
-"""Runs a script on the devices of this machine, restarts it if asked, and says how it ended.
+"""Runs a script on the devices of this machine, restarts it if requested, and reports how it ended.
 
-Also this machine's part of a run whose other machines were started by something else: then torch's
-rendezvous finds them, and torch's agent does the restarts.
+Also runs this machine's part of a job on several machines that each start xds themselves. In that case torch's
+rendezvous connects them, and torch's agent does the restarts.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _NO_RESTARTS = Restarts()
 
 
 def run(job: Job, rendezvous: Rendezvous = _ONE_MACHINE, restarts: Restarts = _NO_RESTARTS) -> int:
-    """Run `job` to its end; the exit code of the first rank that failed, 0 when none did.
+    """Run `job` to its end. Returns the exit code of the first rank that failed, or 0.
 
-    A rank killed by a signal gives 128 + its number; so does a signal to the launcher itself.
+    A rank killed by a signal gives 128 + the signal number. So does a signal to the launcher itself.
 
     Raises:
-        UsageError: there is no such script, or this machine has not got what was asked for.
+        UsageError: the script does not exist, or this machine lacks the requested devices or backend.
         XdsError: torch could not start the ranks.
     """
     check_target(job)
@@ -51,22 +51,22 @@ def run(job: Job, rendezvous: Rendezvous = _ONE_MACHINE, restarts: Restarts = _N
         peers = Peers(rendezvous, stop)
         if not is_alone:
             peers.start()
-        shown = Outlet(stop.was_asked)
-        with RankZero(folder.path, folder.log(0), shown.write, stop.was_asked) as tee:
+        shown = Outlet(stop.is_requested)
+        with RankZero(folder.path, folder.log(0), shown.write, stop.is_requested) as tee:
             outcome = _generations(order, folder, stop, tee)
         shown.close()
         text, code = _ending(outcome, stop, peers)
-        say(text, stop.was_asked)
+        say(text, stop.is_requested)
         if text and not (is_alone or stop.signum):
-            peers.tell(text, code)
-    if outcome.is_agent_alive:  # told to stop while it imports torch, or waits for other machines
+            peers.publish(text, code)
+    if outcome.is_agent_alive:  # stopped while it imports torch, or waits for other machines
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
 def _fitting_ranks(job: Job, restarts: Restarts) -> int | Literal["auto", "gpu", "cpu"]:
-    """As many ranks as were asked for, or where the config's elasticity section counts, the most that fit."""
+    """The requested number of ranks, or the largest number that the config's elasticity section allows."""
     if restarts.fits is None:
         return job.num_ranks
     import_torch()
@@ -76,14 +76,14 @@ def _fitting_ranks(job: Job, restarts: Restarts) -> int | Literal["auto", "gpu",
     fitting = next((count for count in range(most, 0, -1) if restarts.fits(count)), 0)
     if not fitting:
         raise UsageError(
-            f"no number of ranks up to {most} fits the elasticity section of the config; "
-            "`xds elastic config.json` prints those that do"
+            f"no number of ranks up to {most} is valid for the elasticity section of the config; "
+            "`xds elastic config.json` prints the valid ones"
         )
     return fitting
 
 
 def check_target(job: Job) -> None:
-    """Raise a UsageError where there is no such script."""
+    """Raise a UsageError if the script does not exist."""
     if job.kind == "script" and not os.path.exists(job.target):
         raise UsageError(
             f"script = {quoted(job.target)}: no such file; give the path of a Python script"
@@ -91,23 +91,25 @@ def check_target(job: Job) -> None:
 
 
 def _generations(order: Order, folder: RunFolder, stop: Stop, tee: RankZero) -> Outcome:
-    """Start all ranks, again after a failure while restarts are left; how the last start ended."""
+    """Start all ranks, and again after each failure while restarts are left. Returns the last outcome."""
     allowed = 0 if order.agent_restarts else order.max_restarts
     while True:
         outcome = supervise(order, folder, stop, tee.environment)
-        tee.drain(_DRAIN_SECONDS, stop.was_asked)
+        tee.drain(_DRAIN_SECONDS, stop.is_requested)
         is_over = bool(stop.signum) or not outcome.failures or was_preempted(outcome.failures)
         if is_over or order.generation >= allowed:
             return outcome
         order = replace(order, generation=order.generation + 1)
         again = f"xds: starting every rank again ({order.generation} of {allowed})\n"
-        say(report(outcome.failures, outcome.finished) + again, stop.was_asked)
+        say(report(outcome.failures, outcome.finished) + again, stop.is_requested)
 
 
 def _ending(outcome: Outcome, stop: Stop, peers: Peers) -> tuple[str, int]:
-    """What is to be said about the end, and the exit code."""
+    """The final message and the exit code."""
     if stop.is_for_peer:
-        return f"xds: another machine says:\n{peers.told['text']}", int(peers.told["exit_code"])
+        return f"xds: another machine reports:\n{peers.received['text']}", int(
+            peers.received["exit_code"]
+        )
     if stop.signum:
         return "", 128 + stop.signum
     if outcome.error:
@@ -116,5 +118,5 @@ def _ending(outcome: Outcome, stop: Stop, peers: Peers) -> tuple[str, int]:
         return "", 0
     code = first_failure(outcome.failures).exit_code
     if was_preempted(outcome.failures):
-        return "xds: every rank has saved and stopped, as it was asked to\n", code
+        return "xds: every rank has saved a checkpoint and stopped, as requested\n", code
     return report(outcome.failures, outcome.finished), code

@@ -1,4 +1,4 @@
-"""Addresses of this host: free ports, and the interface that leads to another host."""
+"""Addresses of this host: free ports, and the network interface on the route to another host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SIOCGIFADDR = 0x8915  # from linux/sockios.h
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, on any address."""
+    """A port that is currently free on every address."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -20,7 +20,7 @@ def free_port() -> int:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """("host", port) of "host:port" or "[v6]:port"; port 0 where none is given."""
+    """("host", port) of "host:port" or "[v6]:port"; port 0 if none is given."""
     host, colon, port = endpoint.rpartition(":")
     if not colon or not port.isdigit() or (":" in host and not host.startswith("[")):
         return endpoint.strip("[]"), 0
@@ -28,7 +28,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def address_towards(host: str) -> str:
-    """This host's own address on the way to `host`; "" where there is none. Nothing is sent."""
+    """This host's own address on the route to `host`; "" if there is none. Sends nothing."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
@@ -38,7 +38,7 @@ def address_towards(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is an address, no name but "localhost", that no other machine reaches."""
+    """Whether `host` is "localhost" or a loopback address. Other names are not resolved."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -46,7 +46,7 @@ def is_loopback(host: str) -> bool:
 
 
 def interface_towards(endpoint: str) -> str:
-    """The name of the network interface on the way to "host:port"; "" where it is not known."""
+    """The name of the network interface on the route to "host:port"; "" if it is unknown."""
     own = address_towards(split_endpoint(endpoint)[0])
     if not own:
         return ""

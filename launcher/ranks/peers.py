@@ -1,7 +1,8 @@
-"""Tells machines that have no head of each other's failure, through the store in which their agents meet.
+"""Publishes a failure to the other machines through the rendezvous store, for runs without a head process.
 
-Each machine was started by itself (torchrun's way, Kubernetes). torch's agents restart together, but one that
-gives up just leaves: ranks elsewhere would wait for its ranks until their timeout. So it says why first.
+Each machine starts xds itself (as with torchrun or Kubernetes). torch's agents restart together, but an agent
+without restarts left exits silently. Ranks on other machines would then wait until their timeout. So the
+failure is published before the agent exits.
 """
 
 from __future__ import annotations
@@ -18,55 +19,54 @@ from .network import split_endpoint
 from .stop import Stop
 
 _POLL_SECONDS = 1.0
-_HEARD_SECONDS = 2.5  # for the others to read, before the store may end with this process
+_DELIVERY_SECONDS = 2.5  # time for the others to read, before the store may end with this process
 _CONNECT_SECONDS = 20.0
 _ON_TCP_STORES = ("c10d", "static")
 
 
 @final
 class Peers(threading.Thread):
-    """Listens for another machine's failure, and tells this one's."""
+    """A thread that receives another machine's failure, and publishes that of this machine."""
 
-    def __init__(self, meeting: Rendezvous, stop: Stop) -> None:
+    def __init__(self, rendezvous: Rendezvous, stop: Stop) -> None:
         super().__init__(name="xds-peers", daemon=True)
-        self.told: dict[
-            str, Any
-        ] = {}  # {"text": the report there, "exit_code": of its first failure}
-        self._meeting, self._stop_asked = meeting, stop
-        self._key = f"xds/{meeting.run_id}/failed"
+        # {"text": the report, "exit_code": of the first failure}
+        self.received: dict[str, Any] = {}
+        self._rendezvous, self._stop_asked = rendezvous, stop
+        self._key = f"xds/{rendezvous.run_id}/failed"
         self._store: Any = None
         self._is_over = threading.Event()
 
     def run(self) -> None:
-        if self._meeting.kind not in _ON_TCP_STORES:
+        if self._rendezvous.kind not in _ON_TCP_STORES:
             return
         try:
             self._listen()
-        except Exception:  # the store is gone, with the machine that held it: its ranks will tell
+        except Exception:  # the store ended with its machine; the ranks here fail on the lost peer
             self._store = None
 
     def _listen(self) -> None:
         from torch._C._distributed_c10d import TCPStore
 
-        host, port = split_endpoint(self._meeting.endpoint)
+        host, port = split_endpoint(self._rendezvous.endpoint)
         while not self._is_over.wait(_POLL_SECONDS):
             if self._store is None:
                 self._store = TCPStore(
                     host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
                 )
             elif self._store.check([self._key]):
-                self.told = json.loads(self._store.get(self._key))
-                self._stop_asked.ask(signal.SIGTERM, is_for_peer=True)
+                self.received = json.loads(self._store.get(self._key))
+                self._stop_asked.request(signal.SIGTERM, is_for_peer=True)
                 return
 
-    def tell(self, text: str, exit_code: int) -> None:
-        """Let the other machines know how it ended here, and give them time to read it."""
+    def publish(self, text: str, exit_code: int) -> None:
+        """Publish how the ranks ended on this machine, and give the others time to read it."""
         self._is_over.set()
         self.join(2 * _POLL_SECONDS)
-        if self._store is None or self.told:
+        if self._store is None or self.received:
             return
         try:
             self._store.set(self._key, json.dumps({"text": text, "exit_code": exit_code}))
         except Exception:
             return
-        time.sleep(_HEARD_SECONDS)
+        time.sleep(_DELIVERY_SECONDS)

@@ -1,8 +1,8 @@
-"""The launcher's workers as the kernel shows them: found, watched, signalled, swept.
+"""The worker processes of the launcher, read from /proc: finds, monitors, signals and kills them.
 
-torch's elastic agent starts and reaps the workers but hands out neither their ids while they run
-nor the moment at which each one died. Both are needed: the ids to forward a signal and to stop a
-worker that ignores it, the moments to say which rank failed first.
+torch's elastic agent starts and reaps the workers, but provides neither their process ids while they run
+nor the time at which each one ended. The ids are needed to forward signals and to stop a worker that ignores
+them. The times are needed to determine which rank failed first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .guard import HELPERS_SECONDS, Guard, end_sessions, started, still_ours
 
 @dataclass(frozen=True)
 class Exit:
-    """How and when a worker ended; `status` is negative for a signal, None when it was not seen."""
+    """How and when a worker ended; `status` is negative for a signal, None if it is unknown."""
 
     time_seconds: float
     status: int | None
@@ -31,17 +31,18 @@ class Exit:
 
 @final
 class Workers:
-    """The direct children of this process that lead a session of their own: one for each rank."""
+    """The direct children of this process that lead a session: one for each rank."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self.exits: dict[int, Exit] = {}
-        self.killed: set[int] = set()  # by us, so their end says nothing about the cause
-        self._watched: dict[int, float] = {}  # pid to the time it was started
-        self._began: dict[int, str] = {}  # the same in the kernel's ticks
+        # killed by the launcher, so they are not the cause of a failure
+        self.killed: set[int] = set()
+        self._watched: dict[int, float] = {}  # pid to start time
+        self._began: dict[int, str] = {}  # the same in kernel ticks
 
     def find(self) -> None:
-        """Take note of workers that have started since the last call."""
+        """Find workers that have started since the last call, and monitor them."""
         for pid, started_at in _session_leading_children().items():
             if pid not in self._watched:
                 self._watched[pid] = started_at
@@ -50,7 +51,7 @@ class Workers:
                 threading.Thread(target=self._watch, args=(pid,), daemon=True).start()
 
     def alive(self, started_before_seconds: float = math.inf) -> list[int]:
-        """Workers that run; those started before a time (wall clock) only: a later one is a restart."""
+        """The running workers that started before a time (wall clock). Later ones belong to a restart."""
         return [
             pid
             for pid, started_at in self._watched.items()
@@ -58,18 +59,18 @@ class Workers:
         ]
 
     def first_bad_exit_seconds(self) -> float | None:
-        """The time at which the first worker that failed ended, None while none has.
+        """The time at which the first failed worker ended; None if none has failed.
 
-        One that has saved and left as it was asked to has not failed: its peers come after it.
+        A worker that saved a checkpoint and exited on request has not failed.
         """
         fine = (0, SAVED_AND_LEFT)
         times = [exit_.time_seconds for exit_ in self.exits.values() if exit_.status not in fine]
         return min(times, default=None)
 
     def send(self, pid: int, signum: int) -> None:
-        """Signal one worker; SIGTERM goes to all it started as well.
+        """Send a signal to one worker. SIGTERM also goes to its child processes.
 
-        SIGKILL spares its helpers at first: they unlink shared memory once it is gone, see `sweep`.
+        SIGKILL goes only to the worker. Its helpers unlink shared memory after it ends, see `kill_remaining`.
         """
         if signum == signal.SIGKILL:
             self.killed.add(pid)
@@ -79,13 +80,13 @@ class Workers:
             else:
                 os.kill(pid, signum)
 
-    def sweep(self) -> None:
-        """After a failure: wait a moment for what the workers started, then kill what is left."""
+    def kill_remaining(self) -> None:
+        """After a failure: wait briefly for the child processes of the workers, then kill the rest."""
         end_sessions(still_ours(self._began), HELPERS_SECONDS)
 
     def _watch(self, pid: int) -> None:
         status: int | None = None
-        # WNOWAIT looks without reaping: the agent must still find its child
+        # WNOWAIT does not reap: the agent must still be able to wait for its child
         with contextlib.suppress(ChildProcessError):
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             if ended is not None:
@@ -95,7 +96,7 @@ class Workers:
 
 
 def _session_leading_children() -> dict[int, float]:
-    """By process id, when each was started (wall clock, to 10 ms)."""
+    """The start time of each by process id (wall clock, accurate to 10 ms)."""
     own_pid = os.getpid()
     booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     ticks_a_second = os.sysconf("SC_CLK_TCK")
@@ -103,7 +104,7 @@ def _session_leading_children() -> dict[int, float]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             stat = (entry / "stat").read_text(errors="replace")
-        except OSError:  # gone meanwhile
+        except OSError:  # has ended in the meantime
             continue
         # "pid (name) state ppid pgrp session ...": the name may hold spaces and brackets
         fields = stat.rpartition(")")[2].split()

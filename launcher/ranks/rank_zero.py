@@ -1,11 +1,12 @@
-"""Shows rank 0's output live where the launcher's own goes, and keeps it in a log as well.
+"""Copies rank 0's output live to the launcher's own streams, and to a log.
 
-    rank 0 --stdout--> a terminal or a FIFO --thread--> the log, then the launcher's stdout
+    rank 0 --stdout--> a pseudo-terminal or a FIFO --thread--> the log, then the launcher's stdout
            --stderr--> the same, or another one
 
-A stream that is a terminal stays one for rank 0 (a pseudo-terminal of the same size), so progress bars and
-colours work. The worker opens its ends by name: torch's agent closes inherited descriptors. Rank 0 may end and
-start again: the launcher holds each writing end open too, and lets go of it only to see the end (`drain`).
+If the launcher's stream is a terminal, rank 0 gets a pseudo-terminal of the same size, so progress bars and
+colours work. The worker opens the streams by name, because torch's agent closes inherited descriptors. Rank 0
+may end and start again. So the launcher also keeps each writing end open, and closes it only to detect the
+end (`drain`).
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ Write = Callable[[int, bytes], None]
 
 _VARIABLES = {1: "XDS_RANK_OUT", 2: "XDS_RANK_ERR"}
 _CHUNK_BYTES = 65_536
-_LEAVE_SECONDS = 0.5
+_FINISH_SECONDS = 0.5
 _TICK_SECONDS = 0.05
 _SLOW_READER_SECONDS = 30.0
-_SIGNAL_SECONDS = 1.0  # what ends a reader may be about to stop us, too: a batch system, say
+_SIGNAL_SECONDS = 1.0  # a batch system that ends the reader may also be about to stop the launcher
 
 
 @final
 class RankZero:
-    """Takes rank 0's output for as long as its context lasts.
+    """A context that receives rank 0's output.
 
-    folder: for the names that the worker opens. log: both streams, in order of arrival; appended to.
-    write: takes (1 or 2, bytes); an OSError of it says that nobody reads any more.
-    is_stopping: whether the ranks were asked to stop; they may save then, and write to the log alone where
-        nobody reads. None is never.
+    folder: holds the FIFOs that the worker opens. log: gets both streams, appended in order of arrival.
+    write: takes (1 or 2, bytes); it raises OSError if the stream has no reader any more.
+    is_stopping: whether the ranks were requested to stop. They may then be saving a checkpoint, so without a
+        reader their output goes only to the log. None means never.
     """
 
     def __init__(
@@ -64,14 +65,15 @@ class RankZero:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that tell rank 0's worker what to open; none for a stream that it inherits."""
+        """The variables with the paths that rank 0's worker opens; none for a stream that it inherits."""
         return self._environment
 
     def __enter__(self) -> RankZero:
         try:
             for descriptors in _distinct_streams():
                 self._open(descriptors)
-        except OSError:  # no pseudo-terminals or FIFOs here: rank 0 writes without us, and unlogged
+        # no pseudo-terminals or FIFOs here: rank 0 inherits the streams, and is not logged
+        except OSError:
             pass
         if any(stream.is_terminal for stream in self._streams) and _is_main_thread():
             self._before = signal.signal(signal.SIGWINCH, self._resized)
@@ -86,22 +88,22 @@ class RankZero:
         if self._before is not None:
             signal.signal(signal.SIGWINCH, self._before)
         for stream in self._streams:
-            stream.leave()
+            stream.finish()
         if self._own_folder:
             shutil.rmtree(self._own_folder, ignore_errors=True)
 
     def drain(self, timeout_seconds: float, is_hurried: Callable[[], bool] | None = None) -> bool:
-        """Once rank 0 has ended: wait until all it wrote is shown and kept.
+        """After rank 0 has ended: wait until all of its output is written to the stream and the log.
 
-        A reader that takes its time (`| less`, a stopped terminal) is waited for, as rank 0 itself would
-        have done: until `is_hurried` says that there was a signal; without it, 30 s. False where something
-        that rank 0 had started keeps a stream open for so long, or where the reader did not take all.
+        Waits for a slow reader (`| less`, a stopped terminal) as rank 0 itself would: until `is_hurried`
+        returns True after a signal, or without it for 30 s. Returns False if a child process of rank 0 keeps
+        a stream open for so long, or if the reader did not read everything.
         """
         for stream in self._streams:
-            stream.let_go()
+            stream.close_writer()
         ended = [stream.wait_for_end(timeout_seconds, is_hurried) for stream in self._streams]
         for stream in self._streams:
-            stream.hold_again()
+            stream.reopen_writer()
         return all(ended)
 
     def _open(self, descriptors: tuple[int, ...]) -> None:
@@ -122,7 +124,7 @@ class RankZero:
 
     def _resized(self, signum: int, frame: FrameType | None) -> None:
         for stream in self._streams:
-            stream.take_size()
+            stream.copy_size()
 
 
 def _is_main_thread() -> bool:
@@ -130,9 +132,9 @@ def _is_main_thread() -> bool:
 
 
 def _distinct_streams() -> list[tuple[int, ...]]:
-    """stdout and stderr, apart where they go to different places; what is closed is left alone.
+    """stdout and stderr, grouped if they are the same file. Closed streams are skipped.
 
-    Where both go to one place (a terminal, `2>&1`), one stream keeps the order of what is written.
+    If both go to the same file (a terminal, `2>&1`), one stream keeps the order of the writes.
     """
     found: dict[tuple[int, int], tuple[int, ...]] = {}
     for descriptor in (1, 2):
@@ -145,7 +147,7 @@ def _distinct_streams() -> list[tuple[int, ...]]:
 
 @final
 class _Log:
-    """The file that everything goes to; opened with the first byte. A full disk ends it, not the run."""
+    """The log file, opened at the first write. An error such as a full disk ends the log, but not the run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -169,14 +171,14 @@ class _Log:
     def path(self) -> Path:
         return self._path
 
-    def __del__(self) -> None:  # pumps may outlive the context
+    def __del__(self) -> None:  # the stream threads may outlive the context
         if self._descriptor >= 0:
             os.close(self._descriptor)
 
 
 @final
 class _Stream(threading.Thread):
-    """One way from rank 0 to a stream of the launcher, and the thread that carries bytes along it."""
+    """A thread that copies bytes from rank 0 to one stream of the launcher."""
 
     def __init__(
         self,
@@ -190,34 +192,34 @@ class _Stream(threading.Thread):
         self.is_terminal = False
         self._descriptor, self._write, self._log = descriptor, write, log
         self._is_stopping, self._is_unread = is_stopping, False
-        self._reader = self._held = -1
-        self._lock = threading.Lock()  # of the two descriptors
+        self._reader = self._writer = -1
+        self._lock = threading.Lock()  # protects the two descriptors
         self._seen_end, self._resume = threading.Event(), threading.Event()
-        self._is_leaving = self._is_broken = self._is_writing = False
-        self._wrote = 0.0  # when the reader last took something
+        self._is_finishing = self._is_broken = self._is_writing = False
+        self._last_write = 0.0  # time of the last completed write
 
     def open_terminal(self) -> None:
-        """A pseudo-terminal like the one we write to; bytes pass it unchanged."""
-        self._reader, self._held = os.openpty()
-        self.path, self.is_terminal = os.ttyname(self._held), True
+        """Open a pseudo-terminal with the attributes of the launcher's terminal; bytes pass unchanged."""
+        self._reader, self._writer = os.openpty()
+        self.path, self.is_terminal = os.ttyname(self._writer), True
         with contextlib.suppress(termios.error):
             attributes = termios.tcgetattr(self._descriptor)
             attributes[1] &= ~termios.OPOST
-            termios.tcsetattr(self._held, termios.TCSANOW, attributes)
-        self.take_size()
+            termios.tcsetattr(self._writer, termios.TCSANOW, attributes)
+        self.copy_size()
 
     def open_fifo(self, path: str) -> None:
-        """Where the launcher's stream is no terminal."""
+        """Open a FIFO, used if the launcher's stream is not a terminal."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of a process that had our number
+            os.unlink(path)  # left by an earlier process with the same id
         os.mkfifo(path, 0o600)
         self.path = path
         self._reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         os.set_blocking(self._reader, True)
-        self._held = os.open(path, os.O_WRONLY)
+        self._writer = os.open(path, os.O_WRONLY)
 
-    def take_size(self) -> None:
-        """Give the pseudo-terminal the size of ours."""
+    def copy_size(self) -> None:
+        """Set the pseudo-terminal to the size of the launcher's terminal."""
         if not self.is_terminal or self._reader < 0:
             return
         with contextlib.suppress(OSError):
@@ -228,10 +230,10 @@ class _Stream(threading.Thread):
         while not self._is_broken:
             data = self._read()
             if data:
-                self._pass_on(data)
+                self._forward(data)
                 continue
             self._seen_end.set()
-            if self._is_leaving:
+            if self._is_finishing:
                 break
             self._resume.wait()
             self._resume.clear()
@@ -241,11 +243,11 @@ class _Stream(threading.Thread):
         try:
             return os.read(self._reader, _CHUNK_BYTES)
         except OSError as error:
-            if error.errno == errno.EIO:  # Linux's way to say that a terminal has no writer left
+            if error.errno == errno.EIO:  # on Linux: the terminal has no writer left
                 return b""
             raise
 
-    def _pass_on(self, data: bytes) -> None:
+    def _forward(self, data: bytes) -> None:
         self._log.write(data)
         if self._is_unread:
             return
@@ -254,14 +256,14 @@ class _Stream(threading.Thread):
             self._write(self._descriptor, data)
         except OSError:
             if self._is_about_to_stop():
-                self._is_unread = True  # a write that fails could end rank 0 before it has saved
+                self._is_unread = True  # a failing write could end rank 0 before it has saved
             else:
-                self._break()
-        self._is_writing, self._wrote = False, time.monotonic()
+                self._stop_reading()
+        self._is_writing, self._last_write = False, time.monotonic()
 
     def _is_about_to_stop(self) -> bool:
         deadline = time.monotonic() + _SIGNAL_SECONDS
-        while self._is_stopping is not None and not self._is_leaving:
+        while self._is_stopping is not None and not self._is_finishing:
             if self._is_stopping():
                 return True
             if time.monotonic() > deadline:
@@ -269,10 +271,10 @@ class _Stream(threading.Thread):
             time.sleep(_TICK_SECONDS)
         return False
 
-    def _break(self) -> None:
-        """Nobody reads: close our end, so that rank 0 hears of it as it would without us.
+    def _stop_reading(self) -> None:
+        """The stream has no reader: close our end, so that rank 0 gets the same error as without the launcher.
 
-        A worker that starts later must not wait for a reader that never comes.
+        A worker that starts later must not block on a FIFO without a reader.
         """
         self._is_broken = True
         if not self.is_terminal:
@@ -282,49 +284,49 @@ class _Stream(threading.Thread):
 
     def _close(self) -> None:
         with self._lock:
-            for descriptor in (self._reader, self._held):
+            for descriptor in (self._reader, self._writer):
                 if descriptor >= 0:
                     os.close(descriptor)
-            self._reader = self._held = -1
+            self._reader = self._writer = -1
         self._seen_end.set()
 
-    def let_go(self) -> None:
-        """Stop holding the writing end, so that the reader sees the end once rank 0 has gone."""
+    def close_writer(self) -> None:
+        """Close the launcher's writing end, so that the reader detects the end of rank 0."""
         with self._lock:
-            if self._held >= 0:
+            if self._writer >= 0:
                 self._seen_end.clear()
                 self._resume.clear()
-                os.close(self._held)
-                self._held = -1
+                os.close(self._writer)
+                self._writer = -1
 
     def wait_for_end(
         self, timeout_seconds: float, is_hurried: Callable[[], bool] | None = None
     ) -> bool:
-        """Whether the end was seen before the stream was silent for so long, or the reader given up."""
+        """Whether the end was reached. Stops waiting after `timeout_seconds` of silence, or if hurried."""
         begun = time.monotonic()
         while not self._seen_end.wait(_TICK_SECONDS):
             now = time.monotonic()
-            if not self._is_writing and now - max(begun, self._wrote) > timeout_seconds:
+            if not self._is_writing and now - max(begun, self._last_write) > timeout_seconds:
                 return False
             is_over = is_hurried() if is_hurried else now - begun > _SLOW_READER_SECONDS
             if is_over and now - begun > timeout_seconds:
                 return False
         return True
 
-    def hold_again(self) -> None:
-        """Make way for the next start of rank 0."""
+    def reopen_writer(self) -> None:
+        """Reopen the writing end for the next start of rank 0."""
         with self._lock:
-            if self._reader >= 0 and self._held < 0:
-                with contextlib.suppress(FileNotFoundError):  # somebody removed the run's folder
-                    self._held = os.open(self.path, os.O_WRONLY | os.O_NOCTTY)
+            if self._reader >= 0 and self._writer < 0:
+                with contextlib.suppress(FileNotFoundError):  # the run folder was removed
+                    self._writer = os.open(self.path, os.O_WRONLY | os.O_NOCTTY)
         self._resume.set()
 
-    def leave(self) -> None:
-        """End the thread, or leave it to a process that still writes: it ends with that, or with us."""
-        self._is_leaving = True
-        self.let_go()
+    def finish(self) -> None:
+        """End the thread. If another process still writes, the thread ends with that process or with us."""
+        self._is_finishing = True
+        self.close_writer()
         self._resume.set()
-        self.join(_LEAVE_SECONDS)
+        self.join(_FINISH_SECONDS)
         if not self.is_terminal:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)

@@ -1,7 +1,7 @@
-"""The folder in which the ranks of one run leave their output and their last words, on each host.
+"""The run folder: holds the output and the failure records of the ranks of one run, on each host.
 
-Only the user may read it: what a script prints can hold anything. The newest runs stay; an older one goes when
-the next begins, unless it is still going on: then its launcher holds the lock on `running`.
+Only the user may read it, because a script may print secrets. The newest runs are kept. An older one is removed
+when the next run begins, unless its launcher still holds the lock on the file `running`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ...utils.trust import make_folders, why_not_trusted
 
 _RUNS_KEPT = 20
 _DAY_SECONDS = 86400.0
-_NAME = re.compile(r"\d{8}-\d{6}-(.+)")  # when it began, and of which run it is
+_NAME = re.compile(r"\d{8}-\d{6}-(.+)")  # start time and run id
 _LOCK = "running"
 _LOG_MODE = 0o600
-_PASSING = (".ended", ".grace", ".out", ".err")
-_LAST_WORDS = (".error.json", ".fault.txt", ".ended", ".grace")
+_TEMPORARY_FILES = (".ended", ".grace", ".out", ".err")
+_FAILURE_FILES = (".error.json", ".fault.txt", ".ended", ".grace")
 
 
 @final
 class RunFolder:
-    """Names the files of each rank."""
+    """The paths of each rank's files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.ranks: set[int] = set()  # of this host
 
     def log(self, rank: int) -> Path:
-        """Everything it printed, of every start."""
+        """The rank's output, of all starts."""
         return self.path / f"rank{rank}.log"
 
     def error(self, rank: int) -> Path:
@@ -49,73 +49,73 @@ class RunFolder:
         return self.path / f"rank{rank}.fault.txt"
 
     def ended(self, rank: int) -> Path:
-        """There once the rank's script has ended well."""
+        """Exists once the rank's script has ended successfully."""
         return self.path / f"rank{rank}.ended"
 
     def grace(self, rank: int) -> Path:
-        """Holds the seconds that the rank wants between SIGTERM and SIGKILL."""
+        """Holds the seconds that the rank needs between SIGTERM and SIGKILL."""
         return self.path / f"rank{rank}.grace"
 
     def prepare(self, ranks: Sequence[int], *, is_first: bool) -> None:
-        """Rid `ranks` of an earlier start's last words, and before the first start of old logs."""
+        """Remove the failure records of an earlier start, and before the first start also old logs."""
         self.ranks |= set(ranks)
         for rank in ranks:
-            endings = (*_LAST_WORDS, *([".log"] if is_first else []))
+            endings = (*_FAILURE_FILES, *([".log"] if is_first else []))
             for ending in endings:
                 (self.path / f"rank{rank}{ending}").unlink(missing_ok=True)
 
     def first_error_seconds(self, ranks: Sequence[int]) -> float | None:
-        """When the first rank wrote that it failed (wall clock), None while none has."""
+        """When the first rank wrote its failure record (wall clock); None if there is none."""
         times = []
         for rank in ranks:
             with contextlib.suppress(FileNotFoundError):
                 times.append(self.error(rank).stat().st_mtime)
         return min(times, default=None)
 
-    def forget_passing(self, rank: int) -> None:
-        """Remove what nobody reads after the end: an empty fault file, marks, pipes."""
+    def remove_temporary_files(self, rank: int) -> None:
+        """Remove files that are not needed after the end: an empty fault file, markers, pipes."""
         fault = self.fault(rank)
         with contextlib.suppress(OSError):
             if not fault.stat().st_size:
                 fault.unlink()
-        for ending in _PASSING:
+        for ending in _TEMPORARY_FILES:
             (self.path / f"rank{rank}{ending}").unlink(missing_ok=True)
 
     def grace_seconds(self) -> float:
-        """The longest time any rank asked for, 0 when none did."""
-        asked = [0.0]
+        """The longest time that any rank requested; 0 if none did."""
+        requested = [0.0]
         for file in self.path.glob("rank*.grace"):
             with contextlib.suppress(OSError, ValueError):
-                asked.append(float(file.read_text()))
-        return max(asked)
+                requested.append(float(file.read_text()))
+        return max(requested)
 
 
 @contextlib.contextmanager
-def run_folder(asked: str, run_id: str = "") -> Iterator[RunFolder]:
-    """The folder asked for, or one of this run under the cache folder, where the newest stay.
+def run_folder(log_dir: str, run_id: str = "") -> Iterator[RunFolder]:
+    """The folder `log_dir`, or else a new folder for this run under the cache folder.
 
-    What stays are logs, and what a rank wrote when it failed.
+    Logs and failure records are kept after the run.
     """
-    if asked:
-        path = Path(asked)
+    if log_dir:
+        path = Path(log_dir)
         path.mkdir(0o700, parents=True, exist_ok=True)
     else:
         path = _own_folder(run_id)
     folder = RunFolder(path)
     try:
-        with contextlib.nullcontext() if asked else _locked(path):
+        with contextlib.nullcontext() if log_dir else _locked(path):
             yield folder
     finally:
         for rank in folder.ranks:  # other hosts may write into the same folder
-            folder.forget_passing(rank)
-        if not asked:
+            folder.remove_temporary_files(rank)
+        if not log_dir:
             with contextlib.suppress(OSError):
-                folder.path.rmdir()  # only if nothing was kept
+                folder.path.rmdir()  # succeeds only if it is empty
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let no later run take this one for an old one. Hosts that share the folder share the lock."""
+    """Prevent later runs from removing this folder. Hosts that share the folder share the lock."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _LOG_MODE)
     except OSError:
@@ -126,7 +126,8 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # held by another host still: it removes the file
+        # another host still holds it, and removes the file later
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (folder / _LOCK).unlink()
         os.close(lock)
@@ -141,17 +142,17 @@ def _own_folder(run_id: str) -> Path:
         runs.chmod(0o700)
         (runs / name).mkdir(0o700, exist_ok=True)
         is_ours = not why_not_trusted(runs / name)
-    except OSError:  # no home, or read-only
+    except OSError:  # no home folder, or read-only
         is_ours = False
-    if not is_ours:  # or somebody else may lay links there, which we would write through
+    if not is_ours:  # another user could place links there, and we would write through them
         return Path(tempfile.mkdtemp(prefix=f"xds-{name}-"))
     with contextlib.suppress(OSError):
-        _forget_old_runs(runs)
+        _remove_old_runs(runs)
     return runs / name
 
 
-def _forget_old_runs(runs: Path) -> None:
-    """Remove runs beyond the newest, unless they go on. Hosts that share the folder have one each for a run."""
+def _remove_old_runs(runs: Path) -> None:
+    """Remove all but the newest runs, unless they are running. Each host of a run has its own folder."""
     found: dict[str, list[Path]] = {}  # by run, the newest first
     for path in sorted(runs.iterdir(), reverse=True):
         match = _NAME.fullmatch(path.name)
@@ -165,10 +166,10 @@ def _forget_old_runs(runs: Path) -> None:
 
 
 def _is_over(folder: Path) -> bool:
-    """Whether no launcher holds its lock; where there are no locks, whether nothing was written for a day."""
+    """Whether no launcher holds the lock; without support for locks, whether nothing was written for a day."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:  # it came to its end
+    except FileNotFoundError:  # the run has ended
         return True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""What asks the ranks of this machine to stop, when, and how long they may take for it.
+"""Requests to stop the ranks of this machine, and the time limits for it.
 
-A handler does nothing that can block or fail: what it has to tell is written by a thread.
+A signal handler must not block or fail, so a thread writes its messages.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from typing import final
 from ...utils.messages import PATIENCE_SECONDS, say
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm's --signal, stack dumps: the script's business
+FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # for the script: Slurm's --signal, stack dumps
 
-# A signal to the launcher: the same one to the ranks, then harder ones; all of it within 5 s.
+# After a signal to the launcher: the ranks get the same signal, then SIGTERM, then SIGKILL, all within 5 s.
 _SIGTERM_AFTER_SECONDS = 1.5
 _SIGKILL_AFTER_SECONDS = 3.5
-# A rank elsewhere failed: there is nothing left to wait for.
+# After the failure of a rank on another machine.
 _PEER_SIGKILL_AFTER_SECONDS = 3.0
 
 
 @final
 class Stop:
-    """The first request to stop, and signals that only pass through. Written by handlers and threads.
+    """The first request to stop, and the signals to forward. Written by signal handlers and threads.
 
-    signum: what was asked for, 0 for nothing yet.
-    is_for_peer: not the user asks: a rank on another host has failed.
-    follower: is asked the same.
+    signum: the requested signal; 0 if there is no request yet.
+    is_for_peer: the cause is a failed rank on another host, not the user.
+    follower: another Stop that receives the same requests.
     """
 
     def __init__(self, follower: Stop | None = None) -> None:
         self.follower = follower
         self.signum = 0
         self.since_seconds = 0.0
-        self.is_urgent = False  # asked twice
+        self.is_urgent = False  # requested twice
         self.is_for_peer = False
         self.forwards: list[int] = []
 
-    def ask(self, signum: int, *, is_for_peer: bool = False) -> bool:
-        """Stop with `signum`; a second time: at once. True for the first one."""
+    def request(self, signum: int, *, is_for_peer: bool = False) -> bool:
+        """Request a stop with `signum`; a second request is urgent. Returns True for the first."""
         if self.follower is not None:
-            self.follower.ask(signum, is_for_peer=is_for_peer)
+            self.follower.request(signum, is_for_peer=is_for_peer)
         if self.signum:
             self.is_urgent = self.is_urgent or not is_for_peer
             return False
@@ -54,20 +54,20 @@ class Stop:
         self.signum = signum
         return True
 
-    def was_asked(self) -> bool:
-        """Whether anybody has asked yet."""
+    def is_requested(self) -> bool:
+        """Whether a stop has been requested."""
         return bool(self.signum)
 
     def forward(self, signum: int) -> None:
-        """Let `signum` through to every rank."""
+        """Forward `signum` to every rank."""
         self.forwards.append(signum)
         if self.follower is not None:
             self.follower.forward(signum)
 
     def due(self, grace_seconds: float) -> int:
-        """The signal that living ranks should have had by now, 0 for none.
+        """The signal that running ranks should have received by now; 0 for none.
 
-        grace_seconds: how long the ranks asked to be given after SIGTERM, to save; 0 for the usual.
+        grace_seconds: the time after SIGTERM that the ranks requested to save a checkpoint; 0 for the default.
         """
         if not self.signum:
             return 0
@@ -85,34 +85,37 @@ class Stop:
 
 
 @contextlib.contextmanager
-def stop_signals(*, says_so: bool = True) -> Iterator[Stop]:
-    """Signals to this process become requests, until the context ends; the first is told on standard error."""
+def stop_signals(*, logs_signal: bool = True) -> Iterator[Stop]:
+    """A context in which signals to this process become requests. The first is logged on standard error."""
     stop = Stop()
-    words: queue.SimpleQueue[str] = queue.SimpleQueue()  # its `put` may interrupt itself
-    voice = threading.Thread(target=_say_all, args=(words,), name="xds-voice", daemon=True)
+    messages: queue.SimpleQueue[str] = queue.SimpleQueue()  # its `put` is reentrant
+    writer = threading.Thread(
+        target=_write_messages, args=(messages,), name="xds-voice", daemon=True
+    )
 
-    def asked(signum: int, frame: FrameType | None) -> None:
-        if stop.ask(signum) and says_so:
-            words.put(f"\nxds: {signal.Signals(signum).name}: stopping every rank\n")
+    def on_stop(signum: int, frame: FrameType | None) -> None:
+        if stop.request(signum) and logs_signal:
+            messages.put(f"\nxds: {signal.Signals(signum).name}: stopping every rank\n")
 
-    def passed(signum: int, frame: FrameType | None) -> None:
+    def on_forward(signum: int, frame: FrameType | None) -> None:
         stop.forward(signum)
 
-    voice.start()
+    writer.start()
     before = {}
-    for handled, handler in ((STOPPING, asked), (FORWARDED, passed)):
+    for handled, handler in ((STOPPING, on_stop), (FORWARDED, on_forward)):
         for signum in handled:
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or a job in the background
+            # ignored under nohup, or for a job in the background
+            if signal.getsignal(signum) is not signal.SIG_IGN:
                 before[signum] = signal.signal(signum, handler)
     try:
         yield stop
     finally:
         for signum, former in before.items():
             signal.signal(signum, former)
-        words.put("")
-        voice.join(2 * PATIENCE_SECONDS)
+        messages.put("")
+        writer.join(2 * PATIENCE_SECONDS)
 
 
-def _say_all(words: queue.SimpleQueue[str]) -> None:
-    while text := words.get():
+def _write_messages(messages: queue.SimpleQueue[str]) -> None:
+    while text := messages.get():
         say(text)

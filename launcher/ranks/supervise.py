@@ -1,12 +1,12 @@
-"""Runs the ranks of one host once, from their start to the end of the last one, and says how that went.
+"""Runs the ranks of one host once, from their start to the end of the last one, and returns the outcome.
 
     main thread                         agent thread
-    signals, deadlines                  elastic.py: torch's rendezvous, start and watch
+    signals, deadlines                  elastic.py: torch's rendezvous, start and monitoring
           |                                   |
-          +----- finds, signals, sweeps ------+-----> worker.py, one for each rank, each a session
+          +----- finds, signals, kills -------+-----> worker.py, one for each rank, each a session
 
-The agent has a thread of its own so that signals reach us instead: torch's handling may take 30 s, and a
-second signal in that time makes it forget its workers.
+The agent runs in a thread, so that this module handles the signals. torch's own handling may take 30 s, and a
+second signal in that time makes it lose track of its workers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _TICK_SECONDS = 0.05
-# After a failure: how long the rank may tidy up (flush logs, send metrics), and then its peers.
+# After a failure: the time limit for the rank to clean up (flush logs, send metrics), and then for its peers.
 _FAILED_RANK_SECONDS = 6.0
 _PEERS_SECONDS = 3.5
 _GIVE_UP_AFTER_SECONDS = 10.0
@@ -50,16 +50,16 @@ _FAULT_CHARS = 16_384
 class Outcome:
     """How the ranks of this host ended.
 
-    error: they could not be started, or torch's agent gave up; "" otherwise.
-    held: keeps the store in which the machines met open, where it is served from here.
-    is_agent_alive: the agent waits for other hosts (a rendezvous, the end of their ranks) and was left alone.
+    error: why the ranks could not be started, or why torch's agent failed; "" otherwise.
+    store_reference: keeps the rendezvous store open if this process serves it.
+    is_agent_alive: the agent still waits for other hosts (for the rendezvous, or the end of their ranks).
     """
 
     failures: list[Failure] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     error: str = ""
     is_agent_alive: bool = False
-    held: object = None
+    store_reference: object = None
 
 
 def supervise(
@@ -69,31 +69,33 @@ def supervise(
     extra: dict[str, str],
     on_failure: Callable[[], None] | None = None,
 ) -> Outcome:
-    """Run the ranks of `order` to their end, or until `stop` asks for it.
+    """Run the ranks of `order` to their end, or until `stop` is requested.
 
     Args:
-        extra: for the environment of the ranks here.
+        extra: environment variables for rank 0.
         on_failure: called once, as soon as the first rank has failed; others may still run.
     Raises:
-        XdsError: this host has not got what was asked for.
+        XdsError: this host lacks the requested devices or backend.
     """
     if order.generation:
-        gc.collect()  # torch keeps the store of a start, its thread and its sockets, in a cycle
+        gc.collect()  # torch keeps the previous start's store, thread and sockets alive in a reference cycle
     with Guard() as guard:
         agent, workers = _Agent(order, folder, stop, extra), Workers(guard)
         agent.start()
         _supervise(agent, workers, stop, on_failure)
         if agent.error is not None:
             raise agent.error
-        outcome = Outcome(is_agent_alive=agent.is_alive(), held=agent.held)
+        outcome = Outcome(is_agent_alive=agent.is_alive(), store_reference=agent.store_reference)
         if stop.signum or agent.failures or agent.fault:
-            workers.sweep()
+            workers.kill_remaining()
     outcome.error = agent.fault
     if outcome.is_agent_alive:
-        outcome.failures = _seen_failures(agent, folder)
+        outcome.failures = _recorded_failures(agent, folder)
     else:
         failed = agent.failures.items()
-        outcome.failures = [_failure(rank, told, workers, folder) for rank, told in failed]
+        outcome.failures = [
+            _failure(rank, process_failure, workers, folder) for rank, process_failure in failed
+        ]
     ranks = agent.ranks()
     outcome.finished = [rank for rank in ranks.values() if folder.ended(rank).exists()]
     return outcome
@@ -101,7 +103,7 @@ def supervise(
 
 @final
 class _Agent(threading.Thread):
-    """Runs torch's agent, and keeps what came of it."""
+    """A thread that runs torch's agent and stores its result."""
 
     def __init__(self, order: Order, folder: RunFolder, stop: Stop, extra: dict[str, str]) -> None:
         super().__init__(name="xds-agent", daemon=True)
@@ -109,7 +111,7 @@ class _Agent(threading.Thread):
         self.failures: dict[int, ProcessFailure] = {}  # by rank
         self.error: XdsError | None = None
         self.fault = ""
-        self.held: object = None  # see launch
+        self.store_reference: object = None  # see launch
         self.folder, self.order = folder, order
         self._stop_asked, self._extra = stop, extra
         self._ranks: dict[int, int] = {}
@@ -126,44 +128,45 @@ class _Agent(threading.Thread):
             num_ranks = count_ranks(self.order.job, self.order.num_ranks)
             if not self._stop_asked.signum:
                 self.num_ranks = num_ranks
-                self.failures, self.held = launch(
+                self.failures, self.store_reference = launch(
                     self.order, num_ranks, self.folder, self._ranks, self._extra
                 )
         except XdsError as error:
             self.error = error
         except Exception as error:
-            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            self.fault = f"the ranks cannot be started: {said}"
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self.fault = f"the ranks cannot be started: {reason}"
             if self._ranks and self.order.rendezvous.max_nodes > 1:
                 self.fault = (
-                    f"{self.order.rendezvous.endpoint}, where the machines meet, does not answer any more; its "
-                    f"xds has ended, and told why there ({said})"
+                    f"the rendezvous endpoint {self.order.rendezvous.endpoint} no longer answers: xds has "
+                    f"ended on that machine; see its output there for the cause ({reason})"
                 )
 
 
 def import_torch() -> None:
-    """Import torch such that its C++ part keeps to itself how a peer was lost: the report says it in words."""
+    """Import torch with its C++ log turned off, because the failure report covers lost peers."""
     name = "TORCH_CPP_LOG_LEVEL"
-    asked = os.environ.get(name)
-    os.environ[name] = asked or "FATAL"
+    former = os.environ.get(name)
+    os.environ[name] = former or "FATAL"
     try:
-        with warnings.catch_warnings():  # a torch without NumPy says so: the ranks' business, again
+        # torch without NumPy warns; the ranks show that warning themselves
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from . import elastic  # noqa: F401
     finally:
-        if asked is None:
-            del os.environ[name]  # the ranks' own is their business
+        if former is None:
+            del os.environ[name]  # the ranks keep torch's default
 
 
 def _supervise(
     agent: _Agent, workers: Workers, stop: Stop, on_failure: Callable[[], None] | None
 ) -> None:
-    """Wait for the agent; send the workers the signals that are due."""
+    """Wait for the agent, and send the workers the signals that are due."""
     sent: set[tuple[int, int]] = set()
     stopped_since = 0.0
     while agent.is_alive():
         agent.join(_TICK_SECONDS)
-        if stop.signum or len(workers.alive()) < agent.num_ranks:  # a look at all processes
+        if stop.signum or len(workers.alive()) < agent.num_ranks:  # reads all of /proc
             workers.find()
         _forward(workers, stop)
         for pid, signum in _signals_due(agent, workers, stop):
@@ -180,9 +183,9 @@ def _supervise(
         now = time.monotonic()
         stopped_since = 0.0 if workers.alive() else stopped_since or now
         if stopped_since and now - stopped_since > _STUCK_AGENT_SECONDS:
-            return  # it waits for other hosts
+            return  # the agent waits for other hosts
         if now - stop.since_seconds > _GIVE_UP_AFTER_SECONDS + agent.folder.grace_seconds():
-            return  # a rank in uninterruptible sleep: the kernel frees it when it can
+            return  # a rank in uninterruptible sleep: the kernel ends it later
 
 
 def _forward(workers: Workers, stop: Stop) -> None:
@@ -193,65 +196,67 @@ def _forward(workers: Workers, stop: Stop) -> None:
 
 
 def _signals_due(agent: _Agent, workers: Workers, stop: Stop) -> list[tuple[int, int]]:
-    """(pid, signal) that living workers should have had by now."""
+    """(pid, signal) that running workers should have received by now."""
     if stop.signum:
         due = stop.due(agent.folder.grace_seconds())
         return [(pid, due) for pid in workers.alive()]
-    # when a rank is gone the agent stops its peers, with 30 s of patience; before that it waits
+    # after the end of a rank the agent stops its peers with a limit of 30 s; before that it waits
     late: list[int] = []
-    gone_at = workers.first_bad_exit_seconds()
-    if gone_at is not None and time.time() - gone_at > _PEERS_SECONDS:
-        late += workers.alive(started_before_seconds=gone_at)
-    told_at = agent.folder.first_error_seconds(list(agent.ranks().values()))
-    if told_at is not None and time.time() - told_at > _FAILED_RANK_SECONDS:
-        late += workers.alive(started_before_seconds=told_at)
+    ended_at = workers.first_bad_exit_seconds()
+    if ended_at is not None and time.time() - ended_at > _PEERS_SECONDS:
+        late += workers.alive(started_before_seconds=ended_at)
+    reported_at = agent.folder.first_error_seconds(list(agent.ranks().values()))
+    if reported_at is not None and time.time() - reported_at > _FAILED_RANK_SECONDS:
+        late += workers.alive(started_before_seconds=reported_at)
     return [(pid, int(signal.SIGKILL)) for pid in late]
 
 
 def _failed_at(agent: _Agent, workers: Workers) -> float | None:
-    gone_at = workers.first_bad_exit_seconds()
-    told_at = agent.folder.first_error_seconds(list(agent.ranks().values()))
-    return min((at for at in (gone_at, told_at) if at is not None), default=None)
+    ended_at = workers.first_bad_exit_seconds()
+    reported_at = agent.folder.first_error_seconds(list(agent.ranks().values()))
+    return min((at for at in (ended_at, reported_at) if at is not None), default=None)
 
 
-def _seen_failures(agent: _Agent, folder: RunFolder) -> list[Failure]:
-    """The failures of ranks whose agent does not answer: what they wrote themselves."""
+def _recorded_failures(agent: _Agent, folder: RunFolder) -> list[Failure]:
+    """The failures that the ranks recorded themselves, used if the agent does not return."""
     found = []
     for rank in agent.ranks().values():
         try:
             record = json.loads(folder.error(rank).read_text())
         except (OSError, ValueError):
             continue
-        found.append(_told_failure(rank, 0, record["xds"], folder))
+        found.append(_recorded_failure(rank, 0, record["xds"], folder))
     return found
 
 
-def _told_failure(rank: int, pid: int, kept: dict[str, Any], folder: RunFolder) -> Failure:
-    """What a rank wrote about its end (worker.py) counts more than an abort on the way out."""
-    failure = Failure(rank, pid, kept["exit_code"], kept["time_seconds"], text=kept["text"])
-    return _placed(failure, folder)
+def _recorded_failure(rank: int, pid: int, record: dict[str, Any], folder: RunFolder) -> Failure:
+    """The failure that a rank recorded itself (worker.py). It takes precedence over a crash during exit."""
+    failure = Failure(rank, pid, record["exit_code"], record["time_seconds"], text=record["text"])
+    return _with_host_and_log(failure, folder)
 
 
-def _failure(rank: int, told: ProcessFailure, workers: Workers, folder: RunFolder) -> Failure:
-    """One rank's end, from what it wrote itself, what the kernel showed, and what torch noted."""
-    kept = told.error_file_data.get("xds")
-    if kept is not None:
-        return _told_failure(rank, told.pid, kept, folder)
-    seen = workers.exits.get(told.pid)
-    signum = max(0, -told.exitcode)
+def _failure(
+    rank: int, process_failure: ProcessFailure, workers: Workers, folder: RunFolder
+) -> Failure:
+    """One rank's failure, from its own record, from the kernel, and from torch."""
+    record = process_failure.error_file_data.get("xds")
+    if record is not None:
+        return _recorded_failure(rank, process_failure.pid, record, folder)
+    seen = workers.exits.get(process_failure.pid)
+    signum = max(0, -process_failure.exitcode)
     failure = Failure(
         rank=rank,
-        pid=told.pid,
-        exit_code=128 + signum if signum else told.exitcode,
-        time_seconds=seen.time_seconds if seen else float(told.timestamp),
+        pid=process_failure.pid,
+        exit_code=128 + signum if signum else process_failure.exitcode,
+        time_seconds=seen.time_seconds if seen else float(process_failure.timestamp),
         signum=signum,
         text=_frames(folder.fault(rank)),
-        was_killed_by_us=told.pid in workers.killed,
+        was_killed_by_us=process_failure.pid in workers.killed,
     )
-    return _placed(failure, folder)
+    return _with_host_and_log(failure, folder)
 
 
-def _placed(failure: Failure, folder: RunFolder) -> Failure:
+def _with_host_and_log(failure: Failure, folder: RunFolder) -> Failure:
     log = folder.log(failure.rank)
     has_log = log.exists() and log.stat().st_size > 0
     return replace(
@@ -263,10 +268,12 @@ def _placed(failure: Failure, folder: RunFolder) -> Failure:
 
 
 def _frames(fault_file: Path) -> str:
-    """What Python wrote when it crashed, without our own frames and its list of libraries."""
+    """Python's dump of a crash, without the frames of worker.py and the list of extension modules."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = fault_file.read_text(errors="replace")[:_FAULT_CHARS].splitlines()
     own = str(Path(__file__).with_name("worker.py"))
-    kept = [line for line in lines if own not in line and not line.startswith("Extension modules:")]
-    return "\n".join(kept)
+    record = [
+        line for line in lines if own not in line and not line.startswith("Extension modules:")
+    ]
+    return "\n".join(record)

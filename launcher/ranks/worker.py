@@ -1,17 +1,21 @@
-"""Runs a user's script as one rank, like `python script.py`, and writes down how it failed.
+"""Runs a user's script as one rank, like `python script.py`, and records its failure in a file.
 
     python -u worker.py script  train.py --lr 1e-3
     python -u worker.py module  project.train --lr 1e-3
     python -u worker.py program ./train.sh --lr 1e-3
 
-Started by its path, with the standard library alone: with `-m` the current folder would come first
-on sys.path, and a folder there may carry a standard module's name. The environment brings
-TORCHELASTIC_ERROR_FILE (its format is torch's), XDS_LAUNCHER_PID, in XDS_RANK_FILES what the
-names of this rank's other files begin with (see run_folder.py), for rank 0 what its streams are
-(XDS_RANK_OUT, XDS_RANK_ERR, see rank_zero.py), and in XDS_RANK_CORES the cores that are its own.
+This file is started by its path and imports only the standard library. With `-m` the current folder would come
+first on sys.path, and a folder there may have the name of a standard module. It reads these variables:
 
-Why no traceback on the terminal: rank 0's output is live, and when any rank dies rank 0 usually
-fails too, for want of a peer. So each rank keeps its traceback in a file; the launcher shows one.
+    TORCHELASTIC_ERROR_FILE       path of the failure record, in torch's format
+    XDS_LAUNCHER_PID              process id of the launcher
+    XDS_RANK_FILES                common prefix of this rank's other files (see run_folder.py)
+    XDS_RANK_OUT, XDS_RANK_ERR    paths of the output streams, for rank 0 only (see rank_zero.py)
+    XDS_RANK_CORES                the cores of this rank
+
+The traceback is not printed on the terminal. Rank 0's output is shown live, and when any rank fails, rank 0
+usually fails too because it lost a peer. So each rank writes its traceback to a file, and the launcher prints
+one of them.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class _Outcome:
-    """What the script came to; `code` is not 0 once it failed."""
+    """How the script ended; `code` is not 0 if it failed."""
 
     def __init__(self, ended_file: str) -> None:
         self.code = 0
@@ -45,25 +49,24 @@ class _Outcome:
 
 def main() -> None:
     kind, target, *args = sys.argv[1:]
-    _die_with_launcher(os.environ.pop("XDS_LAUNCHER_PID", ""))
+    _exit_with_launcher(os.environ.pop("XDS_LAUNCHER_PID", ""))
     files = os.environ.pop("XDS_RANK_FILES", "")
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     has_log = bool(files) and os.environ.get("RANK") != "0"
     if has_log:
         log = f"{files}.log"
-        _take_streams(log, log)
+        _redirect_streams(log, log)
     else:
-        _take_streams(os.environ.pop("XDS_RANK_OUT", ""), os.environ.pop("XDS_RANK_ERR", ""))
-    _take_cores(os.environ.pop("XDS_RANK_CORES", ""))
+        _redirect_streams(os.environ.pop("XDS_RANK_OUT", ""), os.environ.pop("XDS_RANK_ERR", ""))
+    _set_affinity(os.environ.pop("XDS_RANK_CORES", ""))
     if kind == "program":
-        _become(target, args, error_file)
+        _exec_program(target, args, error_file)
     if files and not faulthandler.is_enabled():
-        # open for as long as we live
+        # the file stays open until this process ends
         faulthandler.enable(open(f"{files}.fault.txt", "w", opener=_for_user))
     outcome = _Outcome(f"{files}.ended" if files else "")
-    atexit.register(
-        _leave, outcome
-    )  # registered first, so it runs after every handler of the script
+    # registered first, so it runs after all handlers of the script
+    atexit.register(_at_exit, outcome)
     try:
         (_run_module if kind == "module" else _run_script)(target, args)
     except KeyboardInterrupt:
@@ -74,30 +77,32 @@ def main() -> None:
         is_number = isinstance(request.code, int)
         outcome.code = int(request.code) & 0xFF if is_number else 1
         text = "" if is_number else f"{request.code}\n"
-        _keep(error_file, f"exit code {outcome.code}", text, outcome.code, has_log)
+        _write_failure(error_file, f"exit code {outcome.code}", text, outcome.code, has_log)
     except BaseException as error:
         outcome.code = 1
-        _keep(error_file, f"{type(error).__name__}: {error}", _told(error), 1, has_log)
+        _write_failure(
+            error_file, f"{type(error).__name__}: {error}", _traceback_text(error), 1, has_log
+        )
     sys.exit(outcome.code)
 
 
-def _die_with_launcher(launcher_pid: str) -> None:
-    """Ask the kernel to kill this process when the launcher dies, even by SIGKILL (Linux)."""
+def _exit_with_launcher(launcher_pid: str) -> None:
+    """Have the kernel kill this process when the launcher ends, even by SIGKILL (Linux)."""
     if not launcher_pid:
         return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != int(launcher_pid):  # it died before the request was in place
+    if os.getppid() != int(launcher_pid):  # the launcher ended before the request was active
         os._exit(1)
 
 
-def _take_streams(out: str, err: str) -> None:
-    """Send both output streams to the files named; to one file in the order in which they are written."""
+def _redirect_streams(out: str, err: str) -> None:
+    """Redirect both output streams to the given files. One file for both keeps the order of the writes."""
     opened: dict[str, int] = {}
     for number, path in ((1, out), (2, err)):
         if path and path not in opened:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY
-            with contextlib.suppress(FileNotFoundError):  # somebody removed the run's folder
+            with contextlib.suppress(FileNotFoundError):  # the run folder was removed
                 opened[path] = os.open(path, flags, 0o600)
         if path in opened:
             os.dup2(opened[path], number)
@@ -106,22 +111,22 @@ def _take_streams(out: str, err: str) -> None:
 
 
 def _for_user(path: str, flags: int) -> int:
-    """An opener for files that nobody else may read."""
+    """An opener for files that only the user may read."""
     return os.open(path, flags, 0o600)
 
 
-def _take_cores(cores: str) -> None:
-    """Stay on these cores, with every thread that starts from now on."""
+def _set_affinity(cores: str) -> None:
+    """Bind this process and its future threads to the given cores."""
     if cores and sys.platform == "linux":
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
 
 
-def _become(program: str, args: list[str], error_file: str) -> NoReturn:
+def _exec_program(program: str, args: list[str], error_file: str) -> NoReturn:
     try:
         os.execvp(program, [program, *args])
     except OSError as error:
         text = f"{program}: {error.strerror}\n"
-        _keep(error_file, text.strip(), text, 127, False)
+        _write_failure(error_file, text.strip(), text, 127, False)
         os._exit(127)
 
 
@@ -133,7 +138,7 @@ def _run_script(path: str, args: list[str]) -> None:
         return
     _replace_own_folder(os.path.dirname(os.path.realpath(path)))
     full_path = os.path.abspath(path)
-    # A module that stays in place: runpy would take its own away before the atexit handlers run.
+    # Not with runpy, which removes its __main__ module before the atexit handlers run.
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=full_path, __cached__=None, __builtins__=__builtins__)
     sys.modules["__main__"] = module
@@ -149,15 +154,15 @@ def _run_module(name: str, args: list[str]) -> None:
 
 
 def _replace_own_folder(folder: str) -> None:
-    """Put `folder` where Python put this file's folder (it did not under PYTHONSAFEPATH)."""
+    """Replace this file's folder on sys.path by `folder`. Under PYTHONSAFEPATH it is not on sys.path."""
     if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
         sys.path[0] = folder
 
 
-def _told(error: BaseException) -> str:
+def _traceback_text(error: BaseException) -> str:
     """The text that Python would print for `error`, without this file's frames.
 
-    Goes through sys.excepthook, so that a hook of the script (a crash reporter, say) still runs.
+    Calls sys.excepthook, so that a hook of the script (such as a crash reporter) still runs.
     """
     trace = error.__traceback__
     own = (__file__, "<frozen runpy>", runpy.__file__)
@@ -166,15 +171,16 @@ def _told(error: BaseException) -> str:
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-    # torch.distributed's hook puts "[rank1]: " before each line; the launcher names the rank once
+    # torch.distributed's hook prefixes each line with "[rank1]: "; the launcher prints the rank once
     return re.sub(r"(?m)^\[rank\d+\]: ?", "", text.getvalue())
 
 
-def _keep(error_file: str, summary: str, text: str, exit_code: int, has_log: bool) -> None:
-    """Write the failure to `error_file`, whole or not at all, and to the log where there is one."""
+def _write_failure(error_file: str, summary: str, text: str, exit_code: int, has_log: bool) -> None:
+    """Write the failure to `error_file`, atomically, and to the log if there is one."""
     now = time.time()
     if has_log or not error_file:
-        with contextlib.suppress(OSError):  # nobody reads; the launcher is told all the same
+        # the stream has no reader; the record below is still written
+        with contextlib.suppress(OSError):
             sys.stderr.write(text)
             sys.stderr.flush()
     if not error_file:
@@ -184,25 +190,25 @@ def _keep(error_file: str, summary: str, text: str, exit_code: int, has_log: boo
         "message": {"message": summary, "extraInfo": extra},
         "xds": {"time_seconds": now, "exit_code": exit_code, "text": text},
     }
-    # a folder that was removed or is full: the exit code still tells
+    # if the folder was removed or the disk is full, the launcher still has the exit code
     with contextlib.suppress(OSError):
         with open(f"{error_file}.part", "w", encoding="utf-8", opener=_for_user) as file:
             json.dump(record, file)
         os.replace(f"{error_file}.part", error_file)
 
 
-def _leave(outcome: _Outcome) -> None:
-    """Last act: close the process group after a good run, skip C++ teardown after a bad one."""
+def _at_exit(outcome: _Outcome) -> None:
+    """The last atexit handler: destroys the process group after success, skips C++ teardown after a failure."""
     if outcome.code:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(outcome.code)  # live gloo threads would abort here and hide the exit code
     if outcome.ended_file:
-        open(outcome.ended_file, "w").close()  # before the peers can see us go
+        open(outcome.ended_file, "w").close()  # before the peers can notice the end of this rank
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None:
-        # too late to fail: the script has ended well
+        # errors are ignored: the script has already succeeded
         with contextlib.suppress(Exception):
             if distributed.is_available() and distributed.is_initialized():
                 distributed.destroy_process_group()

@@ -1,1 +1,1 @@
-"""Ranks on other machines: a head, a node part on each, and the ways between them."""
+"""Runs ranks on several hosts: the head process (the launcher), and a node process on each host."""

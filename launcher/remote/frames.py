@@ -1,12 +1,12 @@
-"""How a head and its nodes talk in one stream with rank 0's output: frames between the bytes of the user.
+"""The message format between head and node: frames in the same stream as rank 0's output.
 
     bytes of rank 0 ... | 0x1e token sender part/parts text padding 0x1f LF | ... bytes of rank 0
 
-A frame is one JSON object. It carries the run's random token, so nothing that a script prints is taken for
-one. It is cut into parts of 1024 bytes each, so that launchers which merge the streams of several hosts do
-not tear it: srun passes lines on up to that length, mpirun whatever a read of up to 4096 bytes gives, which is
-whole parts where nothing else is in the pipe. A part with whole parts of other hosts inside is mended; one
-that is damaged in another way is dropped. Everything else passes unchanged.
+A frame is one JSON object. It contains the run's random token, so output of a script is never taken for a
+frame. It is split into parts of 1024 bytes, so that launchers that merge the streams of several hosts do not
+break it. srun forwards lines of up to that length. mpirun forwards the result of a read of up to 4096 bytes,
+which consists of complete parts if nothing else is in the pipe. A part that contains complete parts of other
+hosts is repaired. A part that is damaged in another way is dropped. All other bytes pass unchanged.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 PART_BYTES = 1024
-BEATS_A_LIMIT = 3  # head and node each speak so often in what the other takes for silence
+HEARTBEATS_PER_TIMEOUT = 3  # heartbeats of head and node within the timeout of the other
 _BEGIN, _END = b"\x1e", b"\x1f\n"
 _SENDER_CHARS = 40
 
 
 def encode(token: str, message: Mapping[str, Any]) -> bytes:
-    """The bytes of one message; `sender` in it tells messages of merged streams apart.
+    """The bytes of one message; its `sender` distinguishes the messages of merged streams.
 
     >>> frame = encode("ab", {"kind": "beat"})
     >>> frame[:29], frame[-4:], len(frame)
     (b'\\x1eab - 0001/0001 {"kind":"beat', b'  \\x1f\\n', 1024)
     """
     text = json.dumps(message, separators=(",", ":"))  # ASCII, without line ends
-    head = f"{token} {_as_word(str(message.get('sender', '')))} "
-    room = PART_BYTES - len(_BEGIN + _END) - len(f"{head}0001/0001 ")
-    cuts = range(0, max(1, len(text)), room)
+    head = f"{token} {_sender_id(str(message.get('sender', '')))} "
+    text_bytes = PART_BYTES - len(_BEGIN + _END) - len(f"{head}0001/0001 ")
+    cuts = range(0, max(1, len(text)), text_bytes)
     parts = [
-        f"{head}{number:04}/{len(cuts):04} {text[at : at + room]:<{room}}".encode()
+        f"{head}{number:04}/{len(cuts):04} {text[at : at + text_bytes]:<{text_bytes}}".encode()
         for number, at in enumerate(cuts, start=1)
     ]
     return b"".join(_BEGIN + part + _END for part in parts)
 
 
-def _as_word(sender: str) -> str:
-    word = re.sub(r"[^\w.]", "_", sender, flags=re.ASCII) or "-"
-    return word if len(word) <= _SENDER_CHARS else f"{word[:30]}_{zlib.crc32(sender.encode()):08x}"
+def _sender_id(sender: str) -> str:
+    name = re.sub(r"[^\w.]", "_", sender, flags=re.ASCII) or "-"
+    return name if len(name) <= _SENDER_CHARS else f"{name[:30]}_{zlib.crc32(sender.encode()):08x}"
 
 
 @final
 class Decoder:
-    """Takes a stream apart as it comes: what is the user's, and the messages."""
+    """Splits a stream into the user's bytes and the messages, incrementally."""
 
     def __init__(self, token: str) -> None:
         self._start = _BEGIN + token.encode() + b" "
-        self._held = b""  # the begin of what may become a frame
+        self._held = b""  # the beginning of a possible frame
         self._parts: dict[str, list[str]] = {}
 
     def feed(self, data: bytes) -> Iterator[bytes | dict[str, Any]]:
-        """The user's bytes and the messages in `data`, in order; keeps back what is not whole yet."""
+        """The user's bytes and the messages in `data`, in order. Keeps incomplete parts for the next call."""
         data, self._held = self._held + data, b""
         while data:
             at = data.find(_BEGIN)
@@ -77,7 +77,7 @@ class Decoder:
             if length == 0:
                 self._held = data
                 return
-            if length < 0:  # whole parts of another host stand in it: they first
+            if length < 0:  # it contains complete parts of another host: move them to the front
                 data = (
                     data[-length : PART_BYTES - length]
                     + data[:-length]
@@ -90,9 +90,9 @@ class Decoder:
                 yield message
 
     def _part_length(self, data: bytes) -> int:
-        """How long the part at the begin of `data` is; 0 if more has to come, -n if at n another one begins.
+        """The length of the part at the start of `data`; 0 if it is incomplete, -n if another one begins at n.
 
-        A part that is torn is as long as what is certainly no output.
+        The length of a damaged part covers only bytes that are certainly not output.
         """
         reach = PART_BYTES + len(self._start) - 1
         inner = data.find(self._start, 1, reach)
@@ -109,12 +109,12 @@ class Decoder:
         return -inner if data.startswith(_END, end - len(_END)) else inner
 
     def rest(self) -> bytes:
-        """What was kept back when the stream ended."""
+        """The bytes that were kept when the stream ended."""
         held, self._held = self._held, b""
         return held
 
     def _take(self, data: bytes) -> dict[str, Any] | None:
-        """One part; the message that it ends, if all of its parts are there."""
+        """Process one part. Returns the message if it is complete."""
         try:
             sender, number, text = data.decode("ascii").split(" ", 2)
             at, of = map(int, number.split("/"))

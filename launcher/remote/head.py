@@ -1,4 +1,4 @@
-"""Runs a job on hosts that are started from here, in the way that the backend takes."""
+"""The head process: runs a job on several hosts, through one connection per host or one command for all."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from ...utils.errors import UsageError
 from ..job import Host, Job, Remote, Restarts
 from .backends.base import AllAtOnce, Backend, PerHost
-from .roster import choose
+from .host_selection import choose_hosts
 
 
 def run(
     job: Job, hosts: Sequence[Host], remote: Remote, backend: Backend, restarts: Restarts
 ) -> int:
-    """Run `job` on `hosts` to its end; the exit code of the first rank that failed, 0 when none did.
+    """Run `job` on `hosts` to its end. Returns the exit code of the first rank that failed, or 0.
 
-    Rank 0 is on the first host and writes to this process's streams; the others write to files there.
+    Rank 0 is on the first host and writes to this process's streams. The others write to files on their hosts.
 
     Raises:
-        UsageError: the backend's program is missing, or numbers of hosts and ranks cannot be met.
+        UsageError: the backend's program is missing, or the numbers of hosts and ranks are not valid.
     """
     backend.check()
-    if not choose(hosts, len(hosts), restarts):
+    if not choose_hosts(hosts, len(hosts), restarts):
         raise UsageError(_unfit(hosts, restarts))
     if isinstance(backend, AllAtOnce):
         from .head_at_once import run_at_once
@@ -37,8 +37,8 @@ def _unfit(hosts: Sequence[Host], restarts: Restarts) -> str:
     ranks = sum(len(host.slots) for host in hosts)
     least = restarts.min_nodes or len(hosts)
     if len(hosts) < least:
-        return f"{len(hosts)} host(s) are given, {least} are needed; name more, or lower --nnodes"
+        return f"{len(hosts)} host(s) are named, {least} are needed; name more, or lower --nnodes"
     return (
-        f"no number of ranks up to {ranks} (all slots of {len(hosts)} hosts) fits the elasticity section "
-        "of the config; `xds elastic config.json` prints those that do"
+        f"no number of ranks up to {ranks} (all slots of {len(hosts)} hosts) is valid for the elasticity"
+        " section of the config; `xds elastic config.json` prints the valid ones"
     )

@@ -1,7 +1,7 @@
-"""Starts a job through one command that reaches every host by itself: pdsh, srun, mpirun.
+"""Runs a job through one command that reaches all hosts: pdsh, srun, mpirun.
 
-The orders are in its arguments, so nothing can be said later: ranks are stopped by a signal to the command,
-and a restart is a new command. What the hosts say comes back over its output.
+The orders are in its arguments, so no messages can be sent later. The ranks are stopped by a signal to the
+command, and a restart is a new command. Messages of the hosts arrive on its output.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
 from .backends.base import AllAtOnce
 from .backends.orders import encode
+from .host_selection import choose_hosts
 from .link import Link
-from .roster import choose
-from .start import Lost, make_orders, own_streams, tell
+from .start import Lost, final_report, make_orders, own_streams
 
 _TICK_SECONDS = 0.1
-# After the first failure: for the other hosts' ranks to end, and for what they say about it to arrive.
+# After the first failure: time for the other hosts' ranks to end, and for their messages to arrive.
 _OTHERS_SECONDS = 2.0
 _SIGKILL_AFTER_SECONDS = 6.0
-_FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below the kernel's own range of passing ports
+_FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below the kernel's range of ephemeral ports
 
 
 @final
 @dataclass
 class _Start:
-    """What is known of one start."""
+    """The state of one start, from the messages of the hosts."""
 
-    said: dict[str, float] = field(default_factory=dict)  # host to when it was heard last
+    record: dict[str, float] = field(default_factory=dict)  # host to the time of its last message
     ahead_seconds: dict[str, float] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
@@ -46,9 +46,9 @@ class _Start:
     failed_at: float = 0.0
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Note one message of one host."""
+        """Process one message of one host."""
         host, kind = message["sender"], message["kind"]
-        self.said[host] = time.time()
+        self.record[host] = time.time()
         if kind == "hello":
             self.ahead_seconds[host] = message["now"] - time.time()
         elif kind == "failed":
@@ -56,8 +56,8 @@ class _Start:
         elif kind == "ended":
             self.ended.add(host)
             self.finished += message["finished"]
-            for said in message["failures"]:
-                failure = Failure.from_dict(said)
+            for record in message["failures"]:
+                failure = Failure.from_dict(record)
                 at = failure.time_seconds - self.ahead_seconds.get(host, 0.0)
                 self.failures.append(replace(failure, time_seconds=at, host=host))
             if message["error"]:
@@ -68,7 +68,7 @@ class _Start:
 def run_at_once(
     job: Job, hosts: Sequence[Host], remote: Remote, backend: AllAtOnce, restarts: Restarts
 ) -> int:
-    """Run `job` on `hosts` to its end; the exit code of the first rank that failed, 0 when none did."""
+    """Run `job` on `hosts` to its end. Returns the exit code of the first rank that failed, or 0."""
     generation = 0
     with stop_signals() as stop:
         while True:
@@ -78,26 +78,31 @@ def run_at_once(
             if code == 0 and not (start.failures or start.errors):
                 return 0
             if was_preempted(start.failures):
-                say("xds: every rank has saved and stopped, as it was asked to\n", stop.was_asked)
+                say(
+                    "xds: every rank has saved a checkpoint and stopped, as requested\n",
+                    stop.is_requested,
+                )
                 return first_failure(start.failures).exit_code
-            lost = _unheard(hosts, start, code, backend.name)
-            text, code = tell(start.failures, start.finished, start.errors, lost)
-            say(text, stop.was_asked)
+            lost = _hosts_without_result(hosts, start, code, backend.name)
+            text, code = final_report(start.failures, start.finished, start.errors, lost)
+            say(text, stop.is_requested)
             if generation >= restarts.max_restarts:
                 return code
             generation += 1
             again = f"xds: starting every rank again ({generation} of {restarts.max_restarts})\n"
-            say(again, stop.was_asked)
+            say(again, stop.is_requested)
 
 
-def _unheard(hosts: Sequence[Host], start: _Start, code: int, program: str) -> list[Lost]:
-    """Hosts that never said how their ranks ended, where nobody else told of a failure."""
+def _hosts_without_result(
+    hosts: Sequence[Host], start: _Start, code: int, program: str
+) -> list[Lost]:
+    """The hosts that never reported the end of their ranks; [] if another host reported a failure."""
     if start.failures or start.errors:
         return []
     missing = [host.name for host in hosts if host.name not in start.ended]
-    why = f"{program} ended with exit code {code} before it was done"
+    why = f"{program} ended with exit code {code} before the ranks had ended"
     return [
-        Lost(name, why, start.said.get(name, 0.0), code or 1, name in start.said)
+        Lost(name, why, start.record.get(name, 0.0), code or 1, name in start.record)
         for name in missing or [hosts[0].name]
     ]
 
@@ -111,9 +116,9 @@ def _one_start(
     generation: int,
     stop: Stop,
 ) -> tuple[_Start, int]:
-    """One command from its start to its end, and its exit code."""
+    """Run one command from its start to its end. Returns the state and the exit code."""
     token = secrets.token_hex(8)
-    chosen = choose(hosts, len(hosts), restarts)
+    chosen = choose_hosts(hosts, len(hosts), restarts)
     address = remote.master_addr or hosts[0].name.rpartition("@")[2]
     port = remote.master_port or _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
     meeting = Rendezvous(
@@ -125,7 +130,7 @@ def _one_start(
         replace(order, generation=generation, max_restarts=restarts.max_restarts)
         for order in make_orders(job, chosen, remote, meeting)
     ]
-    words = [
+    argv = [
         remote.python,
         "-u",
         "-m",
@@ -133,13 +138,13 @@ def _one_start(
         "--orders",
         encode(token, orders),
     ]
-    command = backend.command([host for host, _ in chosen], remote, words)
+    command = backend.command([host for host, _ in chosen], remote, argv)
     selector = selectors.DefaultSelector()
     environment = dict(os.environ) | backend.environment(remote)
     link = Link(backend.name, command, token, selector, own_streams(stop), environment)
     link.close_input()
     start = _Start()
-    asked: set[int] = set()
+    sent: set[int] = set()
     while not link.has_ended:
         for key, _ in selector.select(_TICK_SECONDS):
             for message in link.read(key.fd):
@@ -147,8 +152,8 @@ def _one_start(
         while stop.forwards:
             link.signal(stop.forwards.pop(0))
         due = _signal_due(start, stop)
-        if due and due not in asked:
-            asked.add(due)
+        if due and due not in sent:
+            sent.add(due)
             link.signal(due)
     link.end(_SIGKILL_AFTER_SECONDS)
     selector.close()
@@ -156,9 +161,9 @@ def _one_start(
 
 
 def _signal_due(start: _Start, stop: Stop) -> int:
-    """The signal that the command should have had by now, 0 for none."""
+    """The signal that the command should have received by now; 0 for none."""
     if stop.signum:
-        # the command passes it on; the nodes know how long their ranks may take to save
+        # the command forwards it; the node processes know how long their ranks may take to save
         return signal.SIGKILL if stop.is_urgent else stop.signum
     if not start.failed_at:
         return 0

@@ -1,12 +1,12 @@
-"""Starts a job over one connection to each host, tells the first failure, and goes on if it may.
+"""Runs a job over one connection to each host, reports the first failure, and restarts if restarts are left.
 
-    connect to every host, a few at a time     ssh -> node.py, which says hello
-    a start: choose hosts and ranks            every chosen node gets its order
+    connect to every host, a few at a time     ssh -> node.py, which sends "hello"
+    a start: choose hosts and ranks            every chosen node process gets its order
     the first rank fails, or a host is lost    the ranks of all other hosts are stopped
-    all have ended: the report, once           then the next start, or the end of every node part
+    all have ended: one report                 then the next start, or the end of every node process
 
-The nodes never talk to one another but through torch's rendezvous: who takes part, and where they meet, is
-decided here, so that a start needs no agreement.
+The node processes communicate with each other only through torch's rendezvous. The head decides the
+participants and the rendezvous endpoint, so a start needs no agreement protocol.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
 from .backends.base import PerHost
-from .frames import BEATS_A_LIMIT
+from .frames import HEARTBEATS_PER_TIMEOUT
+from .host_selection import choose_hosts
 from .link import Link
-from .roster import choose
-from .start import Lost, heartbeat_seconds, make_orders, own_streams, tell
+from .start import Lost, final_report, heartbeat_seconds, make_orders, own_streams
 
 CONNECTING_AT_ONCE = 64
 _TICK_SECONDS = 0.1
-_LIMITS_SECONDS = {"connecting": 30.0, "preparing": 120.0}  # to log in there; to import torch
+# time limits for the login, and for the import of torch
+_LIMITS_SECONDS = {"connecting": 30.0, "preparing": 120.0}
 _RETRY_SECONDS = 5.0  # between attempts to reach a lost host
-_RETURN_SECONDS = 300.0  # how long too few hosts are waited for
+_RETURN_SECONDS = 300.0  # how long to wait for hosts if there are too few
 _FILES_A_LINK = 4
 _LEAVE_SECONDS = 2.0
 
@@ -44,14 +45,14 @@ _LEAVE_SECONDS = 2.0
 def run_per_host(
     job: Job, hosts: Sequence[Host], remote: Remote, backend: PerHost, restarts: Restarts
 ) -> int:
-    """Run `job` on `hosts` to its end; the exit code of the first rank that failed, 0 when none did."""
+    """Run `job` on `hosts` to its end. Returns the exit code of the first rank that failed, or 0."""
     allow_files(_FILES_A_LINK * len(hosts) + 64)
-    with stop_signals() as stop, _deaf_to_suspension():
+    with stop_signals() as stop, _suspension_ignored():
         return _Head(job, hosts, remote, backend, restarts, stop).run()
 
 
 def allow_files(needed: int) -> None:
-    """Raise this process's limit of open files to `needed` where it may be raised.
+    """Raise this process's limit of open files to `needed` if it is lower.
 
     Raises:
         UsageError: the hard limit is lower.
@@ -68,8 +69,8 @@ def allow_files(needed: int) -> None:
 
 
 @contextlib.contextmanager
-def _deaf_to_suspension() -> Iterator[None]:
-    """Ctrl-Z would be taken for a lost launcher on every host."""
+def _suspension_ignored() -> Iterator[None]:
+    """Ignore Ctrl-Z: every host would treat a suspended launcher as lost."""
     former = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
         yield
@@ -78,11 +79,11 @@ def _deaf_to_suspension() -> Iterator[None]:
 
 
 @final
-@dataclass(eq=False)  # itself: it is looked for among thousands at every message
+@dataclass(eq=False)  # compared by identity: fast lookup among thousands at every message
 class _Member:
-    """A host and how things stand with it.
+    """A host and its state.
 
-    state: away (to be connected to), connecting, preparing, ready, running, lost.
+    state: away (not connected yet), connecting, preparing, ready, running, lost.
     """
 
     host: Host
@@ -92,27 +93,28 @@ class _Member:
     port: int = 0
     ahead_seconds: float = 0.0  # its clock minus ours
     next_attempt: float = 0.0
-    is_told_to_stop: bool = False
-    ranks: tuple[int, ...] = ()  # of the newest start
+    is_stopping: bool = False
+    ranks: tuple[int, ...] = ()  # of the current start
 
 
 @final
 @dataclass
 class _Start:
-    """What came of one start of all ranks."""
+    """The state and the results of one start of all ranks."""
 
     members: list[_Member]
     failures: list[Failure] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     lost: list[Lost] = field(default_factory=list)
-    grows: bool = False  # stopped by the head, to take in hosts that came back
-    was_stopped_there: bool = False  # a host was told to stop by somebody else, such as its cloud
+    is_growing: bool = False  # stopped by the head to add hosts that came back
+    # a node process got a stop signal on its host, for example from a cloud provider
+    was_stopped_on_host: bool = False
 
 
 @final
 class _Head:
-    """The loop: streams in, orders out, one start after another."""
+    """The main loop: reads the streams, sends the orders, does one start after another."""
 
     def __init__(
         self,
@@ -153,13 +155,13 @@ class _Head:
                 return 128 + self._stop.signum
             if not (start.failures or start.lost or start.errors):
                 return 0
-            goes_on = start.grows or (start.was_stopped_there and self._is_elastic())
+            goes_on = start.is_growing or (start.was_stopped_on_host and self._is_elastic())
             if was_preempted(start.failures) and not goes_on:
-                self._say("every rank has saved and stopped, as it was asked to")
+                self._say("every rank has saved a checkpoint and stopped, as requested")
                 return first_failure(start.failures).exit_code
-            if not start.grows:
-                text, code = tell(start.failures, start.finished, start.errors, start.lost)
-                say(text, self._stop.was_asked)
+            if not start.is_growing:
+                text, code = final_report(start.failures, start.finished, start.errors, start.lost)
+                say(text, self._stop.is_requested)
                 if not restarts_left:
                     return code
                 restarts_left -= 1
@@ -168,9 +170,9 @@ class _Head:
     # -- a start ------------------------------------------------------------------------------------------
 
     def _gather(self) -> list[tuple[_Member, int]]:
-        """Connect until a start is possible, with every host at first; empty where it is not to be."""
+        """Connect until a start is possible, at first with every host. Empty if a start is impossible."""
         begun = time.monotonic()
-        told = False
+        is_logged = False
         while not self._stop.signum:
             self._turn()
             pending = [m for m in self._members if m.state in ("away", "connecting", "preparing")]
@@ -185,8 +187,8 @@ class _Head:
                 return chosen
             if is_first or time.monotonic() - begun > _RETURN_SECONDS:
                 return []
-            if not told:
-                told = True
+            if not is_logged:
+                is_logged = True
                 self._say(f"waiting for hosts to come back, up to {_RETURN_SECONDS:.0f} s")
         return []
 
@@ -196,18 +198,18 @@ class _Head:
     def _chosen(self) -> list[tuple[_Member, int]]:
         ready = {m.host.name: m for m in self._members if m.state == "ready"}
         hosts = [m.host for m in ready.values()]
-        picked = choose(hosts, len(self._members), self._restarts)
+        picked = choose_hosts(hosts, len(self._members), self._restarts)
         return [(ready[host.name], ranks) for host, ranks in picked]
 
     def _give_up(self) -> int:
         if self._stop.signum:
             return 128 + self._stop.signum
-        text, code = tell([], [], {}, self._lost)
-        say(text, self._stop.was_asked)
+        text, code = final_report([], [], {}, self._lost)
+        say(text, self._stop.is_requested)
         return code
 
     def _one_start(self, chosen: Sequence[tuple[_Member, int]]) -> _Start:
-        """Give the orders, and see it through to the last node's end."""
+        """Send the orders, and run the loop until the last node process reports its end."""
         start = self._start = _Start([member for member, _ in chosen])
         self._lost = []
         ranks = sum(count for _, count in chosen)
@@ -227,7 +229,7 @@ class _Head:
         )
         first_rank = 0
         for (member, count), order in zip(chosen, orders, strict=True):
-            member.state, member.is_told_to_stop = "running", False
+            member.state, member.is_stopping = "running", False
             member.ranks = tuple(range(first_rank, first_rank + count))
             first_rank += count
             order = replace(
@@ -238,43 +240,43 @@ class _Head:
             )
             assert member.link is not None
             member.link.send("run", order=order.as_dict())
-        asked = 0
+        num_requests = 0
         while any(member.state == "running" for member in start.members):
             self._turn()
-            if self._stop.signum and asked < 1 + self._stop.is_urgent:
-                asked += 1
-                self._stop_ranks(self._stop.signum, again=asked > 1)
-            elif (start.failures or start.lost or start.errors) and not asked:
+            if self._stop.signum and num_requests < 1 + self._stop.is_urgent:
+                num_requests += 1
+                self._stop_ranks(self._stop.signum, again=num_requests > 1)
+            elif (start.failures or start.lost or start.errors) and not num_requests:
                 self._stop_ranks(signal.SIGTERM, is_for_peer=True)
-            elif self._could_grow(start):
-                start.grows = True
-                self._say("more hosts are there: the ranks save where they can, and start anew")
+            elif self._can_add_hosts(start):
+                start.is_growing = True
+                self._say("more hosts are available: the ranks save if they can, and start again")
                 self._stop_ranks(signal.SIGTERM)
         self._start = None
         return start
 
-    def _could_grow(self, start: _Start) -> bool:
-        if start.grows or self._stop.signum or not self._is_elastic():
+    def _can_add_hosts(self, start: _Start) -> bool:
+        if start.is_growing or self._stop.signum or not self._is_elastic():
             return False
         back = [m for m in self._members if m.state == "ready" and m not in start.members]
         if not back:
             return False
         there = [m.host for m in self._members if m.state in ("ready", "running")]
-        picked = choose(there, len(self._members), self._restarts)
-        now = choose([m.host for m in start.members], len(self._members), self._restarts)
+        picked = choose_hosts(there, len(self._members), self._restarts)
+        now = choose_hosts([m.host for m in start.members], len(self._members), self._restarts)
         return sum(count for _, count in picked) > sum(count for _, count in now)
 
     def _stop_ranks(self, signum: int, *, is_for_peer: bool = False, again: bool = False) -> None:
         for member in self._start.members if self._start else ():
-            if member.state == "running" and (again or not member.is_told_to_stop):
-                member.is_told_to_stop = True
+            if member.state == "running" and (again or not member.is_stopping):
+                member.is_stopping = True
                 assert member.link is not None
                 member.link.send("stop", signum=int(signum), is_for_peer=is_for_peer)
 
     # -- the loop -----------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """One look at every stream, and what is due by the clock."""
+        """Read every stream once, and do the periodic work that is due."""
         for key, _ in self._selector.select(_TICK_SECONDS):
             link: Link = key.data
             member = self._by_link.get(link)
@@ -290,7 +292,7 @@ class _Head:
             self._look_for_silence(now)
             self._forward()
         if now >= self._next_beat:
-            self._next_beat = now + self._limit_seconds / BEATS_A_LIMIT
+            self._next_beat = now + self._limit_seconds / HEARTBEATS_PER_TIMEOUT
             for link in self._by_link:
                 link.send("beat")
 
@@ -302,7 +304,7 @@ class _Head:
                     member.link.send("forward", signum=signum)
 
     def _connect(self, now: float) -> None:
-        """Begin as many connections as the bound allows."""
+        """Begin as many connections as the limit allows."""
         num_connecting = sum(m.state == "connecting" for m in self._members)
         for member in self._members:
             if num_connecting >= CONNECTING_AT_ONCE or self._stop.signum:
@@ -311,30 +313,30 @@ class _Head:
                 member.state = "away"
             if member.state != "away" or now < member.next_attempt:
                 continue
-            words = [self._remote.python, "-u", "-m", "xds.launcher.remote.node"]
-            command = self._backend.command(member.host, self._remote, words)
+            argv = [self._remote.python, "-u", "-m", "xds.launcher.remote.node"]
+            command = self._backend.command(member.host, self._remote, argv)
             link = Link(
                 *(member.host.name, command, self._token, self._selector, self._write),
-                holds_back=True,
+                holds_stderr=True,
             )
             member.state, member.link = "connecting", link
             self._by_link[link] = member
-            link.introduce(member.host.name, self._limit_seconds)
+            link.send_handshake(member.host.name, self._limit_seconds)
             num_connecting += 1
 
     def _generation_can_use(self, member: _Member) -> bool:
-        """Whether a lost host is worth another attempt: only where a later start could take it."""
+        """Whether to reconnect to a lost host: only if a later start can use it."""
         has_begun = self._start is not None or self._generation > 0
         return has_begun and self._restarts.max_restarts > 0
 
     def _look_for_silence(self, now: float) -> None:
         for link, member in list(self._by_link.items()):
-            silent_seconds = now - link.heard
+            silent_seconds = now - link.last_received
             slow_seconds = _LIMITS_SECONDS.get(member.state)
             if slow_seconds is not None and silent_seconds > slow_seconds:
                 self._lose(member, f"no answer for {slow_seconds:.0f} s")
             elif member.state in ("ready", "running") and silent_seconds > self._limit_seconds:
-                self._lose(member, f"no sign of life for {silent_seconds:.0f} s")
+                self._lose(member, f"no message for {silent_seconds:.0f} s")
 
     def _take(self, member: _Member, message: Mapping[str, Any]) -> None:
         kind, start = message["kind"], self._start
@@ -347,22 +349,22 @@ class _Head:
         elif start is None or member not in start.members:
             return
         elif kind == "failed" and message["generation"] == self._generation:
-            if not self._stop.signum and not start.grows:
-                member.is_told_to_stop = True  # it stops its own
+            if not self._stop.signum and not start.is_growing:
+                member.is_stopping = True  # the host stops its own ranks
                 self._stop_ranks(signal.SIGTERM, is_for_peer=True)
         elif kind == "ended" and message["generation"] == self._generation:
             member.state, member.port = "ready", message["port"]
             start.finished += message["finished"]
-            start.was_stopped_there |= message["was_stopped_here"]
-            for said in message["failures"]:
-                failure = Failure.from_dict(said)
+            start.was_stopped_on_host |= message["was_stopped_here"]
+            for record in message["failures"]:
+                failure = Failure.from_dict(record)
                 at = failure.time_seconds - member.ahead_seconds
                 start.failures.append(replace(failure, time_seconds=at, host=member.host.name))
             if message["error"]:
                 start.errors[member.host.name] = message["error"]
 
     def _lose(self, member: _Member, why: str) -> None:
-        """The host is out of reach; an attempt to reach it again comes later."""
+        """Mark the host as lost. Another attempt to connect follows later."""
         link, was_reached = member.link, member.state in ("preparing", "ready", "running")
         assert link is not None
         if not was_reached or not why:
@@ -371,13 +373,13 @@ class _Head:
         code = link.exit_code()
         link.signal(signal.SIGKILL)
         link.end(_TICK_SECONDS)
-        words = link.last_words()
+        argv = link.last_error_lines()
         why = why or "the connection ended"
-        heard_at = time.time() - (time.monotonic() - link.heard)
+        last_message_at = time.time() - (time.monotonic() - link.last_received)
         lost = Lost(
             host=member.host.name,
-            why=f"{why}: {words}" if words else why,
-            heard_at=heard_at,
+            why=f"{why}: {argv}" if argv else why,
+            last_message_at=last_message_at,
             exit_code=code or 1,
             was_reached=was_reached,
             ranks=member.ranks if member.state == "running" else (),
@@ -390,7 +392,7 @@ class _Head:
         member.next_attempt = time.monotonic() + _RETRY_SECONDS
 
     def _leave(self) -> None:
-        """End every node part."""
+        """End every node process."""
         links = list(self._by_link)
         for link in links:
             link.send("quit")
@@ -404,11 +406,11 @@ class _Head:
         self._selector.close()
 
     def _say(self, text: str) -> None:
-        say(f"xds: {text}\n", self._stop.was_asked)
+        say(f"xds: {text}\n", self._stop.is_requested)
 
 
 def _endpoint(remote: Remote, first: _Member, *, is_alone: bool) -> str:
-    """Where the ranks meet: the first host, by the address at which the head reached it."""
+    """The rendezvous endpoint: the first host, by the address at which the head reached it."""
     address = remote.master_addr or ("127.0.0.1" if is_alone else first.address)
     port = remote.master_port or first.port
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

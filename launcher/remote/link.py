@@ -1,4 +1,4 @@
-"""The head's end of one connection: a process (ssh, srun, ...), its streams, and what was heard over them."""
+"""The head's side of one connection: a local process (ssh, srun, ...), its streams, and its messages."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Write = Callable[[int, bytes], None]
 
 @final
 class Link:
-    """A process whose standard streams lead to one node part (or, all at once, to all of them).
+    """A process whose standard streams are connected to one node process, or to all of them.
 
-    Everything is non-blocking: the head's loop calls `read` and `flush` when the selector says so.
+    All streams are non-blocking. The head's loop calls `read` when the selector reports data.
     """
 
     def __init__(
@@ -37,19 +37,19 @@ class Link:
         write: Write,
         environment: Mapping[str, str] | None = None,
         *,
-        holds_back: bool = False,
+        holds_stderr: bool = False,
     ) -> None:
-        """holds_back: keep standard error for `last_words` until the first message: then it is reached."""
+        """holds_stderr: until the first message, keep standard error for `last_error_lines` only."""
         self.name = name
-        self.heard = self.started = time.monotonic()
+        self.last_received = self.started = time.monotonic()
         self.has_ended = False  # the streams are closed
         self._token, self._selector, self._write = token, selector, write
         self._decoder = Decoder(token)
-        self._holds_back = holds_back
+        self._holds_stderr = holds_stderr
         self._queue: deque[bytes] = deque()
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        # a session of its own: Ctrl-C at the terminal reaches the head alone. Nothing here is inheritable,
-        # so nothing has to be closed in the child: with thousands of links that takes most of the time.
+        # A new session, so that Ctrl-C at the terminal reaches only the head. No descriptor is inheritable,
+        # so the child need not close them, which would take most of the time with thousands of links.
         self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
@@ -72,11 +72,11 @@ class Link:
     # -- out ----------------------------------------------------------------------------------------------
 
     def send(self, kind: str, **more: Any) -> None:
-        """Queue one message for the node part."""
+        """Queue one message for the node process."""
         self._send_line({"kind": kind, **more})
 
-    def introduce(self, host: str, heartbeat_seconds: float) -> None:
-        """The first line: who asks, and how long a silence may last."""
+    def send_handshake(self, host: str, heartbeat_seconds: float) -> None:
+        """Send the first line: the token, the host's name, and the heartbeat timeout."""
         self._send_line(
             {"token": self._token, "host": host, "heartbeat_seconds": heartbeat_seconds}
         )
@@ -87,7 +87,7 @@ class Link:
             self.flush()
 
     def flush(self) -> None:
-        """Write what the pipe takes now."""
+        """Write as much as the pipe accepts now."""
         try:
             while self._queue:
                 line = self._queue[0]
@@ -98,11 +98,11 @@ class Link:
                 self._queue.popleft()
         except BlockingIOError:
             return
-        except OSError:  # it ends; reading will tell
+        except OSError:  # the process is ending, which `read` detects
             self.close_input()
 
     def close_input(self) -> None:
-        """The node part hears that nobody is here any more."""
+        """Close the node process's standard input, which ends it."""
         self._queue.clear()
         with contextlib.suppress(OSError):
             self._stdin.close()
@@ -110,7 +110,7 @@ class Link:
     # -- in -----------------------------------------------------------------------------------------------
 
     def read(self, descriptor: int) -> list[dict[str, Any]]:
-        """Read what is there: the messages in it. Anything else goes on to the head's own streams."""
+        """Read the available data. Returns its messages; other bytes are written to the head's own streams."""
         try:
             data = os.read(descriptor, _READ_BYTES)
         except BlockingIOError:
@@ -120,10 +120,10 @@ class Link:
         if not data:
             self._close(descriptor)
             return []
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         if self._open[descriptor] == 2:
             self._keep(data)
-            if not self._holds_back:
+            if not self._holds_stderr:
                 self._write(2, data)
             return []
         messages = []
@@ -132,7 +132,7 @@ class Link:
                 self._write(1, piece)
             else:
                 messages.append(piece)
-                self._holds_back = False
+                self._holds_stderr = False
         return messages
 
     def _keep(self, data: bytes) -> None:
@@ -151,16 +151,16 @@ class Link:
     # -- the process --------------------------------------------------------------------------------------
 
     def exit_code(self) -> int | None:
-        """The shell's: 128 + signum after a signal; None while it runs."""
+        """The exit code as in a shell (128 + signum after a signal); None while the process runs."""
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
-    def last_words(self) -> str:
-        """What it said on standard error at the end, in a line."""
+    def last_error_lines(self) -> str:
+        """The last lines of its standard error, joined into one line."""
         return "; ".join(map(printable, self._tail))
 
     def signal(self, signum: int) -> None:
-        """To the process and what it started."""
+        """Send a signal to the process and its child processes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signum)
 

@@ -1,16 +1,17 @@
-"""One host's part of a run on several: takes orders from the head, runs the ranks here, tells how they do.
+"""The node process: runs the ranks of one host on the head's orders, and reports their state to the head.
 
-    -m xds.launcher.remote.node                            orders and heartbeats come over standard input
-    -m xds.launcher.remote.node --orders TEXT [--index N]  one order, in the arguments; nothing is heard later
+    -m xds.launcher.remote.node                            orders and heartbeats arrive on standard input
+    -m xds.launcher.remote.node --orders TEXT [--index N]  one order, in the arguments; no messages follow
 
-What it says goes to standard output, in frames between rank 0's own output. When the head says nothing for
-a while, when its end of a stream closes, or when it says so, every rank here is stopped, and this process ends.
+Its messages go to standard output, in frames between rank 0's own output. If the head sends nothing within the
+timeout, closes its end of a stream, or sends "quit", all ranks here are stopped, and this process ends.
 
-    here     reached; torch is being imported             head: connects to the next host
-    hello    a free port here, this host's address        head: picks where the ranks meet
-    failed   the first rank here has failed               head: stops the ranks of the other hosts
-    ended    all ranks here have: failures, who finished  head: reports, or gives the next order
-    beat     still there
+    message  meaning                                      what the head does then
+    here     connected; torch is being imported           connects to the next host
+    hello    a free port here, this host's address        chooses the rendezvous endpoint
+    failed   the first rank here has failed               stops the ranks of the other hosts
+    ended    all ranks here have ended: the results       reports, or sends the next order
+    beat     heartbeat
 """
 
 from __future__ import annotations
@@ -37,109 +38,109 @@ from ..ranks.rank_zero import RankZero
 from ..ranks.run_folder import RunFolder, run_folder
 from ..ranks.stop import Stop, stop_signals
 from ..ranks.supervise import Outcome, import_torch, supervise
-from .frames import BEATS_A_LIMIT, PART_BYTES, encode
+from .frames import HEARTBEATS_PER_TIMEOUT, PART_BYTES, encode
 
-_USUAL_BEAT_SECONDS = 2.0
+_DEFAULT_HEARTBEAT_SECONDS = 2.0
 _DRAIN_SECONDS = 1.0
 _PART_SECONDS = (
-    0.002  # before each part of a message: mpirun hands on what one read gives, torn or not
+    0.002  # pause before each part of a message: mpirun forwards the result of a single read
 )
-_LEAVE_SECONDS = 20.0  # then whatever still hangs is left to the kernel
+_LEAVE_SECONDS = 20.0  # then this process exits even if something still hangs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve one head until it is gone or content; 0, or the exit code of the first failure here."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    os.environ.pop("PYTHONSAFEPATH", None)  # for this process alone, see backends
-    with stop_signals(says_so=False) as stop:  # the head does
-        if words[:1] == ["--orders"]:
-            code = _obey_once(words, stop)
+    """Serve one head until it quits or is lost. Returns 0, or the exit code of a failure here."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ.pop("PYTHONSAFEPATH", None)  # was set for this process only, see backends
+    with stop_signals(logs_signal=False) as stop:  # the head logs it
+        if arguments[:1] == ["--orders"]:
+            code = _run_order_in_arguments(arguments, stop)
         else:
             code = _serve(stop)
     sys.stdout.flush()
-    os._exit(code)  # an agent that waits for other hosts has a thread that nothing ends
+    os._exit(code)  # a thread of an agent that waits for other hosts cannot be ended
 
 
-# -- what is said ---------------------------------------------------------------------------------------
+# -- messages to the head -------------------------------------------------------------------------------
 
 
 @final
-class Voice:
-    """The way to the head: frames and rank 0's output on one stream, one after the other."""
+class HeadWriter:
+    """Writes frames and rank 0's output to the head on one stream, without mixing them."""
 
     def __init__(self, token: str, sender: str) -> None:
         self._token, self._sender = token, sender
         self._lock = threading.Lock()
-        self._saying = threading.Lock()
+        self._sending = threading.Lock()
 
-    def say(self, kind: str, **more: Any) -> None:
-        """Send a message. A head that is gone shows by an OSError."""
+    def send(self, kind: str, **more: Any) -> None:
+        """Send a message. Raises OSError if the head is lost."""
         message = {"kind": kind, "sender": self._sender, "now": time.time(), **more}
         data = encode(self._token, message)
-        with self._saying:  # parts of two messages of one sender must not mix
+        with self._sending:  # parts of two messages of one sender must not mix
             for at in range(0, len(data), PART_BYTES):
                 time.sleep(_PART_SECONDS)
                 self.write(1, data[at : at + PART_BYTES])
 
     def write(self, descriptor: int, data: bytes) -> None:
-        """Write bytes of rank 0 (or frames), whole."""
+        """Write all bytes of rank 0's output or of a frame."""
         with self._lock:
             write_whole(descriptor, data)
 
 
-def _beat(voice: Voice, seconds: float, stop: Stop) -> None:
+def _send_heartbeats(writer: HeadWriter, seconds: float, stop: Stop) -> None:
     gone = select.poll()
-    gone.register(1, 0)  # tells nothing but that the other end is closed, and that at once
+    gone.register(1, 0)  # reports only, and immediately, that the other end is closed
     while True:
         if gone.poll(seconds * 1000):
-            _lost(stop)
+            _stop_ranks(stop)
             return
         try:
-            voice.say("beat")
+            writer.send("beat")
         except OSError:
-            _lost(stop)
+            _stop_ranks(stop)
             return
 
 
-def _lost(stop: Stop) -> None:
-    """The head is gone: end the ranks in seconds, and this process even if something hangs."""
-    stop.ask(signal.SIGTERM, is_for_peer=True)
+def _stop_ranks(stop: Stop) -> None:
+    """The head is lost: stop the ranks, and exit after a time limit even if something hangs."""
+    stop.request(signal.SIGTERM, is_for_peer=True)
     timer = threading.Timer(_LEAVE_SECONDS, os._exit, (1,))
     timer.daemon = True
     timer.start()
 
 
-def _start_beating(voice: Voice, heartbeat_seconds: float, stop: Stop) -> None:
-    seconds = heartbeat_seconds / BEATS_A_LIMIT or _USUAL_BEAT_SECONDS
-    threading.Thread(target=_beat, args=(voice, seconds, stop), daemon=True).start()
+def _start_heartbeat(writer: HeadWriter, heartbeat_seconds: float, stop: Stop) -> None:
+    seconds = heartbeat_seconds / HEARTBEATS_PER_TIMEOUT or _DEFAULT_HEARTBEAT_SECONDS
+    threading.Thread(target=_send_heartbeats, args=(writer, seconds, stop), daemon=True).start()
 
 
 def _own_address() -> str:
     """The address by which the head reached this host, or else its name."""
-    words = os.environ.get("SSH_CONNECTION", "").split()
-    return words[2] if len(words) == 4 else socket.gethostname()
+    arguments = os.environ.get("SSH_CONNECTION", "").split()
+    return arguments[2] if len(arguments) == 4 else socket.gethostname()
 
 
-# -- what is done ---------------------------------------------------------------------------------------
+# -- orders ---------------------------------------------------------------------------------------------
 
 
 @final
-class _Here:
-    """This host: what stays the same from one start of the ranks to the next."""
+class _Node:
+    """The state of this host that persists from one start of the ranks to the next."""
 
-    def __init__(self, voice: Voice, process_stop: Stop) -> None:
-        self._voice, self._process_stop = voice, process_stop
+    def __init__(self, writer: HeadWriter, process_stop: Stop) -> None:
+        self._writer, self._process_stop = writer, process_stop
         self._folders = contextlib.ExitStack()
         self._folder: RunFolder | None = None
         self.outcome = Outcome()
 
     def run(self, order: Order, stop: Stop) -> None:
-        """Run the ranks of one order, and say how they ended."""
+        """Run the ranks of one order, and report how they ended."""
         try:
             outcome = self._run(order, stop)
         except (XdsError, OSError) as error:
             outcome = Outcome(error=str(error))
-        self._voice.say(
+        self._writer.send(
             "ended",
             generation=order.generation,
             failures=[vars(failure) for failure in outcome.failures],
@@ -159,66 +160,66 @@ class _Here:
             run_id = order.rendezvous.run_id.partition(".")[0]
             self._folder = self._folders.enter_context(run_folder(order.job.log_dir, run_id))
         folder = self._folder
-        with RankZero(folder.path, folder.log(0), self._voice.write, stop.was_asked) as tee:
-            failed = partial(self._voice.say, "failed", generation=order.generation)
+        with RankZero(folder.path, folder.log(0), self._writer.write, stop.is_requested) as tee:
+            failed = partial(self._writer.send, "failed", generation=order.generation)
             outcome = supervise(order, folder, stop, tee.environment, failed)
-            tee.drain(_DRAIN_SECONDS, stop.was_asked)
+            tee.drain(_DRAIN_SECONDS, stop.is_requested)
         return outcome
 
     def leave(self) -> None:
-        """Tidy up the run's folder."""
+        """Clean up the run folder."""
         self._folders.close()
 
 
-def _obey_once(words: list[str], stop: Stop) -> int:
-    """The order is in the arguments: of all hosts, this one's by its number."""
+def _run_order_in_arguments(arguments: list[str], stop: Stop) -> int:
+    """Run the order in the arguments. They hold the orders of all hosts; this host's is found by its index."""
     from .backends import node_index
     from .backends.orders import decode
 
-    is_told = words[2:3] == ["--index"]
-    index = int(words[3]) if is_told else node_index(os.environ)
-    token, order = decode(words[1], index, None if is_told else os.environ)
-    voice = Voice(token, order.host)
-    _start_beating(voice, order.heartbeat_seconds, stop)
-    voice.say("hello", pid=os.getpid(), address=_own_address(), port=0)
-    here = _Here(voice, stop)
-    here.run(order, stop)
-    here.leave()
+    has_index = arguments[2:3] == ["--index"]
+    index = int(arguments[3]) if has_index else node_index(os.environ)
+    token, order = decode(arguments[1], index, None if has_index else os.environ)
+    writer = HeadWriter(token, order.host)
+    _start_heartbeat(writer, order.heartbeat_seconds, stop)
+    writer.send("hello", pid=os.getpid(), address=_own_address(), port=0)
+    node = _Node(writer, stop)
+    node.run(order, stop)
+    node.leave()
     if stop.signum:
         return 128 + stop.signum
-    codes = [failure.exit_code for failure in here.outcome.failures]
-    return min(codes, default=int(bool(here.outcome.error)))
+    codes = [failure.exit_code for failure in node.outcome.failures]
+    return min(codes, default=int(bool(node.outcome.error)))
 
 
 def _serve(stop: Stop) -> int:
-    """Orders come over standard input, one after another; the first line says who asks."""
+    """Run orders from standard input, one after another. The first line holds the token and the host's name."""
     stream = _own_input()
     first = json.loads(stream.readline() or b"{}")
     if "token" not in first:
         return 2
-    voice = Voice(first["token"], first["host"])
-    voice.say("here")
-    # first: it may take long, from a cold disk, and holds up every thread meanwhile
+    writer = HeadWriter(first["token"], first["host"])
+    writer.send("here")
+    # done first: it may take long from a cold disk, and blocks every thread
     import_torch()
-    ears = _Ears(stream, stop, first["heartbeat_seconds"])
-    _start_beating(voice, first["heartbeat_seconds"], stop)
-    voice.say("hello", pid=os.getpid(), address=_own_address(), port=free_port())
-    ears.start()
-    here = _Here(voice, stop)
+    reader = _HeadReader(stream, stop, first["heartbeat_seconds"])
+    _start_heartbeat(writer, first["heartbeat_seconds"], stop)
+    writer.send("hello", pid=os.getpid(), address=_own_address(), port=free_port())
+    reader.start()
+    node = _Node(writer, stop)
     try:
-        while (taken := ears.orders.get()) is not None:
-            here.run(*taken)
-            if stop.signum:  # somebody here, not the head
+        while (taken := reader.orders.get()) is not None:
+            node.run(*taken)
+            if stop.signum:  # a signal on this host, not a message of the head
                 return 128 + stop.signum
-    except OSError:  # nobody is there to be told
+    except OSError:  # the head is lost
         return 1
     finally:
-        here.leave()
+        node.leave()
     return 0
 
 
 def _own_input() -> BinaryIO:
-    """Standard input, taken away from the ranks: they would read what is meant for this process."""
+    """Standard input, replaced by /dev/null for the ranks: they would read messages for this process."""
     stream = os.fdopen(os.dup(0), "rb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -227,24 +228,24 @@ def _own_input() -> BinaryIO:
 
 
 @final
-class _Ears(threading.Thread):
-    """Listens to the head. A long silence, or the end of the stream, stops everything."""
+class _HeadReader(threading.Thread):
+    """A thread that reads the head's messages. A timeout, or the end of the stream, stops everything."""
 
     def __init__(self, stream: BinaryIO, stop: Stop, heartbeat_seconds: float) -> None:
         super().__init__(name="xds-ears", daemon=True)
         self.orders: queue.Queue[tuple[Order, Stop] | None] = queue.Queue()
         self._stream = stream
         self._process_stop = stop  # its follower is the stop of the order being run
-        self._heard = time.monotonic()
+        self._last_received = time.monotonic()
         self._limit_seconds = heartbeat_seconds
         if heartbeat_seconds:
             threading.Thread(target=self._watch_silence, daemon=True).start()
 
     def run(self) -> None:
         for line in self._stream:
-            self._heard = time.monotonic()
+            self._last_received = time.monotonic()
             self._take(json.loads(line))
-        self._deaf()
+        self._on_head_lost()
 
     def _take(self, message: Mapping[str, Any]) -> None:
         kind, current = message["kind"], self._process_stop.follower
@@ -253,21 +254,21 @@ class _Ears(threading.Thread):
             order = Order.from_dict(message["order"])
             self.orders.put((order, self._process_stop.follower))
         elif kind == "stop" and current is not None:
-            current.ask(message["signum"], is_for_peer=message["is_for_peer"])
+            current.request(message["signum"], is_for_peer=message["is_for_peer"])
         elif kind == "forward" and current is not None:
             current.forward(message["signum"])
         elif kind == "quit":
             self.orders.put(None)
 
     def _watch_silence(self) -> None:
-        while time.monotonic() - self._heard < self._limit_seconds:
+        while time.monotonic() - self._last_received < self._limit_seconds:
             time.sleep(self._limit_seconds / 20)
-        self._deaf()
+        self._on_head_lost()
 
-    def _deaf(self) -> None:
-        """Nobody will hear how it ends."""
+    def _on_head_lost(self) -> None:
+        """Stop the ranks and end this process."""
         self.orders.put(None)
-        _lost(self._process_stop)
+        _stop_ranks(self._process_stop)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every way of starting ranks on hosts shares: the orders, who was lost, and the one report."""
+"""Shared parts of head_per_host.py and head_at_once.py: the orders, the lost hosts, and the final report."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import final
 from ...utils.errors import UsageError
 from ...utils.messages import Outlet
 from ..job import Host, Job, Order, Remote, Rendezvous
-from ..ranks.failure import Failure, Kind, first_failure, report, told_ranks
+from ..ranks.failure import Failure, Kind, first_failure, ranks_text, report
 from ..ranks.stop import Stop
 from .link import Write
 
-HEARTBEAT_SECONDS = 6.0  # a silence that counts as the end of a host
-_HOSTS_NAMED = 8
+HEARTBEAT_SECONDS = 6.0  # a host without messages for so long is lost
+_MAX_HOSTS_NAMED = 8
 
 
 def heartbeat_seconds() -> float:
-    """How long a silence between head and node may last: XDS_HEARTBEAT_SECONDS, or six seconds."""
-    asked = os.environ.get("XDS_HEARTBEAT_SECONDS", "")
+    """The timeout for messages between head and node: XDS_HEARTBEAT_SECONDS, or six seconds."""
+    text = os.environ.get("XDS_HEARTBEAT_SECONDS", "")
     try:
-        seconds = float(asked) if asked else HEARTBEAT_SECONDS
+        seconds = float(text) if text else HEARTBEAT_SECONDS
     except ValueError:
         seconds = 0.0
     if not 0.5 <= seconds <= 3600:
         raise UsageError(
-            f'XDS_HEARTBEAT_SECONDS = "{asked}": must be a number of seconds from 0.5 to 3600'
+            f'XDS_HEARTBEAT_SECONDS = "{text}": must be a number of seconds from 0.5 to 3600'
         )
     return seconds
 
@@ -36,19 +36,19 @@ def heartbeat_seconds() -> float:
 @final
 @dataclass
 class Lost:
-    """A host that does not take part any more: since when (wall clock, of its last sign), and why."""
+    """A lost host: the time of its last message (wall clock), and the reason."""
 
     host: str
     why: str
-    heard_at: float
+    last_message_at: float
     exit_code: int
     was_reached: bool
     ranks: tuple[int, ...] = ()  # that ran there
 
 
 def own_streams(stop: Stop) -> Write:
-    """Writes bytes of a node to this process's own stream; a reader that is gone does not matter."""
-    outlet = Outlet(stop.was_asked)
+    """A function that writes bytes of a node to this process's own stream, and ignores a closed reader."""
+    outlet = Outlet(stop.is_requested)
 
     def write(descriptor: int, data: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ def make_orders(
     remote: Remote,
     rendezvous: Rendezvous,
 ) -> list[Order]:
-    """The order of each host, in the order of their ranks."""
+    """The orders of all hosts, sorted by rank."""
     orders = []
     for number, (host, num_ranks) in enumerate(counts):
         meeting = replace(
@@ -83,34 +83,36 @@ def make_orders(
     return orders
 
 
-def tell(
+def final_report(
     failures: Sequence[Failure],
     finished: Sequence[int],
     errors: Mapping[str, str],
     lost: Sequence[Lost],
 ) -> tuple[str, int]:
-    """The one report about a start, and the exit code of what failed first.
+    """The final report about a start, and the exit code of the first failure.
 
-    A rank that failed by itself while all hosts were heard of comes first; then hosts that are lost; then
-    what could not be started; then ranks that lost a peer.
+    A rank's own failure before the loss of any host takes precedence. Then lost hosts, then hosts that could
+    not start their ranks, then ranks that lost a peer.
     """
     first = first_failure(failures) if failures else None
     is_own = first is not None and first.kind is Kind.OWN
-    if lost and not (is_own and first and first.time_seconds < min(each.heard_at for each in lost)):
-        return _told_lost(lost), lost[0].exit_code
+    if lost and not (
+        is_own and first and first.time_seconds < min(each.last_message_at for each in lost)
+    ):
+        return _lost_text(lost), lost[0].exit_code
     if errors and not is_own:
-        lines = [f"xds: {host}: {why}\n" for host, why in list(errors.items())[:_HOSTS_NAMED]]
+        lines = [f"xds: {host}: {why}\n" for host, why in list(errors.items())[:_MAX_HOSTS_NAMED]]
         return "".join(lines), 2
     assert first is not None
     return report(failures, finished), first.exit_code
 
 
-def _told_lost(lost: Sequence[Lost]) -> str:
+def _lost_text(lost: Sequence[Lost]) -> str:
     lines = []
-    for each in lost[:_HOSTS_NAMED]:
-        ranks = f" with {told_ranks(each.ranks)}" if each.ranks else ""
+    for each in lost[:_MAX_HOSTS_NAMED]:
+        ranks = f" with {ranks_text(each.ranks)}" if each.ranks else ""
         how = f"was lost{ranks}" if each.was_reached else "cannot be reached"
         lines.append(f"xds: host {each.host} {how}: {each.why}\n")
-    if len(lost) > _HOSTS_NAMED:
-        lines.append(f"xds: and {len(lost) - _HOSTS_NAMED} more hosts\n")
+    if len(lost) > _MAX_HOSTS_NAMED:
+        lines.append(f"xds: and {len(lost) - _MAX_HOSTS_NAMED} more hosts\n")
     return "".join(lines)

@@ -1,4 +1,4 @@
-"""Runs on two hosts through one command: srun, pdsh, Open MPI; the far ends are processes of this machine."""
+"""Runs on two hosts through one command (srun, pdsh, Open MPI). The hosts are processes of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real pdsh and the real mpirun on hosts of namespaces, each with an sshd: nothing is left behind."""
+"""The real pdsh and mpirun on hosts in network namespaces, each with an sshd: no process remains."""
 
 import os
 import signal

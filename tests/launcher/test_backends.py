@@ -1,4 +1,4 @@
-"""Words arrive literally on every host through every backend, and nothing in them is executed."""
+"""Arguments arrive unchanged on every host through every backend, and no part of them is executed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launcher_stubs import calls, make_stub, with_stub
 
 from xds.launcher.job import Host, Remote
 from xds.launcher.remote.backends import BACKENDS, backend_named, node_index
-from xds.launcher.remote.backends.base import AllAtOnce, PerHost, shell_line, shell_words
+from xds.launcher.remote.backends.base import AllAtOnce, PerHost, shell_argv, shell_line
 from xds.launcher.remote.backends.slurm import Slurm
 from xds.utils.errors import UsageError
 
@@ -105,7 +105,7 @@ def test_any_word_survives_the_shells_between(
     (tmp_path / "venv; touch evil").write_text("true\n")
     remote = Remote(str(tmp_path), "python", {}, venv_script=venv_script)
     joined = ["/bin/sh", "-c", shell_line(remote, words_of(*words))]
-    for command in (joined, shell_words(remote, words_of(*words))):
+    for command in (joined, shell_argv(remote, words_of(*words))):
         done = subprocess.run(command, capture_output=True)
         assert heard(done.stdout) == words, done.stderr
     assert not (tmp_path / "evil").exists()
@@ -116,7 +116,7 @@ def test_names_of_folders_and_variables_values_are_literal_too(tmp_path: Path) -
     folder.mkdir()
     remote = Remote(str(folder), "python", {"PYTHONPATH": "/x y'$(touch evil)`", "OTHER": "secret"})
     words = [sys.executable, "-c", TELL]
-    for command in (["sh", "-c", shell_line(remote, words)], shell_words(remote, words)):
+    for command in (["sh", "-c", shell_line(remote, words)], shell_argv(remote, words)):
         assert "secret" not in " ".join(command), (
             "only what Python needs at its start is seen by ps"
         )
@@ -151,7 +151,7 @@ def test_the_venv_script_is_sourced_by_bash_where_there_is_one(tmp_path: Path) -
         pytest.skip("no bash here")
     remote = Remote(str(tmp_path), "python", {}, venv_script="my env")
     words = ["/bin/sh", "-c", "echo $0 done", "it's"]
-    for command in (["sh", "-c", shell_line(remote, words)], shell_words(remote, words)):
+    for command in (["sh", "-c", shell_line(remote, words)], shell_argv(remote, words)):
         done = subprocess.run(command, capture_output=True, text=True)
         assert (done.stdout, done.returncode) == ("it's done\n", 0), done.stderr
     line = shell_line(Remote("/", "python", {}, venv_script="/nowhere/it's"), words)
@@ -183,7 +183,7 @@ def test_ssh_is_called_so_that_it_never_asks_and_the_user_s_settings_win(
 def test_a_name_that_a_shell_or_an_option_could_be_made_of_is_refused(name: str, host: str) -> None:
     backend = BACKENDS[name]
     remote = Remote("/w", "python", {})
-    with pytest.raises(UsageError, match="no name of a machine"):
+    with pytest.raises(UsageError, match="not a valid host name"):
         if isinstance(backend, PerHost):
             backend.command(Host(host, (0,)), remote, ["true"])
         else:
@@ -195,7 +195,7 @@ def test_a_name_that_a_shell_or_an_option_could_be_made_of_is_refused(name: str,
 def test_lists_of_hosts_are_not_cut_or_grown_by_a_name(name: str) -> None:
     backend = BACKENDS[name]
     assert isinstance(backend, AllAtOnce)
-    with pytest.raises(UsageError, match="no name of a machine"):
+    with pytest.raises(UsageError, match="not a valid host name"):
         backend.command([Host("a,b", (0,))], Remote("/w", "python", {}), ["true"])
 
 
@@ -341,14 +341,14 @@ def test_a_backend_that_cannot_work_is_refused_with_the_remedy(
             backend_named(name)
     with pytest.raises(UsageError, match="must be one of ssh, pdsh, slurm"):
         backend_named("rsh")
-    with pytest.raises(UsageError, match="mvapich: its mpirun_rsh is not covered"):
+    with pytest.raises(UsageError, match="mvapich: its mpirun_rsh is not supported"):
         backend_named("mvapich")
     make_stub(tmp_path, "mpirun", version="HYDRA build details:")
-    with pytest.raises(UsageError, match="another MPI's; give --launcher mpich"):
+    with pytest.raises(UsageError, match="belongs to another MPI; set --launcher mpich"):
         backend_named("openmpi")
     make_stub(tmp_path, "mpiexec.hydra", version="Intel(R) MPI Library")
     assert backend_named("impi").name == "impi"
-    with pytest.raises(UsageError, match="another MPI's; give --launcher impi"):
+    with pytest.raises(UsageError, match="belongs to another MPI; set --launcher impi"):
         backend_named("mpich")
 
 
@@ -358,6 +358,6 @@ def test_a_variable_that_no_shell_can_set_and_a_nul_are_refused() -> None:
     assert isinstance(slurm, Slurm)
     with pytest.raises(UsageError, match="BASH_FUNC_x%%"):
         slurm.command([A], remote, ["true"])
-    for make in (shell_line, shell_words):
+    for make in (shell_line, shell_argv):
         with pytest.raises(UsageError, match="NUL"):
             make(Remote("/w", "python", {}), ["a\0b"])  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""`xds bench comm`: every collective is checked, then timed; bandwidths are nccl-tests'."""
+"""`xds bench comm`: every collective is checked, then timed; bandwidths are those of nccl-tests."""
 
 import os
 import socket
@@ -12,12 +12,12 @@ from helpers import run_ranks
 
 from xds.launcher import cli
 from xds.launcher.comm_bench import link, ranks, start
-from xds.launcher.comm_bench.cases import CASES, Case, Pattern, Place
+from xds.launcher.comm_bench.cases import CASES, Case, Pattern, RankContext
 from xds.launcher.comm_bench.plan import (
     OPS,
+    Baseline,
     Link,
     Plan,
-    Where,
     binary,
     bus_factor,
     row,
@@ -49,13 +49,13 @@ def test_bus_bandwidth_is_as_nccl_tests_reckons_it(op, factor):
 
 
 def test_a_row_compares_with_what_the_link_alone_would_take():
-    where = Where(4, Link("wire", 1e9, 1e-6))
+    where = Baseline(4, Link("wire", 1e9, 1e-6))
     large = row("all_reduce", "xds", 10**9, (3.0, 5), where)
     assert large.bus_bytes_per_second == 5e8
     assert large.of_link == pytest.approx(0.5, rel=1e-5)  # that is busbw over the link's speed
     small = row("all_reduce", "xds", 0, (4e-6, 5), where)
     assert small.of_link == pytest.approx(0.25)  # and latency over latency
-    assert row("all_reduce", "xds", 8, (1.0, 1), Where(4, None)).of_link is None
+    assert row("all_reduce", "xds", 8, (1.0, 1), Baseline(4, None)).of_link is None
     assert row_text(large).split() == [
         *("all_reduce", "xds", "953.7", "MiB", "3", "s", "0.333", "0.500", "0.50")
     ]
@@ -91,10 +91,10 @@ def rows_on_a_rank(text):
     import torch.distributed as dist
 
     plan = Plan.from_text(text)
-    door = open_collectives(dist.group.WORLD, torch.device("cpu"))
-    place = Place(door, dist.group.WORLD, getattr(torch, plan.dtype))
-    found = link.measure(door, dist.group.WORLD)
-    return found, list(ranks.rows_of(place, plan, found))
+    collectives = open_collectives(dist.group.WORLD, torch.device("cpu"))
+    context = RankContext(collectives, dist.group.WORLD, getattr(torch, plan.dtype))
+    found = link.measure(collectives, dist.group.WORLD)
+    return found, list(ranks.rows_of(context, plan, found))
 
 
 @pytest.mark.parametrize("world_size, dtype", [(2, "bfloat16"), (3, "float32")])
@@ -117,19 +117,19 @@ def test_every_collective_is_right_and_timed(world_size, dtype, monkeypatch):
 def broken_on_a_rank(kind):
     import torch.distributed as dist
 
-    door = open_collectives(dist.group.WORLD, torch.device("cpu"))
-    place = Place(door, dist.group.WORLD, torch.float32)
+    collectives = open_collectives(dist.group.WORLD, torch.device("cpu"))
+    context = RankContext(collectives, dist.group.WORLD, torch.float32)
 
-    def make(place, numel):
+    def make(context, numel):
         def call():
-            if kind == "missing" or (kind == "failing" and place.rank == 1):
+            if kind == "missing" or (kind == "failing" and context.rank == 1):
                 raise RuntimeError("not supported here")
 
-        return Case(lambda: None, call, lambda: kind != "wrong" or place.rank != 1)
+        return Case(lambda: None, call, lambda: kind != "wrong" or context.rank != 1)
 
     CASES["all_reduce"] = {"xds": make}
     try:
-        return list(ranks.rows_of(place, Plan(("all_reduce",), max_bytes=1024), None))
+        return list(ranks.rows_of(context, Plan(("all_reduce",), max_bytes=1024), None))
     except XdsError as error:
         return str(error)
 
@@ -188,12 +188,12 @@ def test_a_link_that_breaks_off_is_an_error_and_not_a_hang():
 
 
 def test_sizes_end_where_memory_does(monkeypatch, capsys):
-    door = open_collectives(None, torch.device("cpu"))
-    place = Place(door, None, torch.float32)
-    monkeypatch.setattr(ranks, "_free_bytes", lambda place: 1 << 20)
-    assert ranks._largest(place, Plan(max_bytes=1 << 30)) == 1 << 16
+    collectives = open_collectives(None, torch.device("cpu"))
+    context = RankContext(collectives, None, torch.float32)
+    monkeypatch.setattr(ranks, "_free_bytes", lambda context: 1 << 20)
+    assert ranks._largest(context, Plan(max_bytes=1 << 30)) == 1 << 16
     assert "sizes end at 64 KiB" in capsys.readouterr().err
-    assert ranks._largest(place, Plan(max_bytes=4096)) == 4096
+    assert ranks._largest(context, Plan(max_bytes=4096)) == 4096
 
 
 def test_its_own_words_are_taken_out_and_the_rest_is_the_launchers():
@@ -225,7 +225,7 @@ def test_unknown_words_are_refused_by_the_launcher(capsys):
     assert cli.main(["bench", "comm", "--no-such-thing"]) == 2
     assert "--no-such-thing" in capsys.readouterr().err
     assert cli.main(["bench", "disk"]) == 2
-    assert "there is comm" in capsys.readouterr().err
+    assert "the only one is comm" in capsys.readouterr().err
     assert cli.main(["bench"]) == 2
 
 

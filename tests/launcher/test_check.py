@@ -1,4 +1,4 @@
-"""`xds check`: what it prints, where, and its exit code."""
+"""`xds check`: its output and its exit code."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`xds checkpoint`: what each command prints, where, and its exit code."""
+"""`xds checkpoint`: the output and the exit code of each command."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def test_info_in_json_reads_back(saved: Path, capsys: Capture) -> None:
     assert one["shape"] == [9, 27] and one["states"] == ["step", "exp_avg", "exp_avg_sq"]
 
 
-def test_verify_proves_a_whole_one(saved: Path, capsys: Capture) -> None:
+def test_verify_accepts_a_complete_checkpoint(saved: Path, capsys: Capture) -> None:
     assert main(["verify", str(saved), "--tag", "second"]) == 0
     out, err = capsys.readouterr()
-    assert "second is whole: 2 files" in out and err == ""
+    assert "second is complete: 2 files" in out and err == ""
 
 
 def test_verify_names_every_damaged_file(saved: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -125,7 +125,10 @@ def test_a_command_that_cannot_be_done_is_a_sentence_and_2(
         (["info", str(tmp_path)], "has no file `latest`: there is no checkpoint in it"),
         (["info", str(saved), "--tag", "fourth"], "fourth is not a committed checkpoint"),
         (["export", str(saved), out, "--to", "safetensors", "--with-optimizer"], "hold a model"),
-        (["export", str(saved), out, "--to", "dcp", "--max-shard-size", "1GB"], "does not cut"),
+        (
+            ["export", str(saved), out, "--to", "dcp", "--max-shard-size", "1GB"],
+            "does not split files",
+        ),
         (
             ["export", str(saved), out, "--to", "safetensors", "--max-shard-size", "much"],
             "--max-shard-size = much: must be a size such as 5GB",
@@ -145,7 +148,7 @@ def test_a_command_that_cannot_be_done_is_a_sentence_and_2(
 
 def test_diff_says_what_differs_and_1(saved: Path, capsys: Capture) -> None:
     assert main(["diff", str(saved), str(saved / "third")]) == 0
-    assert "hold the same" in capsys.readouterr().out
+    assert "are equal" in capsys.readouterr().out
     assert main(["diff", str(saved), str(saved), "--tag-a", "first"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "counters.global_steps: 1 in the first, 3 in the second" in lines

@@ -1,4 +1,4 @@
-"""The command line of `xds`: what belongs to xds, what to the script, and what is refused."""
+"""The command line of `xds`: options of xds, arguments of the script, and refused options."""
 
 import os
 import subprocess
@@ -61,7 +61,7 @@ def test_command_lines(runs, words, job):
         (["--threads-per-rank", "many", "t.py"], "--threads-per-rank = many: must be a number"),
         (["--num_nodes", "2", "t.py"], "--num_nodes = 2: no other hosts are named"),
         (["--backend", "glue", "t.py"], "--backend = glue: must be one of nccl, gloo, mpi"),
-        (["--module", "--no-python", "t"], "exclude one another"),
+        (["--module", "--no-python", "t"], "cannot be combined"),
         (["--module=yes", "t"], "--module = yes: takes no value"),
         (["--autotuning", "run", "t.py"], "there is no autotuner yet"),
     ],

@@ -1,4 +1,4 @@
-"""A dry run prints what would run, to copy; it starts nothing and shows no secret."""
+"""A dry run prints the commands that would run; it starts nothing and prints no secret."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_on_this_machine_each_rank_is_a_line() -> None:
 def test_as_one_of_several_machines_its_own_ranks_are_shown() -> None:
     meeting = Rendezvous("static", "[fd00::1]:4000", "x", 2, 2, node_rank=1)
     text = dry_run_here(JOB, meeting, Restarts(), (4, 6))
-    assert "one of 2 machines, which meet at [fd00::1]:4000 (static)" in text
+    assert "one of 2 machines; rendezvous at [fd00::1]:4000 (static)" in text
     for word in (
         "RANK=2",
         "RANK=3",

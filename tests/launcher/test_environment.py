@@ -1,4 +1,4 @@
-"""`xds env`: every line is there, also where something is missing or small."""
+"""`xds env`: every line is printed, also if something is missing or small."""
 
 import json
 import resource
@@ -10,7 +10,7 @@ from collections import namedtuple
 import pytest
 
 from xds.launcher import cli
-from xds.launcher.environment import here
+from xds.launcher.environment import this_machine
 from xds.launcher.environment.probes import cpu as cpu_probe
 from xds.launcher.environment.probes import machine, network, software
 
@@ -30,7 +30,7 @@ def cpu(own_cache):
 
 
 def values():
-    return {line.key: line for line in here.lines()}
+    return {line.key: line for line in this_machine.lines()}
 
 
 def test_every_line_is_key_and_value(cpu, capsys):
@@ -125,7 +125,7 @@ def test_variables_are_told_but_secrets_are_not(cpu, monkeypatch):
     told = values()
     assert str(told["$NCCL_HOSTID"]) == "$NCCL_HOSTID: a\\n\\x1b[31mb"  # one line, and no colour
     assert told["$NCCL_DEBUG"].value == "INFO" and "$XDS_SECRET_TOKEN" not in told
-    assert told["$GLOO_SOCKET_IFNAME"].remedy.startswith("no interface is called nosuch0")
+    assert told["$GLOO_SOCKET_IFNAME"].remedy.startswith("there is no interface nosuch0")
 
 
 @pytest.mark.parametrize("value", ["^docker,lo", "=lo", "l", "lo:0"])

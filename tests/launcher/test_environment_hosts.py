@@ -1,4 +1,4 @@
-"""`xds env --hostfile`: what hosts share is told once, what differs is marked, who is silent is named."""
+"""`xds env --hostfile`: common values are printed once, differences are marked, missing hosts are named."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from xds.launcher import cli
 from xds.launcher.command_line.where import Hosts
-from xds.launcher.environment.compare import compare, named, report
+from xds.launcher.environment.compare import compare, host_names, report
 from xds.launcher.environment.hosts import _check_slots, parsed
 from xds.launcher.environment.probes.line import Line
 from xds.launcher.job import Host, Job, Remote
@@ -55,7 +55,7 @@ def test_without_a_majority_every_group_is_named():
 
 def test_a_line_that_one_host_lacks_is_a_difference():
     three = {"h1": host(nccl=("2.28",)), "h2": host(), "h3": host(nccl=("2.28",))}
-    assert differences(**three) == ["2 of 3 hosts: nccl 2.28; h2: nccl (not told)  <- differs"]
+    assert differences(**three) == ["2 of 3 hosts: nccl 2.28; h2: nccl (not reported)  <- differs"]
 
 
 def test_a_remedy_goes_with_the_hosts_that_need_it():
@@ -80,7 +80,7 @@ def test_a_clock_more_than_a_second_off_is_told(off, is_told):
 
 
 def test_many_hosts_are_named_in_one_short_line():
-    assert named([f"h{n}" for n in range(2000)]).endswith("h6, h7 and 1992 more")
+    assert host_names([f"h{n}" for n in range(2000)]).endswith("h6, h7 and 1992 more")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_hostfile_that_promises_more_gpus_than_there_are_is_told():
     answers = {"few": few, "none": none, "fine": fine}
     _check_slots(asked, answers)
     (warning,) = compare(answers).warnings
-    assert warning[0] == "few" and "slot 7 is asked for, but it has 4 GPUs" in warning[1].value
+    assert warning[0] == "few" and "names slot 7, but the host has 4 GPUs" in warning[1].value
 
 
 STUB = """\
@@ -165,7 +165,9 @@ def test_differences_and_silence_are_told_and_fail(tmp_path, ssh, capsys):
 def test_a_host_that_hangs_does_not_hold_up_the_rest(tmp_path, ssh, capsys):
     before = time.monotonic()
     assert cli.main(["env", "-H", hostfile(tmp_path, "hung"), "--timeout", "0.5", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["not_reached"] == {"hung": "no end within 0.5 s"}
+    assert json.loads(capsys.readouterr().out)["not_reached"] == {
+        "hung": "did not end within 0.5 s"
+    }
     assert time.monotonic() - before < 30  # not its 60 s
 
 
@@ -201,7 +203,7 @@ def fake_torch(folder):
         (["--include", "h1"], "--hostfile"),
         (["--hostfile", "/nowhere"], "/nowhere"),
         (["--all"], "unknown option --all"),
-        (["--launcher", "local", "all"], "all: is no option"),
+        (["--launcher", "local", "all"], "all: is not an option"),
         (["--hostfile", "/nowhere", "--timeout", "0"], "above 0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`xds env --hostfile` and `xds bench comm --hostfile` on hosts of namespaces, each with an sshd."""
+"""`xds env --hostfile` and `xds bench comm --hostfile` on hosts in network namespaces, each with an sshd."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Which of several failures is the first one, and how it is told."""
+"""Which of several failures is the first one, and how it is reported."""
 
 import json
 import signal
@@ -32,7 +32,7 @@ def raised(rank, text, at):
 
 
 @pytest.mark.parametrize("text", [CLOSED, RESET, NCCL, STORE])
-def test_the_loss_of_a_peer_is_known_by_its_words(text):
+def test_the_loss_of_a_peer_is_recognized_by_its_text(text):
     assert raised(0, text, 0.0).kind is Kind.LOST_PEER
 
 
@@ -74,7 +74,7 @@ def test_the_report_of_a_traceback():
     assert told[1:4] == text.splitlines()
     assert told[4:] == [
         "xds: rank 3 failed as well",
-        "xds: everything rank 2 printed: /logs/rank2.log",
+        "xds: full output of rank 2: /logs/rank2.log",
     ]
 
 

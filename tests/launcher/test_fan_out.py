@@ -1,4 +1,4 @@
-"""Many commands at once: bounded, timed, and nothing of them stays."""
+"""Many commands in parallel: bounded, with time limits, and no process remains."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def test_no_more_run_at_once_than_allowed(tmp_path):
 def test_what_is_out_of_time_is_killed_with_what_it_started(tmp_path):
     script = f"echo early; sleep 60 & echo $! > {tmp_path}/pid; wait"
     (answer,) = fan_out({"slow": ["sh", "-c", script]}, 0.5).values()
-    assert answer.code is None and answer.trouble == "no end within 0.5 s"
+    assert answer.code is None and answer.trouble == "did not end within 0.5 s"
     assert answer.output == "early\n"
     assert has_gone(int((tmp_path / "pid").read_text()))
 

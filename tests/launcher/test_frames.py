@@ -1,4 +1,4 @@
-"""Frames between the user's bytes: cut anywhere, merged, and never taken from a script."""
+"""Frames between the user's bytes: split anywhere, merged, and never confused with output of a script."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The process that ends what ranks had started: by session, once the launcher is gone, and nothing else."""
+"""The guard process: kills the sessions of the ranks once the launcher has ended, and nothing else."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Whatever a command line, a config or a hostfile holds: a sentence that steers no terminal, and an end."""
+"""Hostile text in a command line, config or hostfile: an escaped error message, and no crash."""
 
 import json
 import os

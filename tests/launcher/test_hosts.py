@@ -1,4 +1,4 @@
-"""Hostfiles and filters: DeepSpeed's grammar, all mistakes at once, names as data."""
+"""Hostfiles and filters: DeepSpeed's syntax, all errors in one message, names treated as data."""
 
 import pytest
 from hypothesis import given, settings
@@ -46,21 +46,21 @@ def test_hostfiles(tmp_path, text, hosts):
         ("a", "'a': needs `slots=N`"),
         ("a 4", "'4': needs `slots=N`"),
         ("a slot=4", "'slot=4': needs `slots=N`"),
-        ("a slots=4 gpus=2", "'gpus=2': unknown behind slots="),
+        ("a slots=4 gpus=2", "'gpus=2': unexpected after slots="),
         ("a slots=", "slots=: must be a number from 1"),
-        ("a slots=0", "slots=0: must be a number from 1 to 4096; to leave a host out"),
+        ("a slots=0", "slots=0: must be a number from 1 to 4096; to skip a host"),
         ("a slots=-1", "slots=-1: must be"),
         ("a slots=٣", "slots=٣: must be"),
         ("a slots=999999999999", "slots=999999999999: must be"),
         ("-oProxyCommand=reboot slots=1", "cannot begin with '-'"),
         ("me@-x slots=1", "cannot begin with '-'"),
         ("-me@x slots=1", "cannot begin with '-'"),
-        ("a\x1b[2Jb slots=1", r"'a\x1b[2Jb': a host's name has no spaces and control"),
-        ("a\u00a0b slots=1", "no spaces and control"),
-        ("a\u202eb slots=1", "no spaces and control"),
+        ("a\x1b[2Jb slots=1", r"'a\x1b[2Jb': a host's name must not contain spaces or control"),
+        ("a\u00a0b slots=1", "must not contain spaces or control"),
+        ("a\u202eb slots=1", "must not contain spaces or control"),
         ("@a slots=1", "must be a name, an address or user@name"),
         ("me@ slots=1", "must be a name, an address or user@name"),
-        ("n[1-4] slots=1", "ranges of hosts are not known here"),
+        ("n[1-4] slots=1", "ranges of hosts are not supported"),
     ],
 )
 def test_what_a_hostfile_cannot_say(tmp_path, line, told):
@@ -77,7 +77,7 @@ def test_every_mistake_of_a_hostfile_is_told_with_its_line(tmp_path):
     lines = str(error.value).splitlines()
     assert [line.partition(": ")[0].strip() for line in lines[1:]] == ["line 4", "line 5"]
     assert lines[0].startswith(f"hostfile = {str(tmp_path / 'hosts')!r}: line 2: 'b'")
-    assert "'a' is in line 1 already" in lines[1]
+    assert "'a' is already in line 1" in lines[1]
     (tmp_path / "hosts").write_text("bad\n" * 1000)
     with pytest.raises(UsageError) as error:
         read_hostfile(tmp_path / "hosts")
@@ -126,20 +126,20 @@ def test_filters(include, exclude, left):
 @pytest.mark.parametrize(
     "include, exclude, told",
     [
-        ("worker-0", "worker-1", "--include and --exclude exclude one another"),
-        ("worker-3", "", "--include = worker-3: no host 'worker-3' here; did you mean 'worker-"),
-        ("x", "", "there are 'worker-0', 'worker-1', 'worker-2'"),
+        ("worker-0", "worker-1", "--include and --exclude cannot be combined"),
+        ("worker-3", "", "--include = worker-3: unknown host 'worker-3'; did you mean 'worker-"),
+        ("x", "", "known hosts are 'worker-0', 'worker-1', 'worker-2'"),
         ("worker-1:2", "", "no slot 2 on host 'worker-1'; it has 0-1"),
         ("", "worker-1:7", "--exclude = worker-1:7: no slot 7"),
-        ("worker-0:", "", "slots are numbers"),
-        ("worker-0:a", "", "slots are numbers, such as 0,2 or 0-3"),
-        ("worker-0:3-1", "", "slots are numbers"),
-        ("worker-0:-1", "", "slots are numbers"),
-        ("worker-0:0,", "", "slots are numbers"),
+        ("worker-0:", "", "slots must be numbers"),
+        ("worker-0:a", "", "slots must be numbers, such as 0,2 or 0-3"),
+        ("worker-0:3-1", "", "slots must be numbers"),
+        ("worker-0:-1", "", "slots must be numbers"),
+        ("worker-0:0,", "", "slots must be numbers"),
         ("worker-0@@worker-1", "", "an empty name"),
         ("worker-0@", "", "an empty name"),
         ("@", "", "an empty name"),
-        ("", "worker-0@worker-1@worker-2", "leaves no host"),
+        ("", "worker-0@worker-1@worker-2", "no host remains"),
     ],
 )
 def test_filters_that_cannot_be_met(include, exclude, told):
@@ -170,7 +170,7 @@ def test_the_first_hosts_and_slots():
     assert first_hosts(THREE) == THREE
     assert kept(first_hosts(THREE, 2)) == {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1]}
     assert kept(first_hosts(THREE, 0, 1)) == {f"worker-{number}": [0] for number in range(3)}
-    with pytest.raises(UsageError, match="--num-nodes = 4: there are 3 hosts"):
+    with pytest.raises(UsageError, match="--num-nodes = 4: there are only 3 hosts"):
         first_hosts(THREE, 4)
     with pytest.raises(UsageError, match="host 'worker-1' has 2 slots"):
         first_hosts(THREE, 0, 3)

@@ -1,4 +1,4 @@
-"""The hosts that other tests run on: they are apart, reach one another by ssh, and vanish with the test."""
+"""The simulated hosts of other tests: isolated, connected by ssh, and removed with the test."""
 
 import os
 import signal

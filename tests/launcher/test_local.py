@@ -1,4 +1,4 @@
-"""Whole runs of the `xds` command on tiny scripts: output, exit code, what is left behind."""
+"""Complete runs of the `xds` command on small scripts: output, exit code, remaining processes."""
 
 import json
 import os
@@ -152,7 +152,7 @@ def test_an_exception_is_told_once_though_the_peer_fails_too(start):
     assert err.count("ValueError: the data of rank 1 are wrong") == 1
     assert "rank 1 failed" in err and "exit code 1" in err
     assert "worker.py" not in err and "runpy" not in err  # the user's frames only
-    log = Path(err.rpartition("printed: ")[2].strip())
+    log = Path(err.rpartition("full output of rank 1: ")[2].strip())
     assert "rank 1 speaks\na warning of rank 1\n" in log.read_text()
 
 

@@ -1,4 +1,4 @@
-"""`xds ops`: what each command prints and leaves, and its exit code."""
+"""`xds ops`: the output, the files and the exit code of each command."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def test_a_library_that_is_named_must_be_built(sources: Path, capsys: Capture) -
 
 def test_an_unknown_name_is_refused_with_the_known_ones(sources: Path, capsys: Capture) -> None:
     assert main(["build", "tinny"]) == 2
-    assert "tinny is no native library; there are tiny, tiny_cuda" in capsys.readouterr().err
+    assert (
+        "tinny is not a native library; must be one of tiny, tiny_cuda" in capsys.readouterr().err
+    )
 
 
 @needs_cxx

@@ -1,4 +1,4 @@
-"""The options of deepspeed and torchrun: how they are read, and where they make a job run."""
+"""The options of deepspeed and torchrun: how they are parsed, and where they make a job run."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from xds.launcher.command_line import where as place
 from xds.launcher.command_line.option_docs import page
 from xds.launcher.command_line.option_table import GROUPS, OPTIONS
-from xds.launcher.command_line.options import help_text, judge, read
+from xds.launcher.command_line.options import check_options, help_text, read
 from xds.launcher.command_line.where import Hosts, Local, where_to_run
 from xds.launcher.job import Rendezvous, Restarts
 from xds.utils.errors import UsageError, XdsError
@@ -168,7 +168,7 @@ def test_any_options_are_decided_or_refused(asked, environ):
     words = [f"{each.name}={value}" if each.value else each.name for each, value in asked]
     line = read([*words, "t.py"])
     try:
-        judge(line)
+        check_options(line)
         found = where_to_run(line, environ, "no such file")
     except XdsError:
         return
@@ -183,7 +183,7 @@ def test_any_options_are_decided_or_refused(asked, environ):
     "line, told",
     [
         ("--start-method thread", "must be one of spawn, fork, forkserver"),
-        ("--numa-binding node", "give --bind-cores-to-rank"),
+        ("--numa-binding node", "set --bind-cores-to-rank"),
         ("--virtual_local_rank", "every rank sees all GPUs"),
         ("--logs_specs x", "--logs_specs = x: xds writes the ranks' files itself"),
         ("--duplicate-stdout-filters a", "search the ranks' files"),
@@ -191,7 +191,7 @@ def test_any_options_are_decided_or_refused(asked, environ):
 )
 def test_what_is_refused_has_a_reason(line, told):
     with pytest.raises(UsageError) as error:
-        judge(read([*line.split(), "t.py"]))
+        check_options(read([*line.split(), "t.py"]))
     assert told in str(error.value)
 
 
@@ -267,11 +267,11 @@ def test_devices_of_this_machine_by_number(monkeypatch):
     assert where("--include localhost").devices is None
     with pytest.raises(UsageError, match="no slot 4 on host 'localhost'; it has 0-3"):
         where("--include localhost:4")
-    with pytest.raises(UsageError, match="no host 'worker-1' here.*this machine is the only one"):
+    with pytest.raises(UsageError, match="unknown host 'worker-1'.*this machine is the only one"):
         where("--include worker-1")
     monkeypatch.setattr(place, "num_gpus", lambda: 0)
     assert where("--include localhost:0,5").devices == (0, 5)
-    with pytest.raises(UsageError, match="no GPU is known here"):
+    with pytest.raises(UsageError, match="has no known GPU to exclude"):
         where("--exclude localhost:0")
 
 
@@ -357,16 +357,16 @@ def test_no_ssh_is_this_machines_part():
         ("--launcher pdsh", "--launcher: no hosts are named"),
         ("--launcher mvapich -H hosts", "mvapich"),
         ("-H hosts --launcher x", "--launcher = x: must be one of ssh"),
-        ("-H hosts --num_nodes 4", "there are 3 hosts"),
-        ("-H hosts --nnodes 4:5", "there are 3 hosts"),
+        ("-H hosts --num_nodes 4", "there are only 3 hosts"),
+        ("-H hosts --nnodes 4:5", "there are only 3 hosts"),
         ("-H hosts --num_gpus 3", "host 'worker-1' has 2 slots"),
-        ("-H hosts --nproc-per-node gpu", "hosts have the slots that the hostfile says"),
-        ("-H hosts --include a --num_nodes 1", "--include and --num_nodes exclude one another"),
-        ("-H hosts --exclude a --num_gpus 1", "--exclude and --num_gpus exclude one another"),
-        ("-H hosts --include a --exclude b", "--include and --exclude exclude one another"),
-        ("-H hosts --standalone", "-H and --standalone exclude one another"),
-        ("-H hosts --rdzv_backend c10d", "-H and --rdzv_backend exclude one another"),
-        ("-H hosts --node_rank 1", "-H and --node_rank exclude one another"),
+        ("-H hosts --nproc-per-node gpu", "the hostfile defines the slots of the hosts"),
+        ("-H hosts --include a --num_nodes 1", "--include and --num_nodes cannot be combined"),
+        ("-H hosts --exclude a --num_gpus 1", "--exclude and --num_gpus cannot be combined"),
+        ("-H hosts --include a --exclude b", "--include and --exclude cannot be combined"),
+        ("-H hosts --standalone", "-H and --standalone cannot be combined"),
+        ("-H hosts --rdzv_backend c10d", "-H and --rdzv_backend cannot be combined"),
+        ("-H hosts --node_rank 1", "-H and --node_rank cannot be combined"),
         ("-H hosts --no_ssh", "--no-ssh: needs --node-rank"),
         ("-H hosts --no_ssh --node_rank 3", "--node_rank = 3: must be a number from 0 to 2"),
         ("--no_ssh --node_rank 0", "--no_ssh: no hosts are named"),
@@ -375,10 +375,10 @@ def test_no_ssh_is_this_machines_part():
         ("-H hosts --master_port 0", "--master_port = 0: must be a number from 1"),
         ("--num_nodes 2", "--num_nodes = 2: no other hosts are named"),
         ("--nnodes 0", "--nnodes = 0: must be a number of machines"),
-        ("--nnodes 2", "--nnodes = 2: the machines do not know where to meet"),
+        ("--nnodes 2", "--nnodes = 2: the machines have no rendezvous endpoint"),
         ("--nnodes 3:2", "must be a number of machines from 1, or MIN:MAX"),
-        ("--nnodes 2 --standalone", "--standalone: is one machine"),
-        ("--python /other/python", "--python = /other/python: is for other machines"),
+        ("--nnodes 2 --standalone", "--standalone: means one machine"),
+        ("--python /other/python", "--python = /other/python: applies to other machines only"),
         ("--max-restarts many", "--max-restarts = many: must be a number from 0"),
         ("-H hosts --min_elastic_nodes 3 --max_elastic_nodes 2", "swap them"),
     ],
@@ -436,12 +436,12 @@ def test_torchruns_rendezvous(line, expected):
     "line, told",
     [
         ("--nnodes 2 --rdzv-backend c10d", "need --rdzv-endpoint HOST:PORT"),
-        ("--nnodes 2:4 --node-rank 0 --master-addr a", "only with --rdzv-backend c10d"),
+        ("--nnodes 2:4 --node-rank 0 --master-addr a", "needs --rdzv-backend c10d"),
         (
             "--nnodes 2 --node-rank 2 --master-addr a",
             "--node-rank = 2: must be a number from 0 to 1",
         ),
-        ("--rdzv-backend c10d --rdzv-endpoint a:99999", "a port is a number up to 65535"),
+        ("--rdzv-backend c10d --rdzv-endpoint a:99999", "the port must be a number up to 65535"),
         ("--rdzv-backend c10d --rdzv-endpoint a:b", "must be HOST:PORT"),
         ("--rdzv-backend c10d --rdzv-conf a", "must be KEY=VALUE"),
     ],

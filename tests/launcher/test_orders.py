@@ -1,4 +1,4 @@
-"""The orders of all hosts fit one word of a command line, and each host finds its own in it."""
+"""The orders of all hosts fit one command-line argument, and each host finds its own."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_2048_hosts_take_a_small_part_of_an_argument() -> None:
 def test_what_no_argument_can_hold_is_refused_with_a_way_out() -> None:
     noise = base64.b64encode(os.urandom(150_000)).decode()
     long = [replace(orders(1)[0], environment={"A": noise})]
-    with pytest.raises(UsageError, match="carry less environment.*--launcher ssh"):
+    with pytest.raises(UsageError, match="forward fewer variables.*--launcher ssh"):
         encode("token", long)
 
 
@@ -85,19 +85,19 @@ def packed(whole: object) -> str:
     ],
 )
 def test_a_text_that_is_no_orders_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="orders in the command line cannot be read"):
+    with pytest.raises(UsageError, match="orders in the command line cannot be decoded"):
         decode(text, 0, {})
 
 
 def test_a_text_that_unpacks_to_too_much_is_refused() -> None:
     bomb = base64.urlsafe_b64encode(zlib.compress(b" " * (65 * 2**20), 9)).decode()
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot be decoded"):
         decode(bomb, 0, {})
 
 
 def test_a_host_that_is_not_among_them_is_told() -> None:
     text = encode("token", orders(2))
-    with pytest.raises(UsageError, match="nothing says which of them this is"):
+    with pytest.raises(UsageError, match="the index of this host is unknown"):
         decode(text, None, {})
     with pytest.raises(UsageError, match="host number 2, but the orders are for 2 hosts"):
         decode(text, 2, {})

@@ -1,4 +1,4 @@
-"""Rank 0's output is live and kept: real processes, on terminals and on pipes."""
+"""Rank 0's output is shown live and logged: real processes, on terminals and on pipes."""
 
 import fcntl
 import os

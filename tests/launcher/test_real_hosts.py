@@ -1,4 +1,4 @@
-"""`xds --hostfile` on hosts of namespaces, each with an sshd: ranks, failures, signals, cuts, restarts."""
+"""`xds --hostfile` on hosts in network namespaces, each with an sshd: ranks, failures, signals, restarts."""
 
 import contextlib
 import json

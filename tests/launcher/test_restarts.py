@@ -1,4 +1,4 @@
-"""Runs that start again after a failure, on one machine and on machines that have no head."""
+"""Restarts after a failure, on one machine and on machines without a head process."""
 
 import json
 import os
@@ -109,4 +109,4 @@ def test_machines_without_a_head_tell_one_another_of_a_failure_and_end_with_its_
         assert [code for code, _, _ in ended] == [7, 7], ended
         for number, (_, _, err) in enumerate(ended):
             assert f"rank {rank} failed" in err and "exit code 7" in err
-            assert ("another machine says" in err) == (str(number) != rank)
+            assert ("another machine reports" in err) == (str(number) != rank)

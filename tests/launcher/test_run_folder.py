@@ -1,4 +1,4 @@
-"""The folder of a run: nobody else reads it, nobody else lays it out, and the newest twenty stay."""
+"""The run folder: only the user can read it, other users cannot prepare it, the newest twenty are kept."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""A training on four hosts, hurt at random for a minute: it comes to its end by itself, and nothing is left."""
+"""A training on four hosts with random faults for a minute: it finishes, and no process remains."""
 
 import pytest
 from real_hosts import why_not

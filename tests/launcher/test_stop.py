@@ -1,4 +1,4 @@
-"""What ranks are sent, and when, once somebody has asked them to stop."""
+"""The signals that ranks get after a request to stop, and when."""
 
 import signal
 import time
@@ -10,7 +10,7 @@ from xds.launcher.ranks.stop import Stop
 
 def due_after(seconds, signum, grace_seconds=0.0, **how):
     stop = Stop()
-    stop.ask(signum, **how)
+    stop.request(signum, **how)
     stop.since_seconds = time.monotonic() - seconds
     return stop.due(grace_seconds)
 
@@ -39,13 +39,13 @@ def test_ranks_whose_peer_failed_elsewhere_are_gone_within_five_seconds_whatever
 def test_asking_twice_is_urgent_and_nothing_is_due_before():
     stop = Stop()
     assert stop.due(0.0) == 0
-    assert stop.ask(signal.SIGINT) and not stop.ask(signal.SIGINT)
+    assert stop.request(signal.SIGINT) and not stop.request(signal.SIGINT)
     assert stop.due(0.0) == signal.SIGKILL
 
 
-def test_a_follower_hears_the_same():
+def test_a_follower_gets_the_same_requests():
     follower = Stop()
     stop = Stop(follower)
-    stop.ask(signal.SIGTERM)
+    stop.request(signal.SIGTERM)
     stop.forward(signal.SIGUSR1)
     assert follower.signum == signal.SIGTERM and follower.forwards == [signal.SIGUSR1]

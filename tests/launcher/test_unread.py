@@ -1,4 +1,4 @@
-"""A signal to a run whose output nobody reads: the ranks save all the same, and the exit code is as usual."""
+"""A signal to a run whose output has no reader: the ranks still save, and the exit code is the same."""
 
 import os
 import pty

@@ -1,1 +1,1 @@
-"""What `xds env` asks a machine, a file for each part; a probe yields lines and may raise."""
+"""The probes of `xds env`, grouped by subject. A probe yields lines and may raise."""

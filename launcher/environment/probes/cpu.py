@@ -1,4 +1,4 @@
-"""The CPU of this machine: its name and vectors, asked once and kept, as asking takes a second."""
+"""The CPU of this machine: its name and vector extensions. Cached on disk, as the query takes a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .line import Line
 
 
 def cpu() -> Iterator[Line]:
-    """Name, vectors, cores."""
+    """The CPU's name, vector extensions and cores."""
     info = cpu_info()
     flags = set(info.get("flags", ()))
     simd = [flag for flag in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
@@ -28,15 +28,15 @@ def cpu() -> Iterator[Line]:
 
 
 def cpu_info() -> dict[str, Any]:
-    """What py-cpuinfo says about this machine's CPU; empty when it cannot say.
+    """The result of py-cpuinfo for this machine's CPU; empty if it has none.
 
-    The answer is kept in the user's cache folder, by machine and CPU.
+    The result is cached in the user's cache folder, by machine and CPU.
     """
     kept = _cache_folder() / f"cpu-{cpu_key()}.json"
     try:
         answer: dict[str, Any] = json.loads(kept.read_text())
         return answer
-    except (OSError, ValueError):  # not there yet, or not whole
+    except (OSError, ValueError):  # missing or incomplete
         pass
     try:
         import cpuinfo
@@ -49,7 +49,7 @@ def cpu_info() -> dict[str, Any]:
         with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as file:
             json.dump(answer, file)
         os.replace(file.name, kept)
-    except OSError:  # no home, or read-only: ask again next time
+    except OSError:  # no home folder, or read-only: query again next time
         pass
     return answer
 
@@ -60,7 +60,7 @@ def _cache_folder() -> Path:
 
 
 def cpu_key() -> str:
-    """A name for this machine's CPU: one home folder may serve many machines."""
+    """A key for this machine's CPU: several machines may share one home folder."""
     seen = [platform.node(), platform.machine()]
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")

@@ -1,4 +1,4 @@
-"""One line of `xds env`, and how other programs are asked."""
+"""One line of the output of `xds env`, and functions that run other programs for their output."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PROGRAM_SECONDS = 10.0
 @final
 @dataclass(frozen=True)
 class Line:
-    """A value of this machine; `remedy` says what to do where it is bad.
+    """A value of this machine; `remedy` describes what to do if it is bad.
 
-    varies: it differs between machines that are alike (a name, an address, free memory).
+    varies: the value differs even between equal machines (a name, an address, free memory).
     """
 
     key: str
@@ -31,7 +31,7 @@ class Line:
 
 
 def output(*command: str) -> str:
-    """What a program prints, empty when it is missing, fails or hangs."""
+    """The standard output of a program; empty if the program is missing, fails or hangs."""
     try:
         done = subprocess.run(
             command,
@@ -48,7 +48,7 @@ def output(*command: str) -> str:
 
 
 def first_output(*command: str) -> str:
-    """The first line of what a program prints."""
+    """The first line of a program's standard output."""
     return output(*command).partition("\n")[0].strip()
 
 

@@ -14,29 +14,30 @@ from pathlib import Path
 
 from .line import GIB, Line, first_output, gib, output
 
-MIN_SHM_BYTES = 1 * GIB  # a container's usual 64 MiB do not hold one batch of a data loader
+# a container's default of 64 MiB is too small for one batch of a data loader
+MIN_SHM_BYTES = 1 * GIB
 MIN_OPEN_FILES = 4096
 MIN_PROCESSES = 4096
 MIN_DISK_BYTES = 1 * GIB
 
 
 def name() -> Iterator[Line]:
-    """What the machine calls itself."""
+    """The machine's own host name."""
     yield Line("hostname", platform.node() or "unknown", varies=True)
 
 
 def devices() -> Iterator[Line]:
-    """GPUs as torch sees them, and how nvidia-smi says they are connected."""
+    """The GPUs that torch sees, and their connections as reported by nvidia-smi."""
     driver = first_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     if driver:
         yield Line("driver", driver)
     try:
         import torch
-    except Exception:  # said already
+    except Exception:  # already reported by torch_and_backends
         return
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     is_unused = bool(driver) and num_gpus == 0
-    remedy = "a driver, but no GPU for torch: see CUDA_VISIBLE_DEVICES, or take a CUDA build"
+    remedy = "a driver, but no GPU for torch: check CUDA_VISIBLE_DEVICES, or install a CUDA build"
     yield Line("gpus", str(num_gpus), remedy * is_unused)
     for index in range(num_gpus):
         card = torch.cuda.get_device_properties(index)
@@ -50,13 +51,13 @@ def devices() -> Iterator[Line]:
 
 def _used(free: int, total: int) -> str:
     is_used = free < total * 0.9
-    return "something else uses it; see `nvidia-smi`" * is_used
+    return "another process uses it; see `nvidia-smi`" * is_used
 
 
-def topology(told: str) -> Iterator[Line]:
+def topology(text: str) -> Iterator[Line]:
     """A line for each GPU of nvidia-smi's matrix: NV18 is 18 NVLinks, PIX one switch, SYS between sockets."""
-    # it underlines its heading with escape sequences, in pipes as well
-    rows = [row.split() for row in re.sub(r"\x1b\[[\d;]*m", "", told).splitlines() if row.strip()]
+    # nvidia-smi underlines its heading with escape sequences, also when it writes to a pipe
+    rows = [row.split() for row in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines() if row.strip()]
     if not rows:
         return
     columns = [word for word in rows[0] if re.fullmatch(r"(GPU|NIC)\d+|mlx\w+", word)]
@@ -73,7 +74,7 @@ def topology(told: str) -> Iterator[Line]:
 
 
 def memory() -> Iterator[Line]:
-    """Of the machine and of this container."""
+    """The memory of the machine and of this container."""
     text = Path("/proc/meminfo").read_text()
     kib = {key: int(value) for key, value in re.findall(r"(?m)^(\w+):\s+(\d+) kB", text)}
     total, free = kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
@@ -85,7 +86,7 @@ def memory() -> Iterator[Line]:
 
 
 def container_limit_bytes() -> int:
-    """The memory limit of the control group, 0 for none."""
+    """The memory limit of the control group; 0 if there is none."""
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(file).read_text().strip()
@@ -96,18 +97,21 @@ def container_limit_bytes() -> int:
 
 
 def limits() -> Iterator[Line]:
-    """Shared memory, and what `ulimit` shows."""
+    """Shared memory and the limits of `ulimit`."""
     try:
-        room = shutil.disk_usage("/dev/shm")
+        usage = shutil.disk_usage("/dev/shm")
     except OSError:
         yield Line("/dev/shm", "missing", "data loaders and NCCL need it; mount a tmpfs there")
     else:
         remedy = "small; start the container with --shm-size=8g, or --ipc=host"
-        is_small = room.total < MIN_SHM_BYTES
-        yield Line("/dev/shm", gib(room.total), remedy * is_small)
-        is_full = room.free < min(MIN_SHM_BYTES, room.total) / 2
+        is_small = usage.total < MIN_SHM_BYTES
+        yield Line("/dev/shm", gib(usage.total), remedy * is_small)
+        is_full = usage.free < min(MIN_SHM_BYTES, usage.total) / 2
         yield Line(
-            "/dev/shm free", gib(room.free), "full; remove what is left there" * is_full, True
+            "/dev/shm free",
+            gib(usage.free),
+            "full; remove files that are left there" * is_full,
+            True,
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = _limit(hard) if hard != resource.RLIM_INFINITY else "65536"
@@ -121,11 +125,11 @@ def limits() -> Iterator[Line]:
 
 def _locked_memory() -> Line:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    told = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024} KiB"
-    # InfiniBand registers what it sends from; nothing else here minds
+    text = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024} KiB"
+    # InfiniBand locks the memory that it sends from; nothing else here needs locked memory
     is_low = soft != resource.RLIM_INFINITY and os.path.isdir("/sys/class/infiniband")
     remedy = "InfiniBand needs more; `ulimit -l unlimited`, or the container's --ulimit memlock=-1"
-    return Line("locked memory", f"{told} (ulimit -l)", remedy * is_low)
+    return Line("locked memory", f"{text} (ulimit -l)", remedy * is_low)
 
 
 def _limit(value: int) -> str:
@@ -137,7 +141,7 @@ def _is_low(value: int, least: int) -> bool:
 
 
 def disks() -> Iterator[Line]:
-    """Room where temporary files and compiled ops go."""
+    """Free space for temporary files and compiled ops."""
     from ....ops.build import cache as build_cache
 
     temporary = tempfile.gettempdir()
@@ -150,7 +154,8 @@ def disks() -> Iterator[Line]:
 
 def _disk(key: str, folder: str, remedy: str) -> Line:
     there = Path(folder)
-    while not there.exists() and there != there.parent:  # not made yet: the disk that it will be on
+    # not created yet: use the disk that it will be on
+    while not there.exists() and there != there.parent:
         there = there.parent
     try:
         free = shutil.disk_usage(there).free
@@ -162,5 +167,5 @@ def _disk(key: str, folder: str, remedy: str) -> Line:
 
 
 def clock() -> Iterator[Line]:
-    """Seconds since 1970, the last thing that is told: other machines compare theirs with it."""
+    """Seconds since 1970. Printed last, to be compared with the clock of the machine that runs the query."""
     yield Line("clock", f"{time.time():.3f}", varies=True)

@@ -1,4 +1,4 @@
-"""Through what this machine talks: network interfaces, InfiniBand or RoCE, NVLink, GPUDirect."""
+"""The communication hardware of this machine: network interfaces, InfiniBand or RoCE, NVLink, GPUDirect."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MODULES = ("nvidia_peermem", "nv_peer_mem", "gdrdrv")
 
 
 def interfaces() -> Iterator[Line]:
-    """Each interface that is up, with its speed and address; gloo and NCCL over sockets take one of them."""
+    """Each interface that is up, with its speed and address. gloo, and NCCL over sockets, use one of them."""
     up = [path for path in sorted(_NET.iterdir()) if path.name != "lo" and _is_up(path)]
     if not up:
         yield Line("network", "no interface is up", "ranks on other machines cannot be reached")
     for path in up:
         megabits = _number(path / "speed")
-        speed = f"{megabits / 1000:g} Gbit/s" if megabits > 0 else "speed not told"
-        remedy = "slow; name a faster one in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+        speed = f"{megabits / 1000:g} Gbit/s" if megabits > 0 else "speed not reported"
+        remedy = "slow; set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to a faster one"
         is_slow = 0 < megabits < _SLOW_MBIT
         mtu = _number(path / "mtu")
         yield Line(f"network {path.name}", f"{speed}, MTU {mtu}", remedy * is_slow)
@@ -36,15 +36,15 @@ def interfaces() -> Iterator[Line]:
 
 
 def own_name() -> Iterator[Line]:
-    """What this machine's own name resolves to; without GLOO_SOCKET_IFNAME gloo announces that address."""
+    """The addresses of this machine's own name. Without GLOO_SOCKET_IFNAME gloo publishes that address."""
     host = socket.gethostname()
     try:
         found = sorted({str(one[4][0]) for one in socket.getaddrinfo(host, None)})
     except OSError as error:
-        remedy = "put it into /etc/hosts, or set GLOO_SOCKET_IFNAME"
+        remedy = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME"
         yield Line("own name resolves to", f"nothing, {error}", remedy, varies=True)
         return
-    # the loopback address is no fault: xds names the interface to gloo itself
+    # the loopback address is correct here: xds sets GLOO_SOCKET_IFNAME for the ranks
     yield Line("own name resolves to", ", ".join(found), varies=True)
 
 
@@ -55,7 +55,7 @@ def _is_up(path: Path) -> bool:
 def _text(path: Path) -> str:
     try:
         return path.read_text(errors="replace").strip()
-    except OSError:  # a link that is down refuses to tell its speed
+    except OSError:  # reading the speed of a link that is down fails
         return ""
 
 
@@ -65,14 +65,14 @@ def _number(path: Path) -> int:
 
 
 def ipv4(interface: str) -> str:
-    """Its IPv4 address, as Linux tells it; "" where it has none."""
+    """The IPv4 address of a network interface on Linux; "" if it has none."""
     request = struct.pack("256s", os.fsencode(interface)[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            told = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
+            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         except OSError:
             return ""
-    return socket.inet_ntoa(told[20:24])
+    return socket.inet_ntoa(reply[20:24])
 
 
 def infiniband() -> Iterator[Line]:
@@ -85,21 +85,21 @@ def infiniband() -> Iterator[Line]:
         kind = {"Ethernet": "RoCE"}.get(_text(port / "link_layer"), _text(port / "link_layer"))
         state = _text(port / "state").partition(":")[2].strip() or "state unknown"
         rate = _text(port / "rate") or "rate unknown"
-        remedy = "the port is not active; see the cable and `ibstat`" * (state != "ACTIVE")
+        remedy = "the port is not active; check the cable and `ibstat`" * (state != "ACTIVE")
         yield Line(f"infiniband {adapter}:{port.name}", f"{kind}, {state}, {rate}", remedy)
     if ports and not os.path.exists("/dev/infiniband"):
-        remedy = "give the container --device=/dev/infiniband; NCCL uses sockets without"
+        remedy = "start the container with --device=/dev/infiniband; without it NCCL uses sockets"
         yield Line("/dev/infiniband", "missing", remedy)
 
 
 def nvlink() -> Iterator[Line]:
-    """NVLinks of each GPU as nvidia-smi tells them, and the modules that GPUDirect needs."""
+    """The NVLinks of each GPU as reported by nvidia-smi, and the kernel modules that GPUDirect needs."""
     if shutil.which("nvidia-smi") is None:
         return
-    told = nvlinks(output("nvidia-smi", "nvlink", "--status"))
-    if not told:
+    speeds_by_gpu = nvlinks(output("nvidia-smi", "nvlink", "--status"))
+    if not speeds_by_gpu:
         yield Line("nvlink", "none")
-    for gpu, speeds in told.items():
+    for gpu, speeds in speeds_by_gpu.items():
         total = sum(speeds)
         value = f"{len(speeds)} links, {total:g} GB/s in each direction"
         yield Line(f"nvlink of gpu {gpu}", value)
@@ -110,11 +110,11 @@ def nvlink() -> Iterator[Line]:
     yield Line("gpudirect", ", ".join(loaded) or "no module loaded", remedy * needed)
 
 
-def nvlinks(told: str) -> dict[str, list[float]]:
+def nvlinks(text: str) -> dict[str, list[float]]:
     """GB/s of each active link, by GPU, from `nvidia-smi nvlink --status`."""
     found: dict[str, list[float]] = {}
     gpu = ""
-    for line in told.splitlines():
+    for line in text.splitlines():
         if heading := re.match(r"GPU (\d+):", line):
             gpu = heading[1]
         elif gpu and (link := re.match(r"\s+Link \d+: ([\d.]+) GB/s", line)):

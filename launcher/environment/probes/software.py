@@ -22,13 +22,13 @@ _PYTHONS = ((3, 10), (3, 13))
 _PACKAGES = ("pydantic", "tqdm")
 _OPTIONAL_PACKAGES = ("numpy", "safetensors", "transformers")
 _PREFIXES = ("NCCL_", "GLOO_", "XDS_", "CUDA_", "OMP_", "TORCH_", "UCX_", "FI_")
-# the launcher's words to its own ranks, and what may hold a secret
-_UNTOLD = re.compile(r"XDS_RUN_FOLDER|XDS_GRACE_FILE|.*(TOKEN|SECRET|PASSW|KEY|CREDENTIAL).*")
+# variables that the launcher sets for its own ranks, and those that may hold a secret
+_NOT_SHOWN = re.compile(r"XDS_RUN_FOLDER|XDS_GRACE_FILE|.*(TOKEN|SECRET|PASSW|KEY|CREDENTIAL).*")
 _SLOW = "native ops fall back to torch, which is slower"
 
 
 def xds() -> Iterator[Line]:
-    """The version that runs, and from where."""
+    """The version of xds, and its folder."""
     yield Line("xds", __version__)
     yield Line("xds folder", str(Path(__file__).resolve().parents[3]))
 
@@ -38,7 +38,7 @@ def python() -> Iterator[Line]:
     first, last = _PYTHONS
     is_tested = first <= sys.version_info[:2] <= last
     tested = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-    remedy = "" if is_tested else f"not tested; take Python {tested}"
+    remedy = "" if is_tested else f"not tested; use Python {tested}"
     yield Line("python", platform.python_version(), remedy)
     yield Line("interpreter", sys.executable)
     yield Line("system", f"{platform.system()} {platform.release()} {platform.machine()}")
@@ -51,7 +51,7 @@ def python() -> Iterator[Line]:
 
 
 def package_version(name: str) -> str:
-    """The version of an installed package; "" where there is none."""
+    """The version of an installed package; "" if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -59,7 +59,7 @@ def package_version(name: str) -> str:
 
 
 def torch_and_backends() -> Iterator[Line]:
-    """torch, what it is built for, and through what its ranks can talk."""
+    """torch, what it is built for, and its available communication backends."""
     try:
         import torch
         import torch.distributed as dist
@@ -74,7 +74,9 @@ def torch_and_backends() -> Iterator[Line]:
         cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None  # type: ignore[no-untyped-call]
         yield Line("cudnn", str(cudnn or "none"))
     if not dist.is_available():
-        yield Line("backends", "none", "this torch has no torch.distributed; install a usual build")
+        yield Line(
+            "backends", "none", "this torch has no torch.distributed; install a standard build"
+        )
         return
     backends = {
         "gloo": dist.is_gloo_available(),
@@ -92,7 +94,7 @@ def torch_and_backends() -> Iterator[Line]:
 
 
 def compilers() -> Iterator[Line]:
-    """What native ops are compiled with."""
+    """The compilers and tools for native ops."""
     for name in ("gcc", "g++"):
         version = first_output(name, "--version")
         remedy = "" if version else f"install {name}; without it {_SLOW}"
@@ -116,7 +118,7 @@ def _nvcc_version() -> str:
 
 
 def native_ops() -> Iterator[Line]:
-    """Each native library: built, would be compiled on first use, or cannot be and why."""
+    """The state of each native library: built, compiled on first use, or why it cannot be built."""
     from ....ops import libraries
 
     for library in libraries.LIBRARIES.values():
@@ -141,26 +143,26 @@ def _native_op(library: Library) -> Line:
 
 
 def variables() -> Iterator[Line]:
-    """The variables that are set and that NCCL, gloo, xds, CUDA, OpenMP or the network's libraries read."""
+    """The environment variables that NCCL, gloo, xds, CUDA, OpenMP or the network libraries read."""
     found = {key: value for key, value in os.environ.items() if key.startswith(_PREFIXES)}
     for key, value in sorted(found.items()):
-        if not _UNTOLD.fullmatch(key):
+        if not _NOT_SHOWN.fullmatch(key):
             yield Line(f"${key}", value, _variable_remedy(key, value))
 
 
 def _variable_remedy(key: str, value: str) -> str:
-    """What is wrong with it, where something is for sure."""
+    """The remedy if the value is certainly wrong, else ""."""
     if key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         return _interface_remedy(value)
     if key == "CUDA_VISIBLE_DEVICES" and value.strip() in ("", "-1"):
         return "hides every GPU; unset it to use them"
     if key == "OMP_NUM_THREADS" and not value.replace(",", "").isdigit():
-        return "no number; unset it, xds sets cores / ranks"
+        return "not a number; unset it, and xds sets it to cores / ranks"
     return ""
 
 
 def _interface_remedy(value: str) -> str:
-    """NCCL takes prefixes, ^ for all but these, = for exact names; gloo takes names alone."""
+    """The remedy for unknown names. NCCL takes prefixes, ^ to exclude, = for exact names; gloo only names."""
     try:
         there = os.listdir("/sys/class/net")
     except OSError:  # not Linux: nothing to compare with
@@ -171,4 +173,5 @@ def _interface_remedy(value: str) -> str:
     missing = [name for name in names if not any(one.startswith(name) for one in there)]
     if not missing:
         return ""
-    return f"no interface is called {', '.join(missing)}; there are {', '.join(sorted(there))}"
+    known = ", ".join(sorted(there))
+    return f"there is no interface {', '.join(missing)}; use one of {known}"

@@ -1,4 +1,4 @@
-"""How the node part is started on other machines: plain ssh, or one command that reaches all of them."""
+"""The backends that start node processes on hosts: ssh for each host, or one command that reaches all hosts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from .registry import BACKENDS as BACKENDS
     from .registry import backend_named as backend_named
 
-_HOMES = {
+_MODULES = {
     **dict.fromkeys(("AllAtOnce", "Backend", "PerHost", "node_index"), ".base"),
     **dict.fromkeys(("BACKENDS", "backend_named"), ".registry"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    return getattr(import_module(_MODULES[name], __name__), name)

@@ -1,4 +1,4 @@
-"""Open MPI's mpirun as a way to start processes: one on each host, that never calls MPI itself."""
+"""Starts one process on each host with Open MPI's mpirun. The process itself does not call MPI."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import final
 
 from ...job import Host, Remote
-from .base import AllAtOnce, check_host_name, refuse_other_program, shell_words
+from .base import AllAtOnce, check_host_name, refuse_other_program, shell_argv
 
 
 @final
@@ -18,19 +18,19 @@ class OpenMpi(AllAtOnce):
     remedy = "install Open MPI on every host, or use --launcher ssh, which needs nothing but ssh"
 
     def check(self) -> None:
-        """Raise a UsageError where mpirun is missing, or is not Open MPI's."""
+        """Raise a UsageError if mpirun is missing or does not belong to Open MPI."""
         super().check()
         refuse_other_program(self, not_these={"mpich": "HYDRA", "impi": "Intel(R) MPI"})
 
-    def command(self, hosts: Sequence[Host], remote: Remote, words: Sequence[str]) -> list[str]:
-        """The argv of mpirun; it hands the words over as they are, without a shell."""
+    def command(self, hosts: Sequence[Host], remote: Remote, argv: Sequence[str]) -> list[str]:
+        """The argv of mpirun, which passes the arguments unchanged, without a shell."""
         for host in hosts:
             check_host_name(host.name, also=", : + @ /")
         return [
             *(self.program, "-n", str(len(hosts)), "--map-by", "ppr:1:node"),
             *("--host", ",".join(f"{host.name}:1" for host in hosts)),
-            *("--bind-to", "none"),  # else every rank of a host would be held on one core
+            *("--bind-to", "none"),  # otherwise all ranks of a host would be bound to one core
             *("--stdin", "none", "--quiet"),
             *remote.launcher_args,
-            *shell_words(remote, words),
+            *shell_argv(remote, argv),
         ]

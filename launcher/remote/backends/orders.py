@@ -1,4 +1,4 @@
-"""The orders of all hosts in one word of a command line: what is common once, packed, and never executed."""
+"""Packs the orders of all hosts into one command-line argument. Common fields are stored once."""
 
 from __future__ import annotations
 
@@ -14,62 +14,62 @@ from typing import Any
 from ....utils.errors import UsageError
 from ...job import Order
 
-MAX_BYTES = 120 * 1024  # Linux takes 128 KiB for one argument, with what quoting adds
+MAX_BYTES = 120 * 1024  # Linux accepts 128 KiB for one argument, including quoting
 _MAX_UNPACKED_BYTES = 64 * 2**20
 
 
 def encode(token: str, orders: Sequence[Order]) -> str:
-    """The run's token and the orders, by place, as letters that no shell treats specially.
+    """The run's token and the orders, by host index, as characters that no shell treats specially.
 
     Raises:
-        UsageError: an operating system would not take so long a word.
+        UsageError: the result is too long for one argument.
     """
-    said = [order.as_dict() for order in orders]
+    records = [order.as_dict() for order in orders]
     common = {
-        key: value for key, value in said[0].items() if all(one[key] == value for one in said)
+        key: value for key, value in records[0].items() if all(one[key] == value for one in records)
     }
-    own = [{key: value for key, value in one.items() if key not in common} for one in said]
-    whole = {"token": token, "common": common, "own": own}
-    packed = zlib.compress(json.dumps(whole, separators=(",", ":")).encode(), 9)
+    own = [{key: value for key, value in one.items() if key not in common} for one in records]
+    payload = {"token": token, "common": common, "own": own}
+    packed = zlib.compress(json.dumps(payload, separators=(",", ":")).encode(), 9)
     text = base64.urlsafe_b64encode(packed).decode()
     if len(text) > MAX_BYTES:
         raise UsageError(
-            f"the orders for {len(orders)} hosts are {len(text)} bytes long, and one argument holds"
-            f" {MAX_BYTES}: carry less environment, pass shorter arguments, or use --launcher ssh,"
-            " which sends them over its connection"
+            f"the orders for {len(orders)} hosts are {len(text)} bytes long, but one argument holds"
+            f" {MAX_BYTES}: forward fewer variables, pass shorter arguments, or use --launcher ssh,"
+            " which sends the orders over its connections"
         )
     return text
 
 
 def decode(
-    text: str, index: int | None, environ: Mapping[str, str] | None = os.environ
+    text: str, node_index: int | None, environ: Mapping[str, str] | None = os.environ
 ) -> tuple[str, Order]:
     """The token and the order of this host: the one with its name, or else number `index`.
 
-    Slurm and mpirun number hosts in orders of their own, so a name that fits one host alone is believed
-    before a number, unless `environ` is None. One order alone needs neither.
+    Slurm and mpirun number the hosts differently. So a name that matches exactly one host takes precedence over
+    the number, unless `environ` is None. A single order needs neither.
 
     Raises:
-        UsageError: the text is damaged, or no order is for this host.
+        UsageError: the text is damaged, or there is no order for this host.
     """
-    whole = _unpacked(text)
-    place = None if environ is None else _place_by_name(whole, environ)
-    if place is None:
-        place = index
-    own = whole["own"]
-    if place is None and len(own) > 1:
+    payload = _unpacked(text)
+    index = None if environ is None else _index_by_name(payload, environ)
+    if index is None:
+        index = node_index
+    own = payload["own"]
+    if index is None and len(own) > 1:
         raise UsageError(
-            f"orders for {len(own)} hosts, and nothing says which of them this is: --index is not given,"
+            f"orders for {len(own)} hosts, but the index of this host is unknown: --index is not given,"
             " and neither OMPI_COMM_WORLD_RANK, PMI_RANK, PMIX_RANK nor SLURM_PROCID is set"
         )
-    place = place or 0
-    if not 0 <= place < len(own):
-        raise UsageError(f"host number {place}, but the orders are for {len(own)} hosts")
-    return whole["token"], Order.from_dict({**whole["common"], **own[place]})
+    index = index or 0
+    if not 0 <= index < len(own):
+        raise UsageError(f"host number {index}, but the orders are for {len(own)} hosts")
+    return payload["token"], Order.from_dict({**payload["common"], **own[index]})
 
 
-def _place_by_name(whole: dict[str, Any], environ: Mapping[str, str]) -> int | None:
-    names = [own.get("host") for own in whole["own"]]
+def _index_by_name(payload: dict[str, Any], environ: Mapping[str, str]) -> int | None:
+    names = [own.get("host") for own in payload["own"]]
     for name in (environ.get("SLURMD_NODENAME"), socket.gethostname()):
         if name and names.count(name) == 1:
             return names.index(name)
@@ -86,10 +86,10 @@ def _unpacked(text: str) -> dict[str, Any]:
         data = unpacker.decompress(packed, _MAX_UNPACKED_BYTES)
         if not unpacker.eof:
             raise ValueError("cut off")
-        whole = json.loads(data)
-        if not (isinstance(whole["token"], str) and isinstance(whole["own"], list)):
+        payload = json.loads(data)
+        if not (isinstance(payload["token"], str) and isinstance(payload["own"], list)):
             raise ValueError("no orders")
     except (ValueError, KeyError, TypeError, binascii.Error, zlib.error) as error:
-        raise UsageError(f"the orders in the command line cannot be read ({error})") from error
+        raise UsageError(f"the orders in the command line cannot be decoded ({error})") from error
     else:
-        return dict(whole)
+        return dict(payload)

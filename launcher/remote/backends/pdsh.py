@@ -1,4 +1,4 @@
-"""pdsh: one command whose threads start an ssh for each host; exit codes come back, input does not go out."""
+"""pdsh: one command that starts an ssh for each host. It returns exit codes, but does not forward input."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .ssh import options
 
 @final
 class Pdsh(AllAtOnce):
-    """`pdsh -R ssh -w a,b LINE`: the ranks wait for one another, so the fan-out is the number of hosts."""
+    """`pdsh -R ssh -w a,b LINE`. The ranks wait for each other, so the fan-out is the number of hosts."""
 
     name = "pdsh"
     program = "pdsh"
     remedy = "install pdsh, or use --launcher ssh, which needs nothing but ssh"
 
-    def command(self, hosts: Sequence[Host], remote: Remote, words: Sequence[str]) -> list[str]:
-        """The argv of pdsh. It replaces %n by the host's place, and %% by a percent sign."""
+    def command(self, hosts: Sequence[Host], remote: Remote, argv: Sequence[str]) -> list[str]:
+        """The argv of pdsh. It replaces %n by the host's index, and %% by a percent sign."""
         for host in hosts:
             check_host_name(host.name, also=", [ ] ^ / : %")
-        line = shell_line(remote, [*words, "--index", _INDEX_MARK]).replace("%", "%%")
+        line = shell_line(remote, [*argv, "--index", _INDEX_MARK]).replace("%", "%%")
         return [
             *(self.program, "-R", "ssh", "-S", "-N", "-b"),  # -b: the first Ctrl-C ends it
             *("-f", str(len(hosts))),
@@ -33,7 +33,7 @@ class Pdsh(AllAtOnce):
         ]
 
     def environment(self, remote: Remote) -> dict[str, str]:
-        """What ssh is told, after what the user has it told."""
+        """The options for ssh, after those of the user."""
         users = os.environ.get("PDSH_SSH_ARGS_APPEND", "").split()
         port = ["-p", str(remote.ssh_port)] if remote.ssh_port else []
         return {"PDSH_SSH_ARGS_APPEND": " ".join([*users, "-T", *port, *options()])}

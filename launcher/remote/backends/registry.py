@@ -1,4 +1,4 @@
-"""The ways to start the node part on other machines, by the names that `--launcher` takes."""
+"""The backends by the names that `--launcher` accepts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ BACKENDS: dict[str, Backend] = {
 
 
 def backend_named(name: str) -> Backend:
-    """The backend of that name, whose program is there.
+    """The backend of that name, after a check that its program exists.
 
     Raises:
-        UsageError: there is no such backend, or this machine has not got its program.
+        UsageError: there is no such backend, or its program is missing on this machine.
     """
     if name == "mvapich":
         raise UsageError(
-            "--launcher = mvapich: its mpirun_rsh is not covered, but its mpiexec is that of MPICH;"
-            " put that into PATH and give --launcher mpich, or use --launcher ssh with the same hostfile"
+            "--launcher = mvapich: its mpirun_rsh is not supported, but its mpiexec is that of MPICH;"
+            " add that to PATH and set --launcher mpich, or use --launcher ssh with the same hostfile"
         )
     if name not in BACKENDS:
         raise UsageError(f"--launcher = {printable(name)}: must be one of {', '.join(BACKENDS)}")

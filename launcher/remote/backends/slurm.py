@@ -1,4 +1,4 @@
-"""Slurm: one srun, one task on each host of the allocation; without an allocation, srun asks for one."""
+"""Slurm: one srun with one task on each host of the allocation. Without an allocation srun requests one."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from typing import final
 
 from ....utils.errors import UsageError
 from ...job import Host, Remote
-from .base import AllAtOnce, check_environment, check_host_name, shell_words
+from .base import AllAtOnce, check_environment, check_host_name, shell_argv
 
-# what a process needs to find itself at home, besides what the user has go along
+# variables that every process needs, in addition to the forwarded ones
 BASIC_KEYS = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "TERM")
 
 
 @final
 class Slurm(AllAtOnce):
-    """`srun --nodelist a,b --ntasks-per-node 1 ...`; later options win, so the user's come last."""
+    """`srun --nodelist a,b --ntasks-per-node 1 ...`. Later options take precedence, so the user's come last."""
 
     name = "slurm"
     program = "srun"
     remedy = "run it where Slurm's commands are, on a login node or inside sbatch or salloc"
 
-    def command(self, hosts: Sequence[Host], remote: Remote, words: Sequence[str]) -> list[str]:
-        """The argv of srun. Slurm numbers hosts in an order of its own: the orders are found by name."""
+    def command(self, hosts: Sequence[Host], remote: Remote, argv: Sequence[str]) -> list[str]:
+        """The argv of srun. Slurm numbers the hosts differently, so orders are found by host name."""
         for host in hosts:
             check_host_name(host.name, also=", [ ] / : @ %")
         return [
             *_srun(len(hosts), remote),
             f"--nodelist={','.join(host.name for host in hosts)}",
             *remote.launcher_args,
-            *shell_words(remote, words),
+            *shell_argv(remote, argv),
         ]
 
-    def own_allocation(self, num_nodes: int, remote: Remote, words: Sequence[str]) -> list[str]:
-        """The argv of an srun that asks for `num_nodes` machines and runs `words` once on each.
+    def own_allocation(self, num_nodes: int, remote: Remote, argv: Sequence[str]) -> list[str]:
+        """The argv of an srun that requests `num_nodes` machines and runs `argv` once on each.
 
-        Nobody knows yet which machines these will be, so `words` are no node part: they are xds itself,
-        without its options about hosts, and find each other by what Slurm tells them (surroundings.py).
+        The machines are not known yet, so `argv` does not start a node process. It starts xds itself without
+        its options about hosts, which takes the rendezvous from Slurm's variables (cluster_environment.py).
         """
         if num_nodes < 1:
             raise UsageError(
-                "--launcher slurm outside of an allocation: say how many machines to ask for, --num_nodes N,"
+                "--launcher slurm outside of an allocation: set the number of machines with --num_nodes N,"
                 " or run it inside sbatch or salloc"
             )
-        return [*_srun(num_nodes, remote), *remote.launcher_args, *shell_words(remote, words)]
+        return [*_srun(num_nodes, remote), *remote.launcher_args, *shell_argv(remote, argv)]
 
     def environment(self, remote: Remote) -> dict[str, str]:
-        """The values of what `--export` names: never in the argv, which everybody can read."""
+        """The values of the variables in `--export`. Not in the argv, which every user can read."""
         return dict(remote.environment)
 
 
@@ -60,7 +60,7 @@ def _srun(num_nodes: int, remote: Remote) -> list[str]:
         "--ntasks-per-node=1",
         "--kill-on-bad-exit=1",
         "--input=none",
-        "--cpu-bind=none",  # else the one task, and so every rank, may be held on one core
-        "--overlap",  # inside `srun --pty bash` the step would wait for that shell's end
+        "--cpu-bind=none",  # otherwise the task, and so every rank, may be bound to one core
+        "--overlap",  # otherwise, inside `srun --pty bash`, the step would wait for the end of that shell
         f"--export={','.join(names)}",
     ]

@@ -1,4 +1,4 @@
-"""Plain ssh, one for each host: needs nothing but ssh on both ends, and a key or agent that lets in."""
+"""ssh, one process for each host. Needs only ssh on both sides, and a key or agent for the login."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ALIVE_COUNT = 3
 
 @final
 class Ssh(PerHost):
-    """`ssh HOST 'exec /bin/sh -c ...'`; `XDS_SSH` names another program that is called as ssh is."""
+    """`ssh HOST 'exec /bin/sh -c ...'`. `XDS_SSH` names another program with the same arguments."""
 
     name = "ssh"
     remedy = (
-        "install OpenSSH's client, or set XDS_SSH to the path of a program that is called like ssh"
+        "install OpenSSH's client, or set XDS_SSH to the path of a program with the same arguments"
     )
 
     @property
@@ -28,8 +28,8 @@ class Ssh(PerHost):
         """The path in XDS_SSH, or ssh."""
         return os.environ.get("XDS_SSH") or "ssh"
 
-    def command(self, host: Host, remote: Remote, words: Sequence[str]) -> list[str]:
-        """The argv of ssh; of two settings of one option ssh takes the first, so the user's come first."""
+    def command(self, host: Host, remote: Remote, argv: Sequence[str]) -> list[str]:
+        """The argv of ssh. ssh uses the first setting of an option, so the user's come first."""
         check_host_name(host.name)
         return [
             self.program,
@@ -39,12 +39,12 @@ class Ssh(PerHost):
             *options(),
             "--",
             host.name,
-            shell_line(remote, words),
+            shell_line(remote, argv),
         ]
 
 
 def options() -> list[str]:
-    """Never ask, never hang, say only errors, forward nothing, and stay no longer than the command."""
+    """Options for ssh: no prompts, timeouts, log only errors, no forwarding, no shared connection."""
     settings = {
         "BatchMode": "yes",
         "ConnectTimeout": CONNECT_SECONDS,
@@ -52,6 +52,6 @@ def options() -> list[str]:
         "ServerAliveInterval": ALIVE_SECONDS,
         "ServerAliveCountMax": ALIVE_COUNT,
         "ClearAllForwardings": "yes",
-        "ControlMaster": "no",  # a connection kept for others holds our streams open
+        "ControlMaster": "no",  # a shared connection would keep our streams open
     }
     return [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]

@@ -1,8 +1,8 @@
-"""Which environment variables go along to other machines: a list of names, and what files ask for.
+"""The environment variables that are forwarded to other machines: a list of names, and those in files.
 
-Nothing else goes: another machine's PATH, HOME and devices are its own, and secrets stay where they are,
-unless a file names them. The files are DeepSpeed's `.deepspeed_env` (or the one in DS_ENV_FILE) and
-`.xds_env` (or the one in XDS_ENV_FILE), in the home folder and in the working folder; the latter wins.
+Other variables are not forwarded. PATH, HOME and devices belong to each machine. Secrets are forwarded only if
+a file names them. The files are DeepSpeed's `.deepspeed_env` (or the one in DS_ENV_FILE) and `.xds_env` (or the
+one in XDS_ENV_FILE), in the home folder and in the working folder. The working folder takes precedence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...utils.errors import UsageError
 from ...utils.quoting import quoted
 from ...utils.small_files import read_small_file
 
-# DeepSpeed's list, and what decides about speed and results of torch, its networks and its kernels
+# DeepSpeed's list, and variables that affect speed or results of torch, its networks and its kernels
 _PREFIXES = (
     *("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"),
     *(
@@ -43,8 +43,8 @@ _PREFIXES = (
     ),
 )
 _NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
-# numbers of devices differ by machine; the rest is about this process, or was read here already
-_NEVER = re.compile(
+# device numbers differ by machine; the others concern this process only, or have been read here already
+_NEVER_FORWARDED = re.compile(
     "CUDA_VISIBLE_DEVICES|CUDA_MPS_.*|PYTHON(STARTUP|INSPECT|BREAKPOINT|_HISTORY)"
     "|XDS_(SSH|ENV_FILE|RUN_FOLDER|GRACE_FILE|HEARTBEAT_SECONDS|LAUNCHER_PID|RANK_.*)"
     "|(.*_)?(TOKENS?|(API)?KEYS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(_.*)?"
@@ -54,23 +54,25 @@ _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _MAX_FILE_BYTES = 1 << 20
 
 
-def carried(environ: Mapping[str, str], folder: str | Path, home: str | Path) -> dict[str, str]:
+def forwarded_variables(
+    environ: Mapping[str, str], folder: str | Path, home: str | Path
+) -> dict[str, str]:
     """The variables that are set on every other machine.
 
     Args:
-        environ: this process's; folder: the working folder; home: the home folder.
+        environ: the environment of this process; folder: the working folder; home: the home folder.
     Raises:
-        UsageError: a line of a file is no KEY=value, or a file that a variable names is not there.
+        UsageError: a line of a file is not KEY=value, or a file named by a variable does not exist.
     """
-    along = {key: value for key, value in environ.items() if _goes(key)}
+    variables = {key: value for key, value in environ.items() if _is_forwarded(key)}
     for name, key in _FILES:
         for path in _files(name, environ.get(key, ""), Path(folder), Path(home)):
-            along.update(_read(path))
-    return along
+            variables.update(_read(path))
+    return variables
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's value is better not shown.
+    """Whether the variable's name suggests that its value is secret.
 
     >>> is_secret("WANDB_API_KEY"), is_secret("NCCL_DEBUG")
     (True, False)
@@ -78,22 +80,22 @@ def is_secret(name: str) -> bool:
     return bool(re.search("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", name.upper()))
 
 
-def _goes(key: str) -> bool:
-    if not _NAME.fullmatch(key) or _NEVER.fullmatch(key):
+def _is_forwarded(key: str) -> bool:
+    if not _NAME.fullmatch(key) or _NEVER_FORWARDED.fullmatch(key):
         return False
     return key in _NAMES or key.startswith(_PREFIXES)
 
 
-def _files(name: str, asked: str, folder: Path, home: Path) -> Iterator[Path]:
-    """The files to read, the strongest last. One that is asked for by a path is the only one."""
-    if os.sep in asked:
-        yield Path(asked)
+def _files(name: str, name_or_path: str, folder: Path, home: Path) -> Iterator[Path]:
+    """The files to read; later ones take precedence. A file given by a path is the only one."""
+    if os.sep in name_or_path:
+        yield Path(name_or_path)
         return
-    name = asked or name
+    name = name_or_path or name
     paths = [home / name] if _same(home, folder) else [home / name, folder / name]
     there = [path for path in paths if path.is_file()]
-    if asked and not there:
-        yield paths[-1]  # reading it tells that it is missing
+    if name_or_path and not there:
+        yield paths[-1]  # reading it raises the error about the missing file
     yield from there
 
 
@@ -118,14 +120,14 @@ def _read(path: Path) -> dict[str, str]:
         key = key.strip()
         if not equals or not _NAME.fullmatch(key) or "\0" in value:
             raise UsageError(
-                f"environment file = {quoted(path)}, line {number}: {quoted(_shown(stripped))} is no KEY=value;"
-                " correct it, or begin it with # to leave it out"
+                f"environment file = {quoted(path)}, line {number}: {quoted(_shown(stripped))} is not"
+                " KEY=value; correct it, or begin it with # to skip it"
             )
         pairs[key] = value.strip()
     return pairs
 
 
 def _shown(line: str) -> str:
-    """Enough of a bad line to find it, and not what may be a secret in it."""
+    """Enough of a bad line to find it, without the value, which may be a secret."""
     key, equals, _ = line.partition("=")
     return f"{key[:40]}{equals}..." if equals or len(line) > 40 else line

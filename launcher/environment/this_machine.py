@@ -1,6 +1,6 @@
-"""Versions, devices and limits of this machine, a line each, and remedies for bad ones.
+"""Prints versions, devices and limits of this machine, one per line, with remedies for bad values.
 
-It has to work where things are broken: a part that is missing or fails gives a line that says so.
+It must work on a broken installation: a part that is missing or fails yields a line with the error.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PROBES: tuple[Callable[[], Iterator[Line]], ...] = (
     software.compilers,
     software.native_ops,
     software.variables,
-    machine.clock,  # the last one: it is compared with the time at which the answer comes
+    machine.clock,  # must be last: it is compared with the time at which the answer arrives
 )
 
 
 def show(*, as_one_line: bool) -> int:
-    """Print the lines, or one of JSON; always 0: a bad value is for the reader to weigh."""
+    """Print the lines, or one line of JSON. Always returns 0: a bad value is not an error."""
     if as_one_line:
         print(as_json(lines()), flush=True)
         return 0
@@ -43,9 +43,9 @@ def show(*, as_one_line: bool) -> int:
     return 0
 
 
-def as_json(told: Iterator[Line]) -> str:
+def as_json(found: Iterator[Line]) -> str:
     """One line: a list of objects with key, value, remedy, varies."""
-    return json.dumps([asdict(line) for line in told])
+    return json.dumps([asdict(line) for line in found])
 
 
 def lines() -> Iterator[Line]:
@@ -53,7 +53,7 @@ def lines() -> Iterator[Line]:
     for probe in _PROBES:
         try:
             yield from probe()
-        except Exception as error:  # a probe that fails is an answer, too
+        except Exception as error:  # report the error as the value
             yield Line(
                 probe.__name__.replace("_", " "), f"unknown, {type(error).__name__}: {error}"
             )

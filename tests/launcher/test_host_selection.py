@@ -1,11 +1,11 @@
-"""Which hosts take part in a start, and with how many ranks."""
+"""The hosts of a start, and the number of ranks on each."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from xds.launcher.job import Host, Restarts
-from xds.launcher.remote.roster import choose
+from xds.launcher.remote.host_selection import choose_hosts
 
 
 def hosts(*slots):
@@ -28,7 +28,7 @@ def hosts(*slots):
     ],
 )
 def test_choices(slots, num_all, restarts, expected):
-    assert [ranks for _, ranks in choose(hosts(*slots), num_all, restarts)] == expected
+    assert [ranks for _, ranks in choose_hosts(hosts(*slots), num_all, restarts)] == expected
 
 
 @given(
@@ -38,7 +38,7 @@ def test_choices(slots, num_all, restarts, expected):
 )
 def test_a_choice_fits_and_no_larger_number_would(slots, least, valid):
     restarts = Restarts(min_nodes=least, fits=lambda n: n in valid)
-    chosen = choose(hosts(*slots), len(slots), restarts)
+    chosen = choose_hosts(hosts(*slots), len(slots), restarts)
     total = sum(ranks for _, ranks in chosen)
     assert all(1 <= ranks <= len(host.slots) for host, ranks in chosen)
     if chosen:

@@ -1,8 +1,9 @@
-"""The store in which the ranks meet, listening where it is asked for and nowhere else.
+"""The rendezvous store (TCPStore), which listens only on the rendezvous address.
 
-torch's own listens on every interface, and whoever reaches it may read and write all that it holds. So the
-socket is made here and handed to torch: bound to the loopback for one machine, and else to the address at which
-the machines meet. Within one process torch finds the server of a port that is open already.
+torch's own store listens on every interface, and everyone who reaches it can read and write its contents. So
+this module creates the socket and passes it to torch. The socket is bound to the loopback address for one
+machine, else to the address of the rendezvous endpoint. torch reuses a server that is already open on a port
+of the same process.
 """
 
 from __future__ import annotations
@@ -26,42 +27,45 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from ..job import Rendezvous
 from .network import is_loopback, split_endpoint
 
-_DYNAMIC = "xds-c10d"  # torch's c10d, with the second store that it makes bound as well
+_DYNAMIC = "xds-c10d"  # torch's c10d, but its second store is also bound to one address
 _LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048
-_NO = ("0", "false", "f", "no", "n")  # as torch reads it
+_NO = ("0", "false", "f", "no", "n")  # the values that torch takes for false
 
 
-def serve(meeting: Rendezvous) -> tuple[Rendezvous, TCPStore | None]:
-    """The rendezvous for torch's agent, and its store where this process serves it; keep it until the end.
+def serve(rendezvous: Rendezvous) -> tuple[Rendezvous, TCPStore | None]:
+    """The rendezvous for torch's agent, and its store if this process serves it. Keep the store until the end.
 
-    Where no address of this machine is asked for (a service's, one behind NAT) torch listens everywhere.
+    If the endpoint is not an address of this machine (such as a service, or NAT), torch listens everywhere.
     """
-    if meeting.kind not in ("c10d", "static"):
-        return meeting, None
-    host, port = split_endpoint(meeting.endpoint)
-    if meeting.max_nodes == 1:
+    if rendezvous.kind not in ("c10d", "static"):
+        return rendezvous, None
+    host, port = split_endpoint(rendezvous.endpoint)
+    if rendezvous.max_nodes == 1:
         listening = _bound(_LOOPBACK, port)
         store = _served(listening) if listening else None
-        port = store.port if store else port  # one that is taken: torch says so, or it is our own
-        here = replace(meeting, kind="static", endpoint=f"{_LOOPBACK}:{port}", node_rank=0)
-        return (here if port else meeting), store
-    if meeting.kind == "c10d":
-        meeting = replace(meeting, kind=_DYNAMIC)
-    is_elsewhere = meeting.node_rank or str(meeting.settings.get("is_host", "")).lower() in _NO
+        # if the port is in use, torch raises, or the store is our own
+        port = store.port if store else port
+        here = replace(rendezvous, kind="static", endpoint=f"{_LOOPBACK}:{port}", node_rank=0)
+        return (here if port else rendezvous), store
+    if rendezvous.kind == "c10d":
+        rendezvous = replace(rendezvous, kind=_DYNAMIC)
+    is_elsewhere = (
+        rendezvous.node_rank or str(rendezvous.settings.get("is_host", "")).lower() in _NO
+    )
     listening = _listening(host, port) if port and not is_elsewhere else None
-    return meeting, _served(listening) if listening else None
+    return rendezvous, _served(listening) if listening else None
 
 
 def _listening(host: str, port: int) -> socket.socket | None:
-    """A socket on the first address of `host` that is this machine's and that the others reach, too."""
+    """A socket on the first address of `host` that belongs to this machine and that others can reach."""
     is_same_for_all = is_loopback(host)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return None
     for _, _, _, _, address in found:
-        # many a machine has its own name on the loopback: others know it by another address
+        # a machine's own name often resolves to the loopback, but other machines use another address
         if is_same_for_all or not is_loopback(str(address[0])):
             bound = _bound(str(address[0]), port)
             if bound is not None:
@@ -70,7 +74,7 @@ def _listening(host: str, port: int) -> socket.socket | None:
 
 
 def _bound(address: str, port: int) -> socket.socket | None:
-    """None: the address is another machine's, or somebody listens there."""
+    """A listening socket; None if the address belongs to another machine or is in use."""
     listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -96,7 +100,7 @@ def _served(listening: socket.socket) -> TCPStore:
 
 @final
 class _Backend(C10dRendezvousBackend):
-    """torch's, under our name: the agent compares it."""
+    """torch's backend with the name registered here, because the agent compares the names."""
 
     @property
     def name(self) -> str:
@@ -106,7 +110,7 @@ class _Backend(C10dRendezvousBackend):
 def _create_dynamic(params: RendezvousParameters) -> RendezvousHandler:
     _, store = create_backend(params)
     handler = create_handler(store, _Backend(store, params.run_id), params)
-    # of torch's own; without it the store that the ranks use would listen everywhere
+    # replaces a method of torch's handler; without it the store of the ranks would listen everywhere
     vars(handler)["_create_tcp_store_server"] = _serve_ranks
     return handler
 

@@ -1,4 +1,4 @@
-"""Where the store of the ranks listens: on the loopback for one machine, on the address in use for several."""
+"""Where the rendezvous store listens: on the loopback for one machine, on the used address for several."""
 
 import os
 import socket
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from xds.launcher.job import Rendezvous
-from xds.launcher.ranks import meeting_store
-from xds.launcher.ranks.meeting_store import serve
+from xds.launcher.ranks import rendezvous_store
 from xds.launcher.ranks.network import address_towards
+from xds.launcher.ranks.rendezvous_store import serve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -145,8 +145,8 @@ def test_a_name_that_means_the_loopback_here_alone_binds_nothing(monkeypatch):
     """As on machines whose own name is 127.0.1.1: the others know it by another address."""
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29400))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    assert meeting_store._listening("node-1", free_port()) is None
-    kept = meeting_store._listening("localhost", 0)
+    assert rendezvous_store._listening("node-1", free_port()) is None
+    kept = rendezvous_store._listening("localhost", 0)
     assert kept is not None
     kept.close()
 

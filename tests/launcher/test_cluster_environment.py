@@ -1,10 +1,10 @@
-"""What started xds is told from the environment, and leftovers in a shell are not mistaken for it."""
+"""The rendezvous is detected from the environment, and unrelated variables of a shell are ignored."""
 
 from __future__ import annotations
 
 import pytest
 
-from xds.launcher.command_line.surroundings import found, in_slurm_allocation
+from xds.launcher.command_line.cluster_environment import find_rendezvous, in_slurm_allocation
 from xds.launcher.job import Host, Rendezvous
 from xds.utils.errors import UsageError
 
@@ -51,25 +51,27 @@ def meeting(endpoint: str, num_nodes: int, node_rank: int, run_id: str = "xds") 
 def test_a_cluster_that_starts_every_machine_says_where_they_meet(
     environ: dict[str, str], expected: Rendezvous
 ) -> None:
-    assert found(environ) == expected
+    assert find_rendezvous(environ) == expected
 
 
 def test_one_xds_a_task_of_srun_meets_the_others_on_the_first_machine() -> None:
-    here = found(STEP)
+    here = find_rendezvous(STEP)
     assert here is not None
     assert here == meeting(here.endpoint, 2, 1, "77.3")
     assert here.endpoint.startswith("n1:")
-    first = found(STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"})
+    first = find_rendezvous(STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"})
     assert first is not None and first.endpoint == here.endpoint
-    assert found(STEP | {"MASTER_ADDR": "ib1", "MASTER_PORT": "5"}) == meeting(
+    assert find_rendezvous(STEP | {"MASTER_ADDR": "ib1", "MASTER_PORT": "5"}) == meeting(
         "ib1:5", 2, 1, "77.3"
     )
 
 
 def test_one_xds_a_machine_of_mpirun_needs_the_first_one_s_address() -> None:
-    with pytest.raises(UsageError, match="MASTER_ADDR is not set: mpirun does not tell"):
-        found(OMPI)
-    assert found(OMPI | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == meeting("a:5", 2, 1, "9_1")
+    with pytest.raises(UsageError, match="MASTER_ADDR is not set: mpirun does not set"):
+        find_rendezvous(OMPI)
+    assert find_rendezvous(OMPI | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}) == meeting(
+        "a:5", 2, 1, "9_1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_one_xds_a_machine_of_mpirun_needs_the_first_one_s_address() -> None:
     ],
 )
 def test_what_says_nothing_about_other_machines_is_this_one_alone(environ: dict[str, str]) -> None:
-    assert found(environ) is None
+    assert find_rendezvous(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -100,13 +102,16 @@ def test_what_says_nothing_about_other_machines_is_this_one_alone(environ: dict[
         (NODES | {"NODE_RANK": "3"}, "NODE_RANK = 3, but NNODES = 3: must be from 0 to 2"),
         (NODES | {"NNODES": "two"}, "NNODES = 'two': must be a number"),
         (NODES | {"MASTER_PORT": "70000"}, "MASTER_PORT = 70000"),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, "start it once on each, `srun --ntasks-per-node=1"),
+        (
+            STEP | {"SLURM_STEP_NUM_TASKS": "8"},
+            "start it once on each \\(`srun --ntasks-per-node=1",
+        ),
         (OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun --map-by ppr:1:node xds"),
     ],
 )
 def test_contradictions_and_gaps_are_told(environ: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        found(environ)
+        find_rendezvous(environ)
 
 
 def test_an_allocation_of_slurm_gives_hosts_and_their_slots() -> None:

@@ -1,4 +1,4 @@
-"""What of the environment goes along to other machines is a list, and what two files add to it."""
+"""The environment variables that are forwarded to other machines: a list of names, and those in two files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from xds.launcher.command_line.carried import carried, is_secret
+from xds.launcher.command_line.forwarded_variables import forwarded_variables, is_secret
 from xds.utils.errors import UsageError
 
 
@@ -36,7 +36,7 @@ def test_only_what_is_on_the_list_goes_along(tmp_path: Path) -> None:
         "BASH_FUNC_ml%%": "() { :; }",
         "NCCL bad": "1",
     }
-    assert carried(goes | stays, tmp_path, tmp_path) == goes
+    assert forwarded_variables(goes | stays, tmp_path, tmp_path) == goes
 
 
 def test_files_add_what_they_name_and_the_working_folder_wins(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_files_add_what_they_name_and_the_working_folder_wins(tmp_path: Path) ->
     (home / ".deepspeed_env").write_text("# mine\n\nA=home\nHF_TOKEN = t=1 \r\nNCCL_DEBUG=WARN\n")
     (work / ".deepspeed_env").write_bytes(b"\xef\xbb\xbfexport A=work\n  \n")
     (work / ".xds_env").write_text("B=$(touch x) 'q'\nA=xds")
-    assert carried({"NCCL_DEBUG": "INFO"}, work, home) == {
+    assert forwarded_variables({"NCCL_DEBUG": "INFO"}, work, home) == {
         "NCCL_DEBUG": "WARN",
         "A": "xds",
         "B": "$(touch x) 'q'",
@@ -58,30 +58,30 @@ def test_another_file_is_named_by_a_variable(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("A=1")
     (tmp_path / ".deepspeed_env").write_text("B=1")
     by_path = {"DS_ENV_FILE": str(tmp_path / "mine")}
-    assert carried(by_path, tmp_path, tmp_path) == {"A": "1"}
-    assert carried({"XDS_ENV_FILE": "mine"}, tmp_path, tmp_path) == {"A": "1", "B": "1"}
+    assert forwarded_variables(by_path, tmp_path, tmp_path) == {"A": "1"}
+    assert forwarded_variables({"XDS_ENV_FILE": "mine"}, tmp_path, tmp_path) == {"A": "1", "B": "1"}
     with pytest.raises(UsageError, match="nowhere': No such file"):
-        carried({"XDS_ENV_FILE": "nowhere"}, tmp_path, tmp_path)
+        forwarded_variables({"XDS_ENV_FILE": "nowhere"}, tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("line", ["A", "=1", "A B=1", "1A=1", "A\0=1", "A=\0", "for x"])
 def test_a_line_that_sets_nothing_is_an_error_with_its_number(tmp_path: Path, line: str) -> None:
     (tmp_path / ".xds_env").write_text(f"# fine\n\n{line}\n")
-    with pytest.raises(UsageError, match=r"\.xds_env', line 3: .* is no KEY=value"):
-        carried({}, tmp_path, tmp_path)
+    with pytest.raises(UsageError, match=r"\.xds_env', line 3: .* is not KEY=value"):
+        forwarded_variables({}, tmp_path, tmp_path)
 
 
 def test_the_error_does_not_show_the_value(tmp_path: Path) -> None:
     (tmp_path / ".xds_env").write_text("MY KEY=hunter2\n")
     with pytest.raises(UsageError) as told:
-        carried({}, tmp_path, tmp_path)
+        forwarded_variables({}, tmp_path, tmp_path)
     assert "hunter2" not in str(told.value)
 
 
 def test_a_file_that_is_no_text_is_an_error(tmp_path: Path) -> None:
     (tmp_path / ".xds_env").write_bytes(b"A=\xff\xfe\n")
     with pytest.raises(UsageError, match="not UTF-8 text"):
-        carried({}, tmp_path, tmp_path)
+        forwarded_variables({}, tmp_path, tmp_path)
 
 
 def test_secrets_are_known_by_their_names() -> None:

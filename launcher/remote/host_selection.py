@@ -1,4 +1,4 @@
-"""Which hosts take part in a start, with how many ranks each: plain arithmetic."""
+"""Chooses the hosts of a start and the number of ranks on each."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from collections.abc import Sequence
 from ..job import Host, Restarts
 
 
-def choose(living: Sequence[Host], num_all: int, restarts: Restarts) -> list[tuple[Host, int]]:
-    """(host, ranks on it) for the next start; empty where too few hosts live or no number of ranks fits.
+def choose_hosts(
+    reachable: Sequence[Host], num_all: int, restarts: Restarts
+) -> list[tuple[Host, int]]:
+    """(host, number of ranks) for the next start; empty if there are too few hosts or no valid number of ranks.
 
     Args:
-        living: hosts that answer, in the order of the hostfile; num_all: how many there are in all.
+        reachable: hosts that answer, in the order of the hostfile.
+        num_all: the number of all hosts.
 
-    The most ranks that fit are taken, from the first hosts on.
+    The largest valid number of ranks is chosen, and assigned to the first hosts.
 
     >>> a, b = Host("a", (0, 1)), Host("b", (0, 1))
     >>> [(host.name, ranks) for host, ranks in choose([a, b], 2, Restarts(fits=lambda n: n == 3))]
     [('a', 2), ('b', 1)]
     """
-    usable = list(living[: restarts.max_nodes or num_all])
+    usable = list(reachable[: restarts.max_nodes or num_all])
     if len(usable) < (restarts.min_nodes or num_all):
         return []
     world_size = sum(len(host.slots) for host in usable)
