@@ -36,8 +36,8 @@ def run(start: list[str], folder: Path, *options: str) -> str:
 @pytest.mark.parametrize(
     ("start", "config"),
     [
-        (TWO_RANKS, "zero0.json"),
-        (TWO_RANKS, "zero3.json"),
+        pytest.param(TWO_RANKS, "zero0.json", marks=pytest.mark.slow),
+        pytest.param(TWO_RANKS, "zero3.json", marks=pytest.mark.slow),
         (TWO_RANKS, "zero3_bf16.json"),
         (ONE_PROCESS, "zero2.json"),
     ],

@@ -18,6 +18,8 @@ from tiny_models import FEATURES, build, micro_batch
 
 import xds
 
+# each feature has tests of its own; the whole product of the others runs with `pytest -m slow`
+DEFAULT_RUN = ("plain", "mixed_shapes", "compiled_blocks", "checkpointed_reentrant")
 STEPS, SAMPLES, CLIP, LR = 3, 4, 0.5, 3e-3
 CASES = [
     (stage, precision, accumulation)
@@ -127,7 +129,10 @@ def check_close(
     "world_size",
     [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    "feature",
+    [f if f in DEFAULT_RUN else pytest.param(f, marks=pytest.mark.slow) for f in FEATURES],
+)
 def test_every_combination_matches_plain_pytorch(feature: str, world_size: int) -> None:
     results = run_ranks(rank_main, world_size, feature)
     for case in CASES:

@@ -125,6 +125,7 @@ def _variants_of(name: str) -> dict[str, Plan]:
 
 
 VARIANTS = {name: _variants_of(name) for name in NAMES}
+DEFAULT_RUN = ("gpt2", "mixtral")  # the others run with `pytest -m slow`
 
 
 @cache
@@ -149,7 +150,12 @@ def runs_of(name: str) -> dict[str, dict[tuple[int, str], Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"), [(name, variant) for name in NAMES for variant in VARIANTS[name]]
+    ("name", "variant"),
+    [
+        pytest.param(name, variant, marks=() if name in DEFAULT_RUN else pytest.mark.slow)
+        for name in NAMES
+        for variant in VARIANTS[name]
+    ],
 )
 def test_five_steps_equal_plain_pytorch(name: str, variant: str) -> None:
     plan = VARIANTS[name][variant]

@@ -156,7 +156,10 @@ def train(kind: type[Net], width: int, steps: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize(("world_size", "width"), [(2, NARROW), (2, WIDE), (3, WIDE)])
+@pytest.mark.parametrize(
+    ("world_size", "width"),
+    [(2, NARROW), pytest.param(2, WIDE, marks=pytest.mark.slow), (3, WIDE)],
+)
 def test_norms_are_those_of_plain_torch(kind: type[Net], world_size: int, width: int) -> None:
     steps = 2
     per_rank = run_ranks(train, world_size, kind, width, steps)
