@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ..utils.errors import UsageError, XdsError
-from ..utils.messages import never, say
+from ..utils.messages import never, write_stderr
 
 if TYPE_CHECKING:
     from .command_line.options import Asked
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
         return _start(words)
     except XdsError as error:
-        say(f"xds: {error}\n", never)
+        write_stderr(f"xds: {error}\n", never)
         return 2
 
 
@@ -67,7 +67,7 @@ def _start(words: list[str]) -> int:
         return own_allocation.run(asked, os.environ)
     where = where_to_run(asked, os.environ)
     for note in [] if asked.has("quiet") else notes:
-        say(f"xds: {note}\n", never)
+        write_stderr(f"xds: {note}\n", never)
     with _saved_pid(asked):
         return _run(where, is_dry=asked.has("dry_run"))
 

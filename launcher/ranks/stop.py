@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import final
 
-from ...utils.messages import PATIENCE_SECONDS, say
+from ...utils.messages import PATIENCE_SECONDS, write_stderr
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm's --signal, stack dumps: the script's business
@@ -115,4 +115,4 @@ def stop_signals(*, says_so: bool = True) -> Iterator[Stop]:
 
 def _say_all(words: queue.SimpleQueue[str]) -> None:
     while text := words.get():
-        say(text)
+        write_stderr(text)

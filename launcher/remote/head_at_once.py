@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from ...utils.messages import say
+from ...utils.messages import write_stderr
 from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
@@ -78,16 +78,18 @@ def run_at_once(
             if code == 0 and not (start.failures or start.errors):
                 return 0
             if was_preempted(start.failures):
-                say("xds: every rank has saved and stopped, as it was asked to\n", stop.was_asked)
+                write_stderr(
+                    "xds: every rank has saved and stopped, as it was asked to\n", stop.was_asked
+                )
                 return first_failure(start.failures).exit_code
             lost = _unheard(hosts, start, code, backend.name)
             text, code = tell(start.failures, start.finished, start.errors, lost)
-            say(text, stop.was_asked)
+            write_stderr(text, stop.was_asked)
             if generation >= restarts.max_restarts:
                 return code
             generation += 1
             again = f"xds: starting every rank again ({generation} of {restarts.max_restarts})\n"
-            say(again, stop.was_asked)
+            write_stderr(again, stop.was_asked)
 
 
 def _unheard(hosts: Sequence[Host], start: _Start, code: int, program: str) -> list[Lost]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from ...utils.errors import UsageError
-from ...utils.messages import Outlet
+from ...utils.messages import OutputWriter
 from ..job import Host, Job, Order, Remote, Rendezvous
 from ..ranks.failure import Failure, Kind, first_failure, report, told_ranks
 from ..ranks.stop import Stop
@@ -48,11 +48,11 @@ class Lost:
 
 def own_streams(stop: Stop) -> Write:
     """Writes bytes of a node to this process's own stream; a reader that is gone does not matter."""
-    outlet = Outlet(stop.was_asked)
+    output = OutputWriter(stop.was_asked)
 
     def write(descriptor: int, data: bytes) -> None:
         with contextlib.suppress(OSError):
-            outlet.write(descriptor, data)
+            output.write(descriptor, data)
 
     return write
 

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ...utils.messages import say
+from ...utils.messages import write_stderr
 from .diagnosis import Report
 from .ring import told_place
 
@@ -89,7 +89,7 @@ def recorded(group: str) -> list[list[object]]:
 def end_process(text: str) -> NoReturn:
     """Tell the launcher why, in torch's format, and end: the main thread cannot."""
     now = time.time()
-    say(f"{text}\n")  # whether anybody reads it or not
+    write_stderr(f"{text}\n")  # whether anybody reads it or not
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
