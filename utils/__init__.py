@@ -1,1 +1,1 @@
-"""Errors, messages, file helpers and config rules that every folder may import. Nothing here depends on training code."""
+"""Errors, messages, file helpers and config rules for every folder. Nothing here depends on training code."""

@@ -27,7 +27,7 @@ def holds(view: Tensor, values: Tensor) -> bool:
 
 
 def write(view: Tensor, values: Tensor) -> None:
-    """Write `values` to `view`, which has the same shape and `holds` them. Writes each element of memory once."""
+    """Write `values` to `view`, of the same shape, which it `holds`. Writes each element of memory."""
     for dim, (size, step) in enumerate(zip(view.shape, view.stride(), strict=True)):
         if step == 0 and size > 1:
             view, values = view.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
