@@ -318,7 +318,7 @@ class Engine(States):
         return table.mean().float()
 
     def _telling(self, where: str) -> AbstractContextManager[None]:
-        return self._sharded.collectives.telling(where)
+        return self._sharded.collectives.publishing_errors(where)
 
     # -- accumulation -----------------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ class Engine(States):
             self._parts.compiler.undo()
             self._parts.undo()
             self.monitor.close()
-            self._sharded.collectives.leave()
+            self._sharded.collectives.stop_watching()
             self._parts.saver.close()
 
     def _check_alive(self) -> None:

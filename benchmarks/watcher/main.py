@@ -49,7 +49,7 @@ class Unwatched:
     def step(self) -> None:
         return
 
-    def telling(self, _: str) -> Any:
+    def publishing_errors(self, _: str) -> Any:
         import contextlib
 
         return contextlib.nullcontext()
@@ -67,7 +67,7 @@ def time_both(rank: int, _: int, stage: int, plan: Plan) -> dict[str, Any]:
         steps[name] = timed(step, batches, spent[name])
     engines = engines_made()
     collectives = engines[1]._sharded.collectives
-    collectives.leave()
+    collectives.stop_watching()
     collectives._watch = Unwatched()
     thread = next(t for t in threading.enumerate() if t.name == "xds-watch")
     clock = time.pthread_getcpuclockid(thread.ident)

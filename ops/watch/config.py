@@ -1,4 +1,4 @@
-"""The section `watch` of the config: what is noticed of ranks that stall, differ or are slow. No torch here."""
+"""The config section `watch`: how ranks that stall, differ or are slow are detected. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...utils.schema.section import Section
 
 @final
 class WatchConfig(Section):
-    """The watcher: one diagnosis of a stall, and ranks that are slower than their peers."""
+    """The watcher diagnoses stalls, and reports ranks that are slower than their peers."""
 
     enabled: Annotated[bool, FLAG] = Field(
         True,
