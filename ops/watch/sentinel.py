@@ -32,7 +32,8 @@ OVERDUE_SECONDS = (
     5.0  # after the timeout: by then a wait that can raise has raised, even on a busy machine
 )
 STUCK_SECONDS = 1.0  # the same for a device's queue, which raises nothing
-EARLY_SECONDS = 5.0  # before the timeout, a wait in the script's own collective is reported: its error has no diagnosis
+# before the timeout, a wait in the script's own collective is reported: its error has no diagnosis
+EARLY_SECONDS = 5.0
 FRESH_SECONDS = (
     EARLY_SECONDS + 2.0
 )  # answers to an alarm are valid for so long: their ranks may end
