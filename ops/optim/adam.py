@@ -3,7 +3,7 @@
 Source: Kingma and Ba, Adam, 2015, algorithm 1, https://arxiv.org/abs/1412.6980; Loshchilov and Hutter,
 Decoupled Weight Decay Regularization, 2019, algorithm 2, https://arxiv.org/abs/1711.05101.
 Without casts torch's fused kernel does the arithmetic, so results equal torch.optim.Adam(W)(fused=True) bit for
-bit. Where parameters have a narrower dtype than the master weights, the op `adam_` updates and casts in one pass.
+bit. Where parameters have a narrower dtype than their masters, the op `adam_` updates and casts in one pass.
 """
 
 from __future__ import annotations

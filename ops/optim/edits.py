@@ -1,4 +1,4 @@
-"""Finds values that a script wrote to parameters in the compute dtype, and copies them to the master weights."""
+"""Finds values that a script wrote to parameters in the compute dtype, and copies them to the masters."""
 
 from __future__ import annotations
 

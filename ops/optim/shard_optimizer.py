@@ -129,7 +129,7 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
 
 
 class OnePassOptimizer(ShardOptimizer, ABC):
-    """An optimizer whose step on an item is one op, which unscales, updates and casts in one pass over memory."""
+    """An optimizer whose step on an item is one op: it unscales, updates and casts in one pass over memory."""
 
     takes_edits = True
 

@@ -393,7 +393,7 @@ def wrong_calls() -> None:
         ({"model": model, "config": config, "mpu": Mpu(2)}, "mpu with a model-parallel size of 2"),
         (
             {"model": model, "config": config, "mesh_param": (1, 2)},
-            "sequence parallelism is not there yet",
+            "sequence parallelism is not supported yet",
         ),
     ]
     for arguments, said in wrong:
@@ -402,7 +402,7 @@ def wrong_calls() -> None:
     engine, *_ = deepspeed.initialize(model=model, config=config, mpu=Mpu(1), mesh_param=(1, 1))
     assert engine.data_parallel_group is None  # one rank: nothing to share
     for arguments, said in (
-        ({"remote_device": "nvme"}, "NVMe is not there yet"),
+        ({"remote_device": "nvme"}, "NVMe is not supported yet"),
         ({"zero_quantized_weights": True}, r"zero.Init\(zero_quantized_weights=...\)"),
     ):
         with pytest.raises(xds.UsageError, match=said):
