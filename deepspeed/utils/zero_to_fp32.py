@@ -1,4 +1,4 @@
-"""`deepspeed.utils.zero_to_fp32`: reads weights from an xds checkpoint, with DeepSpeed's names and arguments."""
+"""`deepspeed.utils.zero_to_fp32`: reads weights from an xds checkpoint, with DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """`xds.get_fp32_state_dict`. `lazy_mode` has no effect: the tensors are whole; `.contiguous()` works on them
-    as well.
-    """
+    """`xds.get_fp32_state_dict`. `lazy_mode` has no effect: the tensors are whole; `.contiguous()` still works."""
     name = None if tag is None else str(tag)
     return get_fp32_state_dict(checkpoint_dir, name, exclude_frozen_parameters)
 

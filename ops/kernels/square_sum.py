@@ -64,7 +64,8 @@ _square_sum = define("square_sum(Tensor flat) -> Tensor", square_sum_reference, 
 def square_sum(flat: Tensor) -> Tensor:
     """The function that the engine calls: see `square_sum_reference`.
 
-    For 16-bit gradients it calls the op. For wider ones it calls the reference, which is at memory speed too. So a run in fp32 has the same bits whether or not the process has loaded kernels.
+    For 16-bit gradients it calls the op. For wider ones it calls the reference, which is at memory speed too.
+    So a run in fp32 has the same bits whether or not the process has loaded kernels.
     """
     is_narrow = flat.dtype in (torch.float16, torch.bfloat16)
     found: Tensor = (_square_sum if is_narrow else square_sum_reference)(flat)

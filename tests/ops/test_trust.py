@@ -176,7 +176,7 @@ def test_a_library_that_others_could_have_laid_there_is_not_loaded(
     assert not built.read_bytes().endswith(b"planted") and ctypes.CDLL(str(built)).answer() == 42
     if place == "cache":
         assert built.is_relative_to(tmp_path / "temporary" / f"xds-{os.getuid()}")
-        assert "set XDS_CACHE_DIR to a folder" in caplog.text
+        assert "set XDS_CACHE_DIR to a permanent folder" in caplog.text
     assert build.build(library) == built
 
 

@@ -20,7 +20,9 @@ def estimate_zero3_model_states_mem_needs(  # noqa: PLR0913 (DeepSpeed's argumen
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """(bytes of a machine's host memory, of a rank's device memory, of the units in flight, which are part of it).
+    """(bytes of a machine's host memory, of a rank's device memory, of its units in flight).
+
+    The device memory includes the units in flight.
 
     Raises:
         UsageError: offload, which is DeepSpeed's default here: pass both flags as False.
