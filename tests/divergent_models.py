@@ -1,7 +1,7 @@
-"""For tests: models whose graph depends on their input, and plain PyTorch training of them.
+"""Test helper: models whose graph depends on their input, and their training in plain PyTorch.
 
-Each model maps (x [n, WIDTH], route) to the loss. `route` says which way through the model these samples
-go: what real models decide from data, or from a random number of their own.
+Each model maps (x [n, WIDTH], route) to the loss. `route` selects the path of these
+samples through the model. Real models decide it from data, or from a random number.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""For tests: ranks that save without end, are killed at some instant, and what is left is looked through.
+"""Test helper: ranks that save in a loop and are killed at some moment, and checks of what remains.
 
-Every state is a function of its step, so whoever loads a checkpoint knows what must be in it.
+Every state is a function of its step, so the expected contents of a checkpoint are known when it is loaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""For tests: loads checkpoints that contradict themselves, and sees that nothing breaks and nothing changes.
+"""Test helper: loads inconsistent checkpoints, and checks that nothing crashes and nothing changes.
 
-changed checkpoint  ->  verify  ->  load        a refusal is one sentence of ours, and the engine is as before
-                                                what verify passes loads, or does not fit this engine
+changed checkpoint  ->  verify  ->  load        a refusal is one xds error, and the engine is unchanged
+                                                what verify accepts loads, or does not match this engine
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""For tests: ranks that train a small model and are asked to stop, and what they leave."""
+"""Test helper: ranks that train a small model and receive a request to stop, and the files that remain."""
 
 from __future__ import annotations
 

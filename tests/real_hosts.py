@@ -1,9 +1,9 @@
-"""For tests: hosts on this machine, made of namespaces: own address, name, pids, /dev/shm, and a real sshd.
+"""Test helper: hosts made of namespaces, each with its own address, name, pids, /dev/shm and a real sshd.
 
     with Hosts(2) as hosts:
         hosts.run(["xds", "--hostfile", str(hosts.hostfile(slots=[2, 1])), "train.py"])
 
-A bridge in a namespace of its own joins them; nothing has a route out of it. Every namespace ends with the
+A bridge in a separate namespace connects them; there is no route out of it. Every namespace ends with the
 process that made it, even with SIGKILL: its first process reads a pipe which that process holds open.
 The head's ssh finds keys and known hosts through its own /etc/ssh/ssh_config.
 """

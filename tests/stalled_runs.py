@@ -1,4 +1,4 @@
-"""For tests: ranks that go wrong on purpose, each in one way, and what they say of it."""
+"""Test helper: ranks that fail on purpose, each in one way, and their reports."""
 
 from __future__ import annotations
 

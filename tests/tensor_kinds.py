@@ -1,4 +1,4 @@
-"""For tests: tensors of every dtype and every way to lie in memory, and whether two are the same to the bit."""
+"""Test helper: tensors of every dtype and memory layout, and a bitwise comparison of two tensors."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ FOLDERS = tuple(folder for layer in LAYERS for folder in layer)
 MAX_LINES = 450
 MAX_FUNCTION_LINES = 60
 
-# The folders that may call torch.distributed's collectives: ops/comm, which counts their bytes and also measures
-# the backend's own, and the schedules of pipe, which call send and receive directly.
+# The folders that may call torch.distributed's collectives: ops/comm, which counts their bytes and also
+# measures the backend's own, and the schedules of pipe, which call send and receive directly.
 COLLECTIVE_FOLDERS = ("ops/comm/", "pipe/")
 COLLECTIVES = {
     "all_reduce",

@@ -1,4 +1,4 @@
-"""For tests: one tiny language model, and the ways real models differ from it."""
+"""Test helper: one tiny language model, and variants of it with the features of real models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start and end of 8 ranks that meet at a barrier: `xds` against `torchrun`, by turns."""
+"""Time the start and end of 8 ranks that run one barrier: `xds` against `torchrun`, alternating."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Weigh the model states a rank holds: against the formula, and against the process's memory.
+"""Compare the model states of a rank with the formula, and with the process's memory.
 
     python benchmarks/memory/main.py [--only PATTERN] [--quick]
 
-Two parts. `states`: every distinct storage that a training step left behind (found by walking the
-garbage collector, so nothing the engine forgot to name can hide), less the buckets that the engine
-names, is at most 1.01 of the formula. `resident`: at 200M parameters the growth of the process's
-proportional set size is within 8 % of what the engine says it holds.
+Two parts. `states`: all distinct storages that exist after a training step (found with the garbage
+collector, so they include storages that the engine does not report), less the buckets that the engine
+reports, are at most 1.01 of the formula. `resident`: at 200M parameters the growth of the process's
+proportional set size is within 8 % of the engine's own report.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def formula(stage: int, world_size: int, numel: int, bf16: bool, grad_bytes: int
     """Model-state bytes a rank (ZeRO paper, section 3, with Adam).
 
     fp32: 4 parameter + 4 gradient + 8 moments. bf16 with fp32 master: 2 parameter + 4 gradient
-    (xds sums gradients of 16-bit parameters in fp32 unless told otherwise) + 12 master and moments.
+    (xds sums gradients of 16-bit parameters in fp32 by default) + 12 master and moments.
     With `grad_bytes` 2 it is the paper's own line, which sums in 16 bits.
     """
     param, optimizer = (2, 12) if bf16 else (4, 8)
@@ -196,7 +196,7 @@ def _weigh_all(
 
 
 def main() -> int:
-    """Run what was asked for; 1 if a row fails."""
+    """Run the selected cases; 1 if a row fails."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="*", help="rows whose name matches, such as 'resident*'")
     parser.add_argument("--quick", action="store_true", help="two ranks, states; keeps nothing")

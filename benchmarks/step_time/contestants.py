@@ -1,7 +1,7 @@
-"""Those who are timed: each takes a model and gives a function that trains it on one batch.
+"""The contestants of the step-time benchmark: each takes a model and returns a function that trains one batch.
 
-Everybody gets AdamW with the same settings and clips the global gradient norm at 1.0. Peers run
-as released: defaults everywhere, the fused optimizer where they pass it on.
+All use AdamW with the same settings and clip the global gradient norm at 1.0. Other libraries run as
+released: with their defaults, and with the fused optimizer where they support it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _compute(model: nn.Module, bf16: bool) -> Step:
 
 
 def _torch_loop(model: nn.Module, forward: nn.Module, autocast: bool) -> Step:
-    """The loop everybody writes."""
+    """A plain training loop."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     parameters = list(model.parameters())
 

@@ -109,7 +109,7 @@ class Tiny(nn.Module):
 
 
 def make_model(name: str) -> nn.Module:
-    """The same weights for everybody: on every rank, for every contestant."""
+    """The same weights on every rank, for every contestant."""
     torch.manual_seed(1)
     if name == "tiny":
         return Tiny()

@@ -1,9 +1,9 @@
-"""What the watcher costs: a step with ring, source lines and waits measured, against a step with none of it.
+"""The cost of the watcher: a step with the ring, source lines and wait times, against a step without them.
 
     python benchmarks/watcher/main.py [--quick] [--keep]
 
-Both engines live in the same processes and take turns. The thread's own CPU time is a row of its own: it
-runs during the turns of both.
+Both engines run in the same processes and alternate. The thread's own CPU time is a separate row: it runs
+during the turns of both.
 """
 
 from __future__ import annotations

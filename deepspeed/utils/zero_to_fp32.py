@@ -22,7 +22,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """`xds.get_fp32_state_dict`. `lazy_mode` has no effect: the tensors are whole; `.contiguous()` still works."""
+    """`xds.get_fp32_state_dict`. `lazy_mode` has no effect: the tensors are whole, with `.contiguous()`."""
     name = None if tag is None else str(tag)
     return get_fp32_state_dict(checkpoint_dir, name, exclude_frozen_parameters)
 

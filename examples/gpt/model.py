@@ -1,4 +1,4 @@
-"""A small GPT over bytes: plain PyTorch, nothing of xds in it."""
+"""A small GPT over bytes, in plain PyTorch without xds."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     xds examples/huggingface/trainer.py --output_dir /tmp/bytes --xds_config examples/huggingface/auto3.json
 
-The model is made on the spot and the text is that of examples/gpt: nothing is downloaded. Every option is
-one of TrainingArguments, or `--architecture`, `--data` and `--context`.
+The model is created in code and the text is that of examples/gpt: nothing is downloaded. The options are those
+of TrainingArguments, and `--architecture`, `--data` and `--context`.
 """
 
 from __future__ import annotations

@@ -123,21 +123,21 @@ class Sentinel:
         self._host = socket.gethostname()
         self._thread = threading.Thread(target=self._run, name="xds-watch", daemon=True)
 
-    def add(self, watched: WatchedEngine) -> None:
-        watched.wakes = self._wakes
-        self._engines.append(watched)
+    def add(self, entry: WatchedEngine) -> None:
+        entry.wakes = self._wakes
+        self._engines.append(entry)
         if not self._thread.is_alive():
             self._thread.start()
 
     def remove(self, watch: Watch) -> None:
         """Stop watching `watch`. Returns when its connection is closed. The last call also ends the thread."""
-        for watched in list(self._engines):
-            if watched.watch() is watch:
-                watched.is_leaving = True
+        for entry in list(self._engines):
+            if entry.watch() is watch:
+                entry.is_leaving = True
         self._wakes.set()
         deadline = time.monotonic() + REPLY_SECONDS
         while time.monotonic() < deadline and self._thread.is_alive():
-            if not any(watched.watch() is watch for watched in self._engines):
+            if not any(entry.watch() is watch for entry in self._engines):
                 break
             time.sleep(0.002)
         if not self._engines:
@@ -145,8 +145,8 @@ class Sentinel:
 
     def end(self) -> None:
         """End the thread before the process exits: returning from the store later would abort the process."""
-        for watched in list(self._engines):
-            watched.is_leaving = True
+        for entry in list(self._engines):
+            entry.is_leaving = True
         self._wakes.set()
         self._thread.join(REPLY_SECONDS)
 
@@ -163,8 +163,8 @@ class Sentinel:
             # a longer time than 1.5 heartbeats means that this process did not run
             elapsed = min(now - last_seconds, 1.5 * self._beat_seconds)
             last_seconds = now
-            for watched in list(self._engines):
-                self._attend(watched)
+            for entry in list(self._engines):
+                self._attend(entry)
             with _lock:
                 if not self._engines:
                     return
@@ -172,58 +172,55 @@ class Sentinel:
             self._wakes.wait(self._beat_seconds)
             self._wakes.clear()
 
-    def _attend(self, watched: WatchedEngine) -> None:
-        watch = watched.watch()
+    def _attend(self, entry: WatchedEngine) -> None:
+        watch = entry.watch()
         try:
-            if watch is None or watched.is_leaving:
-                self._drop(watched)
+            if watch is None or entry.is_leaving:
+                self._drop(entry)
                 return
-            if watched.exchange is None:
-                store = own_connection(watched.store)
-                watched.store = None
-                watched.exchange = Exchange(store, watch.rank, watch.world_size, watch.engine)
-            exchange = watched.exchange
+            if entry.exchange is None:
+                store = own_connection(entry.store)
+                entry.store = None
+                entry.exchange = Exchange(store, watch.rank, watch.world_size, watch.engine)
+            exchange = entry.exchange
             exchange.beat(host=self._host, steps=watch.steps.totals())
-            if watched.request is not None:
-                self._serve(watched, watch, watched.request)
+            if entry.request is not None:
+                self._serve(entry, watch, entry.request)
             number = exchange.alarm()
-            if number > watched.answered:
-                self._gather(watched, watch, number)
-            self._compare(watched, exchange)
+            if number > entry.answered:
+                self._gather(entry, watch, number)
+            self._compare(entry, exchange)
         except RuntimeError:  # the store is not reachable, so the run is ending
-            self._fail(watched)
+            self._fail(entry)
 
-    def _drop(self, watched: WatchedEngine) -> None:
+    def _drop(self, entry: WatchedEngine) -> None:
         try:
-            if watched.exchange is not None:
-                watched.exchange.beat(left=True)
+            if entry.exchange is not None:
+                entry.exchange.beat(left=True)
         except RuntimeError:
             pass
-        watched.exchange = None
-        self._engines.remove(watched)
+        entry.exchange = None
+        self._engines.remove(entry)
 
-    def _fail(self, watched: WatchedEngine) -> None:
-        request, watch = watched.request, watched.watch()
+    def _fail(self, entry: WatchedEngine) -> None:
+        request, watch = entry.request, entry.watch()
         if watch is not None:
             watch.diagnoser = None  # from now on the watch collects reports itself
         if request is not None and not request.done.is_set():
-            request.answer = explain([request.report], watched.watch_size)
+            request.answer = explain([request.report], entry.watch_size)
             request.done.set()
-        self._engines.remove(watched)
+        self._engines.remove(entry)
 
-    def _serve(self, watched: WatchedEngine, watch: Watch, request: Request) -> None:
+    def _serve(self, entry: WatchedEngine, watch: Watch, request: Request) -> None:
         """The main thread's wait failed: publish its report, raise an alarm, collect all reports."""
-        exchange, watched.request = watched.exchange, None
+        exchange, entry.request = entry.exchange, None
         assert exchange is not None
         exchange.publish(request.report)
         number = exchange.alarm()
-        if (
-            number != watched.answered
-            or time.monotonic() - watched.answered_seconds > FRESH_SECONDS
-        ):
-            number = max(number, watched.answered + 1)
+        if number != entry.answered or time.monotonic() - entry.answered_seconds > FRESH_SECONDS:
+            number = max(number, entry.answered + 1)
             exchange.raise_alarm(number)
-        watched.answered, watched.answered_seconds = number, time.monotonic()
+        entry.answered, entry.answered_seconds = number, time.monotonic()
         write_ring(watch, request.report)
         deadline = time.monotonic() + PATIENCE_SECONDS
         reports = exchange.collect(request.report, deadline, number)
@@ -231,12 +228,12 @@ class Sentinel:
         exchange.wait_for_readers(reports, deadline)
         request.done.set()
 
-    def _gather(self, watched: WatchedEngine, watch: Watch, number: int) -> str:
+    def _gather(self, entry: WatchedEngine, watch: Watch, number: int) -> str:
         """Answer an alarm with this rank's position. The lowest rank that answers logs the diagnosis."""
-        exchange = watched.exchange
+        exchange = entry.exchange
         assert exchange is not None
-        watched.answered, watched.answered_seconds = number, time.monotonic()
-        mine = self._position(watched, watch, number)
+        entry.answered, entry.answered_seconds = number, time.monotonic()
+        mine = self._position(entry, watch, number)
         exchange.answer(mine)
         write_ring(watch, mine)
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -251,9 +248,9 @@ class Sentinel:
         return diagnosis
 
     def _has_request(self) -> bool:
-        return any(watched.request is not None for watched in self._engines)
+        return any(entry.request is not None for entry in self._engines)
 
-    def _position(self, watched: WatchedEngine, watch: Watch, number: int) -> Report:
+    def _position(self, entry: WatchedEngine, watch: Watch, number: int) -> Report:
         """The report about this rank, made by the watcher thread."""
         for other in [watch, *(w for w in (p.watch() for p in self._engines) if w is not None)]:
             mark = _waits_in(other, self._device_stall)
@@ -264,20 +261,20 @@ class Sentinel:
             has_moved = self._own_stall.seconds == 0.0
             call = position.call + ("" if has_moved else tensor_of_call(watch.thread))
         return replace(
-            watch.report(place=position.place, call=call, own=recorded(watched.group)), alarm=number
+            watch.report(place=position.place, call=call, own=recorded(entry.group)), alarm=number
         )
 
     # -- stalls -----------------------------------------------------------------------------------------
 
     def _look_for_stalls(self, elapsed_seconds: float) -> None:
         waiting = [
-            (watched, watch) for watched in self._engines if (watch := watched.watch()) is not None
+            (entry, watch) for entry in self._engines if (watch := entry.watch()) is not None
         ]
         found: tuple[WatchedEngine, Watch, tuple[Mark, float]] | None = None
-        for watched, watch in waiting:
+        for entry, watch in waiting:
             now_waits = watch.waiting
             if now_waits is not None and not watch.is_failing:
-                found = (watched, watch, now_waits)
+                found = (entry, watch, now_waits)
         seconds = self._wait_stall.update(found and found[2], elapsed_seconds)
         if found is not None:
             self._own_stall.update(None, 0.0)
@@ -291,7 +288,7 @@ class Sentinel:
         if not (devices and self._look_at_device(*devices[0], elapsed_seconds)):
             self._look_at_script(*waiting[0], elapsed_seconds)
 
-    def _look_at_device(self, watched: WatchedEngine, watch: Watch, elapsed_seconds: float) -> bool:
+    def _look_at_device(self, entry: WatchedEngine, watch: Watch, elapsed_seconds: float) -> bool:
         """Report a stuck device queue before torch's watchdog aborts the process. True: it is stuck."""
         probe = watch.probe
         assert probe is not None
@@ -300,26 +297,26 @@ class Sentinel:
         seconds = self._device_stall.update(what, elapsed_seconds)
         if not is_stuck or not watch.ring:
             return False
-        if seconds > _early(watched) and not self._device_stall.is_reported:
+        if seconds > _early(entry) and not self._device_stall.is_reported:
             self._device_stall.is_reported = True
-            self._raise_alarm(watched, watch)
-        if seconds > watched.timeout_seconds + STUCK_SECONDS:
-            self._end(watched, watch)
+            self._raise_alarm(entry, watch)
+        if seconds > entry.timeout_seconds + STUCK_SECONDS:
+            self._end(entry, watch)
         return True
 
-    def _end(self, watched: WatchedEngine, watch: Watch) -> None:
+    def _end(self, entry: WatchedEngine, watch: Watch) -> None:
         """End the process: the main thread is in a wait that does not raise."""
-        diagnosis = self._raise_alarm(watched, watch)
+        diagnosis = self._raise_alarm(entry, watch)
         mark = _waits_in(watch, self._device_stall)
         if diagnosis and not watch.is_failing and mark is not None:
             called = watch.call(mark.key)
             end_process(
                 f"PeerError: {called} did not end on rank {watch.rank} of {watch.world_size} within "
-                f"{watched.timeout_seconds:.0f} s, and cannot raise. Another rank stopped, or took a different "
+                f"{entry.timeout_seconds:.0f} s, and cannot raise. Another rank stopped, or took a different "
                 f"path through its code: {diagnosis}"
             )
 
-    def _look_at_script(self, watched: WatchedEngine, watch: Watch, elapsed_seconds: float) -> None:
+    def _look_at_script(self, entry: WatchedEngine, watch: Watch, elapsed_seconds: float) -> None:
         """Report a collective of the script's own that waits too long: its error names only a socket.
 
         Only a thread that has been idle for most of the time is examined.
@@ -328,40 +325,38 @@ class Sentinel:
         is_idle = self._cpu_seconds - before < MAX_CPU_SHARE * self._beat_seconds
         idle_seconds = self._idle_stall.update(is_idle or None, elapsed_seconds)
         what = None
-        if idle_seconds > LOOK_AFTER_SHARE * _early(watched):
+        if idle_seconds > LOOK_AFTER_SHARE * _early(entry):
             position = ThreadPosition(watch.thread)
             what = position.frames if position.call else None
         self._own_stall.update(what, elapsed_seconds)
-        if what is not None and idle_seconds > _early(watched) and not self._own_stall.is_reported:
+        if what is not None and idle_seconds > _early(entry) and not self._own_stall.is_reported:
             if self._own_stall.seconds:  # the thread has not moved since the last check
                 self._own_stall.is_reported = True
-                self._raise_alarm(watched, watch)
+                self._raise_alarm(entry, watch)
 
-    def _raise_alarm(self, watched: WatchedEngine, watch: Watch) -> str:
-        exchange = watched.exchange
+    def _raise_alarm(self, entry: WatchedEngine, watch: Watch) -> str:
+        exchange = entry.exchange
         if exchange is None:
             return ""
         try:
-            number = max(exchange.alarm(), watched.answered + 1)
-            if number > watched.answered:
+            number = max(exchange.alarm(), entry.answered + 1)
+            if number > entry.answered:
                 exchange.raise_alarm(number)
-            return self._gather(watched, watch, number)
+            return self._gather(entry, watch, number)
         except RuntimeError:
-            self._fail(watched)
+            self._fail(entry)
             return ""
 
     # -- stragglers -------------------------------------------------------------------------------------
 
-    def _compare(self, watched: WatchedEngine, exchange: Exchange) -> None:
-        watched.beats += 1
-        if watched.detector is None or (exchange.world_size > MANY and watched.beats % 5):
+    def _compare(self, entry: WatchedEngine, exchange: Exchange) -> None:
+        entry.beats += 1
+        if entry.detector is None or (exchange.world_size > MANY and entry.beats % 5):
             return
         beats = exchange.beats()
         if any("steps" not in beat for beat in beats.values()):
             return
-        for change in watched.detector.compare(
-            {rank: beat["steps"] for rank, beat in beats.items()}
-        ):
+        for change in entry.detector.compare({rank: beat["steps"] for rank, beat in beats.items()}):
             text = change.message(beats[change.rank]["host"])
             log.log(logging.WARNING if change.is_slow else logging.INFO, "xds: %s", text)
 
@@ -371,9 +366,9 @@ def _explained(exchange: Exchange, reports: Reports) -> str:
     return explain(list(reports.values()), exchange.world_size, silences)
 
 
-def _early(watched: WatchedEngine) -> float:
+def _early(entry: WatchedEngine) -> float:
     """The seconds after which a wait is reported whose own error has no diagnosis."""
-    return watched.timeout_seconds - min(EARLY_SECONDS, watched.timeout_seconds / 4)
+    return entry.timeout_seconds - min(EARLY_SECONDS, entry.timeout_seconds / 4)
 
 
 def _waits_in(watch: Watch, device: Stall) -> Mark | None:
@@ -401,14 +396,14 @@ _sentinel: Sentinel | None = None
 def start_watching(watch: Watch, group: str, section: WatchConfig, timeout_seconds: float) -> None:
     """Let this process's watcher thread serve `watch` until `stop_watching`. Starts the thread if needed."""
     global _sentinel  # noqa: PLW0603 (one thread per process)
-    watched = WatchedEngine(watch, group, timeout_seconds, section.straggler_ratio)
-    if watched.store is None:
+    entry = WatchedEngine(watch, group, timeout_seconds, section.straggler_ratio)
+    if entry.store is None:
         return
-    watch.diagnoser = watched
+    watch.diagnoser = entry
     with _lock:
         if _sentinel is None or _sentinel.is_over:
             _sentinel = Sentinel(min(section.heartbeat_seconds, timeout_seconds / 4))
-        _sentinel.add(watched)
+        _sentinel.add(entry)
 
 
 def stop_watching(watch: Watch) -> None:

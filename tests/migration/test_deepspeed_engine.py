@@ -1,4 +1,4 @@
-"""What `xds.deepspeed.initialize` returns: DeepSpeed's methods, values and refusals, at every precision."""
+"""Tests of the results of `xds.deepspeed.initialize`: methods, values and refusals, at every precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names and arguments of `xds.deepspeed`: DeepSpeed's, and a sentence for each that xds lacks."""
+"""Tests of the names and arguments of `xds.deepspeed`, and of the errors for names that xds lacks."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_every_reason_is_a_sentence_without_an_end() -> None:
         assert not why.endswith("."), name
 
 
-def test_stand_ins_are_named_after_what_they_stand_for() -> None:
+def test_placeholders_have_the_names_that_they_replace() -> None:
     found = placeholder("xds.deepspeed.pipe", "LayerSpec")
     assert (found.__module__, found.__name__) == ("xds.deepspeed.pipe", "LayerSpec")
     assert not hasattr(found, "build")

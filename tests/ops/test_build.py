@@ -1,4 +1,4 @@
-"""The builder of native ops: one build however many ask, none lost to a kill, none that is out of date."""
+"""Tests of the build of native ops: concurrent builds, kills during a build, and outdated libraries."""
 
 from __future__ import annotations
 

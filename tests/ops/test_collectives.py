@@ -1,4 +1,4 @@
-"""The door to torch.distributed: values, bytes, order of messages, lost peers."""
+"""Tests of the collectives: values, bytes, order of messages, lost peers."""
 
 from __future__ import annotations
 

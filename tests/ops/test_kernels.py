@@ -1,4 +1,4 @@
-"""The CPU kernels against their plain torch references, each other, and float64."""
+"""Tests of the CPU kernels against their plain torch references, each other, and float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing to streams that nobody reads: it never fails, and never blocks once there is a hurry."""
+"""Tests of writing to streams that are not read: it never fails, and never blocks once it is urgent."""
 
 import os
 import sys
@@ -54,7 +54,7 @@ def test_a_message_for_nobody_fails_not(pipe, monkeypatch):
     write_stderr("none\n", never)
 
 
-def test_a_message_for_a_full_pipe_is_given_up_in_a_hurry_only(pipe, monkeypatch):
+def test_a_message_for_a_full_pipe_is_dropped_only_when_urgent(pipe, monkeypatch):
     reader, writer = pipe
     fill(writer)
     monkeypatch.setattr(sys, "stderr", open(writer, "w", closefd=False))
@@ -79,7 +79,7 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_an_outlet_waits_for_a_slow_reader_and_drops_the_rest_in_a_hurry(pipe):
+def test_an_output_writer_waits_for_a_slow_reader_and_drops_the_rest_when_urgent(pipe):
     reader, writer = pipe
     is_urgent = threading.Event()
     output = OutputWriter(is_urgent.is_set)
@@ -104,7 +104,7 @@ def test_an_outlet_waits_for_a_slow_reader_and_drops_the_rest_in_a_hurry(pipe):
     assert got == b"y" * FULL_BYTES
 
 
-def test_an_outlet_tells_that_nobody_reads_and_keeps_streams_apart(pipe):
+def test_an_output_writer_reports_a_closed_reader_and_keeps_streams_apart(pipe):
     reader, writer = pipe
     other_reader, other_writer = os.pipe()
     output = OutputWriter(never)

@@ -1,4 +1,4 @@
-"""Own optimizers against plain references, whole and sharded."""
+"""Tests of xds's optimizers against plain references, whole and sharded."""
 
 from __future__ import annotations
 

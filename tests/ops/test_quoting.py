@@ -1,4 +1,4 @@
-"""Text of others in messages is shown and cut, and files that should be short are read or refused."""
+"""Tests of escaping and cutting text in messages, and of reading or refusing files that should be short."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Who else may change what a path leads to, and that no library is loaded from where others could lay one."""
+"""Tests of `why_not_trusted`, and that no library is loaded from a path that other users may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that stop, sleep, leave out a collective or bring another model: every rank says who and where."""
+"""Tests of ranks that stop, sleep, skip a collective or have another model: every rank reports them."""
 
 from __future__ import annotations
 

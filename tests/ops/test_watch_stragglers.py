@@ -1,4 +1,4 @@
-"""Who is slow, from tables of step times; and one real run in which a rank sleeps in every step."""
+"""Tests of finding slow ranks: from tables of step times, and in a run where one rank sleeps in every step."""
 
 from __future__ import annotations
 

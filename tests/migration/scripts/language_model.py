@@ -1,6 +1,6 @@
 """A small GPT in DeepSpeed's style: sharded construction, own optimizer and schedule, accumulation, a resume.
 
-With `import deepspeed` in place of the import below it runs under DeepSpeed.
+With `import deepspeed` instead of the import below it runs with DeepSpeed.
 """
 
 import argparse
