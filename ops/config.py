@@ -16,12 +16,12 @@ class Ops(Section):
     """Native ops, compiled on first use. Their torch versions compute the same values more slowly."""
 
     native: Annotated[bool, FLAG] = Field(
-        True, description="ops are compiled on first use; false runs their torch versions"
+        True, description="ops are compiled on first use; false uses their torch versions"
     )
     require: Annotated[bool, FLAG] = Field(
         False,
-        description="where ops cannot be compiled, training ends with the compiler's last lines; false warns "
-        "once and runs their torch versions",
+        description="where ops cannot be compiled, training raises with the compiler's last lines; false warns "
+        "once and uses their torch versions",
     )
 
 

@@ -62,7 +62,7 @@ class Moe(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, route: Route) -> Tensor:
-        h = x.clone().requires_grad_()  # a reentrant checkpoint asks for it
+        h = x.clone().requires_grad_()  # a reentrant checkpoint requires it
         for block in self.blocks:
             if self.reentrant is None:
                 h = block(h, route)
@@ -72,7 +72,7 @@ class Moe(nn.Module):
 
 
 class DeepMoe(Moe):
-    """More blocks than reductions may be under way."""
+    """A model with more blocks than reductions that may be in flight."""
 
     depth = 8
 

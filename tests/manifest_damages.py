@@ -74,7 +74,7 @@ HOSTILE: tuple[Any, ...] = (
 
 
 class Damages:
-    """Draws changes of the checkpoint in `folder`; `what` says what the last one was."""
+    """Draws changes of the checkpoint in `folder`; `what` describes the last one."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder

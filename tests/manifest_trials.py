@@ -156,7 +156,7 @@ class Trials:
         """To the state that was saved, and one step of some things further: a load would show."""
         engine = self._engine
         for group, keys in zip(engine._parts.optimizer.param_groups, self._keys, strict=True):
-            for added in set(group) - keys:  # a hyperparameter that nobody knows is kept
+            for added in set(group) - keys:  # an unknown hyperparameter is kept
                 del group[added]
         engine.load_checkpoint(self._folder / "good")
         engine.global_steps += 5

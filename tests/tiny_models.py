@@ -106,7 +106,7 @@ class TinyModel(nn.Module):
 
 
 def build(feature: str) -> Any:
-    """The model, the same values on every call; compiled where the feature says so."""
+    """The model, the same values on every call; compiled where the feature requires it."""
     torch.manual_seed(1234)
     model = TinyModel(feature)
     if feature == "compiled":

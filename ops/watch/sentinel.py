@@ -28,19 +28,16 @@ from .stragglers import StragglerDetector
 from .watch import Watch
 
 log = logging.getLogger("xds")
-OVERDUE_SECONDS = (
-    5.0  # after the timeout: by then a wait that can raise has raised, even on a busy machine
-)
+# after the timeout: by then a wait that can raise has raised, even on a busy machine
+OVERDUE_SECONDS = 5.0
 STUCK_SECONDS = 1.0  # the same for a device's queue, which raises nothing
 # before the timeout, a wait in the script's own collective is reported: its error has no diagnosis
 EARLY_SECONDS = 5.0
-FRESH_SECONDS = (
-    EARLY_SECONDS + 2.0
-)  # answers to an alarm are valid for so long: their ranks may end
+# answers to an alarm are valid for so long: their ranks may end
+FRESH_SECONDS = EARLY_SECONDS + 2.0
 MAX_CPU_SHARE = 0.05  # the CPU share of a heartbeat below which a thread counts as waiting
-LOOK_AFTER_SHARE = (
-    0.5  # share of the time before a wait is reported, after which the thread is examined
-)
+# share of the time before a wait is reported, after which the thread is examined
+LOOK_AFTER_SHARE = 0.5
 MANY = 64  # above this number of ranks, the step times of all are read less often
 Reports = dict[int, Report]
 

@@ -424,7 +424,7 @@ def test_importing_xds_builds_nothing(tmp_path: Path) -> None:
 def test_objects_for_newer_processors_hold_nothing_that_others_would_be_linked_to(
     tmp_path: Path, cache: Path
 ) -> None:
-    """A function that two objects may both define is taken from either: AVX-512 code for everybody."""
+    """The linker may take a function from either of two objects that define it, such as AVX-512 code."""
     if shutil.which("nm") is None:
         pytest.skip("there is no nm to look into objects with")
     library = LIBRARIES["cpu"]

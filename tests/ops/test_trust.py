@@ -156,7 +156,7 @@ def test_a_library_that_others_could_have_laid_there_is_not_loaded(
 ) -> None:
     entry = build.find_or_build(library)
     plant(entry)
-    assert build.build(library) == entry.path  # nobody else could have done that
+    assert build.build(library) == entry.path  # no other user could have written it
     places = {
         "": tmp_path,
         "cache": entry.folder.parent,

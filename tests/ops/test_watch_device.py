@@ -9,7 +9,7 @@ from xds.ops.watch.device import Probe
 
 
 class Event:
-    """Passed when it is said."""
+    """Completes when the test sets it."""
 
     def __init__(self) -> None:
         self.is_passed = False

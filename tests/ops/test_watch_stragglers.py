@@ -17,7 +17,7 @@ STEP_SECONDS = 0.1
 
 
 def run(computes: list[list[float]], ratio: float = 1.2) -> list[tuple[int, SpeedChange]]:
-    """What is said, each with the step after which it was: computes[step][rank], all wait for the slowest."""
+    """The changes, each with its step: computes[step][rank], and all ranks wait for the slowest."""
     detector, now = StragglerDetector(ratio), 0.0
     steps = [Steps() for _ in computes[0]]
     waited = [0.0] * len(steps)
