@@ -33,7 +33,7 @@ CONFIG = {
 
 
 def seconds(command: list[str]) -> float:
-    """Wall time of one fresh process, which must succeed."""
+    """Wall time of one new process, which must succeed."""
     start = time.perf_counter()
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     taken = time.perf_counter() - start
@@ -43,7 +43,7 @@ def seconds(command: list[str]) -> float:
 
 
 def find_command() -> list[str]:
-    """The `xds` beside this interpreter."""
+    """The `xds` command in the folder of this interpreter."""
     beside = Path(sys.executable).parent / "xds"
     found = str(beside) if beside.exists() else shutil.which("xds")
     if found is None:

@@ -35,11 +35,11 @@ from harness import (  # noqa: E402
     wait_until_quiet,
 )
 
-FP32_TOLERANCE = 1e-4  # relative, of the last turn's loss: orders of summation differ
-BF16_TOLERANCE = 1e-2  # where the roundings happen differs from contestant to contestant
+FP32_TOLERANCE = 1e-4  # relative, of the last turn's loss: the orders of summation differ
+BF16_TOLERANCE = 1e-2  # contestants round at different places
 
 
-FLOOR = "compute"  # forward and backward alone
+FLOOR = "compute"  # forward and backward only
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Contestants that take turns in one pair of processes."""
+    """Contestants that alternate in one pair of processes."""
 
     name: str
     model: str
@@ -73,8 +73,11 @@ class Comparison:
         return f"{self.name}: {claim.ours} / {claim.peers[0].partition('-view')[0]}"
 
 
-DDP = ("ddp", "ddp-view")  # the faster of both ways to hold gradients is the peer
-FSDP2_TINY = ("fsdp2", "fsdp2-root")  # one group a block, or one group: the faster is the peer
+DDP = ("ddp", "ddp-view")  # the faster of the two gradient layouts is the peer
+FSDP2_TINY = (
+    "fsdp2",
+    "fsdp2-root",
+)  # one group per block, or one group in total: the faster is the peer
 
 
 def comparisons() -> Iterator[Comparison]:

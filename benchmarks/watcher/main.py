@@ -33,7 +33,7 @@ MUST = 1.01
 
 
 class Unwatched:
-    """Stands where the watch is, and does nothing."""
+    """Replaces the watch, and does nothing."""
 
     ring: tuple[Any, ...] = ()
 
@@ -56,7 +56,7 @@ class Unwatched:
 
 
 def time_both(rank: int, _: int, stage: int, plan: Plan) -> dict[str, Any]:
-    """One rank's part: both engines take turns, and the thread's CPU time meanwhile."""
+    """One rank's part: both engines alternate; also the thread's CPU time during the turns."""
     from contestants import build
     from model import make_batches, make_model
 
@@ -96,7 +96,7 @@ def timed(step: Any, batches: list[Any], spent: list[float]) -> Any:
 
 
 def engines_made() -> list[Any]:
-    """The engines of this process, oldest first: contestants keep theirs to themselves."""
+    """The engines of this process, oldest first: the contestants do not return theirs."""
     import gc
 
     from xds.engine.engine import Engine
