@@ -349,10 +349,7 @@ def test_a_compiled_model_in_a_compiling_engine_is_named_once(caplog):
         ({"dynamic": "yes"}, "compile.dynamic"),
         ({"fullgraph": 1}, "compile.fullgraph = 1: must be true or false"),
         ({"kwargs": {"name": "x"}}, "name is none of them"),
-        (
-            {"dynamic": True, "kwargs": {"dynamic": False}},
-            "sets the same option as compile.dynamic",
-        ),
+        ({"dynamic": True, "kwargs": {"dynamic": False}}, "says the same as compile.dynamic"),
         ({"mode": "max-autotune", "kwargs": {"options": {"dce": True}}}, "not both"),
         ({"mode": "max-autotune", "backend": "eager"}, "compile.mode"),
         ({"mode": "reduce-overhead"}, "CUDA graphs"),

@@ -541,5 +541,7 @@ def test_architectures_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "compute_90a,code=compute_90a",
     ]
     monkeypatch.setenv(build_compilers.ARCHS_VARIABLE, "hopper")
-    with pytest.raises(BuildError, match='XDS_CUDA_ARCHS = .hopper. is not a list .* write "80 90"'):
+    with pytest.raises(
+        BuildError, match='XDS_CUDA_ARCHS = .hopper. is not a list .* write "80 90"'
+    ):
         flags("")

@@ -113,11 +113,10 @@ def test_a_collective_of_the_script_that_a_rank_leaves_out_is_named(runs: Runs) 
     where = "rank 0 waits in torch.distributed.all_reduce of float32[3], called at tests/stalled_runs.py:"
     assert where in said(runs, "own collective", 1)
     first, second = runs["own collective"].result()
-    assert first["error"].startswith(
-        "RuntimeError: "
-    )  # torch's own; the watcher has logged before it
+    # torch's own error; the watcher has logged before it
+    assert first["error"].startswith("RuntimeError: ")
     assert len(first["lines"]) == 1 and where in first["lines"][0]
-    assert "of the script's own collectives" in first["lines"][0]
+    assert "and the script's own collectives" in first["lines"][0]
     assert second["lines"] == []
 
 
