@@ -1,8 +1,8 @@
-"""What the benchmarks share: start ranks, alternate contestants, take medians, keep results.
+"""Shared functions of the benchmarks: start ranks, alternate contestants, compute medians, save results.
 
-Rules of measurement: contestants of one comparison live in the same processes and take turns;
+Rules of measurement: contestants of one comparison run in the same processes and alternate;
 a row is the median of the ratios of neighbouring turns, with their smallest and largest; seconds
-on a shared machine are notes. One thread a rank.
+on a shared machine are notes. One thread per rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ONE_THREAD = {
 }
 
 
-BUSY = 0.10  # share of all cores in others' hands above which a row says so
+BUSY = 0.10  # share of all cores used by other processes above which a row notes it
 
 
 class Skip(Exception):
@@ -45,7 +45,7 @@ class Skip(Exception):
 
 
 class RankFailed(Exception):
-    """A rank raised or died; carries its traceback."""
+    """A rank raised or died; contains its traceback."""
 
 
 # ---- ranks ---------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ class RankFailed(Exception):
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 900
 ) -> list[Any]:
-    """Run `fn(rank, world_size, *args)` in fresh processes that form one gloo group.
+    """Run `fn(rank, world_size, *args)` in new processes that form one gloo group.
 
     Returns what each rank returned, in rank order. The first failure ends all the others.
     """
@@ -118,7 +118,9 @@ def _rank_main(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # else peers pay for printing the same one at every call
+    warnings.simplefilter(
+        "ignore"
+    )  # otherwise other libraries would print the same warning at every call
     try:
         dist.init_process_group(
             "gloo",
@@ -137,7 +139,7 @@ def _rank_main(
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.stdout.flush()
-        os._exit(0)  # peers leave threads and exit hooks behind that may abort a finished rank
+        os._exit(0)  # threads and exit hooks of other libraries may abort a finished rank
 
 
 # ---- taking turns --------------------------------------------------------------------------
@@ -158,7 +160,7 @@ def alternate(
     """Let the contestants take turns: seconds a step for each turn, and the loss of every step.
 
     `steps[name](i)` runs step i and returns a scalar loss. The order rotates from round to round
-    so that nobody always follows the same neighbour. Runs on every rank alike.
+    so that the neighbours change. Runs the same on every rank.
     """
     import torch.distributed as dist
 
@@ -177,7 +179,7 @@ def alternate(
             dist.barrier()
             start = time.perf_counter()
             new = [steps[name](start_step + i).detach() for i in range(plan.block)]
-            dist.barrier()  # inside the time: nobody hands work still under way to the next
+            dist.barrier()  # inside the measured time, so that no work continues in the next turn
             seconds[name].append((time.perf_counter() - start) / plan.block)
             losses[name] += new
     return seconds, {name: [float(loss) for loss in kept] for name, kept in losses.items()}
@@ -210,7 +212,7 @@ def anonymous_bytes() -> int:
 
 
 def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
-    """What `work` returns, and the most memory this process had meanwhile."""
+    """The result of `work`, and the peak memory of this process during it."""
     peak, is_over = anonymous_bytes(), threading.Event()
 
     def watch() -> None:
@@ -232,7 +234,7 @@ def peak_of(work: Callable[[], Any]) -> tuple[Any, int]:
 
 @dataclass
 class Row:
-    """One line of a table: a figure, its spread, what it must and should reach."""
+    """One line of a table: a figure, its spread, the required value and the aim."""
 
     name: str
     value: float | None = None
@@ -245,7 +247,7 @@ class Row:
     note: str = ""
     samples: dict[str, list[float]] = field(default_factory=dict)
     taken: str = field(default_factory=lambda: datetime.datetime.now().isoformat("T", "seconds"))
-    others_busy: float | None = None  # share of all cores that others used meanwhile
+    others_busy: float | None = None  # share of all cores that other processes used during the run
     more_is_better: bool = False  # `must` and `aim` are lower bounds
 
     @property
@@ -280,13 +282,13 @@ HEADERS = ["name", "median (min-max)", "must", "aim", "verdict", "note"]
 
 
 def ratio_row(name: str, ours: list[float], theirs: list[float], **rest: Any) -> Row:
-    """A row for `ours / theirs`, sample by sample: both took their turns side by side."""
+    """A row for `ours / theirs`, sample by sample: both ran in neighbouring turns."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return Row(name, statistics.median(ratios), min(ratios), max(ratios), **rest)
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """One aligned line a row."""
+    """One aligned line per row."""
     table = [HEADERS, *(row.cells() for row in rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(HEADERS))]
     for line in table:
@@ -298,10 +300,10 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 class Watch:
-    """Share of all cores that others used while `with Watch() as watch:` ran.
+    """Share of all cores that other processes used during `with Watch() as watch:`.
 
-    Load from outside does not cancel in a ratio: it slows whoever communicates more. Ranks started
-    inside count as ours; they must have ended inside, too.
+    Load of other processes does not cancel in a ratio: it slows the contestant that communicates more.
+    Ranks started inside do not count as other processes; they must also end inside.
     """
 
     others: float | None = None
@@ -332,7 +334,7 @@ class Watch:
 
 
 def wait_until_quiet(minutes: float, limit: float = BUSY) -> None:
-    """Wait until others leave the machine alone for three seconds; at most so many minutes."""
+    """Wait until other processes use little CPU for three seconds; at most `minutes`."""
     deadline = time.monotonic() + 60 * minutes
     while time.monotonic() < deadline:
         with Watch() as watch:
@@ -342,7 +344,7 @@ def wait_until_quiet(minutes: float, limit: float = BUSY) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on: processor, cores, versions."""
+    """The environment of the figures: processor, cores, versions."""
     cpu = platform.processor() or platform.machine()
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -380,7 +382,7 @@ def save(folder: Path, rows: Sequence[Row], extra: dict[str, Any] | None = None)
     path.parent.mkdir(exist_ok=True)
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     fresh = {row.name: asdict(row) | {"verdict": row.verdict} for row in rows}
-    for old in kept:  # a peer that is missing today does not wipe out what was measured
+    for old in kept:  # a peer that is missing in this run does not remove earlier figures
         if fresh.get(old["name"], {}).get("verdict", "").startswith("SKIP"):
             del fresh[old["name"]]
     merged = [fresh.pop(old["name"], old) for old in kept] + list(fresh.values())
@@ -391,7 +393,7 @@ def save(folder: Path, rows: Sequence[Row], extra: dict[str, Any] | None = None)
 
 
 def finish(folder: Path, rows: Sequence[Row], *, keeps: bool) -> int:
-    """Print the rows, keep them with `save` where `keeps`, and give the exit code: 1, a bar is missed."""
+    """Print the rows, `save` them where `keeps`, and return the exit code: 1 where a target is missed."""
     print_rows(rows)
     if keeps and rows:
         print(f"kept in {save(folder, rows)}")
@@ -399,7 +401,7 @@ def finish(folder: Path, rows: Sequence[Row], *, keeps: bool) -> int:
 
 
 def exit_code(rows: Sequence[Row]) -> int:
-    """1 where a bar is missed or a row is void."""
+    """1 where a target is missed or a row is void."""
     return int(any(row.verdict.startswith(("FAIL", "VOID")) for row in rows))
 
 

@@ -1,7 +1,7 @@
-"""`import xds.deepspeed as deepspeed`: DeepSpeed's names for what xds does, so that its scripts run unchanged.
+"""`import xds.deepspeed as deepspeed`: DeepSpeed's names for the functions of xds, for unchanged scripts.
 
-A name that xds lacks can be imported and asked about; using it raises a sentence (missing.py). Names are loaded
-on first use.
+A name that xds does not implement can be imported and inspected. Using it raises an error with the alternative
+(missing.py). Names are loaded on first use.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 if __name__ == "deepspeed":
     raise ImportError(
-        "`import deepspeed` found xds's own folder, because the root of the xds checkout is on sys.path: run "
+        "`import deepspeed` found a folder of xds, because the root of the xds checkout is on sys.path: run "
         "from another folder or set PYTHONSAFEPATH=1; xds's version of DeepSpeed's names is xds.deepspeed"
     )
 
-# The release whose names and defaults are followed; scripts compare it. What follows "+" is no part of the
-# comparison.
+# The DeepSpeed release whose names and defaults are implemented. Scripts compare it; they ignore the text after
+# "+".
 __version__ = "0.19.8+xds"
 
-_HOMES = {
+_SOURCES = {
     "add_config_arguments": ".arguments",
     "DeepSpeedConfigError": ".runtime.config",
     "DeepSpeedDataLoader": ".runtime.dataloader",
@@ -47,7 +47,7 @@ _MODULES = (
     *("runtime", "sequence", "utils", "zero"),
 )
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_SOURCES)
 
 
 def __getattr__(name: str) -> Any:
@@ -55,15 +55,15 @@ def __getattr__(name: str) -> Any:
         return import_module(f".{name}", __name__)
     if name == "dist":
         return import_module(".comm", __name__)
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name], __name__), name)
-    from .missing import stand_in
+    if name in _SOURCES:
+        return getattr(import_module(_SOURCES[name], __name__), name)
+    from .missing import placeholder
 
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES, *_MODULES])
+    return sorted([*globals(), *_SOURCES, *_MODULES])
 
 
-import_module(".stand_in_modules", __name__).install()
+import_module(".placeholder_modules", __name__).install()

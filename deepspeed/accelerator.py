@@ -1,4 +1,4 @@
-"""`get_accelerator`: the kind of device of this machine, under DeepSpeed's names."""
+"""`get_accelerator`: the type of this machine's device, with DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _most_bytes(*_: object) -> int:
     return memory_use(torch.device("cpu")).peak_bytes
 
 
-# what torch.cpu lacks of torch.cuda
+# functions of torch.cuda that torch.cpu does not have
 _ON_CPU: dict[str, Callable[..., Any]] = {
     "empty_cache": _nothing,
     "get_rng_state": lambda *_: torch.get_rng_state(),
@@ -45,7 +45,7 @@ _ON_CPU: dict[str, Callable[..., Any]] = {
 
 @final
 class Accelerator:
-    """CUDA where there is a GPU, else the CPU. Names that are not here are torch.cuda's or torch.cpu's."""
+    """CUDA where there is a GPU, else the CPU. All other names are those of torch.cuda or torch.cpu."""
 
     def __init__(self) -> None:
         self._has_cuda = torch.cuda.is_available()
@@ -58,28 +58,28 @@ class Accelerator:
         return self._name
 
     def current_device(self) -> int:
-        """Number of this process's device."""
+        """The index of this process's device."""
         return torch.cuda.current_device() if self._has_cuda else local_rank()
 
     def current_device_name(self) -> str:
         return self.device_name(self.current_device())
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        """Make a device current for a while; on a CPU nothing."""
+        """A context in which the device is current; does nothing on a CPU."""
         return torch.cuda.device(device_index) if self._has_cuda else nullcontext()
 
     def device_count(self) -> int:
         return torch.cuda.device_count() if self._has_cuda else 1
 
     def is_available(self) -> bool:
-        """There is always a device to compute on."""
+        """Always True: the CPU is a device too."""
         return True
 
     def is_synchronized_device(self) -> bool:
         return not self._has_cuda
 
     def communication_backend_name(self) -> str:
-        """What `init_distributed` takes: "nccl" or "gloo"."""
+        """The backend for `init_distributed`: "nccl" or "gloo"."""
         return "nccl" if self._has_cuda else "gloo"
 
     def is_bf16_supported(self) -> bool:
@@ -97,7 +97,7 @@ class Accelerator:
         return tensor.device.type == self._name
 
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        """In page-locked memory where there is a GPU that could read it."""
+        """The tensor in page-locked memory where there is a GPU; else the tensor itself."""
         return tensor.pin_memory() if self._has_cuda else tensor
 
     def random(self) -> Any:
@@ -116,7 +116,7 @@ class Accelerator:
             torch.cuda.nvtx.range_push(message)  # type: ignore[no-untyped-call]
 
     def range_pop(self) -> None:
-        """End it."""
+        """End the current range."""
         if self._has_cuda:
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
@@ -129,13 +129,13 @@ class Accelerator:
         if hasattr(module, name):
             return getattr(module, name)
         raise AttributeError(
-            f"get_accelerator().{name} is not covered by xds.deepspeed: neither it nor torch.{self._name} "
-            "has this name"
+            f"get_accelerator().{name} is not covered by xds.deepspeed: neither xds nor torch.{self._name} has "
+            "this name"
         )
 
 
 def get_accelerator() -> Accelerator:
-    """The kind of device that the engine computes on."""
+    """The type of device that the engine computes on."""
     return Accelerator()
 
 

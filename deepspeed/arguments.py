@@ -1,4 +1,4 @@
-"""`add_config_arguments`: the command line's part of a DeepSpeed script."""
+"""`add_config_arguments`: the command-line options of a DeepSpeed script."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --deepspeed and --deepspeed_config to `parser`, and tell it this process's local rank.
+    """Add --deepspeed and --deepspeed_config to `parser`, and set this process's local rank.
 
     DeepSpeed's launcher appends `--local_rank=N` to the command line; `xds` and torchrun set LOCAL_RANK in
     the environment. So `args.local_rank` is LOCAL_RANK, whether the script declared the option before this
-    call (then its default is replaced) or not at all. It is left alone without a launcher.
+    call (then its default is replaced) or not at all. Without a launcher it is not changed.
     """
     group = parser.add_argument_group("DeepSpeed", "read by xds.deepspeed.initialize(args=...)")
     group.add_argument(

@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: recomputing activations, by torch's non-reentrant checkpoint."""
+"""`deepspeed.checkpointing`: recomputes activations with torch's non-reentrant checkpoint."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..utils.errors import UsageError
-from .missing import stand_in
+from .missing import placeholder
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, whose activations backward computes once more."""
+    """`function(*args)`, with its activations recomputed in backward."""
     return torch_checkpoint(function, *args, use_reentrant=False)
 
 
@@ -29,15 +29,15 @@ def configure(  # noqa: PLR0913 (DeepSpeed's arguments)
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Nothing to set up. All but `checkpoint_in_cpu` is without effect: each rank keeps what it needs.
+    """Does nothing: no argument but `checkpoint_in_cpu` has an effect. Each rank keeps its own activations.
 
     Raises:
-        UsageError: activations are to be kept in host memory.
+        UsageError: `checkpoint_in_cpu` is True.
     """
     if checkpoint_in_cpu:
         raise UsageError(
-            "checkpointing.configure(checkpoint_in_cpu=True): keeping activations in host memory is not there "
-            "yet; leave it out"
+            "checkpointing.configure(checkpoint_in_cpu=True): keeping activations in host memory is not "
+            "supported yet; leave it out"
         )
 
 
@@ -47,8 +47,8 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is kept between steps."""
+    """Does nothing: no state is kept between steps."""
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

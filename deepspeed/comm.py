@@ -1,6 +1,6 @@
-"""`deepspeed.comm`: torch.distributed under DeepSpeed's name, for the script's own messages.
+"""`deepspeed.comm`: torch.distributed with DeepSpeed's name, for the script's own collectives.
 
-Nothing here is counted by `engine.bytes_sent()`, which is about the engine's messages.
+`engine.bytes_sent()` does not count them: it counts the engine's messages only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..engine.process.foreign_launcher import fill
 from ..engine.process.process import join, local_rank, pick_device
 from ..utils.errors import UsageError
-from .missing import stand_in
+from .missing import placeholder
 
 
 def init_distributed(  # noqa: PLR0913 (DeepSpeed's arguments)
@@ -30,17 +30,17 @@ def init_distributed(  # noqa: PLR0913 (DeepSpeed's arguments)
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed from the launcher's environment, unless it runs already. A collective.
+    """Start torch.distributed from the launcher's environment, unless it is already running. A collective.
 
     Args:
-        dist_backend: None is nccl on GPUs and gloo without.
+        dist_backend: None is nccl on GPUs, else gloo.
         timeout: None is XDS_TIMEOUT_SECONDS, 600 s by default.
         init_method, rank, world_size: as in torch; they replace the environment.
-        dist_init_required: False says that it runs already.
-        auto_mpi_discovery, distributed_port, verbose, config: without effect; the launcher's
-            environment says who is where, that of srun and mpirun too.
+        dist_init_required: False means that torch.distributed must already be running.
+        auto_mpi_discovery, distributed_port, verbose, config: without effect. The ranks and addresses come
+            from the launcher's environment, also with srun and mpirun.
     Raises:
-        UsageError: the backend cannot work here, or srun's or mpirun's environment is not whole.
+        UsageError: the backend cannot work on this machine, or srun's or mpirun's environment is incomplete.
     """
     if dist.is_initialized():
         return
@@ -73,7 +73,7 @@ def _check_backend(backend: str, device: torch.device) -> None:
 
 
 def get_local_rank() -> int:
-    """This process's number on its machine."""
+    """The local rank of this process on its machine."""
     return local_rank()
 
 
@@ -86,12 +86,12 @@ def get_world_group() -> dist.ProcessGroup:
 
 
 def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
-    """Global ranks of the members of `group`, in their order."""
+    """The global ranks of the members of `group`, in group order."""
     return dist.get_process_group_ranks(group or get_world_group())
 
 
 def __getattr__(name: str) -> Any:
-    """all_reduce, barrier, get_rank, ReduceOp, ...: torch's own."""
+    """all_reduce, barrier, get_rank, ReduceOp and others, from torch.distributed."""
     if not name.startswith("_") and hasattr(dist, name):
         return getattr(dist, name)
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

@@ -1,7 +1,7 @@
-"""DeepSpeed's names that xds lacks: each can be imported and asked about, and says a sentence when used.
+"""DeepSpeed's names that xds does not implement: each can be imported and inspected, and raises when used.
 
-Scripts import more than they use (`PipelineModule` for one isinstance test, an optimizer for one branch), so an
-import alone must not fail.
+Scripts import more names than they use (`PipelineModule` for one isinstance test, an optimizer for one branch).
+So an import alone must not fail.
 """
 
 from __future__ import annotations
@@ -10,36 +10,40 @@ from typing import Any, NoReturn, final
 
 from ..utils.errors import UsageError
 
-_PIPE = "pipeline parallelism is not there yet; use zero_optimization.stage 1 to 3"
+_PIPE = "pipeline parallelism is not supported yet; use zero_optimization.stage 1 to 3"
 _MOE = (
-    "expert parallelism is not there yet; experts in a plain nn.ModuleList train at every stage, each rank "
-    "with all of them"
+    "expert parallelism is not supported yet; experts in a plain nn.ModuleList train at every stage, with all "
+    "experts on each rank"
 )
-_ONE_BIT = "compressed optimizers are not there yet (DeepSpeed removed them too); use Adam or Lamb"
-_INFERENCE = "xds trains; serve the saved weights with an inference library"
+_ONE_BIT = (
+    "compressed optimizers are not supported yet (DeepSpeed removed them too); use Adam or Lamb"
+)
+_INFERENCE = "xds is for training only; serve the saved weights with an inference library"
 _KERNELS = "xds has no compiled kernels to build; torch's are used"
-_TENSOR = "tensor parallelism is not there yet; use zero_optimization.stage 3"
-_SEQUENCE = "sequence parallelism is not there yet"
-_OFFLOAD = "offload to host memory and NVMe is not there yet"
+_TENSOR = "tensor parallelism is not supported yet; use zero_optimization.stage 3"
+_SEQUENCE = "sequence parallelism is not supported yet"
+_OFFLOAD = "offload to host memory and NVMe is not supported yet"
 _TUNING = "set the schedule in the config's section scheduler"
 _LOCAL = (
-    "a rank's own slice has no fixed shape in xds; use the function with `full` in place of `local`"
+    "a rank's own slice has no fixed shape in xds; use the function with `full` instead of `local`"
 )
 _LEAF = (
     "xds gathers whole units; name the module in the config's zero_optimization.units, and compare names "
     "there"
 )
-_PARAM = "a parameter of xds is a plain torch parameter; ask xds.zero.get_full_param or use GatheredParameters"
-_PROFILER = "the flops profiler is not there yet; torch.utils.flop_counter counts"
+_PARAM = "a parameter of xds is a plain torch parameter; use xds.zero.get_full_param or GatheredParameters"
+_PROFILER = "the flops profiler is not supported yet; use torch.utils.flop_counter"
 _CHECKPOINT_TOOLS = (
     "a checkpoint of xds loads at any stage and number of ranks, without a converter"
 )
-_LINEAR = "LoRA and quantized linears are not there; use peft, whose adapters train at every stage"
+_LINEAR = (
+    "LoRA and quantized linears are not supported; use peft, whose adapters train at every stage"
+)
 _ACTIVATIONS = (
     "activations are checkpointed whole on their rank; see the config's activation_checkpointing"
 )
-_INNER = "xds keeps no such inner state; ask engine.config, or the engine's methods"
-_GIVEN = "the script passed it to initialize, and has it"
+_INNER = "xds has no such internal state; use engine.config, or the engine's methods"
+_GIVEN = "use the object that the script passed to initialize"
 _ABSENT = "it has no counterpart in xds"
 
 # name -> why, and what to use instead
@@ -57,8 +61,8 @@ MISSING: dict[str, str] = {
     **dict.fromkeys(("module_inject", "replace_transformer_layer", "io"), _INFERENCE),
     **dict.fromkeys(("model_implementations", "DeepSpeedHybridEngine"), _INFERENCE),
     "unwrap_model_for_generation": (
-        "call engine.module.generate(); at stage 3 units are gathered as it uses them, also when ranks stop "
-        "at different lengths"
+        "call engine.module.generate(); at stage 3 it gathers units as it uses them, also when ranks stop at "
+        "different lengths"
     ),
     **dict.fromkeys(("DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig"), _KERNELS),
     **dict.fromkeys(("op_builder", "transformer", "sparse_attention", "FPQuantizer"), _KERNELS),
@@ -78,21 +82,21 @@ MISSING: dict[str, str] = {
     **dict.fromkeys(
         ("TiledLinear", "TiledLinearReturnBias"), "stage 3 shards a linear layer whole"
     ),
-    "MiCS_Init": "sharding inside sub-groups is not there yet (DeepSpeed removed it too); use zero.Init",
+    "MiCS_Init": "sharding in sub-groups is not supported yet (DeepSpeed removed it too); use zero.Init",
     "DeepSpeedConfig": "use xds.Config.load, which takes the same JSON",
     "OnDevice": "build the model under `with torch.device('meta')` or `with zero.Init(config)`",
     **dict.fromkeys(("FlopsProfiler", "get_model_profile"), _PROFILER),
     **dict.fromkeys(("OptimizedLinear", "LoRAConfig", "QuantizationConfig"), _LINEAR),
     **dict.fromkeys(("compression", "init_compression", "redundancy_clean"), _ABSENT),
     **dict.fromkeys(("autotuning", "datastates", "nebula"), _ABSENT),
-    "elasticity": "xds.engine.elastic has compute_elastic_config; `xds elastic` prints what it says",
+    "elasticity": "xds.engine.elastic has compute_elastic_config; `xds elastic` prints its result",
     "compile": "torch.compile the model before initialize, or see the config's section compile",
     **dict.fromkeys(("checkpoint", "ds_to_universal"), _CHECKPOINT_TOOLS),
     "get_cuda_rng_tracker": _TENSOR,
     "model_parallel_cuda_manual_seed": f"{_TENSOR}; torch.manual_seed seeds a rank",
     **dict.fromkeys(("partition_activations_in_checkpoint", "CheckpointFunction"), _ACTIVATIONS),
     "set_num_layers": _ACTIVATIONS,
-    "CheckOverflow": "engine.was_step_applied() tells whether a step was skipped",
+    "CheckOverflow": "engine.was_step_applied() returns whether a step was applied or skipped",
     "DummyOptim": "pass no optimizer, and name one in the config",
     "PartitionedTensor": _TENSOR,
     "monitor": "switch monitors on in the config; engine.monitor writes to them",
@@ -105,20 +109,20 @@ MISSING: dict[str, str] = {
     ),
 }
 
-# of the engine, and of the optimizer that `initialize` returns
+# methods and attributes of the engine, and of the optimizer that `initialize` returns
 MISSING_METHODS: dict[str, str] = {
     "allreduce_gradients": (
-        "gradients are reduced in backward; hold them back with engine.no_sync(), step() then reduces"
+        "gradients are reduced in backward; to delay this use engine.no_sync(), then step() reduces them"
     ),
     "buffered_allreduce_fallback": "gradients are reduced in backward",
     **dict.fromkeys(("set_dataiterator", "set_dataloader", "set_batch_fn"), _PIPE),
     **dict.fromkeys(("reset_activation_shape", "is_first_stage", "is_last_stage"), _PIPE),
     **dict.fromkeys(("is_pipe_parallel", "set_has_attention_mask", "mem_status"), _PIPE),
-    "register_compile_pass": "DeepCompile is not there",
-    "is_deepcompile_enabled": "DeepCompile is not there",
-    "set_custom_curriculum_learning_schedule": "curriculum learning is not there yet",
-    "set_data_post_process_func": "curriculum learning is not there yet; change the dataset",
-    "random_ltd_initialize": "random layer-token dropping is not there",
+    "register_compile_pass": "DeepCompile is not supported",
+    "is_deepcompile_enabled": "DeepCompile is not supported",
+    "set_custom_curriculum_learning_schedule": "curriculum learning is not supported yet",
+    "set_data_post_process_func": "curriculum learning is not supported yet; change the dataset",
+    "random_ltd_initialize": "random layer-token dropping is not supported",
     **dict.fromkeys(("tput_timer", "flops_profiler", "checkpoint_engine", "quantizer"), _INNER),
     **dict.fromkeys(("progressive_layer_drop", "eigenvalue", "gas_boundary_ctr"), _INNER),
     **dict.fromkeys(("sparse_tensor_module_names", "print_forward_breakdown", "_config"), _INNER),
@@ -126,7 +130,7 @@ MISSING_METHODS: dict[str, str] = {
     "loaded_checkpoint_tag": "engine.load_checkpoint returns the folder, whose name is the tag",
     "seq_parallel_group": _SEQUENCE,
     "refresh_fp32_params": (
-        "write whole values with safe_set_full_fp32_param or GatheredParameters; masters follow"
+        "write whole values with safe_set_full_fp32_param or GatheredParameters; the masters are updated"
     ),
     "external_loss_scale": "set fp16.loss_scale in the config",
     "override_loss_scale": "set fp16.loss_scale in the config",
@@ -138,16 +142,16 @@ MISSING_METHODS: dict[str, str] = {
 
 @final
 class NotCovered(UsageError, AttributeError):
-    """An attribute that DeepSpeed has and xds has not; `hasattr` is False for it."""
+    """An attribute that DeepSpeed has and xds does not implement; `hasattr` is False for it."""
 
 
-def _sentence(name: str, why: str) -> str:
+def _message(name: str, why: str) -> str:
     return f"{name} is not covered by xds.deepspeed: {why}"
 
 
 @final
 class Missing(type):
-    """The type of a stand-in: nothing is an instance of it, and using it raises its sentence."""
+    """The type of a placeholder: nothing is an instance of it, and using it raises its message."""
 
     def __new__(
         mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any
@@ -165,22 +169,22 @@ class Missing(type):
         raise NotCovered(str(cls.__doc__))
 
 
-def stand_in(module: str, name: str) -> Missing:
-    """What `name` of `module` is for a script.
+def placeholder(module: str, name: str) -> Missing:
+    """The placeholder for `name` of `module`.
 
     Raises:
-        AttributeError: DeepSpeed has no such name either, or it is not known here.
+        AttributeError: DeepSpeed has no such name either, or xds does not know it.
     """
     shown = module.replace("xds.", "", 1)
     if name not in MISSING:
         raise AttributeError(
             f"module {module!r} has no attribute {name!r}; docs/design/migration.md lists DeepSpeed's names"
         )
-    text = _sentence(f"{shown}.{name}", MISSING[name])
+    text = _message(f"{shown}.{name}", MISSING[name])
     return Missing(name, (), {"__doc__": text, "__module__": module})
 
 
 def refuse_method(owner: str, name: str) -> None:
-    """Raise the sentence for a method or attribute of `owner`, if DeepSpeed has it and xds lacks it."""
+    """Raise the error for a method or attribute of `owner` that DeepSpeed has and xds does not implement."""
     if name in MISSING_METHODS:
-        raise NotCovered(_sentence(f"{owner}.{name}", MISSING_METHODS[name]))
+        raise NotCovered(_message(f"{owner}.{name}", MISSING_METHODS[name]))

@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`: DeepSpeed's arguments to `xds.initialize`, and its four results."""
+"""`deepspeed.initialize`: `xds.initialize` with DeepSpeed's arguments and its four results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..engine.initialize import initialize as xds_initialize
 from ..utils.errors import UsageError
 from .comm import init_distributed
 from .runtime.engine import DeepSpeedEngine
-from .utils import logging  # noqa: F401 (the engine's lines of progress show from here on)
+from .utils import logging  # noqa: F401 (shows the engine's progress lines from here on)
 
-GRADIENT_CLIPPING = 1.0  # DeepSpeed's default since 0.19; `xds.initialize` does not clip unasked
+GRADIENT_CLIPPING = 1.0  # DeepSpeed's default since 0.19; `xds.initialize` does not clip by default
 
 Results = tuple[DeepSpeedEngine, Any, Any, Any]
 
@@ -41,8 +41,8 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
     Args:
         config, config_params, args.deepspeed_config: exactly one of them; a path, JSON text or a dict.
         optimizer: an object, or a callable that gets parameter groups; None is the config's.
-        model_parameters: what to train; not looked at where `optimizer` is an object, which holds its own.
-        mpu: only one without model parallelism; its data-parallel group is used.
+        model_parameters: the parameters to train; ignored where `optimizer` is an object, which has its own.
+        mpu: must be without model parallelism; its data-parallel group is used.
         mesh_param: (data ranks, 1) at most.
         distributed_port: without effect, see `comm.init_distributed`.
     Returns:
@@ -92,7 +92,7 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _with_defaults(source: Any) -> Config:
-    """The checked config, with DeepSpeed's default where xds's differs; a `Config` stays as it is."""
+    """The checked config, with DeepSpeed's default where that of xds differs. A `Config` is not changed."""
     config = Config.load(source)
     if isinstance(source, Config) or "gradient_clipping" in config.model_fields_set:
         return config
@@ -106,7 +106,7 @@ def _with_defaults(source: Any) -> Config:
 def _group_of(mpu: Any, mesh_param: Any) -> dist.ProcessGroup | None:
     if mesh_param is not None and (len(mesh_param) != 2 or mesh_param[1] != 1):
         raise UsageError(
-            f"mesh_param = {tuple(mesh_param)}: sequence parallelism is not there yet; leave it out or use "
+            f"mesh_param = {tuple(mesh_param)}: sequence parallelism is not supported yet; leave it out or use "
             f"({dist.get_world_size()}, 1)"
         )
     if mpu is None:
@@ -114,8 +114,8 @@ def _group_of(mpu: Any, mesh_param: Any) -> dist.ProcessGroup | None:
     size = int(mpu.get_model_parallel_world_size())
     if size != 1:
         raise UsageError(
-            f"mpu with a model-parallel size of {size}: tensor parallelism is not there yet; leave mpu out and "
-            "use zero_optimization.stage = 3"
+            f"mpu with a model-parallel size of {size}: tensor parallelism is not supported yet; leave mpu out "
+            "and use zero_optimization.stage = 3"
         )
     group: dist.ProcessGroup = mpu.get_data_parallel_group()
     return group

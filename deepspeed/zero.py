@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: building and reading a sharded model, with DeepSpeed's arguments."""
+"""`deepspeed.zero`: builds and reads a sharded model, with DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..engine.model.zero_init import Init as XdsInit
 from ..utils.errors import UsageError
 from ..zero.access.gathered import GatheredParameters as GatheredParameters
 from ..zero.core.outside import register_external_parameter as register_external_parameter
-from .missing import stand_in
+from .missing import placeholder
 
 
 @final
 class Init:
-    """`xds.zero.Init` with DeepSpeed's arguments: modules made inside are born sharded at stage 3.
+    """`xds.zero.Init` with DeepSpeed's arguments: modules constructed in the context are sharded at stage 3.
 
-    Two differences, both in the script's favour: without a config parameters keep the dtype they are built
-    in (DeepSpeed takes half), and no class is patched for longer than the context.
+    There are two differences. Without a config, parameters keep the dtype they are built in (DeepSpeed uses
+    half), and no class stays patched after the context.
     """
 
     def __init__(  # noqa: PLR0913 (DeepSpeed's arguments)
@@ -40,17 +40,17 @@ class Init:
     ) -> None:
         """
         Args:
-            config_dict_or_path, config: what `initialize` will get.
-            dtype: slices are kept in it from the start.
-            mpu: for its data-parallel group.
+            config_dict_or_path, config: the config that `initialize` will get.
+            dtype: the dtype of the slices from the start.
+            mpu: its data-parallel group is used.
             mem_efficient_linear, pin_memory: without effect.
-            remote_device: None, "none", "cpu" or "cuda"; slices lie where the engine computes.
+            remote_device: None, "none", "cpu" or "cuda"; slices are on the device of the engine.
         Raises:
             UsageError: an argument asks for offload or for ZeRO++.
         """
         if remote_device == "nvme":
             raise UsageError(
-                'zero.Init(remote_device="nvme"): offload to NVMe is not there yet; leave it out'
+                'zero.Init(remote_device="nvme"): offload to NVMe is not supported yet; leave it out'
             )
         asked = sorted(name for name, value in others.items() if value)
         if asked:
@@ -81,8 +81,8 @@ class Init:
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing: what a module needs is found in its forwards anyway."""
+    """Does nothing: the parameters that a module needs are found during its forward."""
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

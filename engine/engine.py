@@ -411,7 +411,7 @@ class Engine:
             self._parts.compiler.undo()
             self._parts.undo()
             self.monitor.close()
-            self._sharded.collectives.leave()
+            self._sharded.collectives.stop_watching()
             self._parts.saver.close()
 
     def _check_usable(self) -> None:

@@ -174,7 +174,7 @@ def _group(device: torch.device, given: _Given) -> dist.ProcessGroup:
 def _collectives(config: Config, group: dist.ProcessGroup, device: torch.device) -> Collectives:
     collectives = open_collectives(group, device)
     if config.watch.enabled:
-        collectives.attend(config.watch, timeout_seconds())
+        collectives.start_watching(config.watch, timeout_seconds())
     return collectives
 
 

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ..utils.errors import UsageError, XdsError
-from ..utils.messages import never, say
+from ..utils.messages import never, write_stderr
 
 if TYPE_CHECKING:
     from .command_line.options import ParsedArgs
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return code
         return _start(arguments)
     except XdsError as error:
-        say(f"xds: {error}\n", never)
+        write_stderr(f"xds: {error}\n", never)
         return 2
 
 
@@ -67,7 +67,7 @@ def _start(arguments: list[str]) -> int:
         return own_allocation.run(args, os.environ)
     where = where_to_run(args, os.environ)
     for note in [] if args.has("quiet") else notes:
-        say(f"xds: {note}\n", never)
+        write_stderr(f"xds: {note}\n", never)
     with _saved_pid(args):
         return _run(where, is_dry=args.has("dry_run"))
 

@@ -1,4 +1,4 @@
-"""The section `ops` of the config: whether native ops are built and used. Nothing here imports torch."""
+"""The config section `ops`: whether native ops are built and used. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..utils.schema.section import Section
 
 @final
 class Ops(Section):
-    """Native ops: compiled when they are first used; their torch versions give the same values, slower."""
+    """Native ops, compiled on first use. Their torch versions compute the same values more slowly."""
 
     native: Annotated[bool, FLAG] = Field(
-        True, description="ops are compiled on first use; false runs their torch versions"
+        True, description="ops are compiled on first use; false uses their torch versions"
     )
     require: Annotated[bool, FLAG] = Field(
         False,
-        description="where ops cannot be compiled, training ends with the compiler's last lines; false warns "
-        "once and runs their torch versions",
+        description="where ops cannot be compiled, training raises with the compiler's last lines; false warns "
+        "once and uses their torch versions",
     )
 
 
 def check_ops(section: Ops, report: Report) -> None:
-    """What no key of the section can see alone."""
+    """Check the combination of the section's keys."""
     if section.require and not section.native:
         report.complain("ops.require", True, "ops.native = false switches native ops off; drop one")

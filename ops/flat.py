@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-ALIGN_BYTES = 64  # a cache line, and the widest CPU vector: no kernel ever sees a ragged tail
+ALIGN_BYTES = 64  # a cache line and the widest CPU vector, so that kernels need no partial vectors
 ALIGN_NUMEL = 16  # ALIGN_BYTES of the narrowest master dtype (fp32)
-CHUNK_NUMEL = 1 << 16  # on a CPU, what stays in the L2 cache between two passes over it
+CHUNK_NUMEL = 1 << 16  # on a CPU, a chunk of this size stays in the L2 cache between two passes
 
 
 def align_up(numel: int, multiple: int) -> int:
@@ -19,13 +19,13 @@ def align_up(numel: int, multiple: int) -> int:
 
 
 def cut(numel: int, parts: int) -> list[tuple[int, int]]:
-    """[start, stop) of `parts` ranges of equal length over [0, numel); the last ones may be shorter."""
+    """[start, stop) of `parts` ranges of equal length over [0, numel). The last ones may be shorter."""
     length = -(-numel // parts)
     return [(min(i * length, numel), min((i + 1) * length, numel)) for i in range(parts)]
 
 
 def overlap(one: tuple[int, int], within: tuple[int, int]) -> tuple[int, int]:
-    """The part of [start, stop) `one` that lies in `within`; where they do not meet, an empty part of it."""
+    """The intersection of the ranges `one` and `within`; an empty range inside `within` where there is none."""
     start = min(max(one[0], within[0]), within[1])
     return start, max(start, min(one[1], within[1]))
 
@@ -38,11 +38,11 @@ def chunks(numel: int, on_cpu: bool) -> Iterator[slice]:
 
 
 def sum_in_order(out: Tensor, parts: Sequence[Tensor], *, add: bool) -> None:
-    """out = parts[0] + parts[1] + ... (or out += that), the additions in this order.
+    """out = parts[0] + parts[1] + ... (with `add`: out += that sum), with the additions in this order.
 
     Shapes:  every tensor [n]; `parts` share one dtype, `out` may be wider.
-    The result of every element depends on its own inputs alone, so it is the same in any bucketing.
-    One part may be `out` itself (unless `add`). Works in `out`'s dtype, a cache-sized chunk at a time.
+    Each element of the result depends only on its own inputs, so it is the same for any bucket size.
+    One part may be `out` itself (unless `add`). Computes in `out`'s dtype, one cache-sized chunk at a time.
     """
     on_cpu = out.device.type == "cpu"
     narrow = parts[0].dtype != out.dtype
@@ -59,7 +59,7 @@ def _sum_chunk(
 ) -> None:
     target = out if total is None else total[: out.numel()]
     if wide is not None:
-        # torch's mixed-dtype add_ converts through a fresh buffer; converting here is 6 times faster
+        # torch's mixed-dtype add_ converts through a new buffer; converting here is 6 times faster
         wide = wide[: out.numel()]
         target.copy_(parts[0])
         for part in parts[1:]:

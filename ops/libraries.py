@@ -1,7 +1,7 @@
-"""The native libraries: which there are, and loading one, which builds it the first time.
+"""The native libraries of xds, and loading one, which builds it on first use.
 
-Loading adds kernels for one device to ops that exist already (ops/kernels): with or without a library the
-same ops are called, and without one they run their plain torch reference.
+Loading a library registers kernels for one device with existing ops (ops/kernels). The same ops are called
+with or without a library; without one they run their plain torch reference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .build.compilers import ARCHS_VARIABLE, architectures, find_nvcc, find_torc
 from .build.plan import Library, Source
 
 if TYPE_CHECKING:
-    import torch  # `xds ops list` does without
+    import torch  # only for types: `xds ops list` does not import torch
 
 __all__ = [
     "LIBRARIES",
@@ -32,7 +32,7 @@ __all__ = [
     "why_not",
 ]
 
-# the same result from every instruction set: no contraction, no reordering
+# no contraction and no reordering, so that every instruction set gives the same result
 _CPU = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _INSTRUCTION_SETS = {
     "baseline": (),
@@ -47,7 +47,7 @@ QUANTIZE = ("quantize", "signs")
 
 
 class NativeOpsWarning(RuntimeWarning):
-    """A native library is not there, and ops run their slower torch version."""
+    """A native library is not available, so ops run their slower torch version."""
 
 
 def _cpu_library() -> Library:
@@ -78,26 +78,26 @@ LIBRARIES = {
 
 
 def optimizer_library(device: torch.device) -> str:
-    """Name of the library with the optimizers of a device; "": there is none."""
+    """Name of the library with the optimizers for a device; "" where there is none."""
     return {"cpu": "cpu", "cuda": "cuda_optimizers"}.get(device.type, "")
 
 
 def is_loaded(name: str) -> bool:
     """Whether the kernels of a library are registered in this process."""
-    return _shelf.is_loaded(name)
+    return _loaded.is_loaded(name)
 
 
 def load(name: str, *, require: bool = False) -> bool:
-    """Register the kernels of a library, building it first where it is not in the cache.
+    """Register the kernels of a library. Builds it first where it is not in the cache.
 
-    False: it cannot be built or loaded here; the first time a NativeOpsWarning says why. A failure is not
-    tried again in this process. Raises BuildError instead where it is required.
+    Returns False where it cannot be built or loaded; the first time a NativeOpsWarning gives the reason.
+    After a failure this process does not try again. With `require` it raises BuildError instead.
     """
-    return _shelf.load(LIBRARIES[name], is_required=require)
+    return _loaded.load(LIBRARIES[name], is_required=require)
 
 
 def why_not(library: Library) -> str:
-    """Why a library cannot be loaded on this machine, as far as that is known without compiling it."""
+    """Why a library cannot be loaded on this machine, as far as this is known without compiling it."""
     try:
         check(library)
         return ""
@@ -106,7 +106,7 @@ def why_not(library: Library) -> str:
 
 
 def check(library: Library) -> None:
-    """Raises BuildError: torch or a compiler for this library's device is not there, or they do not fit."""
+    """Raises BuildError: torch or a compiler for the library's device is missing, or their versions differ."""
     if library.device != "cuda":
         return
     built_for = find_torch().cuda
@@ -122,8 +122,8 @@ def check(library: Library) -> None:
 
 
 @final
-class Shelf:
-    """What this process has loaded, and what it could not: torch registers a kernel once and for good."""
+class LoadedLibraries:
+    """The libraries that this process has loaded or failed to load. torch cannot unregister a kernel."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -146,23 +146,27 @@ class Shelf:
                 except BuildError as error:
                     failure = self._failures[library.name] = error
                     if not is_required:
-                        warnings.warn(_told(library, error), NativeOpsWarning, stacklevel=3)
+                        warnings.warn(
+                            _fallback_text(library, error), NativeOpsWarning, stacklevel=3
+                        )
         if is_required:
             raise failure
         return False
 
 
-_shelf = Shelf()
+_loaded = LoadedLibraries()
 
 
 def _open(library: Library) -> int:
-    """Load it into torch; the file descriptor that keeps `xds ops clean` off it."""
+    """Load it into torch. Returns the file descriptor that protects the library from `xds ops clean`."""
     import torch
 
     check(library)
     if library.device == "cuda":
         if not torch.cuda.is_available():
-            raise BuildError("torch sees no GPU", remedy="see CUDA_VISIBLE_DEVICES and the driver")
+            raise BuildError(
+                "torch finds no GPU", remedy="check CUDA_VISIBLE_DEVICES and the driver"
+            )
         _check_gpu(*torch.cuda.get_device_capability())
     entry = find_or_build(library)
     fd = build_cache.use(entry)
@@ -182,13 +186,13 @@ def _check_gpu(major: int, minor: int) -> None:
     archs = architectures(find_nvcc(build_cache.default_folder()))
     if not runs_on(archs, (major, minor)):
         raise BuildError(
-            f"no code is made for this GPU (sm_{major}{minor}), only for sm_{', sm_'.join(archs)}",
+            f"no code is built for this GPU (sm_{major}{minor}), only for sm_{', sm_'.join(archs)}",
             remedy=f'set {ARCHS_VARIABLE} to "{major}{minor}"; kernels need 80 or newer',
         )
 
 
-def _told(library: Library, error: BuildError) -> str:
+def _fallback_text(library: Library, error: BuildError) -> str:
     return (
-        f"native ops of {library.name!r} are not used, their torch versions are, which are slower: {error}\n"
-        'Set "ops": {"require": true} to make this an error, or "native": false to not build at all.'
+        f"native ops of {library.name!r} are not used; their slower torch versions run instead: {error}\n"
+        'Set "ops": {"require": true} to make this an error, or "native": false to not build them.'
     )

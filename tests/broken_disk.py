@@ -1,4 +1,4 @@
-"""For tests: a disk on which one call fails. Counts the calls of this process that change a folder."""
+"""Test helper: a disk on which one call fails. Counts the calls of this process that change a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For tests: damage a checkpoint in some way, and see that both ranks refuse it and can fall back."""
+"""Test helper: damages a checkpoint, and checks that both ranks refuse it and can fall back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels without a GPU: their sources compiled by g++ over tests/ops/cuda_on_host and run here."""
+"""Test helper: compiles the CUDA kernels with g++ and tests/ops/cuda_on_host, and runs them without a GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""For tests: models whose graph depends on their input, and plain PyTorch training of them.
+"""Test helper: models whose graph depends on their input, and their training in plain PyTorch.
 
-Each model maps (x [n, WIDTH], route) to the loss. `route` says which way through the model these samples
-go: what real models decide from data, or from a random number of their own.
+Each model maps (x [n, WIDTH], route) to the loss. `route` selects the path of these
+samples through the model. Real models decide it from data, or from a random number.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Moe(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, route: Route) -> Tensor:
-        h = x.clone().requires_grad_()  # a reentrant checkpoint asks for it
+        h = x.clone().requires_grad_()  # a reentrant checkpoint requires it
         for block in self.blocks:
             if self.reentrant is None:
                 h = block(h, route)
@@ -72,7 +72,7 @@ class Moe(nn.Module):
 
 
 class DeepMoe(Moe):
-    """More blocks than reductions may be under way."""
+    """A model with more blocks than reductions that may be in flight."""
 
     depth = 8
 

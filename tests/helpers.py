@@ -1,4 +1,4 @@
-"""For tests: `run_ranks` runs a function on several real gloo processes, started from one warm forkserver."""
+"""Test helper: `run_ranks` runs a function in several gloo processes, started from one preloaded forkserver."""
 
 from __future__ import annotations
 

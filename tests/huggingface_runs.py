@@ -1,4 +1,4 @@
-"""For tests: tiny Hugging Face models, data, and Trainers that return what they logged."""
+"""Test helper: tiny Hugging Face models, data, and Trainers that return what they logged."""
 
 from __future__ import annotations
 

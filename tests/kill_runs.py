@@ -1,6 +1,6 @@
-"""For tests: ranks that save without end, are killed at some instant, and what is left is looked through.
+"""Test helper: ranks that save in a loop and are killed at some moment, and checks of what remains.
 
-Every state is a function of its step, so whoever loads a checkpoint knows what must be in it.
+Every state is a function of its step, so the expected contents of a checkpoint are known when it is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from helpers import _context as context
 START_SECONDS = 60
 END_SECONDS = 60
 PATIENCE_SECONDS = 5  # of a save in the background, for a peer that was killed
-_one_at_a_time = threading.Lock()  # multiprocessing asks for the exit of others' children, too
+_one_at_a_time = threading.Lock()  # multiprocessing also polls the children of other threads
 TAG = "here"  # where all saves go under the same name
 
 
@@ -52,7 +52,7 @@ class Tally:
     """What was seen after kills."""
 
     kills: int = 0
-    inside: int = 0  # of them while a save was under way
+    inside: int = 0  # of them during a save
     newer_than_latest: int = 0  # of them between a commit and `latest`
     committed_unreported: int = 0  # of them after the commit, before the save returned
     checked: int = 0  # checkpoints of which every byte was summed
@@ -156,7 +156,7 @@ def _save_for_ever(
         client_state = {"step": step, "tensor": expected("client", "", 0, 9, step)}
         engine.save_checkpoint(folder, TAG if scenario.same_tag else None, client_state)
         if scenario.async_save:
-            for *_, part in memory:  # training goes on
+            for *_, part in memory:  # training continues
                 part.zero_()
             engine.wait_for_checkpoint()
         pipe.send_bytes(b"done %d" % step)
@@ -170,7 +170,7 @@ class Run:
     def __init__(self, folder: Path, scenario: Scenario, num_saves: int = 0) -> None:
         self._scratch = tempfile.TemporaryDirectory()
         self.ranks, self._pipes = [], []
-        self.heard: list[list[str]] = [[], []]
+        self.received: list[list[str]] = [[], []]
         self.said = ""
         for rank in range(2):
             here, there = context.Pipe(duplex=False)
@@ -191,19 +191,19 @@ class Run:
                 return
             for pipe in wait(open_pipes, left):
                 try:
-                    self.heard[self._pipes.index(pipe)].append(pipe.recv_bytes().decode())  # type: ignore[union-attr, arg-type]
+                    self.received[self._pipes.index(pipe)].append(pipe.recv_bytes().decode())  # type: ignore[union-attr, arg-type]
                 except EOFError:
                     pipe.close()  # type: ignore[union-attr]
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
-        while not all("ready" in heard for heard in self.heard):
+        while not all("ready" in words_of_rank for words_of_rank in self.received):
             self.listen(0.01)
             if time.monotonic() > deadline or any(pipe.closed for pipe in self._pipes):
                 raise AssertionError(f"the ranks did not start: {self.output()}")
 
     def end(self) -> float:
-        """Wait for every rank's end, hear what they said last; how long it took."""
+        """Wait for every rank's end and read their last messages; the seconds that it took."""
         start = time.monotonic()
         self.listen(END_SECONDS)
         if not all(pipe.closed for pipe in self._pipes):
@@ -224,20 +224,24 @@ class Run:
 
     @property
     def last_done(self) -> int:
-        """The last step of which a rank said that it was saved."""
-        words = [one.split() for heard in self.heard for one in heard]
+        """The last step that a rank reported as saved."""
+        words = [one.split() for words_of_rank in self.received for one in words_of_rank]
         return max((int(word[1]) for word in words if word[0] == "done"), default=0)
 
     @property
     def is_inside(self) -> bool:
-        return any(heard[-1].startswith("begin") for heard in self.heard if heard)
+        return any(
+            words_of_rank[-1].startswith("begin")
+            for words_of_rank in self.received
+            if words_of_rank
+        )
 
 
 # -- a kill, and what is left -------------------------------------------------------------------------------
 
 
 class Killer:
-    """Kills runs in one folder, one after the other: each goes on where the last one was."""
+    """Kills runs in one folder, one after the other: each resumes from the last one."""
 
     def __init__(self, scenario: Scenario, seed: int, window_seconds: float) -> None:
         self.scenario = scenario
@@ -301,7 +305,7 @@ class Killer:
             self._load(str(tag), steps[str(tag)])
 
     def _sum_up(self, manifest: Any) -> None:
-        """Raises where a file is not, byte for byte, what the manifest says."""
+        """Raises where a file differs from the manifest."""
         for record in manifest.files:
             path = self.folder / manifest.tag / record.path
             key = (str(path), path.stat().st_mtime_ns)
@@ -328,7 +332,7 @@ class Killer:
                 raise AssertionError(f"{tag}: {key} of {name} is not that of step {step}")
 
     def finish(self) -> Tally:
-        """Two saves that nobody kills must leave nothing behind but checkpoints; the tally."""
+        """Two saves without a kill must leave only checkpoints; returns the tally."""
         from xds.engine.checkpoint.io.folders import MANIFEST, committed
 
         run = Run(self.folder, self.scenario, num_saves=2)

@@ -1,6 +1,6 @@
-"""Stand-ins for ssh, srun, mpirun, mpiexec and pdsh: they record what they were given, and do what those do.
+"""Test helper: replacements of ssh, srun, mpirun, mpiexec and pdsh that record their arguments.
 
-Each runs the words on this machine, once for each host, with the variables that the real one sets there.
+Each runs the command on this machine, once per host, with the environment variables that the real one sets.
 """
 
 from __future__ import annotations

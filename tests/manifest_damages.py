@@ -1,7 +1,7 @@
-"""For tests: changes a checkpoint in what it says, and makes every sum right again.
+"""Test helper: changes the contents of a checkpoint, and corrects every checksum.
 
-What the sums guard against are disks. These are the other mistakes: of another version, a script that edits
-manifests, somebody who means harm. A change is a walk to some place of the JSON and something else put there.
+Checksums detect disk errors. These changes are other errors: of another version, of a script that edits
+manifests, or of an attacker. A change replaces the value at some path of the JSON.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ HOSTILE: tuple[Any, ...] = (
 
 
 class Damages:
-    """Draws changes of the checkpoint in `folder`; `what` says what the last one was."""
+    """Draws changes of the checkpoint in `folder`; `what` describes the last one."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder

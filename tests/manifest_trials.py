@@ -1,7 +1,7 @@
-"""For tests: loads checkpoints that contradict themselves, and sees that nothing breaks and nothing changes.
+"""Test helper: loads inconsistent checkpoints, and checks that nothing crashes and nothing changes.
 
-changed checkpoint  ->  verify  ->  load        a refusal is one sentence of ours, and the engine is as before
-                                                what verify passes loads, or does not fit this engine
+changed checkpoint  ->  verify  ->  load        a refusal is one xds error, and the engine is unchanged
+                                                what verify accepts loads, or does not match this engine
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Trials:
         """To the state that was saved, and one step of some things further: a load would show."""
         engine = self._engine
         for group, keys in zip(engine._parts.optimizer.param_groups, self._keys, strict=True):
-            for added in set(group) - keys:  # a hyperparameter that nobody knows is kept
+            for added in set(group) - keys:  # an unknown hyperparameter is kept
                 del group[added]
         engine.load_checkpoint(self._folder / "good")
         engine.global_steps += 5

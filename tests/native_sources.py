@@ -1,4 +1,4 @@
-"""For tests of the builder: a library of a few lines, and a compiler that writes down what it is asked."""
+"""Helper for tests of the build: a library of a few lines, and a compiler that records its arguments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""For tests: what a disk may hold after a power loss, for every instant of a run that was recorded.
+"""Test helper: the possible contents of a disk after a power loss, for every moment of a recorded run.
 
-What a file holds counts from its last fsync; before it, nothing or zeros. What a folder lists counts from the
-folder's own last fsync; later changes may be there up to any point, in each folder on its own.
+The contents of a file are safe after its last fsync; later data may be missing or zeros. The entries of a
+folder are safe after its own last fsync; later changes may be present up to any point, separately per folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""For tests: ranks that train a small model and are asked to stop, and what they leave."""
+"""Test helper: ranks that train a small model and receive a request to stop, and the files that remain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Run:
     step_seconds: float = 0.0
     elasticity: bool = False
     engines: int = 1
-    at_end: str = "destroy"  # or "stay": the process goes on after its last step
+    at_end: str = "destroy"  # or "stay": the process continues after its last step
     unequal: int = 0  # rank 0 sleeps so many seconds after its last step, before destroy
     stuck_rank: int = -1  # sleeps for ever in its third step
     script_signals: bool = False  # another handler and wakeup pipe were there first
@@ -106,7 +106,7 @@ def train(run: Run) -> list[float]:
 
 
 def _engines(run: Run) -> list[Any]:
-    """They go on from the newest checkpoints."""
+    """They resume from the newest checkpoints."""
     import torch
 
     import xds

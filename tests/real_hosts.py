@@ -1,9 +1,9 @@
-"""For tests: hosts on this machine, made of namespaces: own address, name, pids, /dev/shm, and a real sshd.
+"""Test helper: hosts made of namespaces, each with its own address, name, pids, /dev/shm and a real sshd.
 
     with Hosts(2) as hosts:
         hosts.run(["xds", "--hostfile", str(hosts.hostfile(slots=[2, 1])), "train.py"])
 
-A bridge in a namespace of its own joins them; nothing has a route out of it. Every namespace ends with the
+A bridge in a separate namespace connects them; there is no route out of it. Every namespace ends with the
 process that made it, even with SIGKILL: its first process reads a pipe which that process holds open.
 The head's ssh finds keys and known hosts through its own /etc/ssh/ssh_config.
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 HEAD = "head"
-NOWHERE = "nowhere"  # resolves to an address that nobody has
+NOWHERE = "nowhere"  # resolves to an unused address
 _START_SECONDS = 30.0
 _END_SECONDS = 10.0
 _PREFIX = "xds-hosts-"
@@ -302,7 +302,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Let nobody new in to that host."""
+        """Refuse new connections to that host."""
         keys = self.folder / name / "authorized_keys"
         former = keys.read_text()
         keys.write_text("")
@@ -346,7 +346,7 @@ class Hosts:
                 (folder / place / name).mkdir(parents=True)
         places = [*self._places, NOWHERE]
         lines = [f"{self.address(place)} {place}\n" for place in places]
-        # by that form a server of both families asks who called
+        # by that form a server of both families looks up the caller
         lines += [f"::ffff:{self.address(place)} {place}.cluster\n" for place in places]
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
         user = pwd.getpwuid(os.geteuid()).pw_name

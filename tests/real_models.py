@@ -1,4 +1,4 @@
-"""For tests: tiny random `transformers` models, their batches, and what users put on top of them."""
+"""Test helper: tiny random `transformers` models, their batches, and common additions of users."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""For tests: five steps of a real model, through an engine and in one process of plain PyTorch.
+"""Test helper: five steps of a real model, through an engine and in one process of plain PyTorch.
 
-A `Plan` says how to build a model, its batches and its loss. A run gives the loss averaged over ranks, the
+A `Plan` defines how to build a model, its batches and its loss. A run returns the loss averaged over ranks, the
 gradient norm, and the parameters after the last step.
 """
 

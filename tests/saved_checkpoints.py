@@ -1,4 +1,4 @@
-"""For tests: a small model with everything that names can do, saved by real ranks, with what it should hold."""
+"""Test helper: a small model with unusual parameter names, saved by real ranks, and its expected contents."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""For tests: a training on four hosts that is hurt again and again, at random, until it has come to its end.
+"""Test helper: a training run on four hosts with repeated random failures, until it has finished.
 
-The hurts: SIGKILL, SIGSEGV, SIGSTOP, an exit code, and a link that is cut for a while. Between them the head's
-and the node parts' open files, threads and memory are noted; in the end nothing may be left of the run but its
-checkpoints and logs.
+The failures: SIGKILL, SIGSEGV, SIGSTOP, an exit code, and a link that is cut for a while. Between them the open
+files, threads and memory of the head and node processes are recorded. At the end only the run's checkpoints and
+logs may remain.
 """
 
 from __future__ import annotations

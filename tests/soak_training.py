@@ -1,8 +1,8 @@
-"""For tests: what the soak trains, as its user would write it: a toy GPT that goes on where it was.
+"""Test helper: the training script of the soak test: a toy GPT that resumes from its last checkpoint.
 
     xds tests/soak_training.py FOLDER STAGE SEED NUM_STEPS SAVE_EVERY STEP_SECONDS
 
-Batches are a function of the step alone, shared out among the ranks, so every number of ranks that divides 12
+Batches are a function of the step only, divided among the ranks, so every number of ranks that divides 12
 trains the same. Rank 0 appends "step world_size" to FOLDER/steps, and at the end writes the loss on held-out
 batches to FOLDER/final. SIGUSR2 makes a rank leave with code 17.
 """

@@ -1,4 +1,4 @@
-"""For tests: ranks that go wrong on purpose, each in one way, and what they say of it."""
+"""Test helper: ranks that fail on purpose, each in one way, and their reports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def told(steps: Callable[[], Any]) -> dict[str, Any]:
+def outcome_of(steps: Callable[[], Any]) -> dict[str, Any]:
     """What `steps` raised, how long it took, and what was logged meanwhile."""
     heard, begin = Lines(), time.monotonic()
     error = ""
@@ -57,7 +57,7 @@ def told(steps: Callable[[], Any]) -> dict[str, Any]:
 
 
 def stop_a_rank(stage: int, folder: str) -> dict[str, Any]:
-    """Rank 1 is stopped by a signal after two steps, and goes on when the others have said it."""
+    """Rank 1 is stopped by a signal after two steps, and continues when the others have reported it."""
     engine = engine_of(stage)
     os.environ["XDS_DUMP_DIR"] = folder
 
@@ -72,7 +72,7 @@ def stop_a_rank(stage: int, folder: str) -> dict[str, Any]:
                 os.kill(os.getpid(), signal.SIGSTOP)
             one_step(engine, step)
 
-    found = told(steps)
+    found = outcome_of(steps)
     Path(folder, "said").touch()
     return found
 
@@ -92,14 +92,14 @@ def sleep_in_the_loader(stage: int, folder: str) -> dict[str, Any]:
             next_batch(step)
             one_step(engine, step)
 
-    found = told(steps)
+    found = outcome_of(steps)
     if engine.global_rank == 0:
         Path(folder, "said").touch()
     return found
 
 
 def skip_a_save(stage: int) -> dict[str, Any]:
-    """Rank 1 leaves out save_checkpoint and goes on with its steps."""
+    """Rank 1 skips save_checkpoint and continues with its steps."""
     engine = engine_of(stage)
 
     def steps() -> None:
@@ -108,7 +108,7 @@ def skip_a_save(stage: int) -> dict[str, Any]:
             engine.save_checkpoint(tempfile.gettempdir())
         one_step(engine, 1)
 
-    return told(steps)
+    return outcome_of(steps)
 
 
 def skip_an_access(stage: int) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def skip_an_access(stage: int) -> dict[str, Any]:
             xds.zero.get_full_param(next(iter(engine.module.parameters())))
         one_step(engine, 1)
 
-    return told(steps)
+    return outcome_of(steps)
 
 
 def skip_own_collective(stage: int) -> dict[str, Any]:
@@ -135,11 +135,11 @@ def skip_own_collective(stage: int) -> dict[str, Any]:
             dist.all_reduce(loss)
         one_step(engine, 1)
 
-    return told(steps)
+    return outcome_of(steps)
 
 
 def sleep_quietly(stage: int) -> dict[str, Any]:
-    """Every rank idles for longer than the timeout, in different places, while nobody waits."""
+    """Every rank idles for longer than the timeout, in different places, while no rank waits."""
     engine = engine_of(stage)
 
     def steps() -> None:
@@ -149,14 +149,14 @@ def sleep_quietly(stage: int) -> dict[str, Any]:
         time.sleep(0.5 * engine.global_rank)
         one_step(engine, 2)
 
-    return told(steps)
+    return outcome_of(steps)
 
 
 def other_shapes(stage: int) -> dict[str, Any]:
     """Rank 1 built another model."""
     rank = dist.get_rank()
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4 + 3 * rank))
-    return told(lambda: xds.initialize(model, config_of(stage)))
+    return outcome_of(lambda: xds.initialize(model, config_of(stage)))
 
 
 def never_raise(folder: str) -> None:
@@ -177,7 +177,7 @@ def swap_blocks() -> dict[str, Any]:
     zero = {"stage3_max_reuse_distance": 0, "overlap_comm": False}
     engine = xds.initialize(build("early exit"), config_of(3, **zero))
     route = (1, 0, 2) if engine.global_rank == 1 else ALL
-    return told(lambda: engine(samples(0, 0), route))
+    return outcome_of(lambda: engine(samples(0, 0), route))
 
 
 def over_tcp(rank: int, world_size: int, port: int, pipe: Any, folder: str) -> None:
@@ -189,7 +189,7 @@ def over_tcp(rank: int, world_size: int, port: int, pipe: Any, folder: str) -> N
     engine = engine_of(2)
     one_step(engine, 0)
     dist.all_reduce(torch.zeros(2, 3))  # torch's flight recorder keeps it
-    found = told(lambda: rank == 1 or one_step(engine, 1))
+    found = outcome_of(lambda: rank == 1 or one_step(engine, 1))
     if rank == 1:
         time.sleep(4.5)
     engine.destroy()

@@ -1,4 +1,4 @@
-"""For tests: tensors of every dtype and every way to lie in memory, and whether two are the same to the bit."""
+"""Test helper: tensors of every dtype and memory layout, and a bitwise comparison of two tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def values(dtype: torch.dtype, numel: int) -> Tensor:
     """`numel` different elements, as far as the dtype has so many."""
     if dtype.is_complex:
         count = torch.arange(numel).float()
-        with warnings.catch_warnings():  # torch says once that complex32 is experimental
+        with warnings.catch_warnings():  # torch warns once that complex32 is experimental
             warnings.simplefilter("ignore")
             return torch.complex(count, -count - 1).to(dtype)
     if dtype == torch.bool:
@@ -25,7 +25,7 @@ def values(dtype: torch.dtype, numel: int) -> Tensor:
 
 
 def every_kind() -> dict[str, Tensor]:
-    """By a name that says what it is."""
+    """The tensors by descriptive names."""
     found: dict[str, Tensor] = {}
     for dtype in (*DTYPES, *PAIRS):
         short = str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The short slice of benchmarks/construction: building 0.1B parameters on 2 ranks, weighed."""
+"""A short version of benchmarks/construction: the memory of building 0.1B parameters on 2 ranks."""
 
 from __future__ import annotations
 

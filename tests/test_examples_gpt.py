@@ -1,4 +1,4 @@
-"""Whole runs of examples/gpt with a tiny model: what a newcomer starts first has to work."""
+"""Tests of whole runs of examples/gpt with a tiny model: new users run this example first."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_killed_in_saves_and_resumed_it_equals_the_run_that_never_stopped(tmp_pa
     kill_in_a_save(call, torn, 2, "one")
     kill_in_a_save(call, torn, 3, "all")
     output = finish(call, torn)
-    assert "going on from saved/global_step" in output
+    assert "resuming from saved/global_step" in output
     assert curve_of(torn) == curve_of(whole)
     assert (torn / "saved" / "latest").read_text() == "global_step14"
     assert not list((torn / "saved").glob(".*"))

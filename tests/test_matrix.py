@@ -1,6 +1,6 @@
-"""The matrix: every stage x precision x accumulation x ranks x feature against plain PyTorch.
+"""The test matrix: every stage x precision x accumulation x ranks x feature against plain PyTorch.
 
-fp32: loss and gradient norm within 1e-6 relative a step, parameters within 1e-6 of their length a step,
+fp32: loss and gradient norm within 1e-6 relative per step, parameters within 1e-6 of their norm per step,
 of plain torch.optim.AdamW on one process; stages 0-3 bit-equal to one another (with accumulation 0 = 1
 and 2 = 3: stages 2 and 3 add over ranks before they add over micro-batches).
 bf16, fp16: loss within 2 % of fp32's; stages 1-3 bit-equal to one another in the same way.

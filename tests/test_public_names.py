@@ -1,4 +1,4 @@
-"""The public face: the names of `xds`, and that looking at configs does not import torch."""
+"""Tests of the public names of `xds`, and that reading a config does not import torch."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Real `transformers` models, random and tiny, at every stage: five steps equal plain PyTorch's.
+"""Tests with real `transformers` models, random and tiny, at every stage: five steps equal plain PyTorch's.
 
 fp32: losses and gradient norms within 5e-6 relative of one process with the whole batch; stages 0 to 3
 bit-equal. bf16: within 2e-3 of one process that keeps bf16 parameters and fp32 masters and takes the ranks'

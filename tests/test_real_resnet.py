@@ -1,7 +1,7 @@
-"""A ResNet with BatchNorm: its buffers are rank 0's at the start and each rank's own afterwards.
+"""Tests of a ResNet with BatchNorm: its buffers start as those of rank 0 and are then separate on each rank.
 
-Synchronising the statistics is the user's choice: a BatchNorm of his own that asks the other ranks works at
-every stage, and torch's SyncBatchNorm is for GPUs alone.
+Synchronising the statistics is the user's choice: a custom BatchNorm that communicates with the other ranks
+works at every stage, and torch's SyncBatchNorm is for GPUs only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an installed xds consists of: every module, and the sources of native ops."""
+"""Tests of the contents of an installed xds: every module, and the sources of native ops."""
 
 import subprocess
 import sys

@@ -1,9 +1,9 @@
-"""For tests of many ranks: `run_threads` runs a function on ranks that are threads of this process.
+"""Helper for tests with many ranks: `run_threads` runs a function on ranks that are threads of this process.
 
 torch's threaded process group gives real values for 2 to 16 ranks in milliseconds. It has no send and recv, so
-xds takes its native collectives there. What is one for a process (random generators) is one for all ranks.
-Its reduce_scatter is wrong where the output lies in the input, as it does at stages 0 and 1: what is trained
-there is good to be saved and loaded, not to be compared with anything.
+xds uses `Native` collectives there. Process-wide state (random generators) is shared by all ranks.
+Its reduce_scatter is wrong where the output is a view of the input, as at stages 0 and 1: such runs can be
+saved and loaded, but not compared with other results.
 """
 
 from __future__ import annotations

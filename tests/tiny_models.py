@@ -1,4 +1,4 @@
-"""For tests: one tiny language model, and the ways real models differ from it."""
+"""Test helper: one tiny language model, and variants of it with the features of real models."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class TinyModel(nn.Module):
 
 
 def build(feature: str) -> Any:
-    """The model, the same values on every call; compiled where the feature says so."""
+    """The model, the same values on every call; compiled where the feature requires it."""
     torch.manual_seed(1234)
     model = TinyModel(feature)
     if feature == "compiled":

@@ -1,6 +1,6 @@
-"""For tests whose imports take long: ranks that stay, and run one function after another.
+"""Helper for tests with slow imports: ranks that keep running and execute one function after another.
 
-`run_ranks` starts fresh processes for each call; transformers alone costs each of them several seconds.
+`run_ranks` starts new processes for each call; importing transformers takes each of them several seconds.
 """
 
 from __future__ import annotations

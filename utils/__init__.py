@@ -1,1 +1,1 @@
-"""What every folder may use: errors, messages, files and values of others. Nothing here knows of training."""
+"""Errors, messages, file helpers and config rules for every folder. Nothing here depends on training code."""

@@ -1,11 +1,11 @@
-"""The errors a user can meet, each one sentence that names setting, value, need and remedy.
+"""The exceptions that xds raises. Each message names the setting, its value, what is needed and the remedy.
 
 XdsError
- +- ConfigError   the JSON config: carries every complaint of the file at once
+ +- ConfigError   the JSON config is invalid; lists all problems of the file at once
  +- UsageError    a call that cannot work: wrong order, wrong argument, wrong model
- |   +- DamagedError   a file of a checkpoint is missing, cut off or changed
- +- PeerError     another rank failed, or does not answer, in the middle of a collective
- +- BuildError    a native op cannot be compiled or loaded here
+ |   +- DamagedError   a file of a checkpoint is missing, truncated or changed
+ +- PeerError     another rank failed or does not answer during a collective
+ +- BuildError    a native op cannot be compiled or loaded on this machine
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ LISTED_COMPLAINTS = 20
 
 
 class XdsError(Exception):
-    """Base of every error that xds raises on purpose. Its text holds nothing that steers a terminal."""
+    """Base of every error that xds raises on purpose. Its text contains no terminal control characters."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(plain_lines(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class UsageError(XdsError):
-    """A call that cannot work as it was made; the message says what to do instead."""
+    """A call that cannot work as it was made. The message states what to do instead."""
 
 
 class DamagedError(UsageError):
-    """A checkpoint's file is missing, cut off or changed; the message names it."""
+    """A file of a checkpoint is missing, truncated or changed. The message names it."""
 
 
 class PeerError(XdsError):
-    """Another rank failed or stopped answering; the message names the collective and the ranks."""
+    """Another rank failed or stopped answering. The message names the collective and the ranks."""
 
 
 class BuildError(XdsError):
-    """A native library cannot be built or loaded; carries the command and the compiler's last lines."""
+    """A native library cannot be built or loaded. Contains the command and the compiler's last lines."""
 
     def __init__(
         self, what: str, command: str = "", lines: Sequence[str] = (), remedy: str = ""
@@ -53,7 +53,10 @@ class BuildError(XdsError):
 
 
 class ConfigError(XdsError, ValueError):
-    """One or more complaints about a config, each with its full key path; the text lists the first of many."""
+    """One or more problems of a config, each with its full key path.
+
+    The text lists the first `LISTED_COMPLAINTS` of them; `complaints` has them all.
+    """
 
     def __init__(self, complaints: Sequence[str], source: str = "config") -> None:
         self.complaints = tuple(map(plain_lines, complaints))

@@ -1,9 +1,9 @@
-"""Writes to the streams of this process, whether anybody reads them or not.
+"""Writes to standard error and other descriptors without blocking forever on a reader.
 
-A reader may be gone (EPIPE, EIO), or be there and take nothing (a full pipe, a stopped terminal). Neither may
-stop what is to be done before a process ends, such as the save after a signal. So a thread writes, and the
-caller waits for it only while there is time. No handler of a signal may call this: it can have
-interrupted the start of a thread. A handler puts its words into a `queue.SimpleQueue`.
+The reader may be closed (EPIPE, EIO), or open but not reading (a full pipe, a stopped terminal). Neither may
+delay the work before a process ends, such as the save after a signal. So a thread writes, and the caller
+waits for it only as long as it has time. Signal handlers must not call these functions: a handler may have
+interrupted the start of a thread. A handler puts its message into a `queue.SimpleQueue` instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import final
 
-PATIENCE_SECONDS = 1.0  # with a reader that takes nothing, once there is a hurry
+PATIENCE_SECONDS = 1.0  # how long an urgent write waits for a reader that does not read
 _TICK_SECONDS = 0.05
 
 
@@ -28,24 +28,24 @@ def write_whole(descriptor: int, data: bytes) -> None:
     while view:
         try:
             view = view[os.write(descriptor, view) :]
-        except BlockingIOError:  # some other process made the terminal non-blocking
+        except BlockingIOError:  # another process made the terminal non-blocking
             select.select([], [descriptor], [])
 
 
 def always() -> bool:
-    """There is a hurry from the start."""
+    """A write is urgent from the start."""
     return True
 
 
 def never() -> bool:
-    """A reader may take all the time it wants."""
+    """A write is never urgent: wait for the reader without a limit."""
     return False
 
 
-def say(text: str, is_hurried: Callable[[], bool] = always) -> None:
-    """Write `text` to standard error; never fails.
+def write_stderr(text: str, is_urgent: Callable[[], bool] = always) -> None:
+    """Write `text` to standard error. Never fails.
 
-    A reader that takes nothing is waited for until there `is_hurried`, and then for a second.
+    Waits for a reader that does not read until `is_urgent` returns True, and then `PATIENCE_SECONDS` longer.
     """
     thread = threading.Thread(target=_write_error, args=(text,), name="xds-message", daemon=True)
     thread.start()
@@ -54,56 +54,56 @@ def say(text: str, is_hurried: Callable[[], bool] = always) -> None:
         thread.join(seconds)
         return not thread.is_alive()
 
-    _patiently(has_ended, is_hurried)
+    _wait_until(has_ended, is_urgent)
 
 
 def _write_error(text: str) -> None:
     stream = sys.stderr
-    with contextlib.suppress(OSError, ValueError):  # nobody reads, or it is closed
+    with contextlib.suppress(OSError, ValueError):  # the reader or the stream is closed
         if stream is None:
             return
         try:
             descriptor = stream.fileno()
-        except (OSError, AttributeError):  # replaced, by a notebook say
+        except (OSError, AttributeError):  # replaced, for example by a notebook
             stream.write(text)
         else:
             write_whole(descriptor, text.encode(errors="backslashreplace"))
 
 
-def _patiently(has_ended: Callable[[float], bool], is_hurried: Callable[[], bool]) -> bool:
-    """Wait for the end of something; False where it did not come in time."""
-    hurried_since = 0.0
+def _wait_until(has_ended: Callable[[float], bool], is_urgent: Callable[[], bool]) -> bool:
+    """Wait until `has_ended` returns True. Returns False where the time ran out first."""
+    urgent_since = 0.0
     while not has_ended(_TICK_SECONDS):
         now = time.monotonic()
-        if is_hurried():
-            hurried_since = hurried_since or now
-            if now - hurried_since > PATIENCE_SECONDS:
+        if is_urgent():
+            urgent_since = urgent_since or now
+            if now - urgent_since > PATIENCE_SECONDS:
                 return False
     return True
 
 
 @final
-class Outlet:
-    """Writes bytes to descriptors in order, each with a thread of its own.
+class OutputWriter:
+    """Writes bytes to descriptors in order, with one thread for each descriptor.
 
-    A reader that takes nothing holds the caller up, as a plain write would, until there `is_hurried`. A second
-    later it is given up: what is still to come for it is dropped.
+    A reader that does not read blocks the caller, as a plain write would, until `is_urgent` returns True.
+    `PATIENCE_SECONDS` later the descriptor is abandoned: all further bytes for it are dropped.
     """
 
-    def __init__(self, is_hurried: Callable[[], bool]) -> None:
-        self._is_hurried = is_hurried
+    def __init__(self, is_urgent: Callable[[], bool]) -> None:
+        self._is_urgent = is_urgent
         self._writers: dict[int, _Writer] = {}
 
     def write(self, descriptor: int, data: bytes) -> None:
-        """Write every byte of `data`. An OSError says that nobody reads any more."""
+        """Write every byte of `data`. Raises OSError: the reader is closed."""
         writer = self._writers.get(descriptor)
         if writer is None:
             writer = self._writers[descriptor] = _Writer(descriptor)
             writer.start()
-        writer.write(data, self._is_hurried)
+        writer.write(data, self._is_urgent)
 
     def close(self) -> None:
-        """End the threads; one that is still blocked goes with the process."""
+        """End the threads. A thread that is still blocked ends with the process."""
         for writer in self._writers.values():
             writer.close()
 
@@ -116,7 +116,7 @@ class _Writer(threading.Thread):
         self._work: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
         self._result: OSError | None = None
-        self._is_given_up = False
+        self._is_abandoned = False
 
     def run(self) -> None:
         while (data := self._work.get()) is not None:
@@ -127,11 +127,11 @@ class _Writer(threading.Thread):
                 result = error
             self._results.put(result)
 
-    def write(self, data: bytes, is_hurried: Callable[[], bool]) -> None:
-        if self._is_given_up:
+    def write(self, data: bytes, is_urgent: Callable[[], bool]) -> None:
+        if self._is_abandoned:
             return
         self._work.put(data)
-        self._is_given_up = not _patiently(self._has_written, is_hurried)
+        self._is_abandoned = not _wait_until(self._has_written, is_urgent)
         result, self._result = self._result, None
         if result is not None:
             raise result

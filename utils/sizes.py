@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: 5GB, 500MB, 2GiB."""
+"""Parses and formats sizes in bytes such as 5GB, 500MB and 2GiB."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)(i?)B?", re.ASCII)
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """Bytes of "5GB" (10^9 each), "5GiB" (2^30 each) or a number.
+    """The number of bytes of "5GB" (units of 10^9), "5GiB" (units of 2^30) or a plain number.
 
-    Raises UsageError: `text` is no size; it names the setting, `name`.
+    Raises:
+        UsageError: `text` is not a size. The message names the setting, `name`.
     """
     match = SIZE.fullmatch(text.strip())
     size = 0

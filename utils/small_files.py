@@ -1,7 +1,7 @@
-"""Reads a file that a user names and that should be short: a config, a list of hosts, a list of variables.
+"""Reads short files that a user names: a config, a list of hosts, a list of variables.
 
-A device, a folder, a pipe into which nobody writes and a file of gigabytes are refused at once, or within
-seconds. A pipe with a writer is read: `xds check <(make-config)` is one.
+A device, a folder, a pipe without a writer and a file of gigabytes are refused at once or within seconds.
+A pipe with a writer is read, as in `xds check <(make-config)`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def read_small_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
     """The bytes of a file.
 
     Raises:
-        OSError: it cannot be read, or is no such file; its `strerror` says what is wrong.
+        OSError: the file cannot be read, is too long or is not a regular file or pipe. See its `strerror`.
     """
-    # without O_NONBLOCK the opening of a pipe waits for a writer
+    # without O_NONBLOCK opening a pipe waits for a writer
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -38,8 +38,8 @@ def read_small_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
         while data := _read(descriptor, left + 1, waits=stat.S_ISFIFO(mode) and not parts):
             left -= len(data)
             if left < 0:
-                told = f"longer than {most_bytes >> 20} MiB; is it the right file?"
-                raise OSError(errno.EFBIG, told)
+                reason = f"longer than {most_bytes >> 20} MiB; is it the right file?"
+                raise OSError(errno.EFBIG, reason)
             parts.append(data)
         return b"".join(parts)
     finally:
@@ -47,7 +47,7 @@ def read_small_file(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def _read(descriptor: int, most_bytes: int, *, waits: bool) -> bytes:
-    """The next bytes; b"" at the end. waits: for the first writer of a pipe, which may come."""
+    """The next bytes; b"" at the end. With `waits`, wait for the first writer of a pipe."""
     deadline = time.monotonic() + PIPE_SECONDS
     while True:
         try:
@@ -59,5 +59,5 @@ def _read(descriptor: int, most_bytes: int, *, waits: bool) -> bytes:
             select.select([descriptor], [], [], _TICK_SECONDS)
         if time.monotonic() > deadline:
             raise TimeoutError(
-                errno.ETIMEDOUT, f"a pipe into which nobody writes for {PIPE_SECONDS:.0f} s"
+                errno.ETIMEDOUT, f"a pipe that received no data for {PIPE_SECONDS:.0f} s"
             )

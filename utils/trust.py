@@ -1,9 +1,9 @@
-"""Who else may change what a path leads to: asked before anything there is run, loaded or believed.
+"""Checks that no other user can change a path, before a file there is run, loaded or relied on.
 
-Only root and this user may: they own every folder and every link on the way and the file or folder at the
-end, and nobody else may write to them. A folder with the sticky bit, such as /tmp, is good on the way: there
-nobody can replace what others own. Once all this holds nobody else can undo it, so there is no race between
-the question and the use.
+A path is trusted if root or this user owns every folder and every link on the way and the file or folder at
+the end, and no other user may write to them. A folder with the sticky bit, such as /tmp, is allowed on the
+way: there no user can replace files that others own. Once these conditions hold, no other user can change
+them, so there is no race between the check and the use.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import stat
 from functools import cache
 from pathlib import Path
 
-_MOST_LINKS = 40  # as the kernel's
+_MOST_LINKS = 40  # the kernel's own limit
 _OTHERS, _GROUP = 0o002, 0o020
 
 
 def why_not_trusted(path: str | Path) -> str:
-    """Who else may change what `path` leads to, in a sentence; "" where nobody may.
+    """Which other user may change `path`, in one sentence; "" where no other user may.
 
-    What does not exist yet is judged by the folders that do: after it was made, ask again.
+    Where `path` does not exist yet, only the existing folders are checked: call it again once it was created.
     """
     here, num_links = "/", 0
     rest = _names(os.path.join(os.getcwd(), path))
     reason = _why_not(here, os.lstat(here), is_last=not rest)
     while rest and not reason:
         name = rest.pop()
-        if name == "..":  # `here` has no links in it
+        if name == "..":  # `here` contains no links
             here = os.path.dirname(here)
             continue
         there = os.path.join(here, name)
@@ -53,14 +53,14 @@ def why_not_trusted(path: str | Path) -> str:
 
 
 def make_folders(path: Path) -> None:
-    """Make `path` and what is missing above it such that nobody else may write there, whatever the umask."""
+    """Create `path` and its missing parents so that no other user may write there, whatever the umask is."""
     for each in (*reversed(path.parents), path):
         if not each.is_dir():
             each.mkdir(mode=0o755, exist_ok=True)
 
 
 def _names(path: str) -> list[str]:
-    """The last one first."""
+    """The names in `path`, the last one first."""
     return [name for name in reversed(path.split("/")) if name not in ("", ".")]
 
 
@@ -83,7 +83,7 @@ def _whose(path: str, status: os.stat_result, *, is_last: bool) -> str:
 
 @cache
 def _unmapped() -> set[int]:
-    """The number that stands for root, and for all others, in a namespace that maps one user only."""
+    """The user id that represents root and all other users in a namespace that maps one user only."""
     try:
         with open("/proc/self/uid_map") as file:
             num_mapped = sum(int(line.split()[2]) for line in file)
@@ -94,7 +94,7 @@ def _unmapped() -> set[int]:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether it is the group that many systems make for each user, with nobody else in it."""
+    """Whether it is the private group that many systems create for each user, without other members."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:

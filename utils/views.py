@@ -1,6 +1,6 @@
-"""Writing to tensors whose elements share memory: expanded ones, sliding windows.
+"""Writes to tensors whose elements share memory: expanded tensors and sliding windows.
 
-torch.zeros(1).expand(4)      one element of memory, seen four times
+torch.zeros(1).expand(4)      four elements that share one element of memory
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from torch import Tensor
 
 
 def holds(view: Tensor, values: Tensor) -> bool:
-    """Whether `view` can become `values`: what shares memory there is the same here, bit for bit.
+    """Whether `view` can hold `values`: elements that share memory have equal bits in `values`.
 
-    Shapes:  both the same; both of one dtype. Memory: what `view` spans, where its elements may overlap.
+    Shapes:  both the same, with the same dtype.
+    Memory:  as much as `view` spans, where its elements may overlap.
     """
     if not may_overlap(view):
         return True
@@ -26,7 +27,7 @@ def holds(view: Tensor, values: Tensor) -> bool:
 
 
 def write(view: Tensor, values: Tensor) -> None:
-    """`view` becomes `values` of its shape, which it `holds`: each element of memory is written."""
+    """Write `values` to `view`, of the same shape, which it `holds`. Writes each element of memory."""
     for dim, (size, step) in enumerate(zip(view.shape, view.stride(), strict=True)):
         if step == 0 and size > 1:
             view, values = view.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
@@ -34,8 +35,8 @@ def write(view: Tensor, values: Tensor) -> None:
 
 
 def may_overlap(view: Tensor) -> bool:
-    """Whether two elements may be one in memory."""
-    reach = 0  # of the dimensions with smaller steps, in elements of memory
+    """Whether two elements may share memory."""
+    reach = 0  # span of the dimensions with smaller steps, in elements of memory
     for size, step in sorted(_dims(view), key=lambda dim: dim[1]):
         if step <= reach:
             return True
@@ -44,7 +45,7 @@ def may_overlap(view: Tensor) -> bool:
 
 
 def _dims(view: Tensor) -> Sequence[tuple[int, int]]:
-    """Size and step of the dimensions that have more than one element; none where `view` is empty."""
+    """Size and step of each dimension with more than one element; [] where `view` is empty."""
     if not view.numel():
         return []
     return [(size, step) for size, step in zip(view.shape, view.stride(), strict=True) if size > 1]

@@ -1,10 +1,10 @@
-"""Time the builder of native ops: cold, cached, with 8 processes racing, after a kill in the middle.
+"""Time the build of native ops: cold, cached, with 8 concurrent processes, and after a kill during a build.
 
     python benchmarks/build/main.py [--quick]
 
-Every figure is of fresh processes on a fresh cache folder, with the sources of xds itself. A cold build
-is what `load` takes the first time; a cached load is that of every process after it, with computing the
-key, checking the library and registering its kernels.
+Every figure is for new processes and a new cache folder, with the sources of xds itself. A cold build is the
+first call of `load`. A cached load is the call in every later process: it computes the key, checks the library
+and registers its kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BUILDS = "building the native library"  # a builder logs this line once for each
 
 
 def start(cache: Path) -> subprocess.Popen[str]:
-    """A fresh process that loads the library of all CPU ops."""
+    """Start a new process that loads the library of all CPU ops."""
     return subprocess.Popen(
         [sys.executable, "-c", LOAD],
         env={**os.environ, "XDS_CACHE_DIR": str(cache)},
@@ -52,7 +52,7 @@ def start(cache: Path) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str]) -> tuple[float, int, float]:
-    """Seconds that loading took, how many builds that process made, CPU seconds of its compilers."""
+    """The seconds of the load, the number of builds of that process, and the CPU seconds of its compilers."""
     out, log = process.communicate()
     if process.returncode:
         raise SystemExit(f"loading failed:\n{log}")
@@ -93,7 +93,7 @@ def row(name: str, ended: list[tuple[float, int, float]], must: float, watch: Wa
 
 
 def race(folder: Path) -> Row:
-    """Processes that ask at once: how many of them build."""
+    """Start processes at once, and count how many of them build."""
     racing = [start(folder / "race") for _ in range(NUM_RACING)]
     ended = [end(process) for process in racing]
     slowest = max(seconds for seconds, _, _ in ended)
@@ -107,7 +107,7 @@ def race(folder: Path) -> Row:
 
 
 def kill(folder: Path, when: str, num_objects: int) -> Row:
-    """SIGKILL of the builder once `num_objects` are compiled: seconds of the next load, and what is left."""
+    """Kill the build once `num_objects` are compiled: the seconds of the next load, and the remaining files."""
     cache = folder / f"kill_{num_objects}"
     killed = start(cache)
     while killed.poll() is None and not is_at(cache, num_objects):
@@ -128,7 +128,7 @@ def kill(folder: Path, when: str, num_objects: int) -> Row:
 
 
 def is_at(cache: Path, num_objects: int) -> bool:
-    """Whether so many objects are there of a build that has begun."""
+    """Whether a running build has compiled that many objects."""
     began = any(cache.glob(".tmp-*/build.ninja"))
     return began and len(list(cache.glob(".tmp-*/*.o"))) >= num_objects
 
@@ -143,7 +143,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-build-") as name:
         folder = Path(name)
-        end(start(folder / "warm"))  # the file cache is warm for everybody
+        end(start(folder / "warm"))  # warms up the file cache for all rows
         if options.wait:
             wait_until_quiet(options.wait)
         rows = cold_and_cached(folder, 1 if options.quick else 3, 5)

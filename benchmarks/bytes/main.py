@@ -1,9 +1,9 @@
-"""Count the bytes that a training step sends: the engine's count, theory, and the kernel's count.
+"""Compare the bytes that a training step sends: the engine's count, the theory and the kernel's count.
 
     python benchmarks/bytes/main.py [--only PATTERN] [--quick]
 
-Stages 0-3 x 2, 4, 8 ranks x 1 and 4 micro-batches. Two demands: the engine's count equals theory
-for the padded units exactly (and padding is at most 1 % of the parameters), and what the kernel saw
+Stages 0-3 x 2, 4, 8 ranks x 1 and 4 micro-batches. Two requirements: the engine's count equals
+the theory for the padded units exactly (and padding is at most 1 % of the parameters), and the kernel's count
 on the loopback device is within 5 % of the engine's count.
 """
 
@@ -21,14 +21,14 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "step_time")]
 from harness import RankFailed, Row, finish, run_ranks  # noqa: E402
 from theory import UnitSize, bytes_per_step  # noqa: E402
 
-WIDTH, LAYERS, CONTEXT = 200, 4, 64  # a width that does not divide: there is padding to name
-WINDOWS, STEPS = 4, 3  # the quietest of the windows counts: others' traffic only adds
+WIDTH, LAYERS, CONTEXT = 200, 4, 64  # a width that does not divide evenly, so that there is padding
+WINDOWS, STEPS = 4, 3  # the smallest of the windows counts: other traffic only adds bytes
 SMALL = ("control", "broadcast")  # kinds that carry a few numbers: norms, flags
 MAX_PADDING, MAX_WIRE = 1.01, 1.05
 
 
 def loopback_bytes() -> int:
-    """Bytes sent on the loopback device since boot, by everybody."""
+    """Bytes sent on the loopback device since boot, by all processes."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":
@@ -105,7 +105,7 @@ def count(rank: int, world_size: int, cases: list[tuple[int, int]]) -> list[dict
     return found
 
 
-def judge(
+def build_rows(
     case: tuple[int, int], world_size: int, ranks: list[dict[str, Any]], name: str
 ) -> list[Row]:
     """Two rows: the engine's count against theory, and the kernel's against the engine's."""
@@ -136,7 +136,7 @@ def judge(
 
 
 def main() -> int:
-    """Run what was asked for; 1 if a row fails."""
+    """Run the selected cases; 1 if a row fails."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="*", help="cases whose name matches, such as 'stage 3*'")
     parser.add_argument("--quick", action="store_true", help="two ranks only; keeps nothing")
@@ -162,7 +162,7 @@ def main() -> int:
             rows += [Row(name, must=MAX_PADDING, void=f"FAIL ({reason})") for name in cases]
             continue
         for i, (name, case) in enumerate(cases.items()):
-            rows += judge(case, world_size, [rank[i] for rank in ranks], name)
+            rows += build_rows(case, world_size, [rank[i] for rank in ranks], name)
     return finish(HERE, rows, keeps=not options.quick)
 
 

@@ -1,4 +1,4 @@
-"""Bytes that one rank has to send in one optimizer step, from the sizes of the units alone.
+"""Computes the bytes that one rank must send in one optimizer step, from the sizes of the units.
 
 Ring or pairwise, a collective over N ranks cannot send less than f = (N - 1) / N of the buffer a
 rank, so with e bytes an element and P elements (ZeRO paper, section 7):
@@ -25,7 +25,7 @@ class UnitSize:
 
 
 def passes(stage: int, num_micro_batches: int, kept: bool) -> int:
-    """How many times f of a unit's buffer leaves a rank in one optimizer step."""
+    """How many times a rank sends the fraction f of a unit's buffer in one optimizer step."""
     if stage <= 1:
         return 2
     if stage == 2:
@@ -40,7 +40,7 @@ def bytes_per_step(
     num_micro_batches: int,
     element_bytes: int = 4,
 ) -> float:
-    """Bytes a rank and step; an integer when every unit divides by `world_size`."""
+    """Bytes per rank and step; an integer when every unit divides by `world_size`."""
     fraction = (world_size - 1) / world_size
     elements = sum(u.numel * passes(stage, num_micro_batches, u.kept) for u in units)
     return elements * element_bytes * fraction

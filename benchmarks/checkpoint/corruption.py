@@ -1,10 +1,10 @@
-"""Damage a checkpoint in 1,000 ways, and see that two ranks refuse each and can fall back.
+"""Damage a checkpoint in 1,000 ways, and check that two ranks refuse each one and can fall back.
 
     python benchmarks/checkpoint/corruption.py [--trials 1000]
 
-A flipped bit, a file cut off, two shards swapped, a file deleted, a file of another checkpoint in its place:
-the last of three checkpoints is damaged, loaded at the layout it was saved with, refused by the name of the
-file, nothing has changed; with fallback=True the one before is loaded, bit for bit.
+The damages: a flipped bit, a truncated file, two swapped shards, a deleted file, a file of another checkpoint.
+The last of three checkpoints is damaged and loaded with the layout it was saved with. The load must raise with
+the name of the file and change nothing. With fallback=True the previous checkpoint is loaded, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How much memory and time `xds checkpoint import` takes for a ZeRO-2 checkpoint of DeepSpeed's form.
+"""Measure the memory and time of `xds checkpoint import` for a ZeRO-2 checkpoint in DeepSpeed's format.
 
     python benchmarks/checkpoint/import_memory.py [--layers 40] [--folder DIR]
 
 The checkpoint is made here (bf16 weights, fp32 masters and moments of two ranks), so no DeepSpeed is needed.
-Anonymous memory is what the process holds of its own; mapped pages belong to the page cache.
+Anonymous memory is the process's own memory; mapped pages belong to the page cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def make(folder: Path, num_layers: int) -> None:
-    """One rank's file after the other, each with its own masters and moments."""
+    """Write the files of all ranks, each with its own masters and moments."""
     folder.mkdir(parents=True)
     shapes = {f"layers.{n}.weight": torch.Size([WIDTH, WIDTH]) for n in range(num_layers)}
     model = {

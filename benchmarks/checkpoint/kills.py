@@ -1,9 +1,9 @@
-"""Kill ranks with SIGKILL at random instants of save loops, and look through what is left.
+"""Kill ranks with SIGKILL at random moments of save loops, and check the checkpoints that remain.
 
     python benchmarks/checkpoint/kills.py [--kills 560] [--side-by-side 6] [--quick]
 
-Claim: no kill leaves a checkpoint that does not load, none loses one that was reported as saved. Each scenario
-has its own folder; after a kill the next two ranks go on from the newest checkpoint there.
+Claim: after every kill all checkpoints load, and none that was reported as saved is lost. Each scenario
+has its own folder; after a kill the next two ranks resume from the newest checkpoint in it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ COLUMNS = ("scenario", "kills", "in a save", "committed, not yet told", "checked
 
 
 def scenarios() -> list[Scenario]:
-    """Every way to save and to be killed; stages and sizes take turns."""
+    """All combinations of saves and kills; stages and sizes alternate."""
     found = []
     ways = itertools.product((False, True), (0, 2), (False, True), ("one", "all"))
     for number, (same_tag, keep_last, async_save, victims) in enumerate(ways):
         if same_tag and keep_last:
-            continue  # one folder is all there is
+            continue  # there is only one folder
         # the last one writes around the page cache
         width, layers = ((16, 2), (256, 3), (1024, 3))[number // 2 % 3]
         stage = (number * 3 + number // 4) % 4
@@ -52,7 +52,7 @@ def kill_often(scenario: Scenario, kills: int, seed: int) -> Tally:
 
 
 def main() -> int:
-    """Run all scenarios; 1 if anything was torn or lost."""
+    """Run all scenarios; 1 if any checkpoint was damaged or lost."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=560, help="in all")
     parser.add_argument("--side-by-side", type=int, default=6, help="scenarios at a time")
@@ -86,7 +86,7 @@ def show(rows: list[tuple[object, ...]]) -> None:
 
 
 def keep(every: list[Scenario], tallies: list[Tally], seconds: float) -> None:
-    """The results as results/<date>-kills-<processor>.json."""
+    """Write the results to results/<date>-kills-<processor>.json."""
     about = machine()
     words = about["cpu"].lower().replace("(r)", "").split()[:2]
     today = datetime.date.today().isoformat()

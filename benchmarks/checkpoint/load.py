@@ -2,9 +2,9 @@
 
     python benchmarks/checkpoint/load.py [--folder DIR] [--gigabytes 1] [--rounds 5] [--ranks 2,4] [--warm]
 
-Each rank reads its share from the disk: the page cache is emptied of it first (not with --warm). Raw: the
-rank's own file, 4 MiB at a time, into memory that is there already, nothing summed. All take turns.
-`fresh`: an engine without optimizer states, as after a start. `again`: over states that are alive.
+Each rank reads its share from the disk: it is removed from the page cache first (not with --warm). Raw: the
+rank's own file, 4 MiB at a time, into allocated memory, without checksums. All variants alternate.
+`fresh`: an engine without optimizer states, as after a start. `again`: into existing states.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYOUTS = ((3, 3), (2, 1))  # stage now and stage of what was saved
 
 
 def build(gigabytes: float, stage: int) -> Any:
-    """An engine with so many bytes of values and states over all ranks, after one step."""
+    """An engine with this number of bytes of values and states over all ranks, after one step."""
     import torch
     from torch import nn
 
@@ -65,7 +65,7 @@ def write(rank: int, world_size: int, folder: str, gigabytes: float) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Take the files out of the page cache."""
+    """Remove the files from the page cache."""
     for path in folder.glob("rank_*"):
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

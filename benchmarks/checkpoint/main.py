@@ -1,9 +1,9 @@
-"""Time saves against a raw write of the same bytes, and against torch's two ways.
+"""Time saves against a raw write of the same bytes, and against torch's two save functions.
 
     python benchmarks/checkpoint/main.py [--rounds 7] [--only WORD] [--quick]
 
-Ranks are gloo processes with one thread each. A raw write is what the disk gives: each rank writes its
-share to a file of its own, 4 MiB at a time, and fsyncs it. load.py, kills.py and corruption.py stand beside.
+Ranks are gloo processes with one thread each. A raw write shows the speed of the disk: each rank
+writes its share to its own file, 4 MiB at a time, and fsyncs it. See also load.py, kills.py and corruption.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Contestants that write the same states: xds, a raw fsynced write, DCP, torch.save."""
+"""The contestants of the save benchmark: xds, a raw fsynced write, DCP and torch.save of the same states."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def states_bytes(engine: Any) -> int:
 
 
 class Turns:
-    """Contestants that write in turn, each into a fresh folder that is removed again."""
+    """Contestants that write in turn, each into a new folder that is removed afterwards."""
 
     def __init__(self, folder: str, rounds: int) -> None:
         self.folder = Path(folder)
@@ -73,7 +73,7 @@ class Turns:
         self.seconds: dict[str, list[float]] = {}
 
     def run(self, writers: dict[str, Callable[[Path], Any]]) -> None:
-        """One warm-up of each, then `rounds` turns; the order is turned round from round to round."""
+        """One warm-up of each, then `rounds` turns; the order is reversed from round to round."""
         names = list(writers)
         for number in range(-1, self.rounds):
             for name in names if number % 2 else reversed(names):
@@ -88,7 +88,7 @@ class Turns:
         if dist.get_rank() == 0:
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir()
-            os.sync()  # the last turn's blocks are not this one's work
+            os.sync()  # so that this turn does not write the blocks of the last one
         gc.collect()
         dist.barrier()
         start = time.perf_counter()
@@ -155,7 +155,7 @@ def torch_writers(model: Any) -> dict[str, Callable[[Path], None]]:
 
 
 def synchronous(rank: int, world_size: int, folder: str, kind: str, rounds: int) -> dict[str, Any]:
-    """Seconds of every turn, and by how much memory grew in a save."""
+    """The seconds of every turn, and the growth of memory in a save."""
     import torch
 
     torch.manual_seed(0)
@@ -169,7 +169,7 @@ def synchronous(rank: int, world_size: int, folder: str, kind: str, rounds: int)
             **torch_writers(MODELS[kind]()),
         }
     )
-    gc.collect()  # what an earlier save left is not there when this one begins
+    gc.collect()  # frees the memory of earlier saves before this one begins
     before_bytes = anonymous_bytes()
     _, peak_bytes = peak_of(lambda: turns.one(engine.save_checkpoint))
     return {
@@ -191,7 +191,7 @@ def without_sums(rank: int, world_size: int, folder: str, rounds: int) -> dict[s
     engine = engine_of(large_model())
 
     class NoSums:
-        """Stands for zlib where the writer looks it up."""
+        """Replaces zlib in the writer."""
 
         crc32 = staticmethod(lambda part, crc=0: 0)
 
@@ -208,7 +208,7 @@ def without_sums(rank: int, world_size: int, folder: str, rounds: int) -> dict[s
 
 
 def background(rank: int, world_size: int, folder: str, rounds: int) -> dict[str, Any]:
-    """The stall of a save in the background, and steps with and without one under way."""
+    """The stall of a background save, and steps with and without one running."""
     import torch
     import torch.distributed as dist
 

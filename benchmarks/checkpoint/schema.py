@@ -1,10 +1,11 @@
-"""Change what 5,000 checkpoints say, with every sum made right, and see what verify and load make of each.
+"""Change the contents of 5,000 checkpoints with correct checksums, and check how verify and load handle each.
 
     python benchmarks/checkpoint/schema.py [--trials 5000]
 
-Four of five on one rank, others on two. A value of the manifest is removed, repeated, renamed or replaced by
-a hostile one; so are those of a file's header, and the bytes of small tensors. A refusal is one sentence and
-changes nothing; what `xds checkpoint verify` passes loads, or does not fit the engine.
+Four of five run on one rank, the others on two. A value of the manifest is removed, repeated, renamed or
+replaced by a hostile one; so are those of a file's header, and the bytes of small tensors. A refusal is one
+sentence and changes nothing. A checkpoint that passes `xds checkpoint verify` loads, or does not match the
+engine.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from manifest_trials import try_often  # noqa: E402
 
 
 def main() -> int:
-    """Run the trials and keep the results; 1 if anything broke."""
+    """Run the trials and keep the results; 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
@@ -64,7 +65,7 @@ def main() -> int:
 
 
 def _loads(found: dict[str, dict[str, int]]) -> int:
-    """How many loads went through, whatever verify said: the same on every rank."""
+    """How many loads succeeded, for any result of verify; the same on every rank."""
     return sum(count for outcome, count in found["outcomes"].items() if outcome.endswith("loaded"))
 
 

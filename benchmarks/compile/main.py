@@ -1,9 +1,9 @@
-"""Claim: an engine with `compile` enabled is as fast as the compiled loop that everybody writes.
+"""Claim: an engine with `compile` enabled is as fast as a plain compiled training loop.
 
 Both sides train the GPT of examples/gpt/model.py on one rank and one thread, each block compiled by
-torch.compile's default backend. The two of a row take turns in a process of their own; a row is the median of
-the ratios of neighbouring turns, of wall time and of the process's CPU time, which others on the machine
-disturb less. Only two: four shared one heap, and who happened to lie at its end paid for giving pages back.
+torch.compile's default backend. The two contestants of a row alternate in a separate process. A row is the
+median of the ratios of neighbouring turns, for wall time and for the process's CPU time, which other processes
+disturb less. Only two run per process: with four in one heap, the one at its end paid for returning pages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Step = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two that take turns in one process; `must` bounds their ratio of step times."""
+    """Two contestants that alternate in one process; `must` bounds their ratio of step times."""
 
     ours: str
     theirs: str
@@ -47,7 +47,7 @@ PAIRS = (Pair(ENGINE, PLAIN, MUST), Pair(EAGER_ENGINE, EAGER), Pair(ENGINE, EAGE
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a comparison; `batch` sequences of `context` tokens a step."""
+    """Sizes of a comparison; `batch` sequences of `context` tokens per step."""
 
     name: str
     layers: int
@@ -69,7 +69,7 @@ CASES = (
 
 
 def make_model(case: Case) -> Any:
-    """The example's GPT, the same weights for everybody."""
+    """The example's GPT, with the same weights for all contestants."""
     import torch
     from model import GPT, Shape
 
@@ -78,7 +78,7 @@ def make_model(case: Case) -> Any:
 
 
 def plain(case: Case, compiles: bool) -> Step:
-    """The loop everybody writes, with fused AdamW."""
+    """A plain training loop with fused AdamW."""
     import torch
 
     model = make_model(case)
@@ -99,7 +99,7 @@ def plain(case: Case, compiles: bool) -> Step:
 
 
 def engine(case: Case, compiles: bool) -> Step:
-    """The same through an engine; the config alone compiles."""
+    """The same with an engine; only the config enables compilation."""
     import xds
 
     config = {
@@ -128,7 +128,7 @@ BUILDERS = {
 
 
 def measure(rank: int, world_size: int, case: Case, pair: Pair, rounds: int) -> dict[str, Any]:
-    """One process: build both, then turns of one step each, who is first alternates."""
+    """One process: build both, then turns of one step each; the first contestant alternates."""
     import torch
     from torch._dynamo.utils import counters
 
@@ -167,8 +167,8 @@ def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def judge(case: Case, pair: Pair, found: dict[str, Any], busy: float | None) -> Iterator[Row]:
-    """Ours over theirs, by wall time and by CPU time; void where their losses differ."""
+def build_rows(case: Case, pair: Pair, found: dict[str, Any], busy: float | None) -> Iterator[Row]:
+    """The ratio of xds to the loop, by wall time and by CPU time; void where their losses differ."""
     ours, theirs = pair.ours, pair.theirs
     losses = found["losses"]
     void = ""
@@ -205,7 +205,7 @@ def main() -> int:
         for pair in PAIRS:
             with Watch() as watch:
                 found = run_ranks(measure, 1, case, pair, rounds)[0]
-            fresh = list(judge(case, pair, found, watch.others))
+            fresh = list(build_rows(case, pair, found, watch.others))
             print_rows(fresh)
             rows += fresh
     return finish(HERE, rows, keeps=not options.quick)

@@ -1,9 +1,9 @@
-"""Weigh a rank while it builds a model that is larger than a rank's share of memory.
+"""Measure a rank's memory while it builds a model that is larger than a rank's share of memory.
 
     python benchmarks/construction/main.py [--quick]
 
 A 1.2B-parameter GPT in bf16 on 4 ranks at stage 3. Each row is the peak growth of a rank's anonymous
-memory, sampled every millisecond, over what it has to hold then: its shards and the largest unit.
+memory, sampled every millisecond, relative to the memory that it needs then: its shards and the largest unit.
 """
 
 from __future__ import annotations

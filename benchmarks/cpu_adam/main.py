@@ -1,9 +1,9 @@
-"""Claim: the CPU optimizers of xds are one pass over memory at its speed, and faster than what users have.
+"""Claim: the CPU optimizers of xds make one pass at memory speed, and are faster than the alternatives.
 
-xds and torch live in one process and share their tensors; DeepSpeedCPUAdam and the memory's own speed
-(stream.cpp) have processes of their own, because each brings another OpenMP. All take turns of one step, told
-through a pipe, and wait a little before each until idle threads have stopped spinning. A row is the median of
-the ratios of the turns of one round.
+xds and torch run in one process and share their tensors. DeepSpeedCPUAdam and the measurement of memory speed
+(stream.cpp) run in separate processes, because each loads another OpenMP. All alternate after each step, on
+commands through a pipe, and wait a little before each step until idle threads have stopped spinning. A row
+is the median of the ratios of the turns of one round.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ from harness import (  # noqa: E402
 STREAM_FLAGS = (
     "-O3 -march=native -fopenmp -ffast-math -fno-tree-loop-distribute-patterns -std=c++17"
 )
-TRIADS = {"triad": 12, "triad_non_temporal": 12}  # bytes counted for a float's room: 24 a double
-WRITE_ALLOCATE = 16  # what a triad of plain stores moves: the line it overwrites is read first
+TRIADS = {"triad": 12, "triad_non_temporal": 12}  # bytes per float; 24 per double
+WRITE_ALLOCATE = (
+    16  # bytes that a triad with plain stores moves: it reads the line that it overwrites first
+)
 UPDATE = {"update": 28}
 BYTES = {"adamw": 28}  # read four floats, write three; no line is written that was not read
 SETTLE_SECONDS = 0.05  # an OpenMP thread spins for some milliseconds after its work
@@ -50,7 +52,7 @@ WARMUP = 3
 
 @dataclass(frozen=True)
 class Bar:
-    """What xds is measured against: `peers` whose best counts, and the speed-up demanded."""
+    """The comparison of a row: the fastest of `peers`, and the required speed-up."""
 
     label: str
     peers: tuple[str, ...]  # beginnings of contestants' names
@@ -60,7 +62,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One optimizer; who else takes turns."""
+    """One optimizer, and the other contestants."""
 
     case: str
     title: str
@@ -92,7 +94,7 @@ COMPARISONS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for every process."""
+    """The settings of every process."""
 
     numel: int
     threads: int
@@ -102,7 +104,7 @@ class Settings:
     folder: str
 
     def environment(self) -> dict[str, str]:
-        """Of every process; the peer is started as its users would, away from this checkout."""
+        """The environment of every process; the peer runs as its users run it, outside of this checkout."""
         pages = {"THP_MEM_ALLOC_ENABLE": "1"} if self.huge_pages else {}
         keep = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}
         threads = str(self.threads)
@@ -114,11 +116,11 @@ class Settings:
 
 
 class Process:
-    """A process that takes one step of one of its contestants when told, and says its seconds."""
+    """A process that runs one step of one of its contestants on a command, and returns the seconds."""
 
     def __init__(self, command: list[str], settings: Settings, first: str = "") -> None:
         environment = settings.environment()
-        if first:  # where the interpreter's own tools (ninja) lie
+        if first:  # the folder of the interpreter's own tools (ninja)
             environment["PATH"] = f"{first}{os.pathsep}{environment.get('PATH', '')}"
         self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -158,7 +160,7 @@ class Process:
 
 
 def start_worker(case: str, settings: Settings, kind: str) -> tuple[Process, dict[str, Any]]:
-    """xds and torch, or the peer, and what it said about itself."""
+    """xds and torch, or the peer, and its first answer."""
     python = settings.peer_python if kind == "deepspeed" else sys.executable
     numbers = [str(settings.numel), str(settings.threads)]
     command = [python, str(HERE / "worker.py"), case, *numbers, kind]
@@ -167,7 +169,7 @@ def start_worker(case: str, settings: Settings, kind: str) -> tuple[Process, dic
 
 
 def start_stream(settings: Settings) -> Process:
-    """Memory's own speed, compiled when first needed."""
+    """The measurement of memory speed, compiled when first needed."""
     binary = Path(settings.folder, "stream")
     if not binary.exists():
         compiler = os.environ.get("CXX", "g++")
@@ -181,7 +183,7 @@ def start_stream(settings: Settings) -> Process:
 
 @dataclass
 class Team:
-    """Who takes turns: a contestant's process, and why others are not here."""
+    """The contestants' processes, and the reasons why others are missing."""
 
     members: dict[str, Process]
     missing: dict[str, str]
@@ -189,7 +191,7 @@ class Team:
 
 
 def assemble(comparison: Comparison, settings: Settings, stack: ExitStack) -> Team:
-    """Start every process of a comparison; what cannot run here is told, not hidden."""
+    """Start every process of a comparison; contestants that cannot run here are reported."""
     team = Team({}, {}, {})
     process, about = start_worker(comparison.case, settings, "native")
     stack.callback(process.close)
@@ -215,7 +217,7 @@ def assemble(comparison: Comparison, settings: Settings, stack: ExitStack) -> Te
 
 
 def take_turns(team: Team, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each turn; the order rotates and turns round, so nobody keeps a neighbour."""
+    """Seconds of each turn. The order rotates and reverses, so that the neighbours change."""
     names = list(team.members)
     for name in names * WARMUP:
         team.members[name].step(name)
@@ -233,7 +235,7 @@ def take_turns(team: Team, rounds: int) -> dict[str, list[float]]:
 
 
 def best(seconds: dict[str, list[float]], beginnings: tuple[str, ...]) -> str | None:
-    """Whose median is smallest among the names that begin so."""
+    """The name with the smallest median among those with this beginning."""
     names = [name for name in seconds if name.startswith(beginnings)]
     return min(names, key=lambda name: statistics.median(seconds[name]), default=None)
 
@@ -244,7 +246,7 @@ def rate(bytes_per_element: float, numel: int, seconds: list[float]) -> float:
 
 
 def speed_row(name: str, ours: list[float], theirs: list[float], weight: float = 1.0) -> Row:
-    """How many times the peer's speed: `weight` is our bytes over theirs."""
+    """The speed relative to the peer's; `weight` is the bytes of xds over those of the peer."""
     ratios = [weight * b / a for a, b in zip(ours, theirs, strict=True)]
     samples = {"ours": [round(s, 6) for s in ours], "theirs": [round(s, 6) for s in theirs]}
     spread = (statistics.median(ratios), min(ratios), max(ratios))
@@ -252,7 +254,7 @@ def speed_row(name: str, ours: list[float], theirs: list[float], weight: float =
 
 
 def memory_rows(title: str, seconds: dict[str, list[float]], numel: int, who: str) -> Iterator[Row]:
-    """Bytes over time of `who` against the triad's of the same run."""
+    """Bytes per time of `who`, relative to the triad of the same run."""
     taken = seconds[who]
     counted = {name: rate(size, numel, seconds[name]) for name, size in TRIADS.items()}
     top = max(counted, key=lambda name: counted[name])
@@ -275,7 +277,7 @@ def memory_rows(title: str, seconds: dict[str, list[float]], numel: int, who: st
     yield row
 
 
-def judge(
+def build_rows(
     comparison: Comparison, team: Team, seconds: dict[str, list[float]], settings: Settings
 ) -> Iterator[Row]:
     """Every row of a comparison."""
@@ -301,7 +303,7 @@ def judge(
 
 
 def note(comparison: Comparison, peer: str, seconds: dict[str, list[float]], team: Team) -> str:
-    """Milliseconds of both, and which of several variants was the peer."""
+    """Milliseconds of both, and the variant that was the peer."""
 
     def ms(name: str) -> str:
         return f"{statistics.median(seconds[name]) * 1e3:.0f}"
@@ -335,7 +337,7 @@ def run(comparison: Comparison, settings: Settings, patience: float) -> tuple[li
         with ExitStack() as stack:
             team = assemble(comparison, settings, stack)
             seconds = take_turns(team, settings.rounds)
-    rows = list(judge(comparison, team, seconds, settings))
+    rows = list(build_rows(comparison, team, seconds, settings))
     for row in rows:
         row.others_busy = watch.others
     return rows, team

@@ -1,8 +1,8 @@
 """Claim: a thousand AdamW steps stay within 2e-6 of float64; every instruction set gives the same bits.
 
-Three parts: the error of ours, torch's fused and torch's foreach AdamW against the same steps in float64; a
-digest of what every CPU op writes, in a process of its own for each XDS_CPU_ISA; and every fp32 pattern
-through the cast to bf16 and fp16 against torch's.
+Three parts: the error of xds's AdamW and torch's fused and foreach AdamW against the same steps in float64; a
+digest of the output of every CPU op, in a separate process for each XDS_CPU_ISA; and the casts of every fp32
+pattern to bf16 and fp16, compared with torch's.
 """
 
 from __future__ import annotations
@@ -27,13 +27,20 @@ from harness import Row, finish  # noqa: E402
 MUST = 2e-6
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
-LENGTHS = (1, 15, 16, 17, 1000, 70001)  # ragged tails, more than one thread's share
+LENGTHS = (
+    1,
+    15,
+    16,
+    17,
+    1000,
+    70001,
+)  # partial vectors, and more elements than one thread processes
 MODULES = ("adam", "lion", "adagrad", "sgd", "lamb", "square_sum")
 OPS = ("adam_", "lion_", "adagrad_", "sgd_", "lamb_direction_", "lamb_apply_", "square_sum")
 
 
 def load_ops() -> None:
-    """Define the ops and lay the native kernels over them."""
+    """Define the ops and register the native kernels."""
     from xds.ops.libraries import load
 
     for module in MODULES:
@@ -48,7 +55,7 @@ def load_ops() -> None:
 
 
 def gradients(numel: int, steps: int) -> Iterator[Tensor]:
-    """fp32 [numel] a step: noise around a mean, of a size of its own for every element."""
+    """fp32 [numel] per step: noise around a mean, with a separate magnitude for every element."""
     generator = torch.Generator().manual_seed(5)
     size = torch.empty(numel).log_normal_(-6, 2, generator=generator)
     mean = torch.randn(numel, generator=generator) * 0.3
@@ -57,12 +64,12 @@ def gradients(numel: int, steps: int) -> Iterator[Tensor]:
 
 
 def start(numel: int) -> Tensor:
-    """fp32 [numel]: as a layer is initialised."""
+    """fp32 [numel], with the values of an initialised layer."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(6)) * 0.02
 
 
 def exact(numel: int, grads: Iterator[Tensor]) -> Tensor:
-    """The formula in float64, with gradients as fp32 has them."""
+    """The formula in float64, with fp32 gradients."""
     param = start(numel).double()
     mean, square = torch.zeros_like(param), torch.zeros_like(param)
     for step, grad in enumerate(grads, 1):
@@ -99,7 +106,7 @@ def torch_adamw(numel: int, grads: Iterator[Tensor], **how: bool) -> Tensor:
 
 
 def errors(numel: int, steps: int) -> Iterator[Row]:
-    """Relative to float64: in the 2-norm, and the largest deviation over the largest parameter."""
+    """The error relative to float64: in the 2-norm, and the largest deviation over the largest parameter."""
     truth = exact(numel, gradients(numel, steps))
     found = {
         "xds": ours(numel, gradients(numel, steps)),
@@ -120,7 +127,7 @@ def errors(numel: int, steps: int) -> Iterator[Row]:
 
 
 def digest() -> str:
-    """Of everything that every CPU op writes, for many lengths, dtypes and unaligned starts."""
+    """The digest of the output of every CPU op, for many lengths, dtypes and unaligned starts."""
     load_ops()
     ops = torch.ops.xds
     found = hashlib.sha256()
@@ -164,7 +171,7 @@ def digest() -> str:
 
 
 def same_bits() -> Row:
-    """One process for each instruction set; all digests equal."""
+    """Run one process for each instruction set; all digests must be equal."""
     digests = {}
     for name in INSTRUCTION_SETS:
         environment = os.environ | {"XDS_CPU_ISA": name}

@@ -1,10 +1,10 @@
-"""A process that holds contestants and lets one of them take a step whenever it is told.
+"""A process with contestants that runs one step of one of them on each command.
 
     python worker.py CASE NUMEL THREADS native|deepspeed
 
-Contestants of one process share their tensors, so pages and addresses favour nobody. Each line on stdin names a
-contestant; the answer on stdout is the seconds of one step, as JSON. The first answer says who is here.
-It imports nothing from this folder: a peer's interpreter runs it, too.
+Contestants of one process share their tensors, so pages and addresses are the same for all. Each line on stdin
+names a contestant; the answer on stdout is the seconds of one step, as JSON. The first answer lists the
+contestants. It imports nothing from this folder, because the interpreter of another library runs it as well.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def narrow(wide: Tensor) -> Tensor:
 
 
 def adamw(numel: int) -> dict[str, Step]:
-    """fp32 throughout, nothing around it."""
+    """The fp32 step only."""
     param, grad, mean, square = tensors(numel, "param grad mean square")
     step = torch.ones(())
 
@@ -65,7 +65,7 @@ def adamw(numel: int) -> dict[str, Step]:
 
 
 def adamw_bf16(numel: int) -> dict[str, Step]:
-    """bf16 gradient in, bf16 parameter out; norm, overflow check, unscale and clip on the way."""
+    """bf16 gradient in, bf16 parameter out; with norm, overflow check, unscaling and clipping."""
     param, grad, mean, square = tensors(numel, "param grad mean square")
     half, out, wide = narrow(grad), narrow(param), grad
     step = torch.ones(())
@@ -78,7 +78,7 @@ def adamw_bf16(numel: int) -> dict[str, Step]:
         _adam(param, half, mean, square, out, step, scale, found_inf)
 
     def divisor(norm: Tensor) -> tuple[Tensor, Tensor]:
-        """What torch divides the gradient by, and whether it must not step."""
+        """The divisor of the gradient for torch, and whether the step must be skipped."""
         norm = norm / LOSS_SCALE
         return LOSS_SCALE / (CLIP / (norm + 1e-6)).clamp(max=1.0), 1 - norm.isfinite().float()
 
@@ -146,7 +146,7 @@ def _torch_fused(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, *rest
 
 
 def in_pieces(step: Callable[..., None], full: list[Tensor], scratch: int) -> dict[str, Step]:
-    """torch without a fused kernel: over the whole, and in pieces that stay in a cache.
+    """torch without a fused kernel: over the whole tensor, and in pieces that stay in a cache.
 
     `step(*piece, *buffers)` gets `scratch` buffers as long as the piece.
     """
@@ -252,7 +252,7 @@ def lamb(numel: int) -> dict[str, Step]:
     return {"xds": ours, "torch a parameter": composed}
 
 
-CASES = {  # who takes turns, where its ops are defined, and which must have a native kernel
+CASES = {  # the contestants, the module of its ops, and the ops that need a native kernel
     "adamw": (adamw, ("adam",), ("adam_",)),
     "adamw_bf16": (adamw_bf16, ("adam", "square_sum"), ("adam_", "square_sum")),
     "lion": (lion, ("lion",), ("lion_",)),
@@ -278,7 +278,7 @@ def native(case: str, numel: int) -> tuple[dict[str, Step], dict[str, Any]]:
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         if missing := [op for op in ops if not has(f"xds::{op}", "CPU")]:
             reason = f"no native {', '.join(missing)}"
-    except Exception as error:  # whatever it is, the peers can still be measured
+    except Exception as error:  # the peers can be measured in any case
         reason = str(error).split("\n")[0]
     steps = build(numel)
     if reason:
@@ -287,7 +287,7 @@ def native(case: str, numel: int) -> tuple[dict[str, Step], dict[str, Any]]:
 
 
 def deepspeed(case: str, numel: int) -> tuple[dict[str, Step], dict[str, Any]]:
-    """DeepSpeedCPUAdam as DeepSpeed builds it: its own JIT, -O3 -march=native -fopenmp."""
+    """DeepSpeedCPUAdam as DeepSpeed builds it: with its own JIT, -O3 -march=native -fopenmp."""
     from importlib.metadata import version
 
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -308,11 +308,11 @@ def deepspeed(case: str, numel: int) -> tuple[dict[str, Step], dict[str, Any]]:
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Run commands until stdin ends."""
     case, numel, threads, kind = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(threads)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # a peer's logs go elsewhere
+    os.dup2(2, 1)  # a peer's logs go to stderr
     with torch.no_grad(), contextlib.suppress(BrokenPipeError):
         steps, about = (native if kind == "native" else deepspeed)(case, numel)
         answers.write(json.dumps({"contestants": list(steps), **about}) + "\n")

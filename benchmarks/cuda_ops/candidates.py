@@ -1,7 +1,7 @@
-"""What torch reaches by itself where an own kernel could be written: eager, and compiled.
+"""The speed of torch, eager and compiled, for operations that could get a native kernel.
 
-A kernel of our own is shipped only where it beats both. So each row is the faster of both over the time of
-copying the bytes that must move, and its note says how much an own kernel could gain at most.
+xds has a native kernel only where it is faster than both. So each row is the faster of both relative to the
+time of copying the bytes that must move, and its note gives the largest possible gain of a native kernel.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ WAYS = ("fwd", "fwd+bwd")
 
 
 def names() -> Iterator[str]:
-    """The rows that there would be."""
+    """The names of all rows."""
     for candidate in ALL:
         for way in WAYS[candidate.fn is cross_entropy :]:
             yield candidate.name(way)
@@ -145,7 +145,7 @@ def measure(clock: Clock, candidate: Candidate) -> Iterator[Row]:
 
 
 def rows(clock: Clock) -> Iterator[Row]:
-    """Every row of this file; those that time does not reach say so."""
+    """Every row of this file. Rows for which the time is too short are marked as skipped."""
     for candidate in ALL:
         if clock.is_over:
             for way in WAYS[candidate.fn is cross_entropy :]:

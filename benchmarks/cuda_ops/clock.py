@@ -1,4 +1,4 @@
-"""Time on the device: contestants take turns between two events each, the copy rate among them."""
+"""Measures time on the device: contestants, including a plain copy, alternate between two events each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COPY_BYTES = 1 << 32  # read and written by one turn of the copy
 
 @dataclass
 class Clock:
-    """Takes turns. Before each the L2 is overwritten, which lets the host run ahead of the device, too."""
+    """Alternates contestants. Overwrites the L2 before each turn, so the host also runs ahead of the device."""
 
     deadline: float
     rounds: int = 11
@@ -58,7 +58,7 @@ class Clock:
     def against_copy(
         self, name: str, times: dict[str, list[float]], who: str, size_bytes: float, share: float
     ) -> Row:
-        """Time over that of copying as many bytes: at most 1 / share."""
+        """The time relative to copying as many bytes: at most 1 / share."""
         floor = [ms * size_bytes / COPY_BYTES for ms in times[COPY]]
         row = ratio_row(f"{name}: {who} / copy", times[who], floor, must=1 / share)
         ms = statistics.median(times[who])

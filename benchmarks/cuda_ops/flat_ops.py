@@ -18,7 +18,7 @@ from xds.ops.kernels.square_sum import square_sum
 
 HYPER = (1e-3, 0.9, 0.999, 1e-8, 0.01, True, True)  # lr, betas, eps, decay, decoupled, correction
 BF16, FP32, BYTE = torch.bfloat16, torch.float32, torch.uint8
-# name of a row without " / peer", bars: what the table shows where nothing can be measured
+# name of a row without " / peer", and its targets: shown where nothing can be measured
 ROWS = (
     ("AdamW fp32, one flat shard: xds / copy", 1 / 0.90),
     ("AdamW fp32, one flat shard: xds / torch fused", 1.0),
@@ -112,7 +112,7 @@ class State:
 
 
 def is_right(state: State) -> str:
-    """Empty if a step of ours equals torch's on a sample; else what is wrong."""
+    """ "" if a step of xds equals torch's on a sample; else the difference."""
     sample = State.__new__(State)
     ours, theirs = [], []
     for kept, run in ((ours, State.adam), (theirs, State.torch_fused)):

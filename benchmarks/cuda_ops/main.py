@@ -2,8 +2,8 @@
 
     python benchmarks/cuda_ops/main.py [--minutes 8] [--quick] [--only ops|candidates]
 
-Contestants take turns on one device; a row is the median of the ratios of times in one round: below 1 is
-faster. What cannot be measured is marked so, and is never guessed.
+Contestants alternate on one device. A row is the median of the ratios of times in one round: below 1 is
+faster. Values that cannot be measured are marked so; none is estimated.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def not_measured() -> Iterator[Row]:
 
 
 def gpu() -> dict[str, Any]:
-    """The device and what it runs with."""
+    """The device and its software versions."""
     about = torch.cuda.get_device_properties(0)
     return {
         "name": about.name,
@@ -129,7 +129,7 @@ def main() -> None:
         rows = [*compile_rows(), *not_measured()]
         extra = {"gpu": None}
     print_rows(rows)
-    # a run without a GPU does not put "not measured" where a measured table stands
+    # a run without a GPU does not replace measured figures with "not measured"
     results = (HERE / "results").glob("*.json")
     is_measured = any(json.loads(path.read_text()).get("gpu") for path in results)
     if not options.quick and (extra["gpu"] or not is_measured):

@@ -1,10 +1,10 @@
-"""Train random models with random configs by xds and by plain PyTorch, and compare.
+"""Train random models with random configs in xds and in plain PyTorch, and compare the results.
 
 python benchmarks/fuzz/main.py --cases 2000 --seed 0 --ranks 1,2,3
 python benchmarks/fuzz/main.py --minutes 30
-python benchmarks/fuzz/main.py --only 17                                   one case, told in full
+python benchmarks/fuzz/main.py --only 17                                   one case, reported in full
 python benchmarks/fuzz/main.py --only 17 --drop Reentrant --set stage=2    a part of it
-python benchmarks/fuzz/main.py --only 17 --shrink                          the least that still fails
+python benchmarks/fuzz/main.py --only 17 --shrink                          the smallest case that still fails
 """
 
 from __future__ import annotations

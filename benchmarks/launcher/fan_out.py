@@ -1,7 +1,7 @@
-"""A job on 2,048 hosts with a stub for ssh: the head's own CPU, connections at once, and one bad host.
+"""A job on 2,048 hosts with a stub for ssh: the head's own CPU time, concurrent connections, one bad host.
 
-The stub (stub_ssh.c, given by XDS_SSH) plays the node part. Own CPU is getrusage(RUSAGE_SELF) of the process
-that runs the command line, imports and all; what its children take is not in it.
+The stub (stub_ssh.c, set with XDS_SSH) replaces the node process. Own CPU time is getrusage(RUSAGE_SELF) of the
+process that runs the command line, including imports; that of its children is not included.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BAD_PLACE = 0.6  # which host is the bad one, as a share of all
 
 @dataclass
 class Run:
-    """What one run of the head came to."""
+    """The result of one run of the head."""
 
     code: int
     said: str
@@ -50,7 +50,7 @@ class Run:
 
 
 def run_head(num_hosts: int, stub: Path, how: str) -> Run:
-    """One job on so many hosts. how: "" all are good; denied, silent: one is not."""
+    """Run one job on `num_hosts` hosts. how: "" all are good; denied, silent: one is not."""
     with tempfile.TemporaryDirectory(prefix="fan-out-") as folder:
         hostfile, log, result = (Path(folder, name) for name in ("hosts", "log", "result"))
         names = [f"node{number:04}" for number in range(num_hosts)]
@@ -85,7 +85,7 @@ def run_head(num_hosts: int, stub: Path, how: str) -> Run:
 
 
 def count_running(stub: Path) -> int:
-    """How many processes of that program there are."""
+    """The number of processes of that program."""
     found = 0
     for path in Path("/proc").glob("[0-9]*/exe"):
         try:
@@ -96,7 +96,7 @@ def count_running(stub: Path) -> int:
 
 
 def rows_of(num_hosts: int, stub: Path, how: str) -> list[Row]:
-    """Own CPU, and what must be true beside it."""
+    """The head's CPU time, and the other conditions of the row."""
     with Watch() as watch:
         run = run_head(num_hosts, stub, how)
     bad = f"node{int(num_hosts * BAD_PLACE):04}"
@@ -129,7 +129,7 @@ def build_stub(folder: Path) -> Path:
 
 
 def main() -> int:
-    """Measure, print, keep."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, default=2048)
     parser.add_argument("--no-save", action="store_true")

@@ -1,4 +1,4 @@
-"""From `kill -9` of a worker to the first new step, and how soon a killed rank or a cut link is noticed.
+"""Measure the time from `kill -9` of a worker to the next step, and to the detection of a kill or a cut link.
 
 The training is tests/soak_training.py at ZeRO stage 3 with a checkpoint each step; it is killed by its process
 id. Hosts are namespaces (tests/real_hosts.py); without root these rows are skipped.
@@ -62,7 +62,7 @@ class Place:
 
     @contextlib.contextmanager
     def running(self, *words: str) -> Iterator[subprocess.Popen[Any]]:
-        """Xds with these options, script and arguments, ended with the context."""
+        """Run xds with these options, script and arguments; it ends with the context."""
         quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         if self.hosts is None:
             begin = [*XDS, "--nproc-per-node", "2", *words]
@@ -102,7 +102,7 @@ def wait_for(what: Callable[[], bool]) -> None:
 
 
 def seconds_to_step(place: Place, times: int) -> list[float]:
-    """From each of `times` kills of rank 1 to the next step that rank 0 tells."""
+    """Seconds from each of `times` kills of rank 1 to the next step that rank 0 reports."""
     with tempfile.TemporaryDirectory(prefix="restart-") as name:
         steps = Path(name, "steps")
         script = str(TESTS / "soak_training.py")
@@ -118,7 +118,7 @@ def seconds_to_step(place: Place, times: int) -> list[float]:
                 victim = place.workers(script)[1]
                 os.kill(victim, signal.SIGKILL)
                 begin = time.monotonic()
-                time.sleep(0.5)  # a step that was under way
+                time.sleep(0.5)  # a step may still be running
                 done = count()
                 wait_for(lambda done=done: count() > done)
                 found.append(time.monotonic() - begin)
@@ -127,9 +127,9 @@ def seconds_to_step(place: Place, times: int) -> list[float]:
 
 
 def seconds_to_tell(place: Place, times: int, is_cut: bool) -> dict[int, list[float]]:
-    """From the kill of rank 1, or the cut of its link, until others know; by rank.
+    """Seconds from the kill of rank 1, or the cut of its link, to its detection by the other ranks, by rank.
 
-    Rank 0 is sent SIGTERM. Rank 1, when its host is cut off, is gone: nobody would hear what it still does.
+    Rank 0 is sent SIGTERM. Rank 1, when its host is cut off, is not reachable, so its actions are not visible.
     """
     found: dict[int, list[float]] = {0: [], 1: []}
     for _ in range(times):
@@ -200,7 +200,7 @@ def measure(place: Place, times: int) -> list[Row]:
 
 
 def main() -> int:
-    """Measure, print, keep."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--quiet-minutes", type=float, default=0.0, help="wait for a quiet machine")

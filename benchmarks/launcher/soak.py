@@ -1,8 +1,8 @@
-"""An hour of failures: a toy GPT on four hosts, elastic between 2 and 4, hurt about every 15 s.
+"""An hour of failures: a toy GPT on four hosts, elastic between 2 and 4, with a failure about every 15 s.
 
     python benchmarks/launcher/soak.py [--seconds 3600] [--stage 3]
 
-tests/soak_runs.py does it; every row must be 0 but those that only tell.
+tests/soak_runs.py implements it. Every row must be 0, except those that are for information only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARE_OF_STEPS = 0.3  # of the time; the rest is starting again
 
 
 def rows_of(tally: Tally, plan: Plan) -> list[Row]:
-    """What the table shows of it."""
+    """The rows of the table."""
     minutes = f"{tally.seconds / 60:.0f} min, stage {plan.stage}"
     hurts = ", ".join(f"{count} {kind}" for kind, count in sorted(tally.hurts.items()))
     sizes = ", ".join(f"{count} on {size}" for size, count in sorted(tally.world_sizes.items()))
@@ -67,7 +67,7 @@ def rows_of(tally: Tally, plan: Plan) -> list[Row]:
 
 
 def main() -> int:
-    """Hurt it, print, keep."""
+    """Run the soak test, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--every", type=float, default=15.0, help="seconds between failures")

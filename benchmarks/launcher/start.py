@@ -1,4 +1,4 @@
-"""Start and end of 8 ranks that meet at a barrier: `xds` against `torchrun`, by turns."""
+"""Time the start and end of 8 ranks that run one barrier: `xds` against `torchrun`, alternating."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODULES = {"xds": "xds.launcher.cli", "torchrun": "torch.distributed.run"}
 
 
 def seconds_of(module: str, num_ranks: int, script: Path) -> tuple[float, float]:
-    """One whole run, from the shell's point of view: seconds on the clock, and of CPU."""
+    """One whole run as a shell command: wall seconds and CPU seconds."""
     words = [sys.executable, "-m", module, "--nproc-per-node", str(num_ranks), str(script)]
     environment = {**os.environ, **ONE_THREAD, "PYTHONSAFEPATH": "1"}
     begin, used = time.perf_counter(), cpu_seconds()
@@ -39,13 +39,13 @@ def seconds_of(module: str, num_ranks: int, script: Path) -> tuple[float, float]
 
 
 def cpu_seconds() -> float:
-    """Of all children that have ended."""
+    """CPU seconds of all children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def measure(num_ranks: int, rounds: int) -> list[Row]:
-    """The ratios of neighbouring turns; who goes first alternates."""
+    """The ratios of neighbouring turns; the first command alternates."""
     cpu: dict[str, list[float]] = {name: [] for name in MODULES}
     seconds: dict[str, list[float]] = {name: [] for name in MODULES}
     with tempfile.TemporaryDirectory() as folder, Watch() as watch:
@@ -70,7 +70,7 @@ def measure(num_ranks: int, rounds: int) -> list[Row]:
 
 
 def main() -> int:
-    """Measure, print, keep."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)

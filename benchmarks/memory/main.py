@@ -1,11 +1,11 @@
-"""Weigh the model states a rank holds: against the formula, and against the process's memory.
+"""Compare the model states of a rank with the formula, and with the process's memory.
 
     python benchmarks/memory/main.py [--only PATTERN] [--quick]
 
-Two parts. `states`: every distinct storage that a training step left behind (found by walking the
-garbage collector, so nothing the engine forgot to name can hide), less the buckets that the engine
-names, is at most 1.01 of the formula. `resident`: at 200M parameters the growth of the process's
-proportional set size is within 8 % of what the engine says it holds.
+Two parts. `states`: all distinct storages that exist after a training step (found with the garbage
+collector, so they include storages that the engine does not report), less the buckets that the engine
+reports, are at most 1.01 of the formula. `resident`: at 200M parameters the growth of the process's
+proportional set size is within 8 % of the engine's own report.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Case = tuple[int, str]  # stage, precision
 
 
 def formula(stage: int, world_size: int, numel: int, bf16: bool, grad_bytes: int = 4) -> float:
-    """Model-state bytes a rank (ZeRO paper, section 3, with Adam).
+    """Model-state bytes per rank (ZeRO paper, section 3, with Adam).
 
     fp32: 4 parameter + 4 gradient + 8 moments. bf16 with fp32 master: 2 parameter + 4 gradient
-    (xds sums gradients of 16-bit parameters in fp32 unless told otherwise) + 12 master and moments.
+    (xds sums gradients of 16-bit parameters in fp32 by default) + 12 master and moments.
     With `grad_bytes` 2 it is the paper's own line, which sums in 16 bits.
     """
     param, optimizer = (2, 12) if bf16 else (4, 8)
@@ -55,7 +55,7 @@ def storages() -> dict[int, int]:
 
 
 def resident_bytes() -> int:
-    """This process's proportional set size, after freed memory went back to the kernel."""
+    """This process's proportional set size, after freed memory was returned to the kernel."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
@@ -85,7 +85,7 @@ def make_engine(width: int, layers: int, stage: int, precision: str) -> tuple[An
 
 
 def train(engine: Any, steps: int) -> None:
-    """A few steps on a few tokens: states, not activations, are weighed."""
+    """Run a few steps on a few tokens: the states are measured, not the activations."""
     import torch
 
     for _ in range(steps):
@@ -120,7 +120,7 @@ def weigh(_: int, __: int, cases: list[Case], width: int, layers: int) -> list[d
 
 
 def states_row(name: str, case: Case, world_size: int, ranks: list[dict[str, Any]]) -> Row:
-    """The heaviest rank's storages less named buckets, over the formula."""
+    """The largest storages of a rank, less the named buckets, relative to the formula."""
     stage, precision = case
     worst = max(ranks, key=lambda rank: rank["storages"] - rank["plan"].get("buckets", 0))
     plan, numel = worst["plan"], worst["numel"]
@@ -142,7 +142,7 @@ def states_row(name: str, case: Case, world_size: int, ranks: list[dict[str, Any
 
 
 def resident_row(name: str, ranks: list[dict[str, Any]]) -> Row:
-    """The process's growth over everything that the plan names; the worst rank's."""
+    """The largest growth of a process relative to all buckets of the plan."""
     ratios = [rank["resident"] / sum(rank["plan"].values()) for rank in ranks]
     row = Row(name, max(ratios), min(ratios), max(ratios), must=MAX_RESIDENT)
     row.note = f"{ranks[0]['resident'] / MIB:.0f} MiB a rank, {ranks[0]['numel'] / 1e6:.0f}M"
@@ -172,7 +172,7 @@ def run_states(world_size: int, only: str) -> list[Row]:
 
 
 def run_resident(only: str) -> list[Row]:
-    """Stages 0-3 in fp32 on a 200M model, each in fresh processes."""
+    """Stages 0-3 in fp32 on a 200M model, each in new processes."""
     rows = []
     for stage in range(4):
         name = f"resident, stage {stage}, 2 ranks, fp32"
@@ -196,7 +196,7 @@ def _weigh_all(
 
 
 def main() -> int:
-    """Run what was asked for; 1 if a row fails."""
+    """Run the selected cases; 1 if a row fails."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="*", help="rows whose name matches, such as 'resident*'")
     parser.add_argument("--quick", action="store_true", help="two ranks, states; keeps nothing")

@@ -1,8 +1,8 @@
-"""Time what a user waits for before anything trains: importing xds, its help, its config check.
+"""Time the start-up costs of xds: the import, the help text and the config check.
 
     python benchmarks/startup/main.py [--quick]
 
-Each in a fresh process, taking turns. `import xds` is timed with everything that `initialize`
+Each runs in a new process; the variants alternate. `import xds` is timed with everything that `initialize`
 needs, over `import torch` alone in the neighbouring turn.
 """
 
@@ -33,7 +33,7 @@ CONFIG = {
 
 
 def seconds(command: list[str]) -> float:
-    """Wall time of one fresh process, which must succeed."""
+    """Wall time of one new process, which must succeed."""
     start = time.perf_counter()
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     taken = time.perf_counter() - start
@@ -43,7 +43,7 @@ def seconds(command: list[str]) -> float:
 
 
 def find_command() -> list[str]:
-    """The `xds` beside this interpreter."""
+    """The `xds` command in the folder of this interpreter."""
     beside = Path(sys.executable).parent / "xds"
     found = str(beside) if beside.exists() else shutil.which("xds")
     if found is None:
@@ -70,7 +70,7 @@ def main() -> int:
         }
         samples: dict[str, list[float]] = {name: [] for name in commands}
         for command in commands.values():
-            seconds(command)  # the file cache is warm for everybody
+            seconds(command)  # warms up the file cache for all rows
         with Watch() as watch:
             for _ in range(turns):
                 for name, command in commands.items():

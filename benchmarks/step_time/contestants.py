@@ -1,7 +1,7 @@
-"""Those who are timed: each takes a model and gives a function that trains it on one batch.
+"""The contestants of the step-time benchmark: each takes a model and returns a function that trains one batch.
 
-Everybody gets AdamW with the same settings and clips the global gradient norm at 1.0. Peers run
-as released: defaults everywhere, the fused optimizer where they pass it on.
+All use AdamW with the same settings and clip the global gradient norm at 1.0. Other libraries run as
+released: with their defaults, and with the fused optimizer where they support it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def build(name: str, model: nn.Module, batch: Tensor, bf16: bool) -> Step:
 
 
 def _compute(model: nn.Module, bf16: bool) -> Step:
-    """Forward and backward alone, nothing sent or updated: no engine can be faster than this."""
+    """Forward and backward only, without communication and update: no engine can be faster than this."""
     model = model.bfloat16() if bf16 else model
 
     def step(batch: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def _compute(model: nn.Module, bf16: bool) -> Step:
 
 
 def _torch_loop(model: nn.Module, forward: nn.Module, autocast: bool) -> Step:
-    """The loop everybody writes."""
+    """A plain training loop."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     parameters = list(model.parameters())
 
@@ -130,7 +130,7 @@ def _deepspeed(model: nn.Module, batch: Tensor, stage: int, bf16: bool) -> Step:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     config = _json(batch, stage, bf16) | {"steps_per_print": 10**9}
     # `torch_adam` with `fused` reaches torch.optim.AdamW(fused=True): its own CPU Adam would
-    # have to be compiled, and streams slower.
+    # have to be compiled, and is slower.
     config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config

@@ -1,9 +1,9 @@
-"""Time a training step of xds beside DDP, FSDP2, DeepSpeed and a plain loop.
+"""Compare the time of a training step of xds with DDP, FSDP2, DeepSpeed and a plain loop.
 
     python benchmarks/step_time/main.py [--only PATTERN] [--quick] [--peers]
 
-Contestants of one comparison live in the same processes and take turns. A row is the median of
-the ratios of neighbouring turns. Their losses must agree first, else the row is void.
+Contestants of one comparison run in the same processes and alternate. A row is the median of
+the ratios of neighbouring turns. Their losses must agree; otherwise the row is invalid.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from harness import (  # noqa: E402
     wait_until_quiet,
 )
 
-FP32_TOLERANCE = 1e-4  # relative, of the last turn's loss: orders of summation differ
-BF16_TOLERANCE = 1e-2  # where the roundings happen differs from contestant to contestant
+FP32_TOLERANCE = 1e-4  # relative, of the last turn's loss: the orders of summation differ
+BF16_TOLERANCE = 1e-2  # contestants round at different places
 
 
-FLOOR = "compute"  # forward and backward alone
+FLOOR = "compute"  # forward and backward only
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Contestants that take turns in one pair of processes."""
+    """Contestants that alternate in one pair of processes."""
 
     name: str
     model: str
@@ -64,7 +64,7 @@ class Comparison:
     world_size: int = 2
 
     def contestants(self) -> list[str]:
-        """Everybody in it, once, peers first; and compute alone, the floor of every ratio."""
+        """All contestants, once, peers first; and compute only, the lower bound of every ratio."""
         names = [peer for claim in self.claims for peer in claim.peers] + [FLOOR]
         return list(dict.fromkeys(names + [claim.ours for claim in self.claims]))
 
@@ -73,8 +73,11 @@ class Comparison:
         return f"{self.name}: {claim.ours} / {claim.peers[0].partition('-view')[0]}"
 
 
-DDP = ("ddp", "ddp-view")  # the faster of both ways to hold gradients is the peer
-FSDP2_TINY = ("fsdp2", "fsdp2-root")  # one group a block, or one group: the faster is the peer
+DDP = ("ddp", "ddp-view")  # the faster of the two gradient layouts is the peer
+FSDP2_TINY = (
+    "fsdp2",
+    "fsdp2-root",
+)  # one group per block, or one group in total: the faster is the peer
 
 
 def comparisons() -> Iterator[Comparison]:
@@ -102,7 +105,7 @@ def comparisons() -> Iterator[Comparison]:
 
 
 def time_contestants(rank: int, _: int, comparison: Comparison, names: list[str]) -> dict[str, Any]:
-    """One rank's part of a comparison: build everybody, take turns."""
+    """One rank's part of a comparison: build all contestants, alternate them."""
     from contestants import build
     from model import make_batches, make_model
 
@@ -123,7 +126,7 @@ def time_contestants(rank: int, _: int, comparison: Comparison, names: list[str]
 
 
 def run(comparison: Comparison, names: list[str]) -> tuple[dict[str, Any], float | None]:
-    """Everybody's samples over all ranks, and the share of the cores that others used."""
+    """The samples of all contestants over all ranks, and the share of the cores that other processes used."""
     with Watch() as watch:
         ranks = run_ranks(time_contestants, comparison.world_size, comparison, names)
     return {
@@ -134,7 +137,7 @@ def run(comparison: Comparison, names: list[str]) -> tuple[dict[str, Any], float
     }, watch.others
 
 
-def judge(comparison: Comparison, found: dict[str, Any], busy: float | None) -> list[Row]:
+def build_rows(comparison: Comparison, found: dict[str, Any], busy: float | None) -> list[Row]:
     """The rows of a comparison: correctness first, then the ratio to the faster peer."""
     rows = []
     seconds = found["seconds"]
@@ -173,7 +176,7 @@ def _ms(samples: list[float]) -> str:
 
 
 def print_notes(comparison: Comparison, found: dict[str, Any], busy: float | None) -> None:
-    """Absolute figures of everybody: notes, not bars."""
+    """The absolute figures of all contestants: notes without targets."""
     others = "unknown" if busy is None else f"{busy:.0%}"
     size = f"{found['numel'] / 1e6:.2f}M parameters"
     print(f"\n# {comparison.name}, {size}, ms a step; others took {others}", flush=True)
@@ -218,7 +221,7 @@ def chosen(options: argparse.Namespace) -> Iterator[Comparison]:
 
 
 def main() -> int:
-    """Run what was asked for; 1 if a row fails."""
+    """Run the selected cases; 1 if a row fails."""
     options = arguments()
     rows: list[Row] = []
     for comparison in chosen(options):
@@ -238,7 +241,7 @@ def main() -> int:
             continue
         print_notes(comparison, found, busy)
         if not options.peers:
-            fresh = judge(comparison, found, busy)
+            fresh = build_rows(comparison, found, busy)
             print_rows(fresh)
             rows += fresh
     if options.peers:

@@ -19,7 +19,7 @@ VOCAB = 256  # bytes
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a GPT; `batch` sequences of `context` tokens a rank and step."""
+    """Sizes of a GPT; `batch` sequences of `context` tokens per rank and step."""
 
     width: int
     layers: int
@@ -94,14 +94,14 @@ class TinyBlock(nn.Module):
 
 
 class Tiny(nn.Module):
-    """200 x Linear(32, 32): 400 parameters, where the work around them is all that costs."""
+    """200 x Linear(32, 32): 400 parameters, so that the overhead dominates the cost."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(TinyBlock() for _ in range(10))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mean squared distance of what comes out from the reversed input."""
+        """Mean squared distance between the output and the reversed input."""
         y = x
         for block in self.blocks:
             y = block(y)
@@ -109,7 +109,7 @@ class Tiny(nn.Module):
 
 
 def make_model(name: str) -> nn.Module:
-    """The same weights for everybody: on every rank, for every contestant."""
+    """The same weights on every rank, for every contestant."""
     torch.manual_seed(1)
     if name == "tiny":
         return Tiny()

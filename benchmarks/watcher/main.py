@@ -1,9 +1,9 @@
-"""What the watcher costs: a step with ring, source lines and waits measured, against a step with none of it.
+"""The cost of the watcher: a step with the ring, source lines and wait times, against a step without them.
 
     python benchmarks/watcher/main.py [--quick] [--keep]
 
-Both engines live in the same processes and take turns. The thread's own CPU time is a row of its own: it
-runs during the turns of both.
+Both engines run in the same processes and alternate. The thread's own CPU time is a separate row: it runs
+during the turns of both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MUST = 1.01
 
 
 class Unwatched:
-    """Stands where the watch is, and does nothing."""
+    """Replaces the watch, and does nothing."""
 
     ring: tuple[Any, ...] = ()
 
@@ -49,14 +49,14 @@ class Unwatched:
     def step(self) -> None:
         return
 
-    def telling(self, _: str) -> Any:
+    def publishing_errors(self, _: str) -> Any:
         import contextlib
 
         return contextlib.nullcontext()
 
 
 def time_both(rank: int, _: int, stage: int, plan: Plan) -> dict[str, Any]:
-    """One rank's part: both engines take turns, and the thread's CPU time meanwhile."""
+    """One rank's part: both engines alternate; also the thread's CPU time during the turns."""
     from contestants import build
     from model import make_batches, make_model
 
@@ -67,7 +67,7 @@ def time_both(rank: int, _: int, stage: int, plan: Plan) -> dict[str, Any]:
         steps[name] = timed(step, batches, spent[name])
     engines = engines_made()
     collectives = engines[1]._sharded.collectives
-    collectives.leave()
+    collectives.stop_watching()
     collectives._watch = Unwatched()
     thread = next(t for t in threading.enumerate() if t.name == "xds-watch")
     clock = time.pthread_getcpuclockid(thread.ident)
@@ -96,7 +96,7 @@ def timed(step: Any, batches: list[Any], spent: list[float]) -> Any:
 
 
 def engines_made() -> list[Any]:
-    """The engines of this process, oldest first: contestants keep theirs to themselves."""
+    """The engines of this process, oldest first: the contestants do not return theirs."""
     import gc
 
     from xds.engine.engine import Engine

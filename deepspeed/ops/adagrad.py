@@ -1,4 +1,4 @@
-"""`deepspeed.ops.adagrad`: DeepSpeed's constructor of torch's fused Adagrad."""
+"""`deepspeed.ops.adagrad`: DeepSpeed's constructor for torch's fused Adagrad."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...utils.errors import UsageError
-from ..missing import stand_in
+from ..missing import placeholder
 
 
 def DeepSpeedCPUAdagrad(
@@ -21,9 +21,11 @@ def DeepSpeedCPUAdagrad(
 ) -> torch.optim.Adagrad:
     """Adagrad. States are always fp32."""
     if amsgrad:
-        raise UsageError("DeepSpeedCPUAdagrad(amsgrad=True): there is no such thing; leave it out")
+        raise UsageError(
+            "DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no AMSGrad variant; leave it out"
+        )
     return torch.optim.Adagrad(model_params, lr, weight_decay=weight_decay, eps=eps, fused=True)
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

@@ -1,6 +1,6 @@
-"""`deepspeed.ops.adam`: DeepSpeed's constructors of xds's Adam, to pass to `initialize(optimizer=...)`.
+"""`deepspeed.ops.adam`: DeepSpeed's constructors for xds's Adam, to pass to `initialize(optimizer=...)`.
 
-FusedAdam and DeepSpeedCPUAdam are one and the same here: the engine updates flat shards where they lie.
+FusedAdam and DeepSpeedCPUAdam are the same here: the engine updates flat shards on their own device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from ...ops.optim.adam import Adam
 from ...utils.errors import UsageError
-from ..missing import stand_in
+from ..missing import placeholder
 
 
 def FusedAdam(  # noqa: PLR0913 (DeepSpeed's arguments)
@@ -64,9 +64,9 @@ def DeepSpeedCPUAdam(  # noqa: PLR0913 (DeepSpeed's arguments)
 def _refuse_amsgrad(name: str, amsgrad: bool) -> None:
     if amsgrad:
         raise UsageError(
-            f"{name}(amsgrad=True): DeepSpeed's has no AMSGrad either; pass torch.optim.AdamW(amsgrad=True)"
+            f"{name}(amsgrad=True): not supported, in DeepSpeed either; pass torch.optim.AdamW(amsgrad=True)"
         )
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

@@ -1,4 +1,4 @@
-"""`deepspeed.ops.lamb`: DeepSpeed's constructor of xds's LAMB, to pass to `initialize(optimizer=...)`."""
+"""`deepspeed.ops.lamb`: DeepSpeed's constructor for xds's LAMB, to pass to `initialize(optimizer=...)`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ...ops.optim.lamb import Lamb
 from ...utils.errors import UsageError
-from ..missing import stand_in
+from ..missing import placeholder
 
 
 def FusedLamb(  # noqa: PLR0913 (DeepSpeed's arguments)
@@ -48,4 +48,4 @@ def FusedLamb(  # noqa: PLR0913 (DeepSpeed's arguments)
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

@@ -1,4 +1,4 @@
-"""`deepspeed.ops.lion`: DeepSpeed's constructors of xds's Lion, to pass to `initialize(optimizer=...)`."""
+"""`deepspeed.ops.lion`: DeepSpeed's constructors for xds's Lion, to pass to `initialize(optimizer=...)`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...ops.optim.lion import Lion
-from ..missing import stand_in
+from ..missing import placeholder
 
 
 def FusedLion(
@@ -32,4 +32,4 @@ def DeepSpeedCPULion(
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

@@ -11,9 +11,9 @@ _MODULES = ("dataloader", "engine", "lr_schedules", "optimizer", "pipe", "utils"
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f".{name}", __name__)
-    from ..missing import stand_in
+    from ..missing import placeholder
 
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -1,14 +1,14 @@
-"""`deepspeed.runtime.config`: the error that a config raises."""
+"""`deepspeed.runtime.config`: the exception for an invalid config."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ...utils.errors import ConfigError
-from ..missing import stand_in
+from ..missing import placeholder
 
 DeepSpeedConfigError = ConfigError
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.dataloader`: what `initialize(training_data=...)` and `deepspeed_io` return."""
+"""`deepspeed.runtime.dataloader`: the loaders of `initialize(training_data=...)` and `deepspeed_io`."""
 
 from __future__ import annotations
 

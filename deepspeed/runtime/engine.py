@@ -1,4 +1,4 @@
-"""`DeepSpeedEngine`: an `xds.Engine` that also answers to the rest of DeepSpeed's names."""
+"""`DeepSpeedEngine`: an `xds.Engine` that also has the other names of DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from ...engine.data.loaders import build_loader
 from ...engine.engine import Engine
 from ...utils.errors import UsageError
-from ..missing import refuse_method, stand_in
+from ..missing import placeholder, refuse_method
 from . import queries
 from .optimizer import DeepSpeedOptimizer
 
@@ -25,7 +25,7 @@ ROUTE_TRAIN = "train"
 
 @final
 class DeepSpeedEngine:
-    """Everything that is not here is the engine's, and then the module's, to read and to set."""
+    """All other attributes are read from and set on the engine, and then the module."""
 
     _engine: Engine
     _optimizer: Any
@@ -36,17 +36,17 @@ class DeepSpeedEngine:
         is_plain = engine.zero_optimization_stage() == 0 and not any(precisions)
         is_bare = is_plain or engine.optimizer is None
         optimizer = engine.optimizer if is_bare else DeepSpeedOptimizer(engine)
-        # __setattr__ speaks to the engine
+        # not by assignment: __setattr__ sets attributes of the engine
         self.__dict__.update(_engine=engine, _optimizer=optimizer, _collate_fn=collate_fn)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_engine", "_optimizer", "_collate_fn"):  # while it is being made
+        if name in ("_engine", "_optimizer", "_collate_fn"):  # before __init__ has set them
             raise AttributeError(name)
         if name in queries.PATHS or name in queries.ANSWERS:
             return partial(queries.answer, self._engine.config, name)
         try:
             return getattr(self._engine, name)
-        except AttributeError:  # the model may have an attribute of a name that is refused
+        except AttributeError:  # checked last: the model may have an attribute with a refused name
             refuse_method("engine", name)
             raise
 
@@ -56,11 +56,11 @@ class DeepSpeedEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine.forward(*args, **kwargs)
 
-    # -- what differs in form -----------------------------------------------------------------------------
+    # -- methods with a different form --------------------------------------------------------------------
 
     @property
     def optimizer(self) -> Any:
-        """torch's own in fp32 at stage 0, else with DeepSpeed's `cur_scale` and `overflow`."""
+        """The torch optimizer in fp32 at stage 0; else a view with DeepSpeed's `cur_scale` and `overflow`."""
         return self._optimizer
 
     @property
@@ -72,8 +72,8 @@ class DeepSpeedEngine:
         """`xds.Engine.step`."""
         if lr_kwargs:
             raise UsageError(
-                f"engine.step(lr_kwargs={dict(lr_kwargs)}): the schedule is stepped without arguments; step it "
-                "yourself and pass no lr_scheduler"
+                f"engine.step(lr_kwargs={dict(lr_kwargs)}): the engine steps the schedule without arguments; "
+                "step it yourself and pass no lr_scheduler"
             )
         self._engine.step()
 
@@ -85,15 +85,15 @@ class DeepSpeedEngine:
         return self.train(False)
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Several backward passes, one reduction: the next step's, or the next backward's outside."""
+        """Delay the reduction of several backward passes to the next step or the next backward outside."""
         return self._engine.no_sync()
 
     def empty_partition_cache(self) -> None:
-        """Give unused memory back to the device; units are dropped after each use anyway."""
+        """Return unused memory to the device. Units are released after each use in any case."""
         if self._engine.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    # -- questions that no key of the config answers alone ------------------------------------------------
+    # -- queries that need more than one config key -------------------------------------------------------
 
     def zero_optimization(self) -> bool:
         return self._engine.zero_optimization_stage() > 0
@@ -105,14 +105,14 @@ class DeepSpeedEngine:
         return self._engine.zero_optimization_stage() >= 3
 
     def dynamic_loss_scale(self) -> bool:
-        """No fixed loss scale is given, as DeepSpeed answers; in fp32 and bf16 there is none at all."""
+        """Whether no fixed loss scale is set, as in DeepSpeed. fp32 and bf16 have no loss scale at all."""
         return self._engine.config.fp16.loss_scale == 0.0
 
     def initial_dynamic_scale(self) -> float:
         return float(2**self._engine.config.fp16.initial_scale_power)
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """(samples a step, samples a rank and forward, accumulation steps)."""
+        """(samples per step, samples per rank and forward, accumulation steps)."""
         engine = self._engine
         micro_batch, steps = (
             engine.train_micro_batch_size_per_gpu(),
@@ -121,7 +121,7 @@ class DeepSpeedEngine:
         return engine.train_batch_size(), micro_batch, steps
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(of parameters, of accumulated gradients)."""
+        """(dtype of parameters, dtype of accumulated gradients)."""
         config = self._engine.config
         compute = torch.float32
         if config.fp16.enabled:
@@ -129,7 +129,7 @@ class DeepSpeedEngine:
         elif config.bf16.enabled:
             compute = torch.bfloat16
         named = {"fp16": torch.float16, "bf16": torch.bfloat16}
-        # gradients of 16-bit parameters are summed in fp32 unless the config says otherwise
+        # gradients of 16-bit parameters are summed in fp32 unless the config sets another dtype
         return compute, named.get(config.data_types.grad_accum_dtype or "fp32", torch.float32)
 
     def get_type(self) -> list[str]:
@@ -239,13 +239,13 @@ class DeepSpeedEngine:
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole weights, in the dtype that computes, to one file by rank 0. A collective."""
+        """Write the whole weights, in the compute dtype, to one file on rank 0. A collective."""
         weights = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if weights is not None:
             folder = Path(save_dir)
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(weights, folder / save_filename)
-        self._engine._sharded.collectives.barrier()  # the file is there when this returns
+        self._engine._sharded.collectives.barrier()  # the file exists when this returns
         return True
 
     save_fp16_model = save_16bit_model
@@ -253,7 +253,7 @@ class DeepSpeedEngine:
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """Whole weights on rank 0, on the CPU, in the dtype that computes; None elsewhere. A collective."""
+        """Whole weights on rank 0, on the CPU, in the compute dtype; None on other ranks. A collective."""
         weights = self._engine.full_state_dict(rank0_only=True)
         if not weights:
             return None
@@ -274,15 +274,15 @@ class DeepSpeedEngine:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's own state_dict. At stage 3 a rank has no whole values: use full_state_dict().
+        """The module's own state_dict. At stage 3 a rank does not have whole values: use full_state_dict().
 
         Raises:
             UsageError: stage 3.
         """
         if self.zero_optimization_partition_weights():
             raise UsageError(
-                "engine.module_state_dict() at stage 3: a rank holds slices; call engine.full_state_dict() on "
-                "every rank, or save_16bit_model"
+                "engine.module_state_dict() at stage 3: a rank holds only slices; call "
+                "engine.full_state_dict() or save_16bit_model on every rank"
             )
         weights: dict[str, Any] = self._engine.module.state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars
@@ -295,4 +295,4 @@ class DeepSpeedEngine:
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

@@ -1,11 +1,11 @@
-"""`deepspeed.runtime.lr_schedules`: the five schedules, for scripts that make them by themselves."""
+"""`deepspeed.runtime.lr_schedules`: the five schedules, for scripts that construct them directly."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ...engine.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
-from ..missing import stand_in
+from ..missing import placeholder
 
 LR_RANGE_TEST = "LRRangeTest"
 ONE_CYCLE = "OneCycle"
@@ -30,4 +30,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

@@ -1,4 +1,4 @@
-"""The optimizer as DeepSpeed hands it out where it keeps masters or shards: a view of the engine's own."""
+"""The optimizer that DeepSpeed returns where it has masters or shards: a view of the engine's optimizer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..missing import refuse_method
 
 @final
 class DeepSpeedOptimizer:
-    """What scripts read of DeepSpeed's optimizer wrappers; the rest is the torch optimizer's.
+    """The attributes of DeepSpeed's optimizer wrappers that scripts use; all others are the torch optimizer's.
 
-    Like those it is no torch.optim.Optimizer: schedules of torch take `engine.basic_optimizer`.
+    Like those wrappers it is not a torch.optim.Optimizer: pass `engine.basic_optimizer` to torch's schedules.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -31,18 +31,18 @@ class DeepSpeedOptimizer:
 
     @property
     def overflow(self) -> bool:
-        """The last step was skipped, because the gradients were not finite."""
+        """Whether the last step was skipped because the gradients were not finite."""
         norm = self._engine.get_global_grad_norm()
         return norm is not None and not math.isfinite(norm)
 
     @property
     def loss_scaler(self) -> DeepSpeedOptimizer:
-        """What has `cur_scale` and `loss_scale`."""
+        """The object with `cur_scale` and `loss_scale`: this one."""
         return self
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """The loss scale changes by itself."""
+        """Whether the loss scale is adjusted automatically."""
         fp16 = self._engine.config.fp16
         return bool(fp16.enabled and not fp16.loss_scale)
 
@@ -57,7 +57,7 @@ class DeepSpeedOptimizer:
 
     @property
     def _global_grad_norm(self) -> float:
-        """The norm of the last step, as `engine.get_global_grad_norm()`; 0 before one."""
+        """The norm of the last step, as `engine.get_global_grad_norm()`; 0 before the first step."""
         return self._engine.get_global_grad_norm() or 0.0
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -65,11 +65,11 @@ class DeepSpeedOptimizer:
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the engine drops gradients after each update, and keeps them in between."""
+        """Does nothing: the engine clears gradients after each update, and keeps them until then."""
 
     def step(self, closure: object = None) -> NoReturn:
         raise UsageError(
-            "optimizer.step(): the engine updates; call engine.step() after engine.backward(loss)"
+            "optimizer.step(): the engine steps its optimizer; call engine.step() after engine.backward(loss)"
         )
 
     def __getattr__(self, name: str) -> Any:

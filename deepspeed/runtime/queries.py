@@ -1,4 +1,4 @@
-"""What a script asks an engine about its config, by DeepSpeed's names: a table to key paths, one to answers."""
+"""DeepSpeed's methods that return config values: a table of key paths, and a table of fixed values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATHS: dict[str, str] = {
     "zero_prefetch_bucket_size": "zero_optimization.prefetch_bucket_size",
 }
 
-# the config has no such choice, or refuses the feature
+# the config has no such key, or refuses the feature
 ANSWERS: dict[str, Any] = {
     "amp_enabled": False,
     "autotuning_enabled": False,
@@ -56,7 +56,7 @@ ANSWERS: dict[str, Any] = {
 
 
 def answer(config: Config, name: str) -> Any:
-    """What `engine.<name>()` returns, for a name of either table."""
+    """The return value of `engine.<name>()`, for a name in either table."""
     if name in ANSWERS:
         return ANSWERS[name]
     found: Any = config

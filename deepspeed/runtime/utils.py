@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.utils`: the few of its functions that scripts call."""
+"""`deepspeed.runtime.utils`: those of its functions that scripts call."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from ...engine.process.process import pick_device
 from ...engine.telemetry.timers import memory_use
-from ..missing import stand_in
+from ..missing import placeholder
 from ..utils.logging import print_rank_0
 
 GIB = 2**30
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """With `force` log on rank 0 what this process uses now, and at most so far, in GiB."""
+    """With `force`, log the current and peak memory use of rank 0's process, in GiB."""
     if force:
         use = memory_use(pick_device())
         print_rank_0(f"{message}: {use.now_bytes / GIB:.2f} GiB, peak {use.peak_bytes / GIB:.2f}")
@@ -29,4 +29,4 @@ def set_random_seed(seed: int) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

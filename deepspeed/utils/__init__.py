@@ -1,4 +1,4 @@
-"""`deepspeed.utils`: log lines, whole values of sharded parameters, groups."""
+"""`deepspeed.utils`: logging, whole values of sharded parameters, process groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FULL = tuple(
     for verb in ("get", "set")
     for what in ("fp32_param", "grad", "optimizer_state")
 )
-_HOMES = {
+_SOURCES = {
     **dict.fromkeys(_FULL, "xds.zero.access.full"),
     "RepeatingLoader": "xds.engine.data.loaders",
     "get_accelerator": "xds.deepspeed.accelerator",
@@ -23,18 +23,18 @@ _HOMES = {
 }
 _MODULES = ("groups", "logging", "zero_to_fp32")
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_SOURCES)
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f".{name}", __name__)
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name], __name__), name)
-    from ..missing import stand_in
+    if name in _SOURCES:
+        return getattr(import_module(_SOURCES[name], __name__), name)
+    from ..missing import placeholder
 
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES, *_MODULES])
+    return sorted([*globals(), *_SOURCES, *_MODULES])

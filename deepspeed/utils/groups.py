@@ -1,4 +1,4 @@
-"""`deepspeed.utils.groups`: the ranks by what they share. All of them are data-parallel here."""
+"""`deepspeed.utils.groups`: process groups. All ranks are data-parallel here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..comm import get_world_group
-from ..missing import stand_in
+from ..missing import placeholder
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
@@ -24,7 +24,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_model_parallel_world_size() -> int:
-    """1: no rank holds a part of a layer."""
+    """Always 1: layers are not divided between ranks."""
     return 1
 
 
@@ -46,4 +46,4 @@ get_tensor_model_parallel_rank = get_model_parallel_rank
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

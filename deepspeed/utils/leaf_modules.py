@@ -1,4 +1,4 @@
-"""`set_z3_leaf_modules`: xds gathers whole units, so a module inside a block needs no mark."""
+"""`set_z3_leaf_modules`: xds gathers whole units, so the marks on modules have no effect in the engine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """`set_z3_leaf_modules` has found it."""
+    """Whether `set_z3_leaf_modules` has marked the module."""
     return model in _marked
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """All that `set_z3_leaf_modules` has found inside."""
+    """All modules inside `model` that `set_z3_leaf_modules` has marked."""
     return [module for module in model.modules() if module in _marked]
 
 
@@ -32,7 +32,7 @@ def unset_z3_leaf_modules(
     leaf_module_classes: Sequence[type[nn.Module] | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Take the mark off modules of these classes; units stay as they are.
+    """Remove the mark from modules of these classes. Units are not changed.
 
     Raises:
         UsageError: there is no such module, unless `raise_if_not_found` is False.
@@ -48,11 +48,11 @@ def set_z3_leaf_modules(
     leaf_module_classes: Sequence[type[nn.Module] | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """The modules of these classes, of classes derived from them, or of these class names.
+    """Mark the modules of these classes, of classes derived from them, or of these class names.
 
     They are gathered whole, as every block is.
-    A block is found by its shape (zero/core/discover.py). Where that cuts a leaf module into several units, a
-    warning names the setting that keeps it whole.
+    Blocks are found by their structure (zero/core/discover.py). Where this divides a leaf module into several
+    units, a warning names the setting that keeps it whole.
     Raises:
         UsageError: there is no such module, unless `raise_if_not_found` is False.
     """
@@ -63,7 +63,7 @@ def set_z3_leaf_modules(
     if cut:
         kind = type(found[cut[0]]).__name__
         log.warning(
-            "set_z3_leaf_modules: %s (%s) would be cut into several units; keep it whole with "
+            "set_z3_leaf_modules: %s (%s) would be divided into several units; keep it whole with "
             '"zero_optimization": {"units": ["%s"]} in the config',
             cut[0],
             kind,

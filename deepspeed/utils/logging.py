@@ -1,7 +1,7 @@
-"""`deepspeed.utils.logger` and `log_dist`: lines of the script, and of the engine, on standard output.
+"""`deepspeed.utils.logger` and `log_dist`: log lines of the script and of the engine, on standard output.
 
-As in DeepSpeed, lines of level INFO show without further ado, the engine's progress among them. A program
-that has set up logging by itself is left alone.
+As in DeepSpeed, lines of level INFO are shown by default, including the engine's progress. Where the program
+has already configured logging, nothing is changed.
 """
 
 from __future__ import annotations

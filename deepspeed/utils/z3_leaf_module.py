@@ -1,4 +1,4 @@
-"""`deepspeed.utils.z3_leaf_module`: in DeepSpeed a module and a function; this module can be called."""
+"""`deepspeed.utils.z3_leaf_module`: a module and a function in DeepSpeed, so this module is callable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..missing import stand_in
+from ..missing import placeholder
 from . import leaf_modules
 from .leaf_modules import get_z3_leaf_modules as get_z3_leaf_modules
 from .leaf_modules import set_z3_leaf_modules as set_z3_leaf_modules
@@ -17,7 +17,7 @@ from .leaf_modules import z3_leaf_module as z3_leaf_module
 
 
 class _Called(ModuleType):
-    """Importing this module hides the function of its name in the package."""
+    """A callable module: importing this module hides the function with its name in the package."""
 
     def __call__(self, model: nn.Module) -> bool:
         return leaf_modules.z3_leaf_module(model)
@@ -27,4 +27,4 @@ sys.modules[__name__].__class__ = _Called
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

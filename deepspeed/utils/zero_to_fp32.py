@@ -1,4 +1,4 @@
-"""`deepspeed.utils.zero_to_fp32`: a model out of a checkpoint of xds, with DeepSpeed's names and arguments."""
+"""`deepspeed.utils.zero_to_fp32`: reads weights from an xds checkpoint, with DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...engine.checkpoint.exports.export import SAFETENSORS, TORCH_BIN, ExportOptions, export_folder
 from ...engine.checkpoint.io.reader import CheckpointReader, get_fp32_state_dict
 from ...utils.sizes import parse_bytes
-from ..missing import stand_in
+from ..missing import placeholder
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -22,9 +22,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """`xds.get_fp32_state_dict`. `lazy_mode` is without effect: the tensors are whole, and may be asked
-    for `.contiguous()` all the same.
-    """
+    """`xds.get_fp32_state_dict`. `lazy_mode` has no effect: the tensors are whole, with `.contiguous()`."""
     name = None if tag is None else str(tag)
     return get_fp32_state_dict(checkpoint_dir, name, exclude_frozen_parameters)
 
@@ -39,7 +37,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write pytorch_model.bin (or model.safetensors), or several and an index, to output_dir, in fp32.
 
-    Memory: a few MiB. An older export there is replaced when the new one is whole.
+    Memory: a few MiB. An older export in the folder is replaced when the new one is complete.
     """
     if max_shard_size is None:
         max_shard_bytes = ExportOptions.max_shard_bytes << 40
@@ -59,7 +57,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: Model, checkpoint_dir: str | Path, tag: str | None = None
 ) -> Model:
-    """`model` on the CPU, with the checkpoint's fp32 values. It is a plain model, no engine's."""
+    """`model` on the CPU, with the checkpoint's fp32 values. It is a plain model without an engine."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     model.load_state_dict(state, strict=False)
@@ -67,4 +65,4 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

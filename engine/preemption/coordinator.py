@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Protocol, final
 
 from ...ops.comm.collectives import Collectives
 from ...utils.errors import UsageError, XdsError
-from ...utils.messages import say
+from ...utils.messages import write_stderr
 from .signals import Signals
 
 log = logging.getLogger("xds")
@@ -361,4 +361,4 @@ class Coordinator:
 
 def _tell(text: str) -> None:
     """Nobody may read: the save and the end come first."""
-    say(f"xds: {text}\n")
+    write_stderr(f"xds: {text}\n")

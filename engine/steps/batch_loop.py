@@ -43,7 +43,7 @@ class BatchLoop:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         steps = self._accumulation.steps_now
         for _ in range(steps):
-            with self._collectives.telling("the data iterator of train_batch"):
+            with self._collectives.publishing_errors("the data iterator of train_batch"):
                 batch = next(batches)
             loss = loss_of(call_with(engine, move(batch, self._device)))
             engine.backward(loss)

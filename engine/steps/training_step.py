@@ -59,7 +59,7 @@ class TrainingStep:
         with (
             self._report.region("forward"),
             self._parts.autocast(),
-            self._sharded.collectives.telling("forward"),
+            self._sharded.collectives.publishing_errors("forward"),
             watched,
         ):
             return module(*args, **kwargs)
@@ -76,7 +76,7 @@ class TrainingStep:
                 factor = self._scale.value / divisor
                 scaled = loss if factor == 1.0 else loss * factor
                 with (
-                    self._sharded.collectives.telling("backward"),
+                    self._sharded.collectives.publishing_errors("backward"),
                     scaled_backward(self._scale.value),
                 ):
                     torch.autograd.backward(scaled, retain_graph=retain_graph)

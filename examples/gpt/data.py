@@ -1,4 +1,4 @@
-"""Text that every machine has: the sources of Python's own standard library, as bytes."""
+"""Training text that exists on every machine: the sources of Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 
 class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
-    """A text in windows: item i is (bytes [context], the byte after each of them [context])."""
+    """A text divided into windows: item i is (bytes [context], the byte after each of them [context])."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         self.text = text

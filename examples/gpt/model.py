@@ -1,4 +1,4 @@
-"""A small GPT over bytes: plain PyTorch, nothing of xds in it."""
+"""A small GPT over bytes, in plain PyTorch without xds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each on the normed input and added to it."""
+    """Attention and a two-layer perceptron, each applied to the normalised input and added to it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class GPT(nn.Module):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * self.shape.layers) ** 0.5)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V] of what follows each of `tokens` [B, T]; with `targets`, the loss."""
+        """Logits [B, T, V] of the next token for each of `tokens` [B, T]; with `targets`, the loss."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)

@@ -1,7 +1,7 @@
-"""Train a byte-level GPT on the standard library's sources; the config file decides how.
+"""Train a byte-level GPT on the standard library's sources, with the settings of a config file.
 
 xds examples/gpt/train.py --config examples/gpt/zero3.json     # one process for each device
-xds examples/gpt/train.py --checkpoints runs/gpt/checkpoints   # the same again after a crash goes on
+xds examples/gpt/train.py --checkpoints runs/gpt/checkpoints   # run it again after a crash to resume
 python examples/gpt/train.py                                   # one process
 """
 
@@ -44,10 +44,10 @@ def parse_args() -> argparse.Namespace:
         "--resume",
         default="auto",
         metavar="auto|none|TAG",
-        help="the checkpoint to go on from; auto, the default: the newest that is complete",
+        help="the checkpoint to resume from; auto, the default: the newest complete one",
     )
     parser.add_argument(
-        "--fallback", action="store_true", help="where it is damaged, go on from the one before"
+        "--fallback", action="store_true", help="if it is damaged, resume from the previous one"
     )
     parser.add_argument("--sample", type=int, default=300, help="bytes to generate at the end")
     parser.add_argument("--prompt", default="def ")
@@ -55,7 +55,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=shape.layers)
     parser.add_argument("--width", type=int, default=shape.width)
     parser.add_argument("--heads", type=int, default=shape.heads)
-    parser.add_argument("--context", type=int, default=shape.context, help="bytes a window")
+    parser.add_argument("--context", type=int, default=shape.context, help="bytes per window")
     parser.add_argument("--tied-head", action="store_true", help="output layer = token embedding")
     return parser.parse_args()
 
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def resume(engine: xds.Engine, args: argparse.Namespace) -> None:
-    """Go on from a checkpoint: weights, optimizer, schedule, data position and random numbers."""
+    """Resume from a checkpoint: weights, optimizer, schedule, data position and random numbers."""
     if args.checkpoints is None or args.resume == "none":
         return
     tag = xds.newest_checkpoint(args.checkpoints) if args.resume == "auto" else args.resume
@@ -87,13 +87,13 @@ def resume(engine: xds.Engine, args: argparse.Namespace) -> None:
         return
     path, _ = engine.load_checkpoint(args.checkpoints, tag, fallback=args.fallback)
     if engine.global_rank == 0:
-        print(f"going on from {path}, after step {engine.global_steps}", flush=True)
+        print(f"resuming from {path}, after step {engine.global_steps}", flush=True)
 
 
 def train(engine: xds.Engine, validation: ByteWindows, args: argparse.Namespace) -> list[dict]:
     """Train up to step `args.steps`; return one row for each step, with the names of COLUMNS."""
     is_first = engine.global_rank == 0
-    steps_done = engine.global_steps  # by the run that this one goes on from
+    steps_done = engine.global_steps  # by the run that this one resumes
     tokens_per_step = engine.train_batch_size() * args.context
     batches = forever(engine.training_dataloader)
     curve = CurveFile(args.out, steps_done) if is_first else None
@@ -135,14 +135,14 @@ def train(engine: xds.Engine, validation: ByteWindows, args: argparse.Namespace)
 
 
 def forever(loader):
-    """Batches without end: the loader shuffles anew each time it is started."""
+    """Endless batches: the loader shuffles again each time it is started."""
     while True:
         yield from loader
 
 
 @torch.no_grad()
 def validate(engine: xds.Engine, windows: ByteWindows, num_batches: int) -> float:
-    """Mean loss on the same windows every time, spread over the text and shared among the ranks."""
+    """Mean loss on fixed windows, spread over the text and divided among the ranks."""
     size = engine.train_micro_batch_size_per_gpu()
     num_windows = num_batches * size * engine.world_size
     spread = torch.linspace(0, len(windows) - 1, num_windows).long()
@@ -171,7 +171,7 @@ def show(bar: tqdm, row: dict, device: torch.device) -> None:
         f"loss {row['loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s, "
         f"lr {row['learning_rate']:.1e}, |g| {row['gradient_norm']:.2f}, "
         f"{memory_gib(device):.2f} GiB",
-        refresh=False,  # the bar draws itself, twice a second
+        refresh=False,  # the bar refreshes itself twice a second
     )
     if row["validation_loss"] != "":
         bar.write(
@@ -181,14 +181,14 @@ def show(bar: tqdm, row: dict, device: torch.device) -> None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak of this rank: of the GPU's tensors, or of the process on a CPU."""
+    """Peak memory of this rank: of the GPU's tensors, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 class CurveFile:
-    """The rows of a run, also in loss.csv as they come. Those of the first `steps_done` stay."""
+    """The rows of a run, also written to loss.csv. Existing rows of the first `steps_done` steps are kept."""
 
     def __init__(self, folder: Path, steps_done: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -210,7 +210,7 @@ class CurveFile:
 
 
 def draw(curve: list[dict], folder: Path) -> None:
-    """The curve as loss.png, if matplotlib is there."""
+    """Write the curve to loss.png, if matplotlib is installed."""
     print(f"loss curve: {folder / 'loss.csv'}", flush=True)
     try:
         import matplotlib
@@ -229,7 +229,7 @@ def draw(curve: list[dict], folder: Path) -> None:
         "o-",
         label="validation",
     )
-    axes.set(xlabel="step", ylabel="loss (nats a byte)")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(folder / "loss.png", dpi=120)
@@ -237,7 +237,7 @@ def draw(curve: list[dict], folder: Path) -> None:
 
 
 def print_sample(engine: xds.Engine, args: argparse.Namespace) -> None:
-    """Let the model go on from the prompt. All ranks generate, rank 0 prints."""
+    """Generate text from the prompt on all ranks; rank 0 prints it."""
     if args.sample == 0:
         return
     engine.eval()

@@ -51,7 +51,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--architecture", choices=sorted(ARCHITECTURES), default="llama")
     parser.add_argument("--data", type=Path, help="a text file instead of the standard library")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--context", type=int, default=128, help="bytes a window")
+    parser.add_argument("--context", type=int, default=128, help="bytes per window")
     parser.add_argument("--sample", type=int, default=100, help="bytes to generate at the end")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
@@ -107,14 +107,14 @@ def train(engine: xds.Engine, args: argparse.Namespace) -> None:
 
 
 def forever(loader):
-    """Batches without end: the loader shuffles anew each time it is started."""
+    """Endless batches: the loader shuffles again each time it is started."""
     while True:
         yield from loader
 
 
 @torch.no_grad()
 def generate(engine: xds.Engine, prompt: bytes, args: argparse.Namespace) -> bytes:
-    """Sample bytes after `prompt`; all ranks together, for a sharded forward is collective."""
+    """Sample bytes after `prompt`. All ranks must call this, because a sharded forward is collective."""
     engine.eval()
     generator = torch.Generator(engine.device).manual_seed(args.seed)
     tokens: Tensor = torch.tensor([list(prompt)], device=engine.device)

@@ -2,8 +2,8 @@
 
     xds examples/huggingface/trainer.py --output_dir /tmp/bytes --xds_config examples/huggingface/auto3.json
 
-The model is made on the spot and the text is that of examples/gpt: nothing is downloaded. Every option is
-one of TrainingArguments, or `--architecture`, `--data` and `--context`.
+The model is created in code and the text is that of examples/gpt: nothing is downloaded. The options are those
+of TrainingArguments, and `--architecture`, `--data` and `--context`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
-from train import HERE, build_model, load_text  # the other example beside this one
+from train import HERE, build_model, load_text  # the other example in this folder
 from transformers import HfArgumentParser, TrainerCallback
 
 from xds.engine.integrations.huggingface import Trainer, TrainingArguments
@@ -27,7 +27,7 @@ class Options:
 
 
 class Windows(Dataset):
-    """Windows of bytes as a Hugging Face model takes them: it shifts the labels itself."""
+    """Windows of bytes for a Hugging Face model, which shifts the labels itself."""
 
     def __init__(self, windows: Dataset) -> None:
         self.windows = windows
@@ -41,7 +41,7 @@ class Windows(Dataset):
 
 
 class SayLoss(TrainerCallback):
-    """Callbacks work as ever; this one runs on rank 0."""
+    """Callbacks work without changes; this one runs on rank 0."""
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs) -> None:
         if state.is_world_process_zero:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ...utils.errors import UsageError, XdsError
-from ...utils.messages import Outlet, say
+from ...utils.messages import OutputWriter, write_stderr
 from ...utils.quoting import quoted
 from ..job import Job, Order, Rendezvous, Restarts
 from .failure import first_failure, report, was_preempted
@@ -51,12 +51,12 @@ def run(job: Job, rendezvous: Rendezvous = _ONE_MACHINE, restarts: Restarts = _N
         peers = Peers(rendezvous, stop)
         if not is_alone:
             peers.start()
-        shown = Outlet(stop.is_requested)
+        shown = OutputWriter(stop.is_requested)
         with RankZero(folder.path, folder.log(0), shown.write, stop.is_requested) as tee:
             outcome = _generations(order, folder, stop, tee)
         shown.close()
         text, code = _ending(outcome, stop, peers)
-        say(text, stop.is_requested)
+        write_stderr(text, stop.is_requested)
         if text and not (is_alone or stop.signum):
             peers.publish(text, code)
     if outcome.is_agent_alive:  # stopped while it imports torch, or waits for other machines
@@ -101,7 +101,7 @@ def _generations(order: Order, folder: RunFolder, stop: Stop, tee: RankZero) -> 
             return outcome
         order = replace(order, generation=order.generation + 1)
         again = f"xds: starting every rank again ({order.generation} of {allowed})\n"
-        say(report(outcome.failures, outcome.finished) + again, stop.is_requested)
+        write_stderr(report(outcome.failures, outcome.finished) + again, stop.is_requested)
 
 
 def _ending(outcome: Outcome, stop: Stop, peers: Peers) -> tuple[str, int]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import final
 
-from ...utils.messages import PATIENCE_SECONDS, say
+from ...utils.messages import PATIENCE_SECONDS, write_stderr
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)  # for the script: Slurm's --signal, stack dumps
@@ -118,4 +118,4 @@ def stop_signals(*, logs_signal: bool = True) -> Iterator[Stop]:
 
 def _write_messages(messages: queue.SimpleQueue[str]) -> None:
     while text := messages.get():
-        say(text)
+        write_stderr(text)

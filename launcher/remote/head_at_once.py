@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from ...utils.messages import say
+from ...utils.messages import write_stderr
 from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
@@ -78,19 +78,19 @@ def run_at_once(
             if code == 0 and not (start.failures or start.errors):
                 return 0
             if was_preempted(start.failures):
-                say(
+                write_stderr(
                     "xds: every rank has saved a checkpoint and stopped, as requested\n",
                     stop.is_requested,
                 )
                 return first_failure(start.failures).exit_code
             lost = _hosts_without_result(hosts, start, code, backend.name)
             text, code = final_report(start.failures, start.finished, start.errors, lost)
-            say(text, stop.is_requested)
+            write_stderr(text, stop.is_requested)
             if generation >= restarts.max_restarts:
                 return code
             generation += 1
             again = f"xds: starting every rank again ({generation} of {restarts.max_restarts})\n"
-            say(again, stop.is_requested)
+            write_stderr(again, stop.is_requested)
 
 
 def _hosts_without_result(

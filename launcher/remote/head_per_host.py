@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from ...utils.errors import UsageError
-from ...utils.messages import say
+from ...utils.messages import write_stderr
 from ..job import Host, Job, Remote, Rendezvous, Restarts
 from ..ranks.failure import Failure, first_failure, was_preempted
 from ..ranks.stop import Stop, stop_signals
@@ -161,7 +161,7 @@ class _Head:
                 return first_failure(start.failures).exit_code
             if not start.is_growing:
                 text, code = final_report(start.failures, start.finished, start.errors, start.lost)
-                say(text, self._stop.is_requested)
+                write_stderr(text, self._stop.is_requested)
                 if not restarts_left:
                     return code
                 restarts_left -= 1
@@ -205,7 +205,7 @@ class _Head:
         if self._stop.signum:
             return 128 + self._stop.signum
         text, code = final_report([], [], {}, self._lost)
-        say(text, self._stop.is_requested)
+        write_stderr(text, self._stop.is_requested)
         return code
 
     def _one_start(self, chosen: Sequence[tuple[_Member, int]]) -> _Start:
@@ -406,7 +406,7 @@ class _Head:
         self._selector.close()
 
     def _say(self, text: str) -> None:
-        say(f"xds: {text}\n", self._stop.is_requested)
+        write_stderr(f"xds: {text}\n", self._stop.is_requested)
 
 
 def _endpoint(remote: Remote, first: _Member, *, is_alone: bool) -> str:

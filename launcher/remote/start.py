@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from ...utils.errors import UsageError
-from ...utils.messages import Outlet
+from ...utils.messages import OutputWriter
 from ..job import Host, Job, Order, Remote, Rendezvous
 from ..ranks.failure import Failure, Kind, first_failure, ranks_text, report
 from ..ranks.stop import Stop
@@ -48,11 +48,11 @@ class Lost:
 
 def own_streams(stop: Stop) -> Write:
     """A function that writes bytes of a node to this process's own stream, and ignores a closed reader."""
-    outlet = Outlet(stop.is_requested)
+    outlet = OutputWriter(stop.is_requested)
 
     def write(descriptor: int, data: bytes) -> None:
         with contextlib.suppress(OSError):
-            outlet.write(descriptor, data)
+            output.write(descriptor, data)
 
     return write
 

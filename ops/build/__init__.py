@@ -1,1 +1,1 @@
-"""Native libraries: compiled on first use, kept in a cache, loaded."""
+"""Builds native libraries on first use and keeps them in a cache."""

@@ -1,11 +1,11 @@
-"""Builds native libraries when they are first used: one ninja run into a keyed cache, whoever else builds, too.
+"""Builds native libraries on first use: one ninja run for each key of the cache, safe with concurrent builds.
 
-    key -> in the cache, whole? -> load
+    key -> in the cache and undamaged? -> load
         -> lock the key -> in the cache by now? -> load
                         -> compile in a temporary folder -> fsync, rename -> load
 
-A process that is killed at any point leaves no lock, nothing that would be loaded, and a temporary folder
-that the next builder removes. See build_plan.py for the key and build_cache.py for the locks.
+A process that is killed at any point leaves no lock and no incomplete library that could be loaded. The next
+build removes its temporary folder. See plan.py for the key and cache.py for the locks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _UNWANTED = ("NINJA_STATUS", "CLICOLOR_FORCE")  # they change what ninja prints
 
 
 def build(library: Library) -> Path:
-    """The shared library, from the cache or built now. Raises BuildError: it cannot be built here."""
+    """The path of the shared library, from the cache or built now. Raises BuildError: it cannot be built."""
     return find_or_build(library).path
 
 
 def find(library: Library) -> Entry | None:
-    """The library in the cache, if it is there. Raises BuildError: it could not be built here either."""
+    """The library in the cache, or None. Raises BuildError: it could not be built on this machine either."""
     return _find(plan(library, build_cache.default_folder()))
 
 
@@ -53,7 +53,7 @@ def _find(planned: Plan) -> Entry | None:
 
 
 def find_or_build(library: Library) -> Entry:
-    """`build` with what is known about the result. Of processes that ask at once, one builds."""
+    """Like `build`, but returns the cache entry. Of several processes that call this at once, one builds."""
     planned = plan(library, build_cache.default_folder())
     entry = _find(planned)
     if entry is not None:
@@ -62,15 +62,15 @@ def find_or_build(library: Library) -> Entry:
     try:
         with build_cache.locked(folder, planned.key) as lock:
             return _build_locked(planned, folder, lock)
-    except OSError as error:  # the disk filled up, somebody removed the folder, ...
+    except OSError as error:  # the disk is full, another process removed the folder, ...
         raise BuildError(
             f"the native library {library.name} cannot be built in {folder}: {error}",
-            remedy=f"make room, or set {build_cache.FOLDER_VARIABLE} to another folder",
+            remedy=f"free disk space, or set {build_cache.FOLDER_VARIABLE} to another folder",
         ) from error
 
 
 def _build_locked(planned: Plan, folder: Path, lock: KeyLock) -> Entry:
-    """While this process waited another may have built it, or failed to."""
+    """Look again, then build: while this process waited, another one may have built it or failed to."""
     entry = build_cache.read_entry(folder / planned.key)
     if entry is not None:
         return entry
@@ -80,14 +80,14 @@ def _build_locked(planned: Plan, folder: Path, lock: KeyLock) -> Entry:
     try:
         return _build(planned, folder)
     except BuildError as error:
-        lock.tell_failure(error)
+        lock.record_failure(error)
         raise
     finally:
         build_cache.sweep(folder)
 
 
 def compile_objects(library: Library, folder: Path) -> list[Path]:
-    """Compile every source into `folder` and link nothing: for machines without the device or its torch.
+    """Compile every source into `folder` without linking, for machines without the device or its torch build.
 
     Raises BuildError: a compiler is missing, or a source does not compile.
     """
@@ -122,11 +122,11 @@ def _build(planned: Plan, folder: Path) -> Entry:
 
 
 def _run_ninja(planned: Plan, folder: Path, *, is_linked: bool) -> None:
-    """Ninja works in `folder`, by relative names: once that is gone an orphan can make nothing elsewhere."""
+    """Run ninja in `folder` with relative names, so that an orphaned process cannot write to other folders."""
     (folder / "build.ninja").write_text(ninja_file(planned, is_linked=is_linked))
     (folder / "tmp").mkdir(exist_ok=True)
     environment = {name: text for name, text in os.environ.items() if name not in _UNWANTED}
-    # compilers that are killed leave their temporary files here, and they go with the folder
+    # compilers that are killed leave temporary files; here they are removed together with the folder
     environment |= {"LC_ALL": "C", "TMPDIR": str(folder / "tmp")}
     command = [_find_ninja(), f"-j{_num_cores()}"]
     with subprocess.Popen(
@@ -157,12 +157,12 @@ def _failure(planned: Plan, output: str, code: int) -> BuildError:
     lines = [line for line in lines if not line.startswith("ninja: ")]
     remedy = "install a newer compiler, or send these lines to the authors"
     if "No space left on device" in output:
-        remedy = f"make room, or set {build_cache.FOLDER_VARIABLE} to another folder"
+        remedy = f"free disk space, or set {build_cache.FOLDER_VARIABLE} to another folder"
     return BuildError(what, shlex.join(commands[found[1]]), lines[-LAST_LINES:], remedy)
 
 
 def _find_ninja() -> str:
-    """The one of the `ninja` package, else that of PATH."""
+    """The ninja of the Python package `ninja`, else the one on PATH."""
     try:
         beside = Path(str(import_module("ninja").BIN_DIR), "ninja")
     except (ImportError, AttributeError):

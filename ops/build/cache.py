@@ -1,14 +1,14 @@
-"""The cache of built libraries: a folder per key, committed by one rename; locks die with their holders.
+"""The cache of built libraries: one folder per key, committed with one rename. Locks end with their process.
 
-    wait    cpu-0123456789abcdef.lock               flock: one builder of this key at a time
-    build   .tmp-cpu-0123456789abcdef-1a2b3c4d/     beside it a .lock, flocked: its builder lives
+    wait    cpu-0123456789abcdef.lock               flock: one build of this key at a time
+    build   .tmp-cpu-0123456789abcdef-1a2b3c4d/     its .lock file is flocked while the build runs
     commit  .tmp-... -> cpu-0123456789abcdef/       libcpu.so and info.json, after fsync
     use     cpu-0123456789abcdef/info.json          a shared flock of every process that loaded it
 
-Locks are on files, never on folders, and exclusive ones on files open for writing: NFS asks for that. A folder
-without a good info.json, or whose library has another length or checksum, is built anew. So is one that another
-user could have laid there (see trust.py): loading it would run it. On a file system without locks two processes
-may build the same; the rename keeps the result whole.
+Locks are on files, never on folders, and exclusive locks on files that are open for writing: NFS requires this.
+A library is built again where info.json is missing or invalid, or the length or checksum differs. The same
+applies where another user could have written the files (see trust.py), because loading a library runs its
+code. On a file system without locks two processes may build the same key; the rename keeps the result intact.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ from ...utils.trust import make_folders, why_not_trusted
 log = logging.getLogger("xds")
 FOLDER_VARIABLE = "XDS_CACHE_DIR"
 INFO = "info.json"
-QUIET_SECONDS = 5.0  # a wait for another process's build that is not worth a line
-PATIENCE_SECONDS = 900.0  # then its builder counts as stuck, and this process builds beside it
+QUIET_SECONDS = 5.0  # a shorter wait for another process's build is not logged
+PATIENCE_SECONDS = (
+    900.0  # after this wait the other build counts as stuck, and this process builds as well
+)
 POLL_SECONDS = 0.02
-OLD_SECONDS = 3600.0  # without locks: a temporary folder of this age has no builder any more
+OLD_SECONDS = 3600.0  # without locks: a temporary folder of this age counts as abandoned
 MIN_FREE_BYTES = 64 * 2**20
 TEMPORARY = re.compile(r"\.tmp-.+-[0-9a-f]{8}(\.lock)?")
 KEY = re.compile(r"(?P<name>\w+)-[0-9a-f]{16}")
@@ -48,7 +50,7 @@ SWEEP = "folder.lock"
 @final
 @dataclass(frozen=True)
 class Info:
-    """What info.json says about a library."""
+    """The contents of a library's info.json."""
 
     key: str
     name: str
@@ -75,7 +77,7 @@ class Entry:
 
 
 def default_folder() -> Path:
-    """$XDS_CACHE_DIR, else xds/ in the user's cache folder. It need not exist."""
+    """$XDS_CACHE_DIR, else xds/ in the user's cache folder. It may not exist yet."""
     asked = os.environ.get(FOLDER_VARIABLE)
     if asked:
         return Path(asked).absolute()
@@ -84,19 +86,19 @@ def default_folder() -> Path:
 
 
 def folders() -> list[Path]:
-    """Where finished libraries may be: the cache, and what stands in for one that cannot be used."""
+    """The folders to search for finished libraries: the cache, and the fallback of one that is not usable."""
     is_trusted = not why_not_trusted(default_folder())
     found = [default_folder()] if is_trusted else []
-    may_stand_in = not (is_trusted and os.environ.get(FOLDER_VARIABLE))
-    if may_stand_in and _stand_in().is_dir() and not why_not_trusted(_stand_in()):
-        found.append(_stand_in())
+    may_fall_back = not (is_trusted and os.environ.get(FOLDER_VARIABLE))
+    if may_fall_back and _fallback().is_dir() and not why_not_trusted(_fallback()):
+        found.append(_fallback())
     return found
 
 
 def writable_folder() -> Path:
-    """A folder that can hold one more library: the cache, else one under the temporary folder.
+    """A folder that can hold one more library: the cache, else a folder in the system's temporary folder.
 
-    Raises BuildError: neither can be written, or other users may write there, too.
+    Raises BuildError: neither can be written, or other users may write there.
     """
     wanted = default_folder()
     reason = _why_not_writable(wanted)
@@ -106,27 +108,27 @@ def writable_folder() -> Path:
     if os.environ.get(FOLDER_VARIABLE) and reason:
         raise BuildError(
             f"{FOLDER_VARIABLE} = {wanted} cannot hold a library: {reason}",
-            remedy="make room or set it to another folder",
+            remedy="free disk space or set it to another folder",
         )
-    instead = _stand_in()
+    instead = _fallback()
     with suppress(OSError):
         instead.mkdir(mode=0o700)
     reason, not_private = reason or other_user, why_not_trusted(instead)
-    other = f"it belongs to somebody else: {not_private}" if not_private else ""
+    other = f"another user may change it: {not_private}" if not_private else ""
     other = other or _why_not_writable(instead)
     if other:
         raise BuildError(
             f"no folder for native libraries: {wanted}: {reason}; {instead}: {other}",
-            remedy=f"set {FOLDER_VARIABLE} to a folder with {MIN_FREE_BYTES >> 20} MiB of room",
+            remedy=f"set {FOLDER_VARIABLE} to a folder with {MIN_FREE_BYTES >> 20} MiB of free space",
         )
     log.warning(
-        "%s cannot hold native libraries (%s): they go to %s; set %s to a folder that lasts",
+        "%s cannot hold native libraries (%s); using %s instead; set %s to a permanent folder",
         *(wanted, reason, instead, FOLDER_VARIABLE),
     )
     return instead
 
 
-def _stand_in() -> Path:
+def _fallback() -> Path:
     return Path(tempfile.gettempdir()).absolute() / f"xds-{os.getuid()}"
 
 
@@ -144,7 +146,7 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def read_entry(folder: Path) -> Entry | None:
-    """The library in a folder of the cache; None where none is finished, it is damaged, or not ours."""
+    """The library in a folder of the cache; None where it is not finished, damaged or not trusted."""
     try:
         if why_not_trusted(folder / INFO):
             return None
@@ -159,7 +161,7 @@ def read_entry(folder: Path) -> Entry | None:
 
 
 def keys(folder: Path) -> list[Path]:
-    """The folders of a cache's libraries: finished, damaged, or with a lock alone."""
+    """The folders of a cache's libraries: finished, damaged, or with only a lock file."""
     with suppress(OSError):
         names = {path.name.removesuffix(".lock") for path in folder.iterdir()}
         return [folder / name for name in sorted(names) if KEY.fullmatch(name)]
@@ -167,7 +169,7 @@ def keys(folder: Path) -> list[Path]:
 
 
 def use(entry: Entry) -> int:
-    """A file descriptor that keeps the library from `remove` while it is open, at most for this process."""
+    """A file descriptor that protects the library from `remove` while it is open. It ends with the process."""
     fd = os.open(entry.folder / INFO, os.O_RDONLY)
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -175,7 +177,10 @@ def use(entry: Entry) -> int:
 
 
 def remove(folder: Path) -> bool:
-    """Remove one library and its lock, unless a process has it loaded or builds it; whether it is gone."""
+    """Remove one library and its lock, unless a process has loaded it or builds it.
+
+    Returns: whether the library is removed.
+    """
     lock = folder.with_name(f"{folder.name}.lock")
     with suppress(OSError), _held(lock) as is_ours, _held(folder / INFO) as is_unused:
         if is_ours and is_unused:
@@ -187,7 +192,7 @@ def remove(folder: Path) -> bool:
 
 @contextmanager
 def _held(path: Path) -> Iterator[bool]:
-    """Whether the lock on `path` is held while the block runs; a file that is not there needs none."""
+    """Yield whether the lock on `path` is held during the block; a file that does not exist needs no lock."""
     try:
         fd = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -201,7 +206,7 @@ def _held(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def locked(folder: Path, key: str) -> Iterator[KeyLock]:
-    """Waits until no other process builds `key`, and holds it until the block ends."""
+    """Wait until no other process builds `key`, and hold the lock until the block ends."""
     lock = KeyLock(folder / f"{key}.lock")
     try:
         lock.acquire(key)
@@ -212,9 +217,9 @@ def locked(folder: Path, key: str) -> Iterator[KeyLock]:
 
 @final
 class KeyLock:
-    """The right to build one key. The lock goes with the process, however that ends.
+    """The lock for building one key. The operating system releases it when the process ends.
 
-    What the file holds is the last failure: who waited for that build takes it over.
+    The file contains the last failure; processes that waited for that build raise the same error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -226,16 +231,16 @@ class KeyLock:
         return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def acquire(self, key: str) -> None:
-        """Returns with the lock, or without one where the file system has none or its holder is stuck."""
-        is_told = False
+        """Wait for the lock. Returns without it where the file system has no locks or the holder is stuck."""
+        is_logged = False
         while not self._try():
             waited_seconds = time.time() - self.began
             if waited_seconds > PATIENCE_SECONDS:
                 log.warning("another process holds %s for %.0f s", self.path, waited_seconds)
                 return
-            if waited_seconds > QUIET_SECONDS and not is_told:
+            if waited_seconds > QUIET_SECONDS and not is_logged:
                 log.info("waiting for another process that builds %s", key)
-                is_told = True
+                is_logged = True
             time.sleep(POLL_SECONDS)
 
     def _try(self) -> bool:
@@ -245,7 +250,7 @@ class KeyLock:
             if os.path.sameopenfile(self._fd, fresh := self._open()):
                 os.close(fresh)
                 return True
-            # `remove` took the file away before it was locked here
+            # `remove` deleted the file before it was locked here
             self._fd, old = fresh, self._fd
             os.close(old)
             return False
@@ -255,7 +260,7 @@ class KeyLock:
         os.close(self._fd)
 
     def failure(self) -> BuildError | None:
-        """How the build ended that this process waited for, if it failed."""
+        """The error of the build that this process waited for; None where it did not fail."""
         try:
             kept = json.loads(os.pread(self._fd, 2**20, 0) or b"{}")
             if kept["failed_at"] < self.began:
@@ -264,7 +269,7 @@ class KeyLock:
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def tell_failure(self, error: BuildError) -> None:
+    def record_failure(self, error: BuildError) -> None:
         kept = {"failed_at": time.time(), "what": error.what, "command": error.command}
         text = json.dumps({**kept, "lines": error.lines, "remedy": error.remedy})
         with suppress(OSError):
@@ -273,7 +278,7 @@ class KeyLock:
 
 
 def _try_lock(fd: int) -> bool | None:
-    """Whether the lock is ours now; None where the file system has no locks."""
+    """Whether this process holds the lock now; None where the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -285,7 +290,7 @@ def _try_lock(fd: int) -> bool | None:
 
 @contextmanager
 def temporary(folder: Path, key: str) -> Iterator[Path]:
-    """A fresh folder to build in; it goes with the block, or with the next builder if this one is killed."""
+    """A new folder to build in. It is removed after the block, or by the next build if this one is killed."""
     path = folder / f".tmp-{key}-{secrets.token_hex(4)}"
     with _sweeping(folder):
         _discard_dead(folder)
@@ -305,14 +310,14 @@ def _lock_of(path: Path) -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed builders left behind."""
+    """Remove the temporary folders of builds that were killed."""
     with suppress(OSError), _sweeping(folder):
         _discard_dead(folder)
 
 
 @contextmanager
 def _sweeping(folder: Path) -> Iterator[None]:
-    """Between making a folder and locking it nobody may take it for a dead one's."""
+    """Hold the sweep lock, so that no process treats a folder as abandoned before its creator has locked it."""
     fd = os.open(folder / SWEEP, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         with suppress(OSError):
@@ -323,7 +328,7 @@ def _sweeping(folder: Path) -> Iterator[None]:
 
 
 def _discard_dead(folder: Path) -> None:
-    # folders first: one that outlives its lock is taken for a dead one's, too
+    # folders before their lock files: a folder without a lock file counts as abandoned as well
     for path in sorted(folder.iterdir()):
         if TEMPORARY.fullmatch(path.name) and _is_dead(path):
             discard(path)
@@ -334,7 +339,7 @@ def _is_dead(path: Path) -> bool:
         fd = os.open(_lock_of(path), os.O_RDWR)
     except FileNotFoundError:
         return True
-    except OSError:  # somebody else's
+    except OSError:  # it belongs to another user
         return False
     try:
         is_ours = _try_lock(fd)
@@ -346,7 +351,7 @@ def _is_dead(path: Path) -> bool:
 
 
 def discard(path: Path) -> None:
-    """Several times over: the compiler of a killed builder may still be writing into it."""
+    """Remove a file or folder. Tries several times: the compiler of a killed build may still be writing."""
     if path.is_file():
         with suppress(OSError):
             path.unlink()
@@ -358,16 +363,16 @@ def discard(path: Path) -> None:
 
 
 def commit(built: Path, folder: Path, info: Info) -> Entry:
-    """Make the library in the temporary folder `built` the one of its key: all of it, or nothing."""
+    """Move the library in the temporary folder `built` to the folder of its key, atomically."""
     (built / INFO).write_text(json.dumps(asdict(info), indent=1))
-    for path in (built / info.file, built / INFO):  # whatever the umask and the linker say
+    for path in (built / info.file, built / INFO):  # independent of the umask and the linker
         path.chmod(path.stat().st_mode & 0o755)
     built.chmod(folder.stat().st_mode & 0o755)
     for path in (built / info.file, built / INFO, built):
         _sync(path)
     final_folder = folder / info.key
     for _ in range(3):
-        if final_folder.exists():  # damaged, or of a builder without locks
+        if final_folder.exists():  # damaged, or built at the same time without locks
             with suppress(OSError):
                 os.rename(final_folder, built.with_name(f".tmp-{info.key}-{secrets.token_hex(4)}"))
         with suppress(OSError):

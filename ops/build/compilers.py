@@ -1,8 +1,8 @@
-"""Finds the compilers of native ops, and what in them must be the same for a built library to be right.
+"""Finds the compilers of native ops and the facts about them that identify a built library.
 
-Asking a compiler for its version starts a process, so the answer is kept in the cache folder under the
-program's path, size and time of change: a library that is built already is found without any process.
-Wrappers (scripts, ccache) are asked every time, once a process: what they call may change behind them.
+Reading a compiler's version starts a process, so the version is kept in the cache folder under the program's
+path, size and modification time. A library that is already built is found without starting a process.
+The version of wrappers (scripts, ccache) is read once per process: the compiler that they call may change.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ...utils.trust import make_folders, why_not_trusted
 
 CUDA_FOLDER = Path("/usr/local/cuda")
 ARCHS_VARIABLE = "XDS_CUDA_ARCHS"
-USUAL_ARCHS = (("80", (11, 0)), ("90", (11, 8)), ("100", (12, 8)))  # and the nvcc each needs
+USUAL_ARCHS = (("80", (11, 0)), ("90", (11, 8)), ("100", (12, 8)))  # with the lowest nvcc release
 MAX_VERSION_SECONDS = 60.0
-# what compilers read besides their command line
+# environment variables that compilers read besides their command line
 VARIABLES = (
     *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH"),
     *("GCC_EXEC_PREFIX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"),
@@ -40,7 +40,7 @@ _COMPILER = re.compile(r"(.*-)?(g\+\+|gcc|c\+\+|clang\+\+|clang|nvcc|icpx)(-[\d.
 @final
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler as it is called, and its version in one line."""
+    """The command of a compiler, and its version in one line."""
 
     words: tuple[str, ...]
     version: str
@@ -53,10 +53,10 @@ class Compiler:
 @final
 @dataclass(frozen=True)
 class Torch:
-    """The torch that libraries are built for, read from its files: it need not be imported.
+    """The torch installation that libraries are built for, read from its files without importing it.
 
-    facts: a hash of its version and of the headers that the stable ABI is made of.
-    cuda: the CUDA release that it was built with, "" for a CPU build.
+    facts: a hash of its version and of the headers of the stable ABI.
+    cuda: the CUDA release that it was built with; "" for a CPU build.
     """
 
     include: Path
@@ -67,9 +67,9 @@ class Torch:
 
 
 def find_cxx(kept: Path) -> Compiler:
-    """The C++ compiler: $CXX, else c++, g++ or clang++ of PATH. `kept` is the cache folder.
+    """The C++ compiler: $CXX, else c++, g++ or clang++ on PATH. `kept` is the cache folder.
 
-    Raises BuildError: there is none, or it does not answer.
+    Raises BuildError: there is none, or it does not work.
     """
     asked = os.environ.get("CXX", "")
     for name in [asked] if asked else ["c++", "g++", "clang++"]:
@@ -86,9 +86,9 @@ def find_cxx(kept: Path) -> Compiler:
 
 
 def find_nvcc(kept: Path) -> Compiler:
-    """The CUDA compiler: of $CUDA_HOME, else of PATH, else of /usr/local/cuda.
+    """The CUDA compiler: in $CUDA_HOME, else on PATH, else in /usr/local/cuda.
 
-    Raises BuildError: there is none, or it does not answer.
+    Raises BuildError: there is none, or it does not work.
     """
     home = os.environ.get("CUDA_HOME", "")
     beside = str(CUDA_FOLDER / "bin" / "nvcc")
@@ -104,27 +104,27 @@ def find_nvcc(kept: Path) -> Compiler:
 
 
 def release(nvcc: Compiler) -> tuple[int, int]:
-    """The CUDA release of an nvcc, (0, 0) when it does not say."""
+    """The CUDA release of an nvcc; (0, 0) where its version text does not contain one."""
     found = re.search(r"release (\d+)\.(\d+)", nvcc.version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def architectures(nvcc: Compiler) -> list[str]:
-    """What machine code is made for: $XDS_CUDA_ARCHS, else the usual ones that this nvcc knows.
+    """The GPU architectures to compile for: $XDS_CUDA_ARCHS, else the usual ones that this nvcc supports.
 
-    Raises BuildError: $XDS_CUDA_ARCHS holds something else than architectures.
+    Raises BuildError: $XDS_CUDA_ARCHS is not a list of architectures.
     """
     asked = os.environ.get(ARCHS_VARIABLE, "")
     archs = re.split(r"[\s,;]+", asked.strip().replace(".", "")) if asked.strip() else []
     if not all(re.fullmatch(r"\d{2,3}[af]?", arch) for arch in archs):
         raise BuildError(
-            f"{ARCHS_VARIABLE} = {asked!r} is no list of architectures", remedy='write "80 90"'
+            f"{ARCHS_VARIABLE} = {asked!r} is not a list of architectures", remedy='write "80 90"'
         )
     return archs or [arch for arch, needed in USUAL_ARCHS if release(nvcc) >= needed] or ["80"]
 
 
 def arch_flags(nvcc: Compiler) -> tuple[str, ...]:
-    """Machine code for each architecture, and PTX of the newest for GPUs still to come."""
+    """Flags for machine code of each architecture, and for PTX of the newest one, for future GPUs."""
     archs = architectures(nvcc)
     newest = max(archs, key=_number)
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
@@ -132,7 +132,7 @@ def arch_flags(nvcc: Compiler) -> tuple[str, ...]:
 
 
 def runs_on(archs: list[str], capability: tuple[int, int]) -> bool:
-    """Whether a GPU, by its compute capability, finds code: of its own generation, or PTX to translate."""
+    """Whether a GPU of this compute capability can run the code: machine code of its generation, or PTX."""
     number = capability[0] * 10 + capability[1]
     has_code = any(_number(a) // 10 == capability[0] and _number(a) <= number for a in archs)
     return has_code or max(map(_number, archs)) <= number
@@ -143,7 +143,7 @@ def _number(arch: str) -> int:
 
 
 def environment_facts() -> dict[str, str]:
-    """The variables that change what a compiler does without standing on its command line."""
+    """The environment variables that change what a compiler does."""
     return {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
 
 
@@ -194,7 +194,7 @@ def _version(words: tuple[str, ...], kept: Path) -> str:
 
 
 def _is_plain(path: Path) -> bool:
-    """Whether it is the compiler itself: neither a script nor ccache under a compiler's name."""
+    """Whether it is the compiler itself, not a script or ccache with a compiler's name."""
     if not _COMPILER.fullmatch(path.name):
         return False
     with path.open("rb") as file:
@@ -203,7 +203,7 @@ def _is_plain(path: Path) -> bool:
 
 @cache
 def _ask(words: tuple[str, ...]) -> str:
-    """The line of `--version` that names the release, of gcc, clang and nvcc alike."""
+    """The line of `--version` that names the release, for gcc, clang and nvcc."""
     command = [*words, "--version"]
     try:
         done = subprocess.run(
@@ -236,7 +236,7 @@ def _read(file: Path) -> dict[str, str]:
 
 
 def _keep(file: Path, known: dict[str, str]) -> None:
-    """As far as the folder can be written; of two at a time the later wins, the next asks again."""
+    """Write the versions, if the folder is writable. Of two writers the later one wins."""
     fresh = file.with_name(f".{file.name}-{os.getpid()}")
     with suppress(OSError):
         make_folders(file.parent)

@@ -1,13 +1,12 @@
-"""What a native library is made of: sources, the commands that compile and link them, the key of the result.
+"""Plans the build of a native library: its sources, the compile and link commands, and the key of the result.
 
-The key is a hash of everything that can change the result: the sources, every header beside them, the
-commands, the compilers' versions, torch's version and stable ABI, libc, the kind of machine and the variables
-that compilers read. The features of the processor are not in it, and need not be: code is compiled for
-the weakest processor of its kind, the faster versions lie beside it in objects of their own, and the
-dispatcher enters one only after it has asked the processor. So one cache on a shared home folder serves
-unlike machines, and none of them meets an instruction that it does not know. For this the sources keep two
-rules, and tests look: no flag says `native`, and an object for AVX2 or AVX-512 defines no function that the
-linker could take for everybody.
+The key is a hash of everything that can change the result: the sources, every header in their folders, the
+commands, the compilers' versions, torch's version and stable ABI, libc, the machine type and the environment
+variables that compilers read. The CPU features are not part of the key. Code is compiled for the baseline of
+the machine type; the AVX2 and AVX-512 versions are separate objects, and the dispatcher calls one only after
+it has checked the CPU. So machines with different CPUs can share one cache folder, and no machine runs an
+instruction that it does not support. The sources follow two rules, which tests check: no flag contains
+`native`, and an object for AVX2 or AVX-512 defines no function that the linker could use for all machines.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .compilers import (
 )
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
-FORMAT = 1  # of what is laid into the cache
+FORMAT = 1  # version of the cache's contents
 HEADERS = (".h", ".hpp", ".cuh")
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # the stable ABI of torch 2.11
 _ABOUT_ALL = ("-std=c++17", "-O3", TORCH_TARGET)
@@ -43,7 +42,7 @@ _SHARED_CODE = ("-fPIC", "-fvisibility=hidden")
 @final
 @dataclass(frozen=True)
 class Source:
-    """One file to compile: `path` relative to the library's root; one file may give several objects."""
+    """One object to compile from `path`, relative to the library's root. A file may give several objects."""
 
     path: str
     object_name: str
@@ -57,7 +56,7 @@ class Source:
 @final
 @dataclass(frozen=True)
 class Library:
-    """A shared library. Its headers are all those in the folders of its sources, so a change in any counts."""
+    """A shared library. All headers in the folders of its sources are part of its key."""
 
     name: str
     device: str  # "cpu" or "cuda"
@@ -68,9 +67,9 @@ class Library:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """How to build a library here. Commands run in the folder that the objects go to.
+    """How to build a library on this machine. Commands run in the folder of the objects.
 
-    objects: object name to command. key: names this library, built in this way.
+    objects: object name to command. key: identifies this library and this way to build it.
     """
 
     library: Library
@@ -85,7 +84,7 @@ class Plan:
 
 
 def plan(library: Library, kept: Path) -> Plan:
-    """Decide how to build `library`. `kept` is the cache folder, where versions of compilers are kept.
+    """Plan how to build `library`. `kept` is the cache folder, which also stores the compilers' versions.
 
     Raises BuildError: a compiler, torch or a source is missing.
     """
@@ -113,7 +112,7 @@ def plan(library: Library, kept: Path) -> Plan:
 
 
 def ninja_file(plan: Plan, *, is_linked: bool) -> str:
-    """The build as ninja reads it. Every build starts in an empty folder, so inputs need not be named."""
+    """The text of build.ninja. Every build starts in an empty folder, so the inputs are not listed."""
     lines = ["ninja_required_version = 1.5", "rule run", "  command = $command"]
     steps = {f"{name}: run": command for name, command in plan.objects.items()}
     if is_linked:
@@ -140,16 +139,16 @@ def _link_command(
 ) -> tuple[str, ...]:
     names = ["torch_cpu"]
     if library.device == "cuda" and (torch.libraries / "libtorch_cuda.so").exists():
-        names.append("torch_cuda")  # where the current stream comes from
+        names.append("torch_cuda")  # provides the current stream
     program = (*nvcc.words, f"-ccbin={cxx.words[0]}") if nvcc else cxx.words
-    # a symbol that is missing fails here, with its name, and not when the library is loaded
+    # a missing symbol fails here, with its name, and not when the library is loaded
     strict = ("-Xlinker", "--no-undefined")
     with_torch = ("-L", str(torch.libraries), *(f"-l{name}" for name in names))
     return (*program, "-shared", "-o", f"lib{library.name}.so", *objects, *strict, *with_torch)
 
 
 def _without_places(command: tuple[str, ...], library: Library, torch: Torch) -> list[str]:
-    """The same for each checkout and environment: the files in those places are hashed themselves."""
+    """The command without absolute paths, equal in every checkout; the files there are hashed separately."""
     places = ((library.root, "CSRC"), (torch.include, "INCLUDE"), (torch.libraries, "LIB"))
     words = list(command)
     for place, name in places:
@@ -158,7 +157,7 @@ def _without_places(command: tuple[str, ...], library: Library, torch: Torch) ->
 
 
 def _contents(library: Library) -> dict[str, str]:
-    """Checksums of the sources and of all headers beside them, by path."""
+    """Checksums of the sources and of all headers in their folders, by path."""
     sources = {library.root / source.path for source in library.sources}
     headers = {
         path
@@ -174,7 +173,7 @@ def _contents(library: Library) -> dict[str, str]:
     except OSError as error:
         raise BuildError(
             f"the source {error.filename} of the native library {library.name} cannot be read",
-            remedy="install xds anew",
+            remedy="reinstall xds",
         ) from error
 
 

@@ -1,11 +1,11 @@
-"""The one door to torch.distributed: every collective of xds, on flat tensors, with its bytes counted.
+"""The interface to torch.distributed: all collectives of xds, on flat tensors, with their bytes counted.
 
-On gloo the built-in reduce_scatter is a whole all_reduce and the built-in all_gather copies twice; both
-are three to four times slower than point-to-point messages straight from and into the flat buffers.
-So a CPU group gets `PeerToPeer`. Its sums run in rank order on the receiver, so the result does not
-depend on where an element lies: stages and bucketings are bit-identical. Messages carry the number of
-their buffer as tag, so two ranks may start them in different orders and still meet.
-Every other backend (NCCL, MPI, torch's threaded test group) gets `Native`: its own collectives.
+On gloo the built-in reduce_scatter is a whole all_reduce and the built-in all_gather copies twice. Both
+are three to four times slower than point-to-point messages directly between the flat buffers.
+So a CPU group uses `PeerToPeer`. Its sums run in rank order on the receiver, so the result does not
+depend on the position of an element: stages and bucket sizes are bit-identical. Messages carry the number of
+their buffer as tag, so two ranks may start collectives in different orders.
+Every other backend (NCCL, MPI, torch's threaded test group) uses `Native`: the backend's own collectives.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch import Tensor
 
 from ..watch import Store, Watch
 from ..watch.config import WatchConfig
-from ..watch.sentinel import attend, leave
+from ..watch.sentinel import start_watching, stop_watching
 from .handles import Handle
 
-TAG_BASE = 0x5D000  # away from the small tags that a user's own send and recv would take
+TAG_BASE = 0x5D000  # above the small tags that a user's own send and recv are likely to use
 TAGS_PER_BUFFER = 2
-TAGS_PER_INSTANCE = 1 << 16  # so that two engines on one group never take each other's messages
-SMALL_TAGS = 1 << 14  # the last ones of an instance: small gathers, by their size
-CONTROL_BUFFER, ACCESS_BUFFER = -1, -2  # numbers of what is no flat buffer
+TAGS_PER_INSTANCE = 1 << 16  # so that two engines in one group never receive each other's messages
+SMALL_TAGS = 1 << 14  # the last tags of an instance: small gathers, by their size
+CONTROL_BUFFER, ACCESS_BUFFER = -1, -2  # numbers for messages that belong to no flat buffer
 
 Bounds = Sequence[tuple[int, int]]  # [start, stop) of each rank's part; empty parts are allowed
-_instances: Counter[str] = Counter()  # by group: every rank opens its engines in the same order
+_instances: Counter[str] = Counter()  # by group: every rank creates its engines in the same order
 
 
 class Collectives(ABC):
     """Collectives of one process group. Flat tensors are [world_size * shard_numel], shards [shard_numel].
 
-    `buffer` numbers the flat buffer a message belongs to: concurrent messages of different buffers never
-    mix. `sent_bytes` counts what this rank sent, for each kind, since construction.
+    `buffer` is the number of the flat buffer that a message belongs to: concurrent messages of different
+    buffers are never mixed. `sent_bytes` counts the bytes that this rank sent since construction, by kind.
     """
 
     def __init__(
@@ -59,55 +59,55 @@ class Collectives(ABC):
         self._watch.name(ACCESS_BUFFER, "a parameter")
 
     def name_buffer(self, buffer: int, name: str) -> None:
-        """What messages call the flat buffer `buffer`, e.g. "unit 'blocks.5'"."""
+        """Set the name of the flat buffer `buffer` in messages, e.g. "unit 'blocks.5'"."""
         self._watch.name(buffer, name)
 
-    def attend(self, section: WatchConfig, timeout_seconds: float) -> None:
-        """Let the process's watcher speak for this rank until `leave`, where the group has a store.
+    def start_watching(self, section: WatchConfig, timeout_seconds: float) -> None:
+        """Let the process's watcher serve this rank until `stop_watching`, where the group has a store.
 
         Args:
-            timeout_seconds: of waits in the group, where it does not tell itself.
+            timeout_seconds: timeout of waits in the group, where the group does not provide it.
         """
         self._watch.keep(section.ring_size)
         if self.group is not None and self.world_size > 1:
             timeout_seconds = _timeout_of(self.group, self.device) or timeout_seconds
-            attend(self._watch, self.group.group_name, section, timeout_seconds)
+            start_watching(self._watch, self.group.group_name, section, timeout_seconds)
 
-    def leave(self) -> None:
-        """The end of `attend`."""
-        leave(self._watch)
+    def stop_watching(self) -> None:
+        """Undo `start_watching`."""
+        stop_watching(self._watch)
 
     def end_step(self) -> None:
-        """A step of training is over: its time and its waiting are measured."""
+        """Record the end of a training step, with its time and its wait time."""
         self._watch.step()
 
-    def telling(self, where: str) -> AbstractContextManager[None]:
-        """Around the user's code: an exception in it is named on the ranks that wait for this one."""
-        return self._watch.telling(where)
+    def publishing_errors(self, where: str) -> AbstractContextManager[None]:
+        """Wrap the user's code: an exception in it is reported on the ranks that wait for this one."""
+        return self._watch.publishing_errors(where)
 
     def shard_of(self, flat: Tensor, rank: int | None = None) -> Tensor:
-        """The view of `flat` that belongs to `rank` (default: this one)."""
+        """The view of `flat` that belongs to `rank` (default: this rank)."""
         numel = flat.numel() // self.world_size
         return flat.narrow(0, (self.rank if rank is None else rank) * numel, numel)
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory that receives what travels; kept between steps."""
+        """Bytes of the receive buffers, which are kept between steps."""
         return 0
 
     def _count(self, kind: str, shard: Tensor) -> None:
-        """Every algorithm here sends (world_size - 1) shards: the lower bound."""
+        """Count (world_size - 1) shards, which every algorithm here sends: the lower bound."""
         sent = (self.world_size - 1) * shard.numel() * shard.element_size()
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
 
     def _count_parts(self, kind: str, part: Tensor) -> None:
-        """One message of `part`."""
+        """Count one message of `part`."""
         sent = part.numel() * part.element_size()
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
 
     @abstractmethod
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
-        """Fill `flat` with every rank's `shard`. Sends (world_size - 1) * shard bytes a rank.
+        """Fill `flat` with every rank's `shard`. Sends (world_size - 1) * shard bytes per rank.
 
         `shard` may be this rank's own slice of `flat`. Neither may be written before `wait`.
         """
@@ -120,40 +120,40 @@ class Collectives(ABC):
 
         Shapes:  flat [world_size * n], out [n]; `out` may be wider than `flat`, and may be this rank's
                  slice of `flat` unless `add`.
-        Sends:   (world_size - 1) * n elements of `flat`'s dtype a rank. Nothing may be written before `wait`.
+        Sends:   (world_size - 1) * n elements of `flat`'s dtype per rank. Do not write to them before `wait`.
         """
 
     @abstractmethod
     def collect(
         self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
     ) -> None:
-        """Put together what the ranks hold parts of: rank r's `mine` becomes out[start:stop] of bounds[r].
+        """Assemble a tensor from the ranks' parts: rank r's `mine` becomes out[start:stop] of bounds[r].
 
         Shapes:  out [n], mine [stop - start] of this rank's bounds. `out` may be None on a rank that is not
-                 `target`; without `target` every rank gets all of it.
-        Sends:   this rank's part to each receiver. Done on return.
+                 `target`; without `target` every rank receives the whole tensor.
+        Sends:   this rank's part to each receiver. Complete on return.
         """
 
     @abstractmethod
     def serve(
         self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], *, buffer: int
     ) -> None:
-        """An all_gather that only `receivers` want: they fill their `flat`, the others just give.
+        """An all_gather to `receivers` only: they fill their `flat`, the other ranks only send.
 
-        Sends this rank's shard to each receiver. Done on return.
+        Sends this rank's shard to each receiver. Complete on return.
         """
 
     @abstractmethod
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
-        """out = full[start:stop] of this rank's bounds, from rank `source`, which alone needs `full` [n].
+        """out = full[start:stop] of this rank's bounds, from rank `source`; only that rank needs `full` [n].
 
-        Sends:   from `source`, every other rank its part. Done on return.
+        Sends:   from `source`, the part of each other rank. Complete on return.
         """
 
     def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:
-        """[n] -> [world_size, n], in rank order, at once. For norms and flags: a few bytes.
+        """[n] -> [world_size, n], in rank order. Blocks until it is complete. For norms and flags: a few bytes.
 
-        `what` it is about, for the message when a rank does not come, e.g. "get_full_param(blocks.0.bias)".
+        what: the subject in the message where a rank does not take part, e.g. "get_full_param(blocks.0.bias)".
         """
         table, handle = self.start_gather_small(values, buffer, what)
         handle.wait()
@@ -163,23 +163,23 @@ class Collectives(ABC):
     def start_gather_small(
         self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
     ) -> tuple[Tensor, Handle]:
-        """The same begun: what will hold the values, and what to wait for."""
+        """Start `gather_small`. Returns the table that will hold the values, and the handle to wait for."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite `tensor` on every rank with rank `source`'s (rank within the group)."""
+        """Overwrite `tensor` on every rank with that of rank `source` (its rank within the group)."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until every rank came here."""
+        """Wait until every rank has called this."""
 
     def store(self) -> Store | None:
-        """The store in which the ranks of the group met; None where there is none."""
+        """The store of the group; None where there is none."""
         return _store_of(self.group)
 
 
 def _store_of(group: dist.ProcessGroup | None) -> Store | None:
-    """Where the ranks of `group` met: it still answers when the group does not."""
+    """The store of `group`. It still answers after a collective of the group has failed."""
     try:
         return None if group is None else group.get_group_store()
     except RuntimeError:
@@ -187,7 +187,7 @@ def _store_of(group: dist.ProcessGroup | None) -> Store | None:
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How long a wait in `group` lasts at most; 0 where this torch or backend does not tell."""
+    """The timeout of waits in `group`; 0 where this torch or backend does not provide it."""
     try:
         return float(group._get_backend(device).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""A collective under way: what `wait` waits for, and what is left to do with what arrived."""
+"""Handles of collectives in flight: the work to wait for, and the processing of the received data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..watch import Mark, Watch
 
 
 class Handle(ABC):
-    """A collective in flight. `wait` ends it; calling it twice is harmless."""
+    """A collective in flight. `wait` completes it and may be called more than once."""
 
     @abstractmethod
     def wait(self) -> None: ...
@@ -26,7 +26,7 @@ class Done(Handle):
 
 @final
 class InFlight(Handle):
-    """Works to wait for, each with the peer it is about, then what is left to do with what arrived."""
+    """Works to wait for, each with its peer, and a function to call after them with the received data."""
 
     def __init__(
         self,

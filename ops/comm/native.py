@@ -1,4 +1,4 @@
-"""The backend's own collectives: NCCL, MPI, and torch's threaded group in tests."""
+"""Collectives of the backend itself: NCCL, MPI, and torch's threaded group in tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 @final
 class Native(Collectives):
-    """The backend's own collectives: NCCL, MPI, and torch's threaded group in tests."""
+    """Collectives that call the backend's own: NCCL, MPI, and torch's threaded group in tests."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device, group.rank(), group.size())
@@ -61,7 +61,7 @@ class Native(Collectives):
     def collect(
         self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
     ) -> None:
-        # no backend but gloo has messages of unequal size in one call: every owner broadcasts its part
+        # only gloo supports messages of unequal size in one call, so every owner broadcasts its part
         for owner, (start, stop) in enumerate(bounds):
             if stop > start:
                 part = mine if owner == self.rank else mine.new_empty(stop - start)

@@ -1,6 +1,6 @@
 """Collectives made of messages between all pairs of ranks, for gloo on CPUs.
 
-Sums run in rank order on the receiver, so a result does not depend on where an element lies.
+Sums run in rank order on the receiver, so a result does not depend on the position of an element.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .pool import BufferPool
 
 @final
 class PeerToPeer(Collectives):
-    """Messages between all pairs, for gloo."""
+    """Collectives made of messages between all pairs of ranks, for gloo."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device, group.rank(), group.size())
         self._scratch = BufferPool()
         self._tag_base = TAG_BASE + TAGS_PER_INSTANCE * self.instance
-        # every rank starts with its right neighbour, so that no one is everybody's first target
+        # every rank starts with the next rank, so that no rank is the first target of all others
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     @property
@@ -47,7 +47,7 @@ class PeerToPeer(Collectives):
         return self._tag_base + TAGS_PER_BUFFER * buffer
 
     def _small_tag(self, buffer: int, values: Tensor) -> int:
-        """Messages of another size get another tag: gloo aborts the process when one does not fit."""
+        """The tag for messages of this size: gloo aborts the process when the received size differs."""
         distinct = 4 * values.numel() * values.element_size() - buffer
         return self._tag_base + TAGS_PER_INSTANCE - SMALL_TAGS + distinct % SMALL_TAGS
 
@@ -58,7 +58,7 @@ class PeerToPeer(Collectives):
         receives: Iterable[tuple[int, Tensor]],
         sends: Iterable[tuple[int, Tensor]],
     ) -> list[tuple[int | None, Any]]:
-        """Begin to receive and send (peer, tensor) pairs. What arrives must fit its tensor exactly."""
+        """Start to receive and send (peer, tensor) pairs. A received message must fit its tensor exactly."""
         assert self.group is not None
         works: list[tuple[int | None, Any]] = []
         peer = None

@@ -1,8 +1,8 @@
-"""A pool of flat buffers: what one unit gives back, the next one takes.
+"""A pool of flat buffers: the next unit reuses the buffer that a unit returns.
 
-Freed host blocks of more than 32 MiB go back to the kernel and cost a page fault for every 4 KiB when they
-return; on a device the pool saves the allocator's search. The pool's size is the high-water mark of what
-was out at once, and it is reported as a named bucket.
+Freed host blocks of more than 32 MiB are returned to the kernel, and cost a page fault for every 4 KiB when
+they are allocated again. On a device the pool avoids the allocator's search. The pool's size is the peak of
+the bytes in use at one time; it is reported as a named bucket.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []  # each 1-D, its whole storage
-        self.allocated_bytes = 0  # free and taken together
+        self.allocated_bytes = 0  # free and taken blocks together
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A contiguous [numel] tensor; the smallest free block that fits, or a new one."""
@@ -35,7 +35,7 @@ class BufferPool:
         return block[:need_bytes].view(dtype)
 
     def _replace_smaller(self, need_bytes: int, device: torch.device) -> Tensor:
-        """Allocate; drop one free block that is too small, so sizes converge to the largest in use."""
+        """Allocate a block. Drops one free block that is too small, so sizes converge to the largest in use."""
         if self._free:
             dropped = max(self._free, key=Tensor.numel)
             self._free = [block for block in self._free if block is not dropped]
@@ -44,12 +44,12 @@ class BufferPool:
         return torch.empty(need_bytes, dtype=torch.uint8, device=device)
 
     def clear(self) -> None:
-        """Let go of the free blocks."""
+        """Release the free blocks."""
         self.allocated_bytes -= sum(block.numel() for block in self._free)
         self._free = []
 
     def give(self, buffer: Tensor) -> None:
-        """Return a buffer that `take` handed out; nobody may use it afterwards."""
+        """Return a buffer of `take` to the pool. It must not be used afterwards."""
         storage = buffer.untyped_storage()
         block = torch.empty(0, dtype=torch.uint8, device=buffer.device)
         self._free.append(block.set_(storage, 0, (storage.nbytes(),), (1,)))

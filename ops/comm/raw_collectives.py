@@ -1,6 +1,6 @@
-"""The backend's own collectives as torch offers them, for `xds bench comm` alone: training uses the door.
+"""The backend's collectives as torch provides them, for `xds bench comm` only: training uses `Collectives`.
 
-Each is done on return, on a GPU when its stream is. Shapes as in collectives.py.
+Each is complete on return; on a GPU, when its stream is. Shapes as in collectives.py.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def all_reduce(group: dist.ProcessGroup, tensor: Tensor) -> None:
 
 
 def all_to_all(group: dist.ProcessGroup, flat: Tensor, out: Tensor) -> None:
-    """Part p of `flat` [world_size * n] goes to rank p; part p of `out` came from it."""
+    """Part p of `flat` [world_size * n] is sent to rank p; part p of `out` is received from it."""
     dist.all_to_all_single(out, flat, group=group)
 
 
 def reduce(group: dist.ProcessGroup, tensor: Tensor) -> None:
-    """The sum over ranks, in place on rank 0; what the others are left with is not told."""
+    """The sum over ranks, in place on rank 0. The values on the other ranks are undefined."""
     dist.reduce(tensor, group=group, group_dst=0)
 
 
@@ -51,7 +51,7 @@ def scatter(group: dist.ProcessGroup, flat: Tensor | None, out: Tensor) -> None:
 
 
 def send_right(group: dist.ProcessGroup, tensor: Tensor, out: Tensor) -> None:
-    """To the next rank, and from the one before, both at once."""
+    """Send `tensor` to the next rank and receive `out` from the previous rank, both at once."""
     rank, world_size = group.rank(), group.size()
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     operations = [
@@ -63,7 +63,7 @@ def send_right(group: dist.ProcessGroup, tensor: Tensor, out: Tensor) -> None:
 
 
 def send_to(group: dist.ProcessGroup, tensor: Tensor, source: int, target: int) -> None:
-    """`tensor` of `source` to `target`; the other ranks do nothing."""
+    """Send `tensor` of rank `source` to rank `target`; the other ranks do nothing."""
     if group.rank() == source:
         dist.send(tensor, group=group, group_dst=target)
     elif group.rank() == target:

@@ -1,1 +1,1 @@
-"""Ops with a schema, a plain torch reference and, where a library is built, a native kernel."""
+"""Ops with a schema, a plain torch reference and, where a native library is loaded, a native kernel."""

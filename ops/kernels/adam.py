@@ -13,7 +13,7 @@ from .define import define, in_chunks, scaled, skips
 
 
 def corrections(step: Tensor, beta1: float, beta2: float, *, applies: bool) -> tuple[float, float]:
-    """1 - beta^step of both moments, what each is divided by; 1 where it does not apply."""
+    """The divisors 1 - beta^step of both moments; 1 without bias correction."""
     return (1 - beta1 ** float(step), 1 - beta2 ** float(step)) if applies else (1.0, 1.0)
 
 
@@ -38,15 +38,16 @@ def adam_reference(
     """One step.
 
     Args:
-        param: [n] fp32, the master. grad: [n] fp32, bf16 or fp16, left as it is.
+        param: [n] fp32, the master weights. grad: [n] fp32, bf16 or fp16, not changed.
         exp_avg, exp_avg_sq: [n], both fp32 or both bf16.
-        out: [n] fp32, bf16 or fp16: where the new values go, rounded to nearest even; or None.
+        out: [n] fp32, bf16 or fp16, receives the new values, rounded to nearest even; or None.
         step: fp32 [], the number of this step, from 1 on.
-        scale: fp32 [], what the gradient is multiplied with; None is 1.
-        found_inf: fp32 []; not 0: nothing changes.
-        decoupled: decay as AdamW has it; else it is added to the gradient (L2).
+        scale: fp32 [], the factor of the gradient; None is 1.
+        found_inf: fp32 []; where it is not 0, nothing changes.
+        decoupled: weight decay as in AdamW; else it is added to the gradient (L2).
         bias_correction: divide the moments by 1 - beta^step.
-        takes_edits: `out`, bf16 or fp16, holds `param` rounded but where a script wrote: take its values first.
+        takes_edits: `out`, bf16 or fp16, equals `param` rounded, except where a script has written to it.
+            Those values are copied to `param` first.
     """
     if skips(found_inf):
         return

@@ -1,9 +1,9 @@
-"""How an op exists: its schema and its plain torch reference, over which a native library lays its kernel.
+"""Defines ops: each has a schema and a plain torch reference; a native library can register a kernel for it.
 
     torch.ops.xds.adam_(...) --CPU, CUDA--> the kernel of a loaded library (libraries.py), if there is one
-                             --else-------> the reference, of the same signature and the same values
+                             --else-------> the reference, with the same signature and the same values
 
-So an op always works, `torch.compile` sees it as one node, and nothing is built to define it.
+So an op always works, `torch.compile` treats it as one node, and defining it builds nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-c
 def define(
     schema: str, reference: Callable[..., Any], fake: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Define the op of `schema`, "name(arguments) -> result", that does what `reference` does.
+    """Define the op of `schema`, "name(arguments) -> result", with the implementation `reference`.
 
-    Returns: what calls it. Where the first argument is fp64, for which there are no kernels, the reference.
+    Returns: a function that calls the op. For an fp64 first argument, which has no kernels, it calls the
+        reference.
 
     Args:
-        fake: the result's shape and dtype, for tracing; None where the op returns nothing.
+        fake: returns the result's shape and dtype, for tracing; None where the op returns nothing.
     """
     name = schema[: schema.index("(")]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
@@ -47,18 +48,18 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def skips(found_inf: Tensor | None) -> bool:
-    """Whether a step is to change nothing. Waits for the device: a reference may."""
+    """Whether the step must change nothing. Synchronizes with the device, which a reference may do."""
     return found_inf is not None and bool(found_inf)
 
 
 def scaled(grad: Tensor, scale: Tensor | None, param: Tensor) -> Tensor:
-    """The gradient in the master's dtype, [n], fresh memory."""
+    """The scaled gradient in the master's dtype, [n], in new memory."""
     wide = grad.to(param.dtype, copy=True)
     return wide if scale is None else wide.mul_(scale)
 
 
 def in_chunks(reference: Callable[..., None]) -> Callable[..., None]:
-    """An elementwise reference, called on a CPU for what fits its cache: its passes then leave memory alone.
+    """Call an elementwise reference in cache-sized chunks on a CPU, so that its passes read from the cache.
 
     Args:
         reference: its first argument is a tensor [n], and it works on all its 1-D arguments alike.

@@ -1,7 +1,7 @@
-"""The ops of LAMB: `lamb_direction_` with every parameter's norms, `lamb_apply_` with the rates from them.
+"""The ops of LAMB: `lamb_direction_` computes the direction and norms, `lamb_apply_` applies the rates.
 
 Source: You et al., Large Batch Optimization for Deep Learning, 2020, algorithm 2,
-https://arxiv.org/abs/1904.00962. Between the two lies the sum of the norms over the ranks.
+https://arxiv.org/abs/1904.00962. Between the two ops, the norms are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def lamb_direction_reference(
 
     Args:
         direction: [n] fp32, written; may be `grad`'s memory.
-        square_norms: [k, 2] fp64, written: of `param` and of `direction` in each of k parts.
-        bounds: [k + 1] int64: part i is [bounds[i], bounds[i + 1]). What lies outside is in no sum.
+        square_norms: [k, 2] fp64, written: those of `param` and of `direction` in each of k parts.
+        bounds: [k + 1] int64: part i is [bounds[i], bounds[i + 1]). Elements outside are in no sum.
         others: see `adam_reference`.
     """
     if skips(found_inf):
@@ -61,7 +61,7 @@ def lamb_apply_reference(
     rates: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    """param -= rate * direction, in each part with the rate of its own.
+    """param -= rate * direction, with a separate rate for each part.
 
     Args:
         rates: [k] fp32, the learning rate times the trust ratio.

@@ -1,17 +1,17 @@
-"""The ops `quantize_` and `dequantize_`: a flat tensor as int8 or int4 with one magnitude a block.
+"""The ops `quantize_` and `dequantize_`: a flat tensor as int8 or int4 with one magnitude per block.
 
     quantize_     flat [n] (+ error [n]) --one read--> values [n * bits / 8 bytes] + absmax [blocks]
     dequantize_   values [parts, bytes] + absmax [parts, blocks] --one read each--> out [n], their sum
 
-Symmetric: with levels = 127 (8 bits) or 7 (4 bits), an element x of a block whose largest magnitude is
-absmax becomes q = round(x * (levels / absmax)), half to even, and comes back as absmax * (q * (1 / levels)).
-So absmax itself survives exactly, and quantising what came back gives the same bytes again. In 256-element
-blocks 1 element costs 1.016 bytes (8 bits) or 0.516 bytes (4 bits).
+Symmetric: with levels = 127 (8 bits) or 7 (4 bits), an element x of a block whose largest magnitude is absmax
+is quantised to q = round(x * (levels / absmax)), half to even, and dequantised to absmax * (q * (1 / levels)).
+So absmax itself is exact, and quantising the result again gives the same bytes. In 256-element blocks
+1 element costs 1.016 bytes (8 bits) or 0.516 bytes (4 bits).
 
 Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022, section 2.1,
 https://arxiv.org/abs/2110.02861; Wang et al., ZeRO++, 2023, sections 3.1 and 3.3,
 https://arxiv.org/abs/2306.10209 (int8 weights are gathered, int4 gradients exchanged, then summed in full
-precision: the sum over parts). Differs: any length, and what is lost can be fed back (`error`).
+precision: the sum over parts). Differs: any length, and the rounding error can be fed back (`error`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 from ...utils.errors import UsageError
 from .define import define
 
-BLOCK_NUMEL = 256  # elements that share a magnitude, where nothing else is asked for
-BLOCKS = (32, 64, 128, 256, 512, 1024)  # what the kernels can do
-SMALLEST = 2.0**-100  # a block of nothing larger is zero: levels / absmax would overflow
+BLOCK_NUMEL = 256  # the default number of elements that share a magnitude
+BLOCKS = (32, 64, 128, 256, 512, 1024)  # the block sizes that the kernels support
+SMALLEST = 2.0**-100  # a block with a smaller absmax becomes zero: levels / absmax would overflow
 _LEVELS = {8: 127, 4: 7}
 
 
@@ -39,7 +39,7 @@ def value_bytes(numel: int, bits: int) -> int:
 
 
 def check_block(block_numel: int, bits: int = 8) -> None:
-    """Raises: UsageError: a size of block or element that no kernel has."""
+    """Raises UsageError: no kernel supports this block size or number of bits."""
     if block_numel not in BLOCKS:
         sizes = ", ".join(map(str, BLOCKS))
         raise UsageError(f"block_numel = {block_numel}: a block must have one of {sizes} elements.")
@@ -48,7 +48,7 @@ def check_block(block_numel: int, bits: int = 8) -> None:
 
 
 def in_blocks(flat: Tensor, block_numel: int) -> Tensor:
-    """[n] -> fp32 [blocks, block_numel], zeros behind the end."""
+    """[n] -> fp32 [blocks, block_numel], padded with zeros."""
     blocks = block_count(flat.numel(), block_numel)
     padding = blocks * block_numel - flat.numel()
     return torch.nn.functional.pad(flat.float(), (0, padding)).view(blocks, block_numel)
@@ -59,14 +59,14 @@ def quantize_reference(
 ) -> None:
     """Write the quantised `flat` (+ `error`).
 
-    A block with inf or nan comes back as nan throughout and keeps its `error`, so a step that is skipped for
-    it loses nothing. A block of nothing larger than 2^-100 is zero.
+    A block with inf or nan is dequantised to nan in all elements and keeps its `error`, so a step that is
+    skipped because of it loses nothing. A block without elements larger than 2^-100 becomes zero.
 
     Args:
         flat: [n] fp32, bf16 or fp16.
         values: uint8 [value_bytes(n, bits)]: int8, or pairs of int4, the earlier in the low half.
         absmax: fp32 [block_count(n, block_numel)].
-        error: fp32 [n], what was lost before: added first, then what is lost now; or None.
+        error: fp32 [n], the rounding error of the last call, added first and then replaced; or None.
         bits: 8 or 4.
         block_numel: 32, 64, ..., 1024.
     """
@@ -96,8 +96,8 @@ def dequantize_reference(
     """Write factor * the sum of the parts, added in their order in fp32.
 
     Args:
-        values: uint8 [parts, value_bytes(n, bits)], absmax: fp32 [parts, block_count(n, block_numel)]: what
-            `quantize_` wrote, on one rank or (parts > 1) on several for the same elements.
+        values: uint8 [parts, value_bytes(n, bits)], absmax: fp32 [parts, block_count(n, block_numel)]: the
+            output of `quantize_` on one rank, or (parts > 1) on several ranks for the same elements.
         out: [n] fp32, bf16 or fp16, rounded to nearest even.
         factor: 1 / parts for their mean.
     """

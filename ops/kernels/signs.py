@@ -1,10 +1,10 @@
-"""The ops `sign_pack_` and `sign_unpack_`: one bit an element, one scale a block, the rest kept for later.
+"""The ops `sign_pack_` and `sign_unpack_`: one bit per element, one scale per block, with error feedback.
 
-    sign_pack_     buffer = value [n] + error [n]; signs: 8 a byte; scale: the block's size of an element;
+    sign_pack_     buffer = value [n] + error [n]; signs: 8 per byte; scale: the magnitude for the block;
                    error = buffer - scale * sign, all in one read (one scale for all of n: two reads)
     sign_unpack_   signs [parts, bytes] + scales [parts, blocks] -> out [n] = factor * sum of scale * sign
 
-With a scale a block of 1024, 1 element costs 0.129 bytes; a block of zeros stays zero.
+With one scale per block of 1024, 1 element costs 0.129 bytes. A block of zeros stays zero.
 
 Source: Tang et al., 1-bit Adam, 2021, algorithm 1, https://arxiv.org/abs/2102.02888: a scale for all of a
 tensor (block_numel = 0) that keeps its norm (root_mean_square). Karimireddy et al., Error Feedback Fixes
@@ -20,7 +20,7 @@ from torch import Tensor
 from .define import define
 from .quantize import block_count, check_block, in_blocks
 
-BLOCK_NUMEL = 1024  # elements that share a scale, where nothing else is asked for
+BLOCK_NUMEL = 1024  # the default number of elements that share a scale
 
 
 def sign_bytes(numel: int) -> int:
@@ -29,7 +29,7 @@ def sign_bytes(numel: int) -> int:
 
 
 def scale_count(numel: int, block_numel: int) -> int:
-    """Scales of `numel` elements: one a block, or one in all where block_numel is 0."""
+    """The number of scales for `numel` elements: one per block, or one in total where block_numel is 0."""
     return 1 if block_numel == 0 else block_count(numel, block_numel)
 
 
@@ -41,16 +41,16 @@ def sign_pack_reference(
     block_numel: int,
     root_mean_square: bool,
 ) -> None:
-    """Write the signs and scales of value + error, and keep in `error` what they leave out.
+    """Write the signs and scales of value + error, and the remaining difference to `error`.
 
-    The sign is the sign bit: zero counts as positive, and its block's scale is what it costs. Where inf or
-    nan occur the scale is inf or nan and the block keeps its `error`, so a step skipped for it loses nothing.
+    The sign is the sign bit: zero counts as positive, and its error is its block's scale. With inf or nan the
+    scale is inf or nan and the block keeps its `error`, so a step that is skipped because of it loses nothing.
 
     Args:
         value: [n] fp32, bf16 or fp16, the momentum or gradient. error: fp32 [n], zeros at the start.
-        signs: uint8 [sign_bytes(n)]; bit i of byte j is set where element 8 j + i is positive; 0 behind n.
+        signs: uint8 [sign_bytes(n)]; bit i of byte j is set where element 8 j + i is positive; 0 after n.
         scales: fp32 [scale_count(n, block_numel)].
-        block_numel: 32, 64, ..., 1024, or 0: one scale for all.
+        block_numel: 32, 64, ..., 1024, or 0 for one scale in total.
         root_mean_square: the scale keeps the block's norm; else it is the mean magnitude.
     """
     numel = value.numel()
@@ -65,7 +65,7 @@ def sign_pack_reference(
     means = sizes.sum(dim=1) / counts
     scale = (means.sqrt_() if root_mean_square else means).float()
     scales.zero_()
-    scales[: scale.numel()].copy_(scale)  # n = 0 has no row, and one scale in all
+    scales[: scale.numel()].copy_(scale)  # n = 0 has no row, but one scale
 
     is_positive = torch.signbit(buffer).logical_not_()
     bits = torch.nn.functional.pad(is_positive, (0, -numel % 8)).view(-1, 8)
@@ -83,8 +83,8 @@ def sign_unpack_reference(
     """Write factor * the sum over parts of scale * sign, added in their order in fp32.
 
     Args:
-        signs: uint8 [parts, sign_bytes(n)], scales: fp32 [parts, scale_count(n, block_numel)]: what
-            `sign_pack_` wrote on one rank, or (parts > 1) on several for the same elements.
+        signs: uint8 [parts, sign_bytes(n)], scales: fp32 [parts, scale_count(n, block_numel)]: the output of
+            `sign_pack_` on one rank, or (parts > 1) on several ranks for the same elements.
         out: [n] fp32, bf16 or fp16, rounded to nearest even.
         factor: 1 / parts for their mean.
     """

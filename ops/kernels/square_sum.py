@@ -9,18 +9,18 @@ from torch import Tensor
 
 from .define import define
 
-LEAST_SQUARE = 1e-30  # a mean below it is taken again, in fp64
-EXACT_NUMEL = 1 << 20  # at a time: 8 MiB of fp64
-ROW_NUMEL = 1 << 10  # of a norm: short enough that fp32 sums of squares keep seven digits
+LEAST_SQUARE = 1e-30  # a mean square below this is computed again in fp64
+EXACT_NUMEL = 1 << 20  # elements per chunk: 8 MiB of fp64
+ROW_NUMEL = 1 << 10  # elements per row: few enough that fp32 sums of squares keep seven digits
 
 
 def square_sum_reference(flat: Tensor) -> Tensor:
     """Sum of squares of a contiguous 1-D tensor [n], fp32, bf16, fp16 or fp64, as a float64 scalar there.
 
-    The order of the sum depends on n alone, never on where the buffer lies or what else is in the model.
-    inf and nan in, inf or nan out. Partial sums of rows are taken in fp32 and added in fp64 (all in fp64 is
-    four times slower), so squares that fp32 does not hold are inf or 0: see `is_in_range`. The CPU's kernel
-    does the same, in another order; the GPU's adds all in fp64.
+    The order of the sum depends on n only, not on the buffer's address or on the rest of the model.
+    inf or nan in the input gives inf or nan. Partial sums of rows are computed in fp32 and added in fp64 (all
+    in fp64 is four times slower), so squares outside of fp32's range are inf or 0: see `is_in_range`. The CPU
+    kernel does the same in another order; the GPU kernel adds all in fp64.
     """
     if flat.dtype in (torch.float16, torch.bfloat16):
         flat = flat.float()
@@ -34,21 +34,23 @@ def square_sum_reference(flat: Tensor) -> Tensor:
 
 
 def is_in_range(square_norm: float, numel: int) -> bool:
-    """No square of `numel` elements has overflowed fp32, and those that it loses at the low end do not count.
+    """Whether no square of `numel` elements overflowed fp32, and the underflow is negligible.
 
-    Each loses at most 1.2e-38; a total of which these are less than 1e-7 is good.
+    Each element loses at most 1.2e-38. The total is accurate where these losses are less than 1e-7 of it.
     """
     return math.isfinite(square_norm) and square_norm > numel * LEAST_SQUARE
 
 
 def exact_square_sum(flat: Tensor) -> Tensor:
-    """The same for elements of any size, in fp64: for sums of which `is_in_range` says that they are not good.
+    """The same for elements of any magnitude, in fp64: for sums that are not `is_in_range`.
 
-    A total is inf or nan only where an element is.
+    The total is inf or nan only where an element is.
     """
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     for piece in flat.split(EXACT_NUMEL):  # type: ignore[no-untyped-call]
-        total += piece.double().square().sum()  # not in place: it may be no copy
+        total += (
+            piece.double().square().sum()
+        )  # not in place: `double` may return the tensor itself
     return total
 
 
@@ -60,10 +62,10 @@ _square_sum = define("square_sum(Tensor flat) -> Tensor", square_sum_reference, 
 
 
 def square_sum(flat: Tensor) -> Tensor:
-    """What the engine calls: see `square_sum_reference`.
+    """The function that the engine calls: see `square_sum_reference`.
 
-    Of 16-bit gradients it is the op. Of wider ones it is the reference, which is at memory speed as well: so
-    a run in fp32 has the same bits whether or not something in the process has loaded kernels.
+    For 16-bit gradients it calls the op. For wider ones it calls the reference, which is at memory speed too.
+    So a run in fp32 has the same bits whether or not the process has loaded kernels.
     """
     is_narrow = flat.dtype in (torch.float16, torch.bfloat16)
     found: Tensor = (_square_sum if is_narrow else square_sum_reference)(flat)

@@ -1,1 +1,1 @@
-"""Optimizers of flat shards."""
+"""Optimizers for flat shards."""

@@ -1,6 +1,6 @@
-"""Adagrad on flat shards, where parameters are narrower than their masters.
+"""Adagrad on flat shards, used where parameters have a narrower dtype than their master weights.
 
-The arithmetic and the state are torch.optim.Adagrad's; here the unscaling and the casts are in the same pass.
+The arithmetic and the state are those of torch.optim.Adagrad, with the unscaling and casts in the same pass.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Source: Kingma and Ba, Adam, 2015, algorithm 1, https://arxiv.org/abs/1412.6980; Loshchilov and Hutter,
 Decoupled Weight Decay Regularization, 2019, algorithm 2, https://arxiv.org/abs/1711.05101.
-Where nothing is cast torch's fused kernel does the arithmetic, so results are torch.optim.Adam(W)(fused=True)'s
-bit for bit. Where parameters are narrower than masters the op `adam_` does it, and the casts in the same pass.
+Without casts torch's fused kernel does the arithmetic, so results equal torch.optim.Adam(W)(fused=True) bit for
+bit. Where parameters have a narrower dtype than their masters, the op `adam_` updates and casts in one pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..flat import chunks
 from ..kernels.adam import adam_
 from ..libraries import is_loaded, optimizer_library
 from .edits import take_edits
-from .shard_optimizer import ShardOptimizer, Update, World, factor, written
+from .shard_optimizer import ShardOptimizer, Update, World, factor, mark_written
 
 
 @final
@@ -28,7 +28,7 @@ class Adam(ShardOptimizer):
     Args:
         params: 1-D fp32 tensors or groups of them.
         adam_w_mode: decoupled weight decay.
-        bias_correction: divide the moments by 1 - beta^t. False as in DeepSpeed's BERT recipes.
+        bias_correction: divide the moments by 1 - beta^t. DeepSpeed's BERT recipes set it to False.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Adam(ShardOptimizer):
                 self._torch(update, state, group, scale, world)
 
     def _is_one_pass(self, update: Update, group: dict[str, Any]) -> bool:
-        """Where there is something to fuse with the update, and a kernel that does it."""
+        """Whether there are casts to fuse with the update, and a kernel for it."""
         if not group["bias_correction"]:
             return True
         has_casts = update.out is not None or update.grad.dtype != update.item.master.dtype
@@ -100,7 +100,7 @@ class Adam(ShardOptimizer):
             group["bias_correction"],
             update.out is not None,
         )
-        written(update)
+        mark_written(update)
 
     def _torch(
         self,
@@ -118,15 +118,15 @@ class Adam(ShardOptimizer):
         if world.collectives.world_size == 1:
             if out is not None:
                 take_edits(master, out)
-            # one call a parameter, as torch makes it: its kernel rounds the ragged tail of a tensor
-            # differently, and one rank shall equal plain torch bit for bit
+            # one call per parameter, as in torch: its kernel rounds the last partial vector of a tensor
+            # differently, and a single rank must equal plain torch bit for bit
             here = [slice(part.start, part.stop) for part in update.item.parts]
             self._fused([[t[at] for at in here] for t in tensors], state["step"], group, divisor)
             if out is not None:
                 out.copy_(master)
             return
         on_cpu = master.device.type == "cpu"
-        # a piece stays in the cache from the update to the cast; without a cast one call is best
+        # a piece stays in the cache from the update to the cast; without a cast one call is fastest
         for piece in chunks(master.numel(), on_cpu and out is not None):
             if out is not None:
                 take_edits(master[piece], out[piece])

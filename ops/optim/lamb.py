@@ -1,8 +1,8 @@
-"""LAMB on flat shards, exact: the trust ratio of a parameter that is cut over ranks is its whole ratio.
+"""LAMB on flat shards, exact: the trust ratio of a parameter is computed over all ranks that hold a part of it.
 
 Source: You et al., Large Batch Optimization for Deep Learning, 2020, algorithm 2,
 https://arxiv.org/abs/1904.00962. As in DeepSpeed, the ratio is clamped to [min_coeff, max_coeff] and is 1
-where either norm is 0. Beyond its elements a step sends 16 bytes a parameter and peer.
+where either norm is 0. A step additionally sends 16 bytes per parameter and peer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.lamb import lamb_apply_, lamb_direction_
-from .shard_optimizer import Item, ShardOptimizer, Update, World, factor, written
+from .shard_optimizer import Item, ShardOptimizer, Update, World, factor, mark_written
 
 
 @final
@@ -61,10 +61,10 @@ class Lamb(ShardOptimizer):
                 device=direction.device,
             )
             lamb_apply_(update.item.master, direction, update.out, cuts.bounds, rates, None)
-            written(update)
+            mark_written(update)
 
     def _direction(self, update: Update, scale: float) -> tuple[Tensor, Tensor]:
-        """Adam's direction plus decay, [n], in the gradient's memory where its dtype allows; and the squared
+        """Adam's direction plus decay, [n], in the gradient's memory if its dtype allows it, and the squared
         norms, [cuts, 2], of master and direction."""
         master, grad = update.item.master, update.grad
         state = self.state[master]
@@ -99,7 +99,7 @@ class Lamb(ShardOptimizer):
         self, updates: Sequence[Update], norms: Sequence[Tensor], world: World
     ) -> dict[str, float]:
         """Every parameter's clamped |p| / |direction|, over all ranks that hold a part of it."""
-        # the parts on this rank differ from rank to rank: the table has a row for every parameter
+        # every rank holds different parts, so the table has a row for every parameter
         names = [part.name for flat in world.flats for part in flat.parts]
         rows = {name: at for at, name in enumerate(names)}
         device = world.collectives.device
@@ -128,7 +128,7 @@ class Lamb(ShardOptimizer):
 
 @dataclass(frozen=True)
 class _Cuts:
-    """An item cut at its parameters: bounds int64 [k + 1], and k names; None is what lies between two."""
+    """An item cut at its parameters: bounds int64 [k + 1], and k names; None for a gap between two."""
 
     bounds: Tensor
     names: tuple[str | None, ...]

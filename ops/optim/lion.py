@@ -1,7 +1,7 @@
 """Lion on flat shards.
 
 Source: Chen et al., Symbolic Discovery of Optimization Algorithms, 2023, program 1,
-https://arxiv.org/abs/2302.06675. Weight decay multiplies with the learning rate, as in the paper. The
+https://arxiv.org/abs/2302.06675. Weight decay is multiplied by the learning rate, as in the paper. The
 defaults are DeepSpeed's; the paper has lr 1e-4 and betas (0.9, 0.99).
 """
 

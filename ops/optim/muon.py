@@ -1,4 +1,4 @@
-"""Muon on flat shards, exact: every matrix is orthogonalised whole, on the ranks that own a part of it.
+"""Muon on flat shards, exact: each rank orthogonalises the whole of every matrix that it owns a part of.
 
 Source: Jordan et al., Muon: An optimizer for hidden layers, 2024, https://kellerjordan.github.io/posts/muon/;
 the iteration and the learning-rate adjustment are torch.optim.Muon's. Groups with use_muon = False are
@@ -6,8 +6,8 @@ updated by AdamW with `adam_lr`, `betas` and `eps`. The defaults of both halves 
 
     momentum on the shard -> direction (bf16) --all_gather--> whole matrices -> orthogonalise -> own part
 
-Beyond stages 0-3 a step sends the flat buffer once in bf16: 2 (world_size - 1) / world_size bytes an element.
-A matrix that a cut divides is orthogonalised on both sides of it.
+In addition to stages 0-3, a step sends the flat buffer once in bf16: 2 (world_size - 1) / world_size bytes per
+element. A matrix that is divided between ranks is orthogonalised on each of them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Muon(ShardOptimizer):
                 entries[number] = {"lr": _first_given(adam_lr, lr, ADAM_LR), **entry}
         super().__init__(entries, defaults)
         self._adam = Adam([dict(group) for group in self.param_groups])
-        # one list of groups and one state: LR schedules and checkpoints see a single optimizer
+        # one shared list of groups and one state, so that LR schedules and checkpoints use a single optimizer
         self._adam.param_groups = self.param_groups
         self._adam.state = self.state
 
@@ -87,7 +87,7 @@ class Muon(ShardOptimizer):
     def _update_flat(
         self, flat: Flat, updates: Sequence[Update], scale: float, world: World
     ) -> None:
-        """One flat buffer. Every rank comes here for it, with or without matrices of its own."""
+        """Update one flat buffer. Every rank must call this, with or without matrices of its own."""
         collectives = world.collectives
         whole = torch.zeros(flat.numel, dtype=torch.bfloat16, device=collectives.device)
         here = collectives.shard_of(whole) if world.is_sharded else whole

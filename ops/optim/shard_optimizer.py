@@ -1,8 +1,8 @@
-"""What an optimizer of flat shards is: it updates contiguous 1-D tensors, and knows whose they are.
+"""The base class of optimizers for flat shards: they update contiguous 1-D tensors made of parameters' parts.
 
 A torch optimizer whose arithmetic is per element (Adam, SGD, ...) gives the same result on a shard as on
-whole parameters. One that looks at a whole tensor (LAMB's trust ratio, Muon's orthogonalisation) needs to
-know where in which parameter its elements lie, and to speak with the other ranks.
+whole parameters. One that uses whole tensors (LAMB's trust ratio, Muon's orthogonalisation) needs the
+position of its elements in the parameters, and communication with the other ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..comm.collectives import Collectives
 class Part:
     """Elements [start, stop) of a range that belong to one parameter of hyperparameter group `group`.
 
-    param_start: where in the flattened parameter they begin; `shape` is the whole parameter's.
+    param_start: their start in the flattened parameter. shape: of the whole parameter.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Flat:
-    """One flat buffer as every rank knows it: its number, its length, all parameters in it."""
+    """One flat buffer, the same on every rank: its number, its length, all parameters in it."""
 
     index: int
     numel: int
@@ -45,10 +45,10 @@ class Flat:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """What an optimizer that looks at whole parameters needs beside its own items.
+    """The context for an optimizer that uses whole parameters, in addition to its own items.
 
     flats: every flat buffer of the model, the same list on every rank.
-    is_sharded: items are this rank's shards; else every rank holds, and updates, everything.
+    is_sharded: items are this rank's shards; else every rank holds and updates all elements.
     """
 
     collectives: Collectives
@@ -60,9 +60,9 @@ class World:
 class Item:
     """One contiguous range to update: one hyperparameter group's share of one flat buffer.
 
-    master: [n] what the optimizer updates, and the key of its state.
+    master: [n] the master weights that the optimizer updates, and the key of its state.
     group: index into the optimizer's param_groups. parts: the parameters in it, in order.
-    flat: number of its flat buffer; start: where in this rank's part of that buffer it begins.
+    flat: number of its flat buffer; start: its start in this rank's part of that buffer.
     """
 
     master: Tensor
@@ -74,10 +74,10 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """What one step brings to an item: `grad` [n] (may be overwritten), `out` [n] or None.
+    """The input of one step for an item: `grad` [n] (may be overwritten), `out` [n] or None.
 
-    `out` is where the new values go in the compute dtype; None: the master is what computes. It holds
-    the old ones, and what a script wrote over them.
+    `out` receives the new values in the compute dtype. Before, it holds the old values and a script's changes
+    to them. None: forward uses the master weights themselves.
     """
 
     item: Item
@@ -86,27 +86,27 @@ class Update:
 
 
 def factor(scale: float, device: torch.device) -> Tensor | None:
-    """`scale` as the ops of kernels/ take it: fp32 [], or None for 1."""
+    """`scale` in the form that the ops of kernels/ take: fp32 [], or None for 1."""
     return None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=device)
 
 
-def written(update: Update) -> None:
-    """Tell autograd that an op wrote the new values: who kept the old ones for a backward must not use them."""
+def mark_written(update: Update) -> None:
+    """Increment autograd's version counters: a backward that saved the old values must raise."""
     torch.autograd.graph.increment_version(update.item.master)
     if update.out is not None:
         torch.autograd.graph.increment_version(update.out)
 
 
 class ShardOptimizer(torch.optim.Optimizer, ABC):
-    """A torch optimizer (param_groups, state, LR schedulers work) that is stepped by `update`."""
+    """A torch optimizer (param_groups, state and LR schedulers work) that the engine steps with `update`."""
 
-    is_elementwise = True  # False: `update` must see all items of the model in one call
+    is_elementwise = True  # False: `update` must get all items of the model in one call
     takes_edits = (
         False  # True: `update` itself compares `out` with the masters, see ops/optim/edits.py
     )
 
     def gains_from_kernels(self, *, casts: bool) -> bool:
-        """Whether native kernels would be used; `casts`: parameters are narrower than their masters."""
+        """Whether native kernels would be used. casts: parameters have a narrower dtype than their masters."""
         return True
 
     @abstractmethod
@@ -114,10 +114,10 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         """Update every item's master with gradient `scale * grad`, and write `out`."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Does nothing but count, for torch's LR schedulers: the engine updates through `update`.
+        """Only counts steps for torch's LR schedulers: the engine calls `update`.
 
         Raises:
-            UsageError: the tensors have gradients, so this is no engine's optimizer, and nothing would train.
+            UsageError: the tensors have gradients, so no engine uses this optimizer, and nothing would train.
         """
         if any(
             tensor.grad is not None for group in self.param_groups for tensor in group["params"]
@@ -129,7 +129,7 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
 
 
 class OnePassOptimizer(ShardOptimizer, ABC):
-    """One whose step on an item is one op: it unscales, updates and casts in one pass over memory."""
+    """An optimizer whose step on an item is one op: it unscales, updates and casts in one pass over memory."""
 
     takes_edits = True
 
@@ -137,7 +137,7 @@ class OnePassOptimizer(ShardOptimizer, ABC):
     def one_pass(
         self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Tensor | None
     ) -> None:
-        """Call the op for one item. `state` is empty at the item's first step; `group`: hyperparameters."""
+        """Call the op for one item. `state` is empty at its first step; `group` has the hyperparameters."""
 
     @torch.no_grad()
     def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
@@ -145,4 +145,4 @@ class OnePassOptimizer(ShardOptimizer, ABC):
             master = update.item.master
             group = self.param_groups[update.item.group]
             self.one_pass(update, self.state[master], group, factor(scale, master.device))
-            written(update)
+            mark_written(update)

@@ -1,14 +1,14 @@
-"""Which rank is missing, differs or is slow, in which collective, of which module, at which line of the script.
+"""Finds the rank that stalls, differs or is slow, with the collective, the module and the line of the script.
 
-ring        the last collectives of this rank, with the script's lines
-watch       counts them, and turns a failed wait into a PeerError
-sentinel    one thread a process: shows that it lives, answers others' alarms, ends what cannot raise
-exchange    what the ranks say to one another, through their store
-diagnosis   reports of all ranks -> one sentence
-stragglers  times of all ranks -> who is slow
-dump        what stays in files
+ring        the last collectives of this rank, with the lines of the script
+watch       counts collectives, and turns a failed wait into a PeerError
+sentinel    one thread per process: sends heartbeats, answers alarms, ends a process that cannot raise
+exchange    reports between the ranks, through their store
+diagnosis   reports of all ranks -> one message
+stragglers  step times of all ranks -> slow ranks
+dump        files for the analysis after a failure
 
-Names are loaded on first use: reading a config imports no torch.
+Names are loaded on first use, so that reading a config does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .store import Store as Store
     from .watch import Watch as Watch
 
-_HOMES = {
+_MODULES = {
     "Store": ".store",
     "Mark": ".ring",
     "Report": ".diagnosis",
@@ -33,6 +33,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    return getattr(import_module(_MODULES[name], __name__), name)

@@ -1,4 +1,4 @@
-"""Whether a device gets through what was queued on it: there a collective's wait returns before it is done."""
+"""Detects a device whose queue is stuck. On a device, a collective's wait returns before the work is done."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 @final
 class Probe:
-    """An event behind everything that is on the device's default stream; another one when it has been passed.
+    """Records an event on the device's default stream, and a new one each time the event has completed.
 
-    Used by one thread, not the training's, which pays nothing for it. Work on streams that the default one
-    does not wait for is not seen.
+    Used by the watcher's thread only, so the training thread has no cost. Work on streams that the default
+    stream does not wait for is not detected.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class Probe:
         self.count = 0
 
     def is_stuck(self) -> bool:
-        """Since the last look the device did not pass the event. `count` tells which one."""
+        """Whether the event of the last call has not completed. `count` is the number of that event."""
         if self._event is not None and not self._event.query():
             return True
         self._event = self._record()

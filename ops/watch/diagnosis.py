@@ -1,10 +1,10 @@
-"""What the ranks say of themselves, compared: one sentence about who went another way, and where.
+"""Compares the reports of all ranks and writes one message about which ranks differ, and where.
 
     rank 0  waits in all_gather of unit 'b' ─┐
-    rank 1  stands in its data loader       ─┼─> explain ─> one sentence
-    rank 2  says nothing                    ─┘
+    rank 1  is in its data loader           ─┼─> explain ─> one message
+    rank 2  does not report                 ─┘
 
-Pure: reports in, text out.
+Pure functions: reports in, text out.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from dataclasses import dataclass
 
 OUTSIDE = "it is in the script's own code (a data loader, a collective of its own), or slower than the timeout"
 GONE = "it closed its connection: its process ended, or failed in a collective of the script's own"
-LEFT = "it has let go of this engine already"
+LEFT = "it has already destroyed this engine"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of itself once it is in trouble.
+    """The state of a rank when a wait failed or another rank raised an alarm.
 
-    engine: number of the engine on its group; counts and names are those of this engine.
-    waits_in: the collective, e.g. "all_gather of unit 'blocks.5'", its `number`-th; or "", and
-    raised: what it raised and where, instead.
+    engine: number of the engine in its group; counts and names are those of this engine.
+    waits_in: the collective, e.g. "all_gather of unit 'blocks.5'", which it started `number` times; or "".
+    raised: the error that it raised and where, instead.
     gone: a peer that closed the connection instead of answering.
     counts: how often it started each collective; recent: the last ones, oldest first.
-    shape: what it gives there, e.g. "float32[1024]"; serial: its number among all collectives of this engine.
-    place: the script's line that it came there from, or where its main thread stands.
-    call: a collective of the script's own in which it is, instead.
-    own: the last of these, each [number, op, sizes], where torch's flight recorder is on.
-    alarm: the alarm that it answers; -1: nobody asked.
+    shape: its input, e.g. "float32[1024]"; serial: its number among all collectives of this engine.
+    place: the line of the script that called the collective, or the current line of the main thread.
+    call: the script's own collective that it is in, instead.
+    own: the last of the script's own collectives, each [number, op, sizes]; needs torch's flight recorder.
+    alarm: the number of the alarm that it answers; -1 for a report without an alarm.
     """
 
     rank: int
@@ -49,8 +49,8 @@ class Report:
     alarm: int = -1
 
     @property
-    def stands(self) -> bool:
-        """It answered, and is in no collective."""
+    def is_outside(self) -> bool:
+        """Whether the rank answered and is in no collective."""
         return not (self.waits_in or self.raised or self.call)
 
     def has_started(self, collective: str) -> int:
@@ -63,33 +63,33 @@ class Report:
 def explain(
     reports: Sequence[Report], world_size: int, silences: Mapping[int, float | None] | None = None
 ) -> str:
-    """One sentence about all ranks, the same on each one that sees the same reports.
+    """One message about all ranks. It is the same on every rank that has the same reports.
 
     Args:
-        reports: of the ranks that said something, by rank.
-        silences: for how many seconds a rank that does not answer gave no sign of life; None where it has
-            destroyed its engine. Ranks that never gave one are not in it.
+        reports: the reports of the ranks that answered, by rank.
+        silences: seconds since the last heartbeat of each rank that does not answer; None where it has
+            destroyed its engine. Ranks that never sent a heartbeat are not in it.
     """
     waiting = _waiting(reports)
-    said = [_told_wait(ranks, reports) for ranks in waiting]
-    said += [f"rank {r.rank} raised {r.raised}" for r in reports if r.raised]
-    said += _told_places(reports)
+    parts = [_wait_text(ranks, reports) for ranks in waiting]
+    parts += [f"rank {r.rank} raised {r.raised}" for r in reports if r.raised]
+    parts += _place_texts(reports)
     silent = sorted(set(range(world_size)) - {r.rank for r in reports})
-    said += _told_silent(silent, {r.gone for r in reports}, silences or {})
-    said += [text for text in (_told_difference(waiting), _told_own_difference(reports)) if text]
-    return f"{'; '.join(said)}. {_remedy(waiting, reports, silent)}"
+    parts += _silent_texts(silent, {r.gone for r in reports}, silences or {})
+    parts += [text for text in (_difference_text(waiting), _own_difference_text(reports)) if text]
+    return f"{'; '.join(parts)}. {_remedy(waiting, reports, silent)}"
 
 
-def _told_places(reports: Sequence[Report]) -> list[str]:
-    """Where the script is on each rank, ranks of one place together."""
+def _place_texts(reports: Sequence[Report]) -> list[str]:
+    """The current line of the script on each rank. Ranks at the same line are grouped."""
     texts: dict[str, list[int]] = {}
     for r in reports:
         if r.call:
             text = f"{{}} {{s}} in {r.call}, called at {r.place or 'an unknown line'}"
-        elif r.stands:
+        elif r.is_outside:
             text = f"{{}} {{s}} in no collective: the script is at {r.place or 'an unknown line'}"
         elif r.place and r.waits_in:
-            text = f"{{}} came there from {r.place}" + (f" with {r.shape}" if r.shape else "")
+            text = f"{{}} called it at {r.place}" + (f" with {r.shape}" if r.shape else "")
         else:
             continue
         texts.setdefault(text, []).append(r.rank)
@@ -99,7 +99,7 @@ def _told_places(reports: Sequence[Report]) -> list[str]:
     ]
 
 
-def _told_silent(
+def _silent_texts(
     silent: Sequence[int], gone: set[int | None], silences: Mapping[int, float | None]
 ) -> list[str]:
     reasons: dict[str, list[int]] = {}
@@ -110,24 +110,24 @@ def _told_silent(
             why = OUTSIDE
         else:
             seconds = silences[rank]
-            why = LEFT if seconds is None else no_sign(seconds)
+            why = LEFT if seconds is None else no_heartbeat(seconds)
         reasons.setdefault(why, []).append(rank)
     order = sorted(reasons.items(), key=lambda item: item[0] != GONE)
-    return [f"{_ranks(ranks)} said nothing: {why}" for why, ranks in order]
+    return [f"{_ranks(ranks)} did not report: {why}" for why, ranks in order]
 
 
-def no_sign(seconds: float) -> str:
-    """What is said of a rank whose thread does not answer."""
+def no_heartbeat(seconds: float) -> str:
+    """The text about a rank whose watcher thread does not answer."""
     return (
-        f"no sign of life for {seconds:.0f} s: its process is stopped or ended, its host is gone, or native "
-        "code holds its interpreter"
+        f"no heartbeat for {seconds:.0f} s: its process is stopped or ended, its host is not reachable, or "
+        "native code holds its interpreter"
     )
 
 
 def first_difference(one: Report, two: Report, kind: str) -> tuple[int, str, str] | None:
-    """Where the collectives of `kind` that two ranks started first differ: (number from 1, one's, two's).
+    """The first of the collectives of `kind` that differs between two ranks: (number from 1, one's, two's).
 
-    None: they are the same as far back as both remember. "" stands for: none so far.
+    Returns None where all collectives that both remember are the same. "" means that a rank has not started it.
     """
     total_one, last_one = _of_kind(one, kind)
     total_two, last_two = _of_kind(two, kind)
@@ -141,13 +141,13 @@ def first_difference(one: Report, two: Report, kind: str) -> tuple[int, str, str
 
 
 def _of_kind(report: Report, kind: str) -> tuple[int, list[str]]:
-    """How many collectives of `kind` the rank started in all, and the last of them."""
+    """The total number of collectives of `kind` that the rank started, and the last ones."""
     total = sum(n for name, n in (report.counts or {}).items() if name.startswith(kind))
     return total, [name for name in report.recent if name.startswith(kind)]
 
 
 def _waiting(reports: Sequence[Report]) -> list[list[Report]]:
-    """Ranks that wait in the same collective, together."""
+    """The reports of the ranks that wait in a collective, grouped by collective."""
     groups: dict[tuple[int, str, int], list[Report]] = {}
     for report in reports:
         if report.waits_in:
@@ -156,7 +156,7 @@ def _waiting(reports: Sequence[Report]) -> list[list[Report]]:
 
 
 def _behind(group: Sequence[Report], reports: Sequence[Report]) -> list[Report]:
-    """Ranks that did not start what `group` waits in."""
+    """The ranks that did not start the collective that `group` waits in."""
     first = group[0]
     return [
         r
@@ -167,7 +167,7 @@ def _behind(group: Sequence[Report], reports: Sequence[Report]) -> list[Report]:
     ]
 
 
-def _told_wait(group: Sequence[Report], reports: Sequence[Report]) -> str:
+def _wait_text(group: Sequence[Report], reports: Sequence[Report]) -> str:
     first = group[0]
     engine = f" of engine {first.engine}" if len({r.engine for r in reports}) > 1 else ""
     verb = "waits" if len(group) == 1 else "wait"
@@ -184,14 +184,14 @@ def _told_wait(group: Sequence[Report], reports: Sequence[Report]) -> str:
     return f"{text}, for the {_ordinal(first.number)} time, which {' and '.join(missing)}"
 
 
-def _told_difference(waiting: Sequence[Sequence[Report]]) -> str:
-    """The first gather in which two ranks went different ways."""
+def _difference_text(waiting: Sequence[Sequence[Report]]) -> str:
+    """The first all_gather that differs between two ranks."""
     for group in waiting[1:]:
         one, two = waiting[0][0], group[0]
         found = first_difference(one, two, "all_gather") if one.engine == two.engine else None
         if found is not None:
             number, *names = found
-            mine, other = (name.partition(" of ")[2] or "nothing yet" for name in names)
+            mine, other = (name.partition(" of ")[2] or "not started" for name in names)
             return (
                 f"the {_ordinal(number)} all_gather is the first that differs: {mine} on rank {one.rank}, "
                 f"{other} on rank {two.rank}"
@@ -199,8 +199,8 @@ def _told_difference(waiting: Sequence[Sequence[Report]]) -> str:
     return ""
 
 
-def _told_own_difference(reports: Sequence[Report]) -> str:
-    """The first collective of the script's own that is another one on another rank."""
+def _own_difference_text(reports: Sequence[Report]) -> str:
+    """The first of the script's own collectives that differs between two ranks."""
     calls = [{int(str(n)): (op, sizes) for n, op, sizes in r.own} for r in reports]
     for number in sorted(set().union(*calls)) if calls else ():
         for r, mine in zip(reports, calls, strict=True):
@@ -220,40 +220,40 @@ def _remedy(
     raised = [r.rank for r in reports if r.raised]
     if raised:
         return f"Look at the traceback of {_ranks(raised)}"
-    standing = [r.rank for r in reports if r.stands]
-    if standing:
-        whose = "this line" if len(standing) == 1 else "these lines"
+    outside = [r.rank for r in reports if r.is_outside]
+    if outside:
+        lines = "this line" if len(outside) == 1 else "these lines"
         return (
-            f"Look at {whose} of {_ranks(standing)}: every rank must run equally many steps, and come to each "
-            "one within the timeout (XDS_TIMEOUT_SECONDS)"
+            f"Look at {lines} of {_ranks(outside)}: every rank must run the same number of steps, and reach "
+            "each one within the timeout (XDS_TIMEOUT_SECONDS)"
         )
     if any(r.call for r in reports):
         return (
-            "Every rank must make the same calls, in the same order: of forward, backward and step, and of "
+            "Every rank must make the same calls in the same order: calls of forward, backward and step, and "
             "the script's own collectives"
         )
     blocked = [g[0].waits_in for g in waiting if _behind(g, reports)]
     if any(name.startswith("access") for name in blocked):
-        return "Access to parameters is for all ranks together: make the same call on every rank"
+        return "Access to parameters is collective: make the same call on every rank"
     units = [name.partition(" of ")[2] for name in blocked if name.startswith("all_gather of ")]
     if units:
         return (
             f"At stage 3 every rank must use {' and '.join(dict.fromkeys(units))} equally often, in forward "
             "and in the loss: set zero_optimization.divergent_graphs to true, or call it on every rank (0 * "
-            "its output will do), put it into one unit with what every rank calls (zero_optimization.units), "
-            "or train at stage 2; torch.utils.checkpoint needs use_reentrant=False where ranks leave "
-            "parameters unused"
+            "its output is enough), put it into one unit with a module that every rank calls "
+            "(zero_optimization.units), or train at stage 2; torch.utils.checkpoint needs use_reentrant=False "
+            "where ranks leave parameters unused"
         )
     if blocked or len(waiting) > 1:
-        return "Every rank must make the same calls of forward, backward and step, equally many"
+        return "Every rank must make the same calls of forward, backward and step, equally often"
     if silent:
         return (
-            f"Look at the log of {_ranks(silent)}: every rank must run equally many steps, and come to each "
-            "one within the timeout (XDS_TIMEOUT_SECONDS)"
+            f"Look at the log of {_ranks(silent)}: every rank must run the same number of steps, and reach "
+            "each one within the timeout (XDS_TIMEOUT_SECONDS)"
         )
     return (
-        "All ranks went the same way: one came later than another's timeout, or the network failed; raise "
-        "XDS_TIMEOUT_SECONDS if a step may take so long"
+        "All ranks started the same collectives: one started later than another's timeout, or the network "
+        "failed; raise XDS_TIMEOUT_SECONDS if a step may take so long"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a rank leaves behind: its ring as a file, and the reason why its process was ended."""
+"""Writes a rank's last collectives to a file, and ends a process with an error that the launcher reads."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ...utils.messages import say
+from ...utils.messages import write_stderr
 from .diagnosis import Report
-from .ring import told_place
+from .ring import place_text
 
 if TYPE_CHECKING:
     from .watch import Watch
 
-OWN = 16  # of the script's own collectives that a report carries
+OWN = 16  # how many of the script's own collectives a report contains
 
 
 def write_ring(watch: Watch, report: Report) -> str:
-    """Write rank{N}.collectives.json into XDS_DUMP_DIR or the run's folder; its path, or ""."""
+    """Write rank{N}.collectives.json into XDS_DUMP_DIR or the run's folder.
+
+    Returns: its path; "" where there is no folder or it cannot be written.
+    """
     folder = os.environ.get("XDS_DUMP_DIR") or os.environ.get("XDS_RUN_FOLDER")
     if not folder:
         return ""
@@ -37,7 +40,7 @@ def write_ring(watch: Watch, report: Report) -> str:
             "shape": [mark.numel],
             "dtype": "" if mark.dtype is None else str(mark.dtype)[6:],
             "bytes": mark.size_bytes,
-            "script": told_place(mark.place),
+            "script": place_text(mark.place),
             "started_seconds": round(now - (clock - mark.started_seconds), 6),
             "ended_seconds": round(now - (clock - mark.ended_seconds), 6)
             if mark.ended_seconds
@@ -45,7 +48,7 @@ def write_ring(watch: Watch, report: Report) -> str:
         }
         for mark in list(watch.ring)
     ]
-    told: dict[str, Any] = {
+    content: dict[str, Any] = {
         "rank": watch.rank,
         "world_size": watch.world_size,
         "engine": watch.engine,
@@ -62,17 +65,17 @@ def write_ring(watch: Watch, report: Report) -> str:
     try:
         os.makedirs(folder, exist_ok=True)
         with open(f"{path}.part", "w", encoding="utf-8") as file:
-            json.dump(told, file, indent=1)
+            json.dump(content, file, indent=1)
         os.replace(f"{path}.part", path)
     except OSError:
-        return ""  # a full disk is no reason to say less
+        return ""  # a full disk must not hide the diagnosis
     return path
 
 
 def recorded(group: str) -> list[list[object]]:
     """The script's own last collectives of `group`: [number, op, sizes], from torch's flight recorder.
 
-    [] where it is off (TORCH_FR_BUFFER_SIZE) or this torch has none.
+    [] where the recorder is off (TORCH_FR_BUFFER_SIZE) or this torch has none.
     """
     try:
         c10d: Any = importlib.import_module("torch._C._distributed_c10d")
@@ -82,14 +85,14 @@ def recorded(group: str) -> list[list[object]]:
             [e["collective_seq_id"], e["profiling_name"].rpartition(":")[2], str(e["input_sizes"])]
             for e in found[-OWN:]
         ]
-    except Exception:  # a private interface of torch: what it tells is a help, not a need
+    except Exception:  # a private interface of torch; the information is optional
         return []
 
 
 def end_process(text: str) -> NoReturn:
-    """Tell the launcher why, in torch's format, and end: the main thread cannot."""
+    """Write the reason for the launcher, in torch's format, and exit: the main thread is blocked."""
     now = time.time()
-    say(f"{text}\n")  # whether anybody reads it or not
+    write_stderr(f"{text}\n")  # returns even if the output is not read
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")

@@ -1,10 +1,10 @@
-"""Reports of one engine's ranks through the store of their group: words of the ranks, answers of their threads.
+"""Exchanges reports between the ranks of one engine, through the store of their group.
 
-xds/waits/{rank}            what a rank says of itself: its wait failed, or its script raised
-xds/alarm/{engine}          the number of the newest alarm; each rank's thread then writes
-xds/answers/{engine}/{rank} where its rank is
-xds/beat/{engine}/{rank}    that it lives, and how its steps go
-xds/read/{rank}             it has read the others' reports
+xds/waits/{rank}            a rank's own report: its wait failed, or its script raised
+xds/alarm/{engine}          the number of the newest alarm; each rank's watcher thread then writes
+xds/answers/{engine}/{rank} the current position of its rank
+xds/beat/{engine}/{rank}    a heartbeat with the step times
+xds/read/{rank}             the rank has read the other reports
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POLL_SECONDS = 0.05
 
 @final
 class Exchange:
-    """One rank's view of the store. Every method may raise RuntimeError: the store is gone."""
+    """One rank's view of the store. Every method may raise RuntimeError: the store is not reachable."""
 
     def __init__(self, store: Store, rank: int, world_size: int, engine: int) -> None:
         self.store = store
@@ -31,19 +31,20 @@ class Exchange:
         self.world_size = world_size
         self.engine = engine
 
-    def say(self, report: Report) -> None:
-        """This rank's own words."""
+    def publish(self, report: Report) -> None:
+        """Write this rank's own report."""
         self.store.set(f"xds/waits/{self.rank}", json.dumps(vars(report)))
 
-    def take_back(self) -> None:
+    def withdraw(self) -> None:
+        """Delete this rank's own report."""
         self.store.delete_key(f"xds/waits/{self.rank}")
 
     def answer(self, report: Report) -> None:
-        """This rank's thread says where its rank is."""
+        """Write the watcher thread's report about its rank."""
         self.store.set(f"xds/answers/{self.engine}/{self.rank}", json.dumps(vars(report)))
 
     def alarm(self) -> int:
-        """The number of the newest alarm; 0 for none yet."""
+        """The number of the newest alarm; 0 where there was none."""
         return int(self._read(f"xds/alarm/{self.engine}") or 0)
 
     def raise_alarm(self, number: int) -> None:
@@ -53,7 +54,7 @@ class Exchange:
         self.store.set(self._beat_key(self.rank), json.dumps({"at": time.time(), **fields}))
 
     def beats(self) -> dict[int, dict[str, Any]]:
-        """The newest beat of every rank; {} until all have given one."""
+        """The newest heartbeat of every rank; {} until all ranks have sent one."""
         keys = [self._beat_key(rank) for rank in range(self.world_size)]
         if not self.store.check(keys):
             return {}
@@ -62,12 +63,12 @@ class Exchange:
         return {rank: json.loads(value) for rank, value in enumerate(values)}
 
     def silences(self, reports: dict[int, Report]) -> dict[int, float | None]:
-        """Seconds without a sign of life of who did not report; None: it destroyed its engine."""
+        """Seconds since the last heartbeat of each rank without a report; None: it destroyed its engine."""
         found: dict[int, float | None] = {}
         for rank in range(self.world_size):
-            said = None if rank in reports else self._read(self._beat_key(rank))
-            if said:
-                beat = json.loads(said)
+            text = None if rank in reports else self._read(self._beat_key(rank))
+            if text:
+                beat = json.loads(text)
                 found[rank] = None if beat.get("left") else max(0.0, time.time() - beat["at"])
         return found
 
@@ -78,17 +79,17 @@ class Exchange:
         alarm: int = 0,
         stops: Callable[[], bool] = lambda: False,
     ) -> dict[int, Report]:
-        """Everybody's reports, by rank; returns early when nobody is missing, or at `stops`."""
+        """The reports of all ranks, by rank. Returns early when none is missing, or `stops` returns True."""
         reports = {self.rank: mine}
         try:
             while self._add(reports, alarm) and time.monotonic() < deadline and not stops():
                 time.sleep(POLL_SECONDS)
         except RuntimeError:
-            pass  # the store went with its rank: what was read so far is what there is
+            pass  # the rank of the store ended: use the reports that were read so far
         return dict(sorted(reports.items()))
 
-    def stay(self, reports: dict[int, Report], deadline: float) -> None:
-        """The store may live in this process: stay until those who spoke have read."""
+    def wait_for_readers(self, reports: dict[int, Report], deadline: float) -> None:
+        """Wait until the ranks that reported have read all reports: this process may host the store."""
         try:
             self.store.set(f"xds/read/{self.rank}", "")
             others = [f"xds/read/{rank}" for rank in reports if not reports[rank].raised]
@@ -98,15 +99,15 @@ class Exchange:
             return
 
     def _add(self, reports: dict[int, Report], alarm: int) -> bool:
-        """Add what others have said; True while somebody has not."""
+        """Add the new reports of other ranks. Returns True while a report is missing."""
         for rank in range(self.world_size):
             if rank in reports:
                 continue
-            said = self._read(f"xds/waits/{rank}")
-            if said is None and alarm:
-                said = self._read(f"xds/answers/{self.engine}/{rank}")
-            if said is not None:
-                report = Report(**json.loads(said))
+            text = self._read(f"xds/waits/{rank}")
+            if text is None and alarm:
+                text = self._read(f"xds/answers/{self.engine}/{rank}")
+            if text is not None:
+                report = Report(**json.loads(text))
                 if report.alarm < 0 or report.alarm >= alarm:
                     reports[rank] = report
         return len(reports) < self.world_size

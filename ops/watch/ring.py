@@ -1,4 +1,4 @@
-"""What a rank did last: its collectives, and the line of the script that each came from."""
+"""Records a rank's last collectives, each with the line of the script that called it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-FLOORS = (
+PACKAGES = (
     "ops",
     "offload",
     "compression",
@@ -26,23 +26,23 @@ FLOORS = (
     "launcher",
     "deepspeed",
 )
-_spec = importlib.util.find_spec("torch")  # not imported: `xds check` reads configs without it
+_spec = importlib.util.find_spec("torch")  # not imported: `xds check` reads configs without torch
 TORCH = os.path.dirname(os.path.abspath(str(_spec and _spec.origin))) + os.sep
 DISTRIBUTED = os.path.join(TORCH, "distributed", "")
-# what calls back into xds and torch without being the script
+# files of the standard library that call xds and torch functions, and are not the script
 STANDARD = tuple(
     os.path.join(os.path.dirname(os.__file__), name)
     for name in ("contextlib.py", "functools.py", "threading.py")
 )
-Place = tuple[CodeType, int]  # of a frame: its code and the instruction it is at
-_is_inside: dict[str, bool] = {}  # file -> it is xds, torch, or between them
+Place = tuple[CodeType, int]  # the code of a frame and the index of its current instruction
+_is_inside: dict[str, bool] = {}  # file -> whether it belongs to xds, torch or the files above
 
 
 @final
 class Mark:
-    """One collective: the `number`-th of its kind and buffer on this rank, from 1; `serial` counts them all.
+    """One collective: the `number`-th of its kind and buffer on this rank, from 1; `serial` counts all of them.
 
-    numel, dtype: of what this rank gives; seconds are time.monotonic's, 0 for not yet.
+    numel, dtype: of this rank's input. Seconds are those of time.monotonic; 0 means not yet.
     """
 
     __slots__ = (
@@ -79,70 +79,70 @@ class Mark:
 
 
 def place_of_caller() -> Place | None:
-    """Where the script is: the first frame outside of xds and torch; None in a device's thread."""
+    """The position of the script: the first frame outside of xds and torch; None in a device's thread."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         inside = _is_inside.get(code.co_filename)
         if inside is None:
-            inside = _look(code.co_filename)
+            inside = _classify(code.co_filename)
         if not inside:
             return code, frame.f_lasti
         frame = frame.f_back
     return None
 
 
-def _look(file: str) -> bool:
+def _classify(file: str) -> bool:
     path = os.path.abspath(file) if not file.startswith("<") else file
     inside = path.startswith((TORCH, "<frozen", "<eval_with_key", *STANDARD))
-    if path.startswith(ROOT):  # tests and examples lie there, too
-        inside = path[len(ROOT) :].partition(os.sep)[0] in FLOORS
+    if path.startswith(ROOT):  # the folder also contains tests and examples
+        inside = path[len(ROOT) :].partition(os.sep)[0] in PACKAGES
     _is_inside[file] = inside
     return inside
 
 
-def told_place(place: Place | None) -> str:
+def place_text(place: Place | None) -> str:
     """E.g. "train.py:31 in main"; "" for None."""
     if place is None:
         return ""
     code, at = place
     line = next((n for start, stop, n in code.co_lines() if start <= at < stop and n), 0)
-    return told_line(code, line or code.co_firstlineno)
+    return line_text(code, line or code.co_firstlineno)
 
 
-def told_line(code: CodeType, line: int) -> str:
-    return _told(code.co_filename, line, code.co_name)
+def line_text(code: CodeType, line: int) -> str:
+    return _line_text(code.co_filename, line, code.co_name)
 
 
-def _told(path: str, line: int, name: str) -> str:
+def _line_text(path: str, line: int, name: str) -> str:
     near = os.path.relpath(path) if os.path.isabs(path) else path
     name = "" if name == "<module>" else f" in {name}"
     return f"{path if near.startswith('..') else near}:{line}{name}"
 
 
 @final
-class Stand:
-    """Where another thread is at this moment, told by faulthandler.
+class ThreadPosition:
+    """The current position of another thread, read with faulthandler.
 
-    place: e.g. "train.py:31 in main"; call: a collective of the script's own in which it is, e.g.
-    "torch.distributed.all_reduce"; moment: equal where the thread has not moved.
+    place: e.g. "train.py:31 in main"; call: the script's own collective that it is in, e.g.
+    "torch.distributed.all_reduce"; frames: equal where the thread has not moved.
 
-    Frame objects of a thread that runs are not touched: torch.compile changes frames while it works, and a
-    reference to one of them at the wrong moment was seen to end the process. faulthandler makes none.
+    Frame objects of a running thread are not accessed: torch.compile changes frames while it works, and a
+    reference to one of them at the wrong moment has crashed the process. faulthandler creates none.
     """
 
     def __init__(self, thread: int) -> None:
         self.place, self.call = "", ""
-        self.moment = _lines(thread)
-        for line in self.moment:
+        self.frames = _lines(thread)
+        for line in self.frames:
             match = _FRAME.fullmatch(line)
             if match is None:
                 continue
             path, number, name = match.groups()
             if path.startswith(DISTRIBUTED) and not name.startswith(("_", "wrap")):
                 self.call = f"torch.distributed.{name}"
-            elif not _look(path):
-                self.place = _told(path, int(number), name)
+            elif not _classify(path):
+                self.place = _line_text(path, int(number), name)
                 break
             elif path.startswith(ROOT):
                 self.call = ""  # xds called it
@@ -153,7 +153,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def _lines(thread: int) -> tuple[str, ...]:
-    """What faulthandler says of one thread, a line for each frame, the innermost first."""
+    """faulthandler's lines about one thread: one line for each frame, the innermost first."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
@@ -170,7 +170,7 @@ def _lines(thread: int) -> tuple[str, ...]:
 
 
 def tensor_of_call(thread: int) -> str:
-    """E.g. " of float32[7]": what a thread that has long not moved gives to a collective of its own."""
+    """E.g. " of float32[7]": the input of the script's own collective that a thread has long waited in."""
     frame = sys._current_frames().get(thread)
     collective: FrameType | None = None
     while frame is not None:
@@ -179,13 +179,13 @@ def tensor_of_call(thread: int) -> str:
             if not code.co_name.startswith(("_", "wrap")):
                 collective = frame
         elif collective is not None:
-            return _told_tensor(collective)
+            return _tensor_text(collective)
         frame = frame.f_back
     return ""
 
 
-def _told_tensor(frame: FrameType) -> str:
-    """Of the first tensor among a collective's arguments."""
+def _tensor_text(frame: FrameType) -> str:
+    """Dtype and shape of the first tensor among a collective's arguments."""
     local = frame.f_locals
     for name in ("tensor", "input_tensor", "input", "output_tensor", "output", "tensor_list"):
         value: Any = local.get(name)

@@ -1,15 +1,15 @@
-"""What is used of a torch.distributed store, and a connection to it that nobody else holds."""
+"""The methods of a torch.distributed store that xds uses, and a separate connection to a store."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any, Protocol
 
-REPLY_SECONDS = 5.0  # for one answer of the store
+REPLY_SECONDS = 5.0  # timeout for one answer of the store
 
 
 class Store(Protocol):
-    """What is used of a torch.distributed store."""
+    """The methods of a torch.distributed store that xds uses."""
 
     def set(self, key: str, value: str, /) -> object: ...
     def get(self, key: str, /) -> bytes: ...
@@ -18,9 +18,9 @@ class Store(Protocol):
 
 
 def own_connection(store: Any) -> Any:
-    """The same store through a connection of its own: a client that waits for a key lets nobody else in.
+    """The same store through a separate connection: a client that waits for a key blocks all other calls.
 
-    torch before 2.9 cannot; there the connection is shared.
+    torch before 2.9 cannot clone a store; there the connection is shared.
     """
     clone = getattr(store, "clone", None)
     if clone is None:

@@ -1,10 +1,10 @@
-"""Who is slow: each rank tells how its steps went, and one compares them over the same steps. Pure arithmetic.
+"""Finds slow ranks: every rank publishes its step times, and rank 0 compares them over the same steps.
 
-    wall of a step = compute (everything that is no waiting) + wait (inside collectives)
+    wall time of a step = compute (all time outside of waits) + wait (inside collectives)
 
-A slow rank computes longer than its peers while they wait longer than it. Each rank keeps (step, wall, wait)
-totals at multiples of 4, 32, 256, ... steps, so that ranks that are looked at at different moments have steps
-in common, however short these are.
+A slow rank computes longer than its peers, and they wait longer than it does. Each rank keeps (step, wall,
+wait) totals at multiples of 4, 32, 256, ... steps. So ranks whose totals are read at different moments have
+steps in common, however short the steps are. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from statistics import fmean, median
 from typing import final
 
 STRIDES = (4, 32, 256, 2048, 16384)  # steps
-KEPT = 4  # totals of each stride
-WINDOWS = 3  # in a row in which a rank is slow before it is named, and keeps up before that is said
+KEPT = 4  # how many totals of each stride are kept
+WINDOWS = (
+    3  # how many windows in a row a rank must be slow, or no longer slow, before it is reported
+)
 MIN_WINDOW_SECONDS = 0.2
-MIN_BLAME = 0.5  # share of its excess that the others must have waited
+MIN_WAIT_SHARE = 0.5  # share of the excess compute time that the other ranks must have waited
 
-Total = tuple[float, float]  # seconds of wall and of waiting, since the first step
+Total = tuple[float, float]  # wall seconds and wait seconds since the first step
 
 
 @final
 class Steps:
-    """This rank's steps: totals at some of them."""
+    """The totals of this rank's time at some of its steps."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -36,7 +38,7 @@ class Steps:
         }
 
     def add(self, now_seconds: float, waited_seconds: float) -> None:
-        """A step is over; `waited_seconds` is the total of all waiting so far."""
+        """Record the end of a step. `waited_seconds` is the total of all waits so far."""
         self.count += 1
         if self.count == 1:
             self._begin_seconds = now_seconds
@@ -48,15 +50,15 @@ class Steps:
                 break
             self._kept[stride].append(total)
 
-    def told(self) -> list[tuple[int, float, float]]:
-        """(step, wall, wait), JSON, in no order."""
+    def totals(self) -> list[tuple[int, float, float]]:
+        """(step, wall, wait) of every total that is kept, as JSON values."""
         return sorted({total for kept in self._kept.values() for total in list(kept)})
 
 
 @final
 @dataclass(frozen=True)
-class Verdict:
-    """About one rank, each time that it changes. Seconds are of one step."""
+class SpeedChange:
+    """A rank became slow, or is no longer slow. Seconds are per step."""
 
     rank: int
     is_slow: bool
@@ -64,42 +66,44 @@ class Verdict:
     median_seconds: float
     waited_seconds: float
 
-    def told(self, host: str) -> str:
+    def message(self, host: str) -> str:
         where = f"rank {self.rank}" + (f" (host {host})" if host else "")
         if not self.is_slow:
-            return f"{where} keeps up with its peers again"
+            return f"{where} is no longer slower than its peers"
         return (
-            f"{where} is slower than its peers: compute {self.compute_seconds:.3f} s a step, median "
+            f"{where} is slower than its peers: compute {self.compute_seconds:.3f} s per step, median "
             f"{self.median_seconds:.3f}; the others waited {self.waited_seconds:.3f} s for it"
         )
 
 
 @final
-class Judge:
-    """Compares all ranks; remembers which ones are slow."""
+class StragglerDetector:
+    """Compares the step times of all ranks, and remembers which ranks are slow."""
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio
         self._totals: dict[int, dict[int, Total]] = {}  # step -> rank -> total
-        self._begin: dict[int, Total] | None = None  # of the window under way
+        self._begin: dict[int, Total] | None = None  # of the current window
         self._begin_step = 0
-        self._streaks: dict[int, int] = {}  # windows in a row in which the rank is not what it was
+        self._streaks: dict[
+            int, int
+        ] = {}  # windows in a row in which the rank's state differs from `_slow`
         self._slow: set[int] = set()
 
-    def look(self, told: Mapping[int, Sequence[Sequence[float]]]) -> list[Verdict]:
-        """What changed, by what every rank has told, by rank."""
-        for rank, totals in told.items():
+    def compare(self, published: Mapping[int, Sequence[Sequence[float]]]) -> list[SpeedChange]:
+        """The changes since the last call, from the totals that every rank has published."""
+        for rank, totals in published.items():
             for step, wall, wait in totals:
                 if step > self._begin_step:
                     self._totals.setdefault(int(step), {})[rank] = (wall, wait)
-        verdicts: list[Verdict] = []
-        for step in sorted(s for s, ranks in self._totals.items() if len(ranks) == len(told)):
-            verdicts += self._close(step, self._totals[step])
+        changes: list[SpeedChange] = []
+        for step in sorted(s for s, ranks in self._totals.items() if len(ranks) == len(published)):
+            changes += self._close(step, self._totals[step])
         self._totals = {s: ranks for s, ranks in self._totals.items() if s > self._begin_step}
-        return verdicts
+        return changes
 
-    def _close(self, step: int, end: dict[int, Total]) -> list[Verdict]:
-        """End the window at `step`, unless it is too short yet."""
+    def _close(self, step: int, end: dict[int, Total]) -> list[SpeedChange]:
+        """End the window at `step`, unless it is still too short."""
         begin, count = self._begin, step - self._begin_step
         if begin is not None:
             if min(end[rank][0] - begin[rank][0] for rank in end) < MIN_WINDOW_SECONDS:
@@ -111,27 +115,27 @@ class Judge:
         computes = {
             rank: (end[rank][0] - begin[rank][0]) / count - waits[rank] for rank in sorted(end)
         }
-        found = [self._verdict(rank, computes, waits) for rank in computes]
-        return [verdict for verdict in found if self._is_news(verdict)]
+        found = [self._state(rank, computes, waits) for rank in computes]
+        return [state for state in found if self._is_change(state)]
 
-    def _verdict(
+    def _state(
         self, rank: int, computes: Mapping[int, float], waits: Mapping[int, float]
-    ) -> Verdict:
+    ) -> SpeedChange:
         peers = [other for other in computes if other != rank]
         usual = median(computes[peer] for peer in peers)
         waited = fmean(waits[peer] for peer in peers) - waits[rank]
         excess = computes[rank] - usual
-        is_slow = computes[rank] > self._ratio * usual and waited > MIN_BLAME * excess
-        return Verdict(rank, is_slow, computes[rank], usual, max(0.0, waited))
+        is_slow = computes[rank] > self._ratio * usual and waited > MIN_WAIT_SHARE * excess
+        return SpeedChange(rank, is_slow, computes[rank], usual, max(0.0, waited))
 
-    def _is_news(self, verdict: Verdict) -> bool:
-        rank = verdict.rank
-        if verdict.is_slow == (rank in self._slow):
+    def _is_change(self, state: SpeedChange) -> bool:
+        rank = state.rank
+        if state.is_slow == (rank in self._slow):
             self._streaks.pop(rank, None)
             return False
         self._streaks[rank] = self._streaks.get(rank, 0) + 1
         if self._streaks[rank] < WINDOWS:
             return False
         del self._streaks[rank]
-        (self._slow.add if verdict.is_slow else self._slow.discard)(rank)
+        (self._slow.add if state.is_slow else self._slow.discard)(rank)
         return True

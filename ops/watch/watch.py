@@ -1,9 +1,9 @@
-"""One engine's collectives on this rank: counted, kept in a ring, and explained when a wait fails.
+"""Counts the collectives of one engine on this rank, keeps the last ones, and explains a failed wait.
 
-    wait fails -> this rank's report -> the group's store -> everybody's reports -> one sentence, one PeerError
+    wait fails -> this rank's report -> the group's store -> the reports of all ranks -> one PeerError
 
-Until then a collective costs a count, an entry in the ring and a look for the script's line. Nothing is
-formatted and nothing is sent before something fails.
+Before a failure a collective costs a count, an entry in the ring and a search for the script's line. Nothing
+is formatted or sent before a failure.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ...utils.errors import PeerError
 from .device import Probe
 from .diagnosis import Report, explain
 from .exchange import PATIENCE_SECONDS, Exchange
-from .ring import Mark, place_of_caller, told_place
+from .ring import Mark, place_of_caller, place_text
 from .store import Store
 from .stragglers import Steps
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-RING_SIZE = 128  # collectives a rank remembers, unless the config says otherwise
+RING_SIZE = 128  # collectives that a rank remembers, unless the config sets another number
 
 
-class Asker(Protocol):
-    """The sentinel's side of a watch: it asks all ranks where they are."""
+class Diagnoser(Protocol):
+    """The sentinel's interface for a watch: it requests reports from all ranks."""
 
-    def ask(self, report: Report) -> str:
-        """The sentence about all ranks; takes a little more than `PATIENCE_SECONDS` at most."""
+    def diagnose(self, report: Report) -> str:
+        """The message about all ranks. Takes a little more than `PATIENCE_SECONDS` at most."""
 
 
 @final
@@ -53,32 +53,32 @@ class Watch:
         self.engine = engine
         self.open_store = open_store
         self.ring: deque[Mark] = deque(maxlen=RING_SIZE)
-        self.waiting: tuple[Mark, float] | None = None  # the wait under way, and its begin
+        self.waiting: tuple[Mark, float] | None = None  # the current wait, and its begin
         self.is_failing = False
         self.waited_seconds = 0.0
         self.steps = Steps()
-        self.thread = threading.main_thread().ident or 0  # that trains
-        self.asker: Asker | None = None
-        self.probe: Probe | None = None  # where a wait returns before the work is done
+        self.thread = threading.main_thread().ident or 0  # the thread that trains
+        self.diagnoser: Diagnoser | None = None
+        self.probe: Probe | None = None  # set where a wait returns before the work is done
         self._names: dict[int, str] = {}
         self._counts: dict[tuple[str, int, str], int] = {}
         self._serial = 0
-        self._has_spoken = False
-        self._verdict = ""
+        self._has_published = False
+        self._diagnosis = ""
 
     def keep(self, ring_size: int) -> None:
-        """So many collectives are remembered from now on."""
+        """Remember the last `ring_size` collectives from now on."""
         self.ring = deque(self.ring, maxlen=ring_size)
 
     def name(self, buffer: int, name: str) -> None:
-        """From now on `buffer` is called `name` in messages."""
+        """Use `name` for `buffer` in messages from now on."""
         taken = name in self._names.values()
         self._names[buffer] = f"{name} (buffer {buffer})" if taken else name
 
     def start(self, kind: str, buffer: int, what: str = "", tensor: Tensor | None = None) -> Mark:
-        """This rank starts a collective of `buffer`, with `tensor`; `what` says more where these do not."""
-        if self._has_spoken:
-            self._take_back()
+        """Record that this rank starts a collective of `buffer` with `tensor`; `what` names it in messages."""
+        if self._has_published:
+            self._withdraw()
         key = (kind, buffer, what)
         number = self._counts[key] = self._counts.get(key, 0) + 1
         self._serial += 1
@@ -90,50 +90,56 @@ class Watch:
         return mark
 
     def begin_wait(self, mark: Mark) -> float:
-        """This rank waits in `mark` from now on."""
+        """Record that this rank waits in `mark`. Returns the time, for `end_wait`."""
         now = time.monotonic()
         self.waiting = (mark, now)
         return now
 
     def end_wait(self, mark: Mark, begin_seconds: float) -> None:
-        """What was `begin_seconds` when it began is over."""
+        """Record the end of the wait that began at `begin_seconds`."""
         mark.ended_seconds = now = time.monotonic()
         self.waited_seconds += now - begin_seconds
         self.waiting = None
 
     def step(self) -> None:
-        """A step is over."""
+        """Record the end of a training step."""
         self.thread = threading.get_ident()
         self.steps.add(time.monotonic(), self.waited_seconds)
 
     def failed(self, mark: Mark, error: RuntimeError, peer: int | None) -> PeerError:
-        """The error to raise for a wait in `mark` that failed; takes `PATIENCE_SECONDS` at most.
+        """The error to raise for a failed wait in `mark`. Takes `PATIENCE_SECONDS` at most.
 
         Args:
-            error: what the backend said; peer: the rank it said so about, if it is known.
+            error: the backend's error; peer: the rank that it is about, if known.
         """
-        if not self._verdict:
+        if not self._diagnosis:
             self.is_failing = True
-            said = str(error)
+            message = str(error)
             if peer is None and self.world_size == 2:
                 peer = 1 - self.rank
-            # a peer that gave up before us closes the connection as well, but it has said why
-            is_closed = "Timed out" not in said and "Application timeout" not in said
+            # a peer that failed before this rank closes the connection as well, but it has published a report
+            is_closed = "Timed out" not in message and "Application timeout" not in message
             report = self.report_wait(mark, gone=peer if is_closed else None)
-            told = self._ask(report) if self.asker is None else self.asker.ask(report)
-            reason = said.split("\n")[0].rpartition("] ")[2].partition(". This is")[0].rstrip(". ")
-            self._verdict = (
+            if self.diagnoser is None:
+                diagnosis = self._diagnose(report)
+            else:
+                diagnosis = self.diagnoser.diagnose(report)
+            first = message.split("\n")[0].rpartition("] ")[2]
+            reason = first.partition(". This is")[0].rstrip(". ")
+            self._diagnosis = (
                 f"{report.waits_in} failed on rank {self.rank} of {self.world_size} ({reason}). Another "
-                f"rank stopped, or went another way through its code: {told}"
+                f"rank stopped, or took a different path through its code: {diagnosis}"
             )
         self.waiting = None
-        return PeerError(self._verdict)  # a group does not recover: later waits fail of the same
+        return PeerError(
+            self._diagnosis
+        )  # a group does not recover: later waits fail for the same reason
 
     @contextmanager
     def guard(
         self, kind: str, buffer: int, what: str = "", tensor: Tensor | None = None
     ) -> Iterator[Mark]:
-        """Around a collective that is over when it returns."""
+        """Wrap a blocking collective: record it, and turn its RuntimeError into a PeerError."""
         mark = self.start(kind, buffer, what, tensor)
         begin_seconds = self.begin_wait(mark)
         try:
@@ -143,33 +149,33 @@ class Watch:
         self.end_wait(mark, begin_seconds)
 
     @contextmanager
-    def telling(self, where: str) -> Iterator[None]:
-        """Around the user's code: what it raises on this rank is told to the ranks that will wait for it."""
+    def publishing_errors(self, where: str) -> Iterator[None]:
+        """Wrap the user's code: publish an exception of this rank to the ranks that will wait for it."""
         try:
             yield
         except PeerError:
             raise
         except BaseException as error:
-            said = "".join(traceback.format_exception_only(error)).partition("\n")[0]
+            text = "".join(traceback.format_exception_only(error)).partition("\n")[0]
             exchange = self.exchange()
             if exchange is not None:
                 try:
-                    exchange.say(self.report(raised=f"{said[:200]} in {where}"))
-                    self._has_spoken = True
+                    exchange.publish(self.report(raised=f"{text[:200]} in {where}"))
+                    self._has_published = True
                 except RuntimeError:
-                    pass  # nobody answers at the store any more
+                    pass  # the store is not reachable any more
             raise
 
-    # -- what it says -----------------------------------------------------------------------------------
+    # -- reports ----------------------------------------------------------------------------------------
 
     def report_wait(self, mark: Mark, **fields: Any) -> Report:
-        """This rank waits in `mark`."""
+        """The report that this rank waits in `mark`."""
         return self.report(
             waits_in=self.call(mark.key),
             number=mark.number,
             serial=mark.serial,
             shape=mark.shape,
-            place=told_place(mark.place),
+            place=place_text(mark.place),
             **fields,
         )
 
@@ -186,37 +192,37 @@ class Watch:
         return f"{kind} of {what or self._names.get(buffer, f'flat buffer {buffer}')}"
 
     @property
-    def has_spoken(self) -> bool:
-        """This rank's own words stand in the store."""
-        return self._has_spoken
+    def has_published(self) -> bool:
+        """Whether the store holds a report of this rank."""
+        return self._has_published
 
     # -- through the store ------------------------------------------------------------------------------
 
     def exchange(self) -> Exchange | None:
-        """None: there is no store."""
+        """The exchange through the group's store; None where there is no store."""
         store = self.open_store()
         return None if store is None else Exchange(store, self.rank, self.world_size, self.engine)
 
-    def _take_back(self) -> None:
-        """It went on after all: what it said must not explain a later failure."""
-        self._has_spoken = False
+    def _withdraw(self) -> None:
+        """Delete this rank's report: it continued, and the report must not explain a later failure."""
+        self._has_published = False
         exchange = self.exchange()
-        if exchange is not None and not self._verdict:
+        if exchange is not None and not self._diagnosis:
             try:
-                exchange.take_back()
+                exchange.withdraw()
             except RuntimeError:
                 return
 
-    def _ask(self, mine: Report) -> str:
-        """Without a sentinel: what other ranks say of themselves."""
+    def _diagnose(self, mine: Report) -> str:
+        """The diagnosis without a sentinel, from the reports that other ranks publish."""
         exchange, reports = self.exchange(), {self.rank: mine}
         if exchange is not None:
             deadline = time.monotonic() + PATIENCE_SECONDS
             try:
-                exchange.say(mine)
-                self._has_spoken = True
+                exchange.publish(mine)
+                self._has_published = True
                 reports = exchange.collect(mine, deadline)
-                exchange.stay(reports, deadline)
+                exchange.wait_for_readers(reports, deadline)
             except RuntimeError:
-                pass  # nobody answers there any more
+                pass  # the store is not reachable any more
         return explain(list(reports.values()), self.world_size)

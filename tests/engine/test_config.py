@@ -268,4 +268,4 @@ def test_two_precisions_name_each_other(first, second):
 
 def test_two_spellings_of_one_key():
     (complaint,) = complaints({**SMALL, "bf16": {"enabled": True}, "bfloat16": {"enabled": True}})
-    assert "says the same as bf16" in complaint
+    assert "sets the same option as bf16" in complaint

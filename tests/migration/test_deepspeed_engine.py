@@ -1,4 +1,4 @@
-"""What `xds.deepspeed.initialize` returns: DeepSpeed's methods, values and refusals, at every precision."""
+"""Tests of the results of `xds.deepspeed.initialize`: methods, values and refusals, at every precision."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def weights(stage: int, folder: str) -> None:
     consolidated = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
     assert (consolidated is None) == (dist.get_rank() > 0)
     if stage == 3:
-        with pytest.raises(xds.UsageError, match="a rank holds slices"):
+        with pytest.raises(xds.UsageError, match="a rank holds only slices"):
             engine.module_state_dict()
     else:
         assert list(engine.module_state_dict()) == list(build().state_dict())
@@ -393,7 +393,7 @@ def wrong_calls() -> None:
         ({"model": model, "config": config, "mpu": Mpu(2)}, "mpu with a model-parallel size of 2"),
         (
             {"model": model, "config": config, "mesh_param": (1, 2)},
-            "sequence parallelism is not there yet",
+            "sequence parallelism is not supported yet",
         ),
     ]
     for arguments, said in wrong:
@@ -402,7 +402,7 @@ def wrong_calls() -> None:
     engine, *_ = deepspeed.initialize(model=model, config=config, mpu=Mpu(1), mesh_param=(1, 1))
     assert engine.data_parallel_group is None  # one rank: nothing to share
     for arguments, said in (
-        ({"remote_device": "nvme"}, "NVMe is not there yet"),
+        ({"remote_device": "nvme"}, "NVMe is not supported yet"),
         ({"zero_quantized_weights": True}, r"zero.Init\(zero_quantized_weights=...\)"),
     ):
         with pytest.raises(xds.UsageError, match=said):

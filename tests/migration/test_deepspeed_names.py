@@ -1,4 +1,4 @@
-"""Names and arguments of `xds.deepspeed`: DeepSpeed's, and a sentence for each that xds lacks."""
+"""Tests of the names and arguments of `xds.deepspeed`, and of the errors for names that xds lacks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import nn
 
 import xds
 import xds.deepspeed as deepspeed
-from xds.deepspeed.missing import MISSING, MISSING_METHODS, Missing, NotCovered, stand_in
-from xds.deepspeed.stand_in_modules import MODULES
+from xds.deepspeed.missing import MISSING, MISSING_METHODS, Missing, NotCovered, placeholder
+from xds.deepspeed.placeholder_modules import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "design" / "migration.md").read_text()
@@ -168,8 +168,8 @@ def test_every_reason_is_a_sentence_without_an_end() -> None:
         assert not why.endswith("."), name
 
 
-def test_stand_ins_are_named_after_what_they_stand_for() -> None:
-    found = stand_in("xds.deepspeed.pipe", "LayerSpec")
+def test_placeholders_have_the_names_that_they_replace() -> None:
+    found = placeholder("xds.deepspeed.pipe", "LayerSpec")
     assert (found.__module__, found.__name__) == ("xds.deepspeed.pipe", "LayerSpec")
     assert not hasattr(found, "build")
 
@@ -200,7 +200,7 @@ def test_nobody_else_takes_the_folder_for_deepspeed() -> None:
 def test_with_the_root_on_the_path_an_import_of_deepspeed_says_what_it_found() -> None:
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import deepspeed"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "ImportError: `import deepspeed` found xds's own folder" in done.stderr
+    assert "ImportError: `import deepspeed` found a folder of xds" in done.stderr
 
 
 def test_hugging_faces_libraries_do_not_take_it_for_deepspeed() -> None:
@@ -285,7 +285,7 @@ def test_an_estimate_is_the_papers_formula(capsys: pytest.CaptureFixture[str]) -
         4 * 1000 * 4 * 1.5,
         2 * 1000 + 16 * 1000 / 8,
     )
-    with pytest.raises(xds.UsageError, match=r"\(cpu_offload=True\): offload .* not there yet"):
+    with pytest.raises(xds.UsageError, match=r"\(cpu_offload=True\): offload .* not supported yet"):
         estimate_zero3_model_states_mem_needs(1000, 100)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048))

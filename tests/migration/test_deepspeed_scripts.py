@@ -1,6 +1,6 @@
-"""Whole scripts in DeepSpeed's style, run by `xds` on two ranks: their losses are plain PyTorch's.
+"""Tests of whole scripts in DeepSpeed's style, run by `xds` on two ranks: their losses equal plain PyTorch's.
 
-The scripts were also run by DeepSpeed 0.19.8 itself; docs/design/migration.md has the figures.
+The scripts were also run with DeepSpeed 0.19.8 itself; docs/design/migration.md has the figures.
 """
 
 from __future__ import annotations

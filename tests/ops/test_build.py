@@ -1,4 +1,4 @@
-"""The builder of native ops: one build however many ask, none lost to a kill, none that is out of date."""
+"""Tests of the build of native ops: concurrent builds, kills during a build, and outdated libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from xds.ops.build import cache as build_cache
 from xds.ops.build import compilers as build_compilers
 from xds.ops.build import plan as build_plan
 from xds.ops.build.plan import Library, Source
-from xds.ops.libraries import LIBRARIES, NativeOpsWarning, Shelf
+from xds.ops.libraries import LIBRARIES, LoadedLibraries, NativeOpsWarning
 from xds.utils.errors import BuildError
 
 needs_cxx = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
@@ -272,7 +272,7 @@ def test_a_source_that_does_not_compile_warns_once_with_command_and_last_lines(
     sources: Path, cache: Path
 ) -> None:
     (sources / "cpu" / "answer.cpp").write_text(tiny.BROKEN)
-    shelf = Shelf()
+    shelf = LoadedLibraries()
     with pytest.warns(NativeOpsWarning) as caught:
         assert shelf.load(tiny.library(sources), is_required=False) is False
     (message,) = [str(one.message) for one in caught]
@@ -303,11 +303,11 @@ def test_without_a_compiler_there_is_one_warning_or_an_error(
     (tmp_path / "empty").mkdir()
     for name, text in {"PATH": str(tmp_path / "empty"), **variables}.items():
         monkeypatch.setenv(name, text)
-    shelf = Shelf()
+    shelf = LoadedLibraries()
     with pytest.warns(NativeOpsWarning, match=r"no C\+\+ compiler.*install g\+\+"):
         assert shelf.load(tiny.library(sources), is_required=False) is False
     with pytest.raises(BuildError, match="set CXX"):
-        Shelf().load(tiny.library(sources), is_required=True)
+        LoadedLibraries().load(tiny.library(sources), is_required=True)
 
 
 @needs_cxx
@@ -329,7 +329,7 @@ def test_a_library_that_cannot_be_loaded_is_a_failure_like_any_other(
     not_one = dataclasses.replace(entry, info=dataclasses.replace(entry.info, file="info.json"))
     monkeypatch.setattr(libraries, "find_or_build", lambda library: not_one)
     with pytest.warns(NativeOpsWarning, match="cannot be loaded"):
-        assert Shelf().load(tiny.library(sources), is_required=False) is False
+        assert LoadedLibraries().load(tiny.library(sources), is_required=False) is False
 
 
 @needs_cxx
@@ -359,7 +359,7 @@ def test_without_a_usable_home_libraries_go_to_the_temporary_folder(
     assert build.build(tiny.library(sources)) == path
     # a folder that others can write to may hold anything
     path.parents[1].chmod(0o777)
-    with pytest.raises(BuildError, match="belongs to somebody else"):
+    with pytest.raises(BuildError, match="another user may change it"):
         build.build(tiny.library(sources))
 
 
@@ -381,9 +381,9 @@ def test_a_disk_that_fills_up_in_the_middle_is_a_failure_like_any_other(
 
     monkeypatch.setattr(build_cache, "commit", full)
     with pytest.warns(
-        NativeOpsWarning, match="No space left on device.*; make room, or set XDS_CAC"
+        NativeOpsWarning, match="No space left on device.*; free disk space, or set XDS_CAC"
     ):
-        assert Shelf().load(tiny.library(sources), is_required=False) is False
+        assert LoadedLibraries().load(tiny.library(sources), is_required=False) is False
     assert rubbish(cache) == []
 
 
@@ -424,7 +424,7 @@ def test_importing_xds_builds_nothing(tmp_path: Path) -> None:
 def test_objects_for_newer_processors_hold_nothing_that_others_would_be_linked_to(
     tmp_path: Path, cache: Path
 ) -> None:
-    """A function that two objects may both define is taken from either: AVX-512 code for everybody."""
+    """The linker may take a function from either of two objects that define it, such as AVX-512 code."""
     if shutil.which("nm") is None:
         pytest.skip("there is no nm to look into objects with")
     library = LIBRARIES["cpu"]
@@ -541,5 +541,7 @@ def test_architectures_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "compute_90a,code=compute_90a",
     ]
     monkeypatch.setenv(build_compilers.ARCHS_VARIABLE, "hopper")
-    with pytest.raises(BuildError, match='XDS_CUDA_ARCHS = .hopper. is no list .* write "80 90"'):
+    with pytest.raises(
+        BuildError, match='XDS_CUDA_ARCHS = .hopper. is not a list .* write "80 90"'
+    ):
         flags("")

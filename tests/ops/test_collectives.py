@@ -1,4 +1,4 @@
-"""The door to torch.distributed: values, bytes, order of messages, lost peers."""
+"""Tests of the collectives: values, bytes, order of messages, lost peers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from helpers import run_ranks
 
-from xds.ops.comm.alone import Alone
 from xds.ops.comm.collectives import Collectives
 from xds.ops.comm.native import Native
 from xds.ops.comm.opening import open_collectives
 from xds.ops.comm.point_to_point import PeerToPeer
+from xds.ops.comm.single_rank import SingleRank
 from xds.utils.errors import PeerError
 
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def test_a_lost_peer_is_named_with_the_collective() -> None:
 
 def test_one_rank_sends_nothing() -> None:
     collectives = open_collectives(None, CPU)
-    assert isinstance(collectives, Alone)
+    assert isinstance(collectives, SingleRank)
     out = torch.zeros(4)
     collectives.reduce_scatter(torch.ones(4), out, add=True, buffer=0, kind="reduce").wait()
     full = torch.zeros(4)

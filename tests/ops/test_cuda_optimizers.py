@@ -1,7 +1,7 @@
-"""The CUDA kernels of the optimizers and of square_sum: on the host wherever g++ is, and on a GPU.
+"""Tests of the CUDA kernels of the optimizers and of square_sum: on the host with g++, and on a GPU.
 
-On the host every line of theirs runs but for the hardware's own (tests/ops/cuda_on_host): arithmetic,
-indices, barriers, argument checks. What only a GPU shows is marked `gpu`.
+On the host all of their code runs except for hardware instructions (tests/ops/cuda_on_host): arithmetic,
+indices, barriers, argument checks. Tests that need a GPU are marked `gpu`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The CUDA kernels of block quantisation and packed signs: on the host wherever g++ is, and on a GPU.
+"""Tests of the CUDA kernels of block quantisation and packed signs: on the host with g++, and on a GPU.
 
-Every byte is compared with the torch reference's. On the host every line runs but for the hardware's own
-(tests/ops/cuda_on_host); what only a GPU shows is marked `gpu`.
+Every byte is compared with that of the torch reference. On the host all code runs except for hardware
+instructions (tests/ops/cuda_on_host). Tests that need a GPU are marked `gpu`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sums in rank order, norms, chunks and the buffer pool."""
+"""Tests of sums in rank order, norms, chunks and the buffer pool."""
 
 from __future__ import annotations
 

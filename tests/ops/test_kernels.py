@@ -1,4 +1,4 @@
-"""The CPU kernels against their plain torch references, each other, and float64."""
+"""Tests of the CPU kernels against their plain torch references, each other, and float64."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_sgd_begins_with_the_gradient() -> None:
     given = arguments(
         "sgd_", torch.float32, torch.float32, None, step=torch.tensor(1.0), found_inf=None
     )
-    given[2].fill_(math.nan)  # memory that nobody has written
+    given[2].fill_(math.nan)  # memory that was never written
     want = copied(given)
     op("sgd_")(*given)
     sgd_reference(*want)

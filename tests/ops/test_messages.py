@@ -1,4 +1,4 @@
-"""Writing to streams that nobody reads: it never fails, and never blocks once there is a hurry."""
+"""Tests of writing to streams that are not read: it never fails, and never blocks once it is urgent."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from xds.utils.messages import PATIENCE_SECONDS, Outlet, always, never, say
+from xds.utils.messages import PATIENCE_SECONDS, OutputWriter, always, never, write_stderr
 
 FULL_BYTES = 1 << 20  # more than a pipe holds
 
@@ -35,7 +35,7 @@ def test_a_message_is_written_whole(pipe, monkeypatch):
     got = []
     thread = threading.Thread(target=lambda: got.append(os.read(reader, FULL_BYTES)))
     thread.start()
-    say("größer\n", never)
+    write_stderr("größer\n", never)
     thread.join()
     assert got == ["größer\n".encode()]
 
@@ -45,27 +45,27 @@ def test_a_message_for_nobody_fails_not(pipe, monkeypatch):
     monkeypatch.setattr(sys, "stderr", open(writer, "w", closefd=False))
     os.close(reader)
     pipe[0] = os.dup(writer)
-    say("lost\n", never)
+    write_stderr("lost\n", never)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stderr", full)
-        say("lost\n", never)
-    say("closed\n", never)
+        write_stderr("lost\n", never)
+    write_stderr("closed\n", never)
     monkeypatch.setattr(sys, "stderr", None)
-    say("none\n", never)
+    write_stderr("none\n", never)
 
 
-def test_a_message_for_a_full_pipe_is_given_up_in_a_hurry_only(pipe, monkeypatch):
+def test_a_message_for_a_full_pipe_is_dropped_only_when_urgent(pipe, monkeypatch):
     reader, writer = pipe
     fill(writer)
     monkeypatch.setattr(sys, "stderr", open(writer, "w", closefd=False))
-    say("not yet\n", always)
+    write_stderr("not yet\n", always)
     asked = []
 
-    def is_hurried():
+    def is_urgent():
         asked.append(1)
         return len(asked) > 5
 
-    say("not yet\n", is_hurried)
+    write_stderr("not yet\n", is_urgent)
     assert len(asked) > 5
     os.read(reader, FULL_BYTES)
     wait_until(lambda: not any(t.name == "xds-message" for t in threading.enumerate()))
@@ -79,39 +79,39 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_an_outlet_waits_for_a_slow_reader_and_drops_the_rest_in_a_hurry(pipe):
+def test_an_output_writer_waits_for_a_slow_reader_and_drops_the_rest_when_urgent(pipe):
     reader, writer = pipe
-    is_hurried = threading.Event()
-    outlet = Outlet(is_hurried.is_set)
+    is_urgent = threading.Event()
+    output = OutputWriter(is_urgent.is_set)
     begun = threading.Event()
     thread = threading.Thread(
-        target=lambda: (begun.set(), outlet.write(writer, b"y" * FULL_BYTES)), daemon=True
+        target=lambda: (begun.set(), output.write(writer, b"y" * FULL_BYTES)), daemon=True
     )
     thread.start()
     begun.wait()
     thread.join(2 * PATIENCE_SECONDS)
     assert thread.is_alive()  # as a plain write would
-    is_hurried.set()
+    is_urgent.set()
     thread.join()
-    outlet.write(writer, b"dropped")
+    output.write(writer, b"dropped")
     got = b""
     while len(got) < FULL_BYTES:
         got += os.read(reader, FULL_BYTES)
-    outlet.close()
+    output.close()
     os.set_blocking(reader, False)
     with pytest.raises(BlockingIOError):
         os.read(reader, 1)
     assert got == b"y" * FULL_BYTES
 
 
-def test_an_outlet_tells_that_nobody_reads_and_keeps_streams_apart(pipe):
+def test_an_output_writer_reports_a_closed_reader_and_keeps_streams_apart(pipe):
     reader, writer = pipe
     other_reader, other_writer = os.pipe()
-    outlet = Outlet(never)
+    output = OutputWriter(never)
     os.close(other_reader)
     with pytest.raises(BrokenPipeError):
-        outlet.write(other_writer, b"lost")
-    outlet.write(writer, b"kept")
+        output.write(other_writer, b"lost")
+    output.write(writer, b"kept")
     assert os.read(reader, 10) == b"kept"
     os.close(other_writer)
-    outlet.close()
+    output.close()

@@ -1,4 +1,4 @@
-"""Own optimizers against plain references, whole and sharded."""
+"""Tests of xds's optimizers against plain references, whole and sharded."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def no_correction(
 
 def muon_reference() -> dict[str, torch.Tensor]:
     model = build("plain")
-    # DeepSpeed's choice: every matrix whose name says neither "embed" nor "lm_head"
+    # DeepSpeed's choice: every matrix whose name contains neither "embed" nor "lm_head"
     hidden = [p for n, p in model.named_parameters() if p.dim() > 1 and "embed" not in n]
     others = [p for p in model.parameters() if all(p is not h for h in hidden)]
     muon = torch.optim.Muon(hidden, lr=LR, momentum=0.95, weight_decay=0.1)

@@ -1,4 +1,4 @@
-"""Block quantisation: tables, properties of any input, what non-finite values do."""
+"""Tests of block quantisation: tables, properties of any input, non-finite values."""
 
 from __future__ import annotations
 

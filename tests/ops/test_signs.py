@@ -1,4 +1,4 @@
-"""Packed signs with error feedback: tables, properties of any input."""
+"""Tests of packed signs with error feedback: tables, properties of any input."""
 
 from __future__ import annotations
 

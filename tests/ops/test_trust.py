@@ -1,4 +1,4 @@
-"""Who else may change what a path leads to, and that no library is loaded from where others could lay one."""
+"""Tests of `why_not_trusted`, and that no library is loaded from a path that other users may change."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_library_that_others_could_have_laid_there_is_not_loaded(
 ) -> None:
     entry = build.find_or_build(library)
     plant(entry)
-    assert build.build(library) == entry.path  # nobody else could have done that
+    assert build.build(library) == entry.path  # no other user could have written it
     places = {
         "": tmp_path,
         "cache": entry.folder.parent,
@@ -176,7 +176,7 @@ def test_a_library_that_others_could_have_laid_there_is_not_loaded(
     assert not built.read_bytes().endswith(b"planted") and ctypes.CDLL(str(built)).answer() == 42
     if place == "cache":
         assert built.is_relative_to(tmp_path / "temporary" / f"xds-{os.getuid()}")
-        assert "set XDS_CACHE_DIR to a folder" in caplog.text
+        assert "set XDS_CACHE_DIR to a permanent folder" in caplog.text
     assert build.build(library) == built
 
 

@@ -1,4 +1,4 @@
-"""What the ranks say of themselves when a collective fails, and what one sentence makes of it."""
+"""Tests of the ranks' reports after a failed collective, and of the message made from them."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ def test_only_what_both_ranks_remember_is_compared() -> None:
 
 KEY = "set zero_optimization.divergent_graphs to true"
 UNITS = (
-    "(0 * its output will do), put it into one unit with what every rank calls (zero_optimization.units), or "
-    "train at stage 2; torch.utils.checkpoint needs use_reentrant=False where ranks leave parameters unused"
+    "(0 * its output is enough), put it into one unit with a module that every rank calls "
+    "(zero_optimization.units), or train at stage 2; torch.utils.checkpoint needs use_reentrant=False where "
+    "ranks leave parameters unused"
 )
 SENTENCES: list[tuple[list[Report], int, str]] = [
     (
@@ -73,7 +74,7 @@ SENTENCES: list[tuple[list[Report], int, str]] = [
         3,
         f"rank 0 waits in {A}, for the 3rd time, which ranks 1, 2 started only once; ranks 1, 2 wait in {R}, "
         "for the 1st time, which rank 0 never started; the 2nd all_gather is the first that differs: unit 'a' "
-        "on rank 0, nothing yet on rank 1. At stage 3 every rank must use unit 'a' equally often, in forward "
+        "on rank 0, not started on rank 1. At stage 3 every rank must use unit 'a' equally often, in forward "
         f"and in the loss: {KEY}, or call it on every rank {UNITS}",
     ),
     (
@@ -85,28 +86,28 @@ SENTENCES: list[tuple[list[Report], int, str]] = [
     (
         [report(0, [R], gone=2), report(3, [R])],
         4,
-        f"ranks 0, 3 wait in {R}, for the 1st time; rank 2 said nothing: {GONE}; rank 1 said nothing: "
-        f"{OUTSIDE}. Look at the log of ranks 1, 2: every rank must run equally many steps, and come to each "
-        "one within the timeout (XDS_TIMEOUT_SECONDS)",
+        f"ranks 0, 3 wait in {R}, for the 1st time; rank 2 did not report: {GONE}; rank 1 did not report: "
+        f"{OUTSIDE}. Look at the log of ranks 1, 2: every rank must run the same number of steps, and reach "
+        "each one within the timeout (XDS_TIMEOUT_SECONDS)",
     ),
     (
         [report(0, [R]), report(1, [R])],
         2,
-        f"ranks 0, 1 wait in {R}, for the 1st time. All ranks went the same way: one came later than another's "
-        "timeout, or the network failed; raise XDS_TIMEOUT_SECONDS if a step may take so long",
+        f"ranks 0, 1 wait in {R}, for the 1st time. All ranks started the same collectives: one started later "
+        "than another's timeout, or the network failed; raise XDS_TIMEOUT_SECONDS if a step may take so long",
     ),
     (
         [report(0, ["access of w"]), report(1, ["exchange of norms"])],
         2,
         "rank 0 waits in access of w, for the 1st time, which rank 1 never started; rank 1 waits in exchange "
-        "of norms, for the 1st time, which rank 0 never started. Access to parameters is for all ranks "
-        "together: make the same call on every rank",
+        "of norms, for the 1st time, which rank 0 never started. Access to parameters is collective: make the "
+        "same call on every rank",
     ),
     (
         [report(0, [R]), report(1, [A], engine=1)],
         2,
         f"rank 0 waits in {R} of engine 0, for the 1st time; rank 1 waits in {A} of engine 1, for the 1st "
-        "time. Every rank must make the same calls of forward, backward and step, equally many",
+        "time. Every rank must make the same calls of forward, backward and step, equally often",
     ),
 ]
 
@@ -137,7 +138,7 @@ class MemoryStore(dict[str, bytes]):
 def test_what_a_rank_raised_is_forgotten_when_it_goes_on() -> None:
     store = MemoryStore()
     watch = Watch(1, 2, 0, lambda: store)
-    with pytest.raises(ValueError, match="bad"), watch.telling("forward"):
+    with pytest.raises(ValueError, match="bad"), watch.publishing_errors("forward"):
         raise ValueError("bad\nbatch")
     assert b"ValueError: bad in forward" in store["xds/waits/1"]
     watch.start("all_gather", 0)
@@ -155,7 +156,7 @@ def test_a_lost_store_leaves_what_this_rank_knows() -> None:
         mark = watch.start("all_gather", 4)
         error = watch.failed(mark, RuntimeError("[pair.cc:1] Connection closed by peer"), 1)
         assert "rank 0 waits in all_gather of unit 'a', for the 1st time" in str(error)
-        assert f"rank 1 said nothing: {GONE}" in str(error)
+        assert f"rank 1 did not report: {GONE}" in str(error)
         later = watch.failed(watch.start("barrier", 0), RuntimeError("closed"), None)
         assert str(later) == str(error)  # a lost group stays lost, for the first reason
 
@@ -189,7 +190,7 @@ def test_small_gathers_that_do_not_fit_are_named() -> None:
     for text in run_ranks(small_gathers_of_two_sizes, 3, timeout_seconds=4):
         assert "ranks 0, 1 wait in exchange of norms and flags" in text
         assert "rank 2 waits in access of get_full_param(w), for the 1st time" in text
-        assert "Access to parameters is for all ranks together" in text
+        assert "Access to parameters is collective" in text
 
 
 def barrier_alone(native: bool) -> str:

@@ -1,4 +1,4 @@
-"""A device that does not get through its queue, by an event: with a stand-in, and on a real one."""
+"""Tests of the detection of a stuck device queue: with a replacement of torch.cuda, and on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xds.ops.watch.device import Probe
 
 
 class Event:
-    """Passed when it is said."""
+    """Completes when the test sets it."""
 
     def __init__(self) -> None:
         self.is_passed = False

@@ -1,4 +1,4 @@
-"""Who is slow, from tables of step times; and one real run in which a rank sleeps in every step."""
+"""Tests of finding slow ranks: from tables of step times, and in a run where one rank sleeps in every step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch.distributed as dist
 from helpers import run_ranks
 from stalled_runs import Lines, engine_of, one_step
 
-from xds.ops.watch.stragglers import Judge, Steps, Verdict
+from xds.ops.watch.stragglers import SpeedChange, Steps, StragglerDetector
 
 STEP_SECONDS = 0.1
 
 
-def run(computes: list[list[float]], ratio: float = 1.2) -> list[tuple[int, Verdict]]:
-    """What is said, each with the step after which it was: computes[step][rank], all wait for the slowest."""
-    judge, now = Judge(ratio), 0.0
+def run(computes: list[list[float]], ratio: float = 1.2) -> list[tuple[int, SpeedChange]]:
+    """The changes, each with its step: computes[step][rank], and all ranks wait for the slowest."""
+    detector, now = StragglerDetector(ratio), 0.0
     steps = [Steps() for _ in computes[0]]
     waited = [0.0] * len(steps)
     said = []
@@ -27,8 +27,8 @@ def run(computes: list[list[float]], ratio: float = 1.2) -> list[tuple[int, Verd
         for rank, own in enumerate(row):
             waited[rank] += max(row) - own
             steps[rank].add(now, waited[rank])
-        verdicts = judge.look({rank: steps[rank].told() for rank in range(len(row))})
-        said += [(number, verdict) for verdict in verdicts]
+        changes = detector.compare({rank: steps[rank].totals() for rank in range(len(row))})
+        said += [(number, change) for change in changes]
     return said
 
 
@@ -36,12 +36,12 @@ def run(computes: list[list[float]], ratio: float = 1.2) -> list[tuple[int, Verd
 def test_a_rank_that_is_30_percent_slower_is_named_within_20_steps(world_size: int) -> None:
     even = [STEP_SECONDS] * world_size
     slow = [*even[:-1], 1.3 * STEP_SECONDS]
-    [(number, verdict)] = run([even] * 30 + [slow] * 40)
+    [(number, change)] = run([even] * 30 + [slow] * 40)
     assert 30 < number <= 50
-    assert verdict.is_slow and verdict.rank == world_size - 1
-    assert verdict.told("h2") == (
-        f"rank {world_size - 1} (host h2) is slower than its peers: compute 0.130 s a step, median 0.100; the "
-        "others waited 0.030 s for it"
+    assert change.is_slow and change.rank == world_size - 1
+    assert change.message("h2") == (
+        f"rank {world_size - 1} (host h2) is slower than its peers: compute 0.130 s per step, median 0.100; "
+        "the others waited 0.030 s for it"
     )
 
 
@@ -50,7 +50,7 @@ def test_a_rank_that_recovers_is_named_again_once() -> None:
     (_, first), (number, second) = run([even] * 10 + [slow] * 40 + [even] * 40)
     assert first.is_slow and not second.is_slow and second.rank == 1
     assert 50 < number <= 70
-    assert second.told("") == "rank 1 keeps up with its peers again"
+    assert second.message("") == "rank 1 is no longer slower than its peers"
 
 
 def test_a_pause_of_one_rank_names_nobody() -> None:
@@ -71,27 +71,27 @@ def test_all_ranks_slower_together_name_nobody() -> None:
 
 def test_a_rank_for_which_nobody_waited_is_not_named() -> None:
     """Its compute ran beside the others' (a longer epilogue that overlaps): no step was longer for it."""
-    judge = Judge(1.2)
+    detector = StragglerDetector(1.2)
     tables = [Steps(), Steps()]
     for step in range(1, 60):
         tables[0].add(0.1 * step, 0.03 * step)
         tables[1].add(0.1 * step, 0.03 * step)
-        assert judge.look({0: tables[0].told(), 1: tables[1].told()}) == []
+        assert detector.compare({0: tables[0].totals(), 1: tables[1].totals()}) == []
 
 
 def test_short_steps_that_are_looked_at_seldom_are_compared_over_the_same_ones() -> None:
-    judge, tables = Judge(1.2), [Steps(), Steps()]
-    said: list[Verdict] = []
+    detector, tables = StragglerDetector(1.2), [Steps(), Steps()]
+    said: list[SpeedChange] = []
     for step in range(1, 20_001):
         tables[0].add(1.5e-3 * step, 0.5e-3 * step)
         tables[1].add(1.5e-3 * step, 0.0)
         if step % 700 == 0:  # once a second, and not at the same moment
-            late = {0: tables[0].told(), 1: tables[1].told()}
-            said += judge.look(late)
+            late = {0: tables[0].totals(), 1: tables[1].totals()}
+            said += detector.compare(late)
         if step % 700 == 40:
-            early = tables[0].told()
-            said += judge.look({0: early, 1: tables[1].told()})
-    assert [verdict.rank for verdict in said] == [1]
+            early = tables[0].totals()
+            said += detector.compare({0: early, 1: tables[1].totals()})
+    assert [change.rank for change in said] == [1]
 
 
 def slow_rank() -> list[str]:

@@ -356,8 +356,8 @@ def test_a_rank_that_makes_fewer_steps_is_named(name: str, runs: Runs) -> None:
     assert texts.pop(1) == "came through"
     for text in texts:
         assert "for the 5th time" in text
-        # its end and the timeout of the others happen at the same moment
-        assert re.search(r"rank 1 (said nothing: |started only|waits in torch.dist)", text), text
+        # its end and the others' timeout come at the same moment
+        assert re.search(r"rank 1 (did not report: |started only|waits in torch.dist)", text), text
 
 
 def test_a_step_beside_an_evaluation_is_named_and_aborts_no_rank(runs: Runs) -> None:
@@ -378,4 +378,6 @@ def test_a_rank_that_ends_its_process_is_named(stage: int, tmp_path: Path) -> No
     with pytest.raises(AssertionError, match="rank 1 died with exit code 0"):
         run_ranks(leave, 2, stage, str(tmp_path / "said"), timeout_seconds=TIMEOUT_SECONDS)
     text = (tmp_path / "said").read_text()
-    assert "rank 1 said nothing: it closed its connection" in text and "Look at the log of" in text
+    assert (
+        "rank 1 did not report: it closed its connection" in text and "Look at the log of" in text
+    )

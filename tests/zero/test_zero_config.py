@@ -43,7 +43,7 @@ def test_sizes_are_rounded(value, elements):
 def test_both_spellings_of_the_stage_3_sizes(name):
     assert getattr(zero({name: 12}), name) == 12
     assert getattr(zero({f"stage3_{name}": 12}), name) == 12
-    with pytest.raises(xds.ConfigError, match="says the same as"):
+    with pytest.raises(xds.ConfigError, match="sets the same option as"):
         zero({name: 12, f"stage3_{name}": 12})
 
 

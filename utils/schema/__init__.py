@@ -1,1 +1,1 @@
-"""The kernel of typed config sections."""
+"""Base classes and rules of the typed config sections."""

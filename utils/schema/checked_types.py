@@ -1,4 +1,4 @@
-"""Types of values read from a file: pydantic refuses what is not of them, and converts nothing."""
+"""Strict pydantic types for values read from a file: other types are rejected, nothing is converted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-LIMIT = 1 << 63  # what torch and the file systems count with
+LIMIT = 1 << 63  # torch and file systems use signed 64-bit sizes
 
 Size = Annotated[int, Field(strict=True, ge=0, lt=LIMIT)]
 Positive = Annotated[int, Field(strict=True, gt=0, lt=LIMIT)]

@@ -1,9 +1,9 @@
-"""Tables of config keys that xds does not read itself, and the complaints about a file.
+"""Tables of config keys that xds does not read itself, and the report of the problems in a file.
 
 Each folder lists the keys of its section as data: `NoEffect` (accepted, with the reason why it is
 not needed), `Refused` (with reason and remedy, unless the value changes nothing), `Detail` (belongs
-to a feature whose switch is another key) and `Group` (an object with keys of its own). The check
-and the documentation are made from the same tables.
+to a feature that another key switches on) and `Group` (an object with keys of its own). The check
+and the documentation are generated from the same tables.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from ..quoting import printable
 from .rules import Rule, shown
 
 AUTO = "auto"
-HINTS = 20  # unknown keys that get one: to look for the nearest name takes milliseconds
-HINT_CHARS = 64  # a longer key resembles none
-LISTED_KEYS = 8  # an unknown key in a section of at most so many keys is answered with all of them
+HINTS = 20  # how many unknown keys get a hint: finding the nearest name takes milliseconds
+HINT_CHARS = 64  # a longer key gets no hint
+LISTED_KEYS = (
+    8  # in a section of at most so many keys, the message about an unknown key lists them all
+)
 
 
 @final
 @dataclass(frozen=True)
 class NoEffect:
-    """Accepted; nothing happens. Values in `same` say what xds does anyway and need no warning."""
+    """Accepted without effect. Values in `same` describe what xds does anyway and need no warning."""
 
     rule: Rule
     why: str
@@ -35,9 +37,9 @@ class NoEffect:
 @final
 @dataclass(frozen=True)
 class Refused:
-    """Refused with reason and remedy unless the value is `harmless`, that is, changes nothing.
+    """Refused with reason and remedy, unless the value is in `harmless`: those change nothing.
 
-    `missing` is the value to assume when the section is there without this key.
+    `missing` is the value to assume where the section is present without this key.
     """
 
     rule: Rule
@@ -49,7 +51,7 @@ class Refused:
 @final
 @dataclass(frozen=True)
 class Detail:
-    """Belongs to a feature whose switch is another key: checked for its type only."""
+    """Belongs to a feature that another key switches on; only its type is checked."""
 
     rule: Rule
 
@@ -57,7 +59,7 @@ class Detail:
 @final
 @dataclass(frozen=True)
 class Group:
-    """An object with keys of its own. `present` refuses it whenever it is there and not empty."""
+    """An object with keys of its own. Where `present` is set, a non-empty object is refused with that text."""
 
     keys: Mapping[str, Entry]
     what: str
@@ -71,7 +73,7 @@ Entry = NoEffect | Refused | Detail | Group
 @final
 @dataclass
 class Report:
-    """What was found while reading one config; `elsewhere(key)` lists paths of that name."""
+    """The findings of reading one config. `elsewhere(key)` lists the paths of all keys of that name."""
 
     complaints: list[str] = field(default_factory=list)
     without_effect: list[tuple[str, str]] = field(default_factory=list)
@@ -85,13 +87,13 @@ class Report:
 
 
 def joined(path: str, key: str) -> str:
-    """The path of a key, as it is written in a message: a key of the file may hold anything."""
+    """The path of a key for a message. A key of the file may contain any characters."""
     shown_key = printable(key)
     return f"{path}.{shown_key}" if path else shown_key
 
 
 def unknown_key(path: str, value: object, known: Iterable[str], report: Report) -> None:
-    """Complain about a key that nobody knows, with the nearest name."""
+    """Report an unknown key, with a hint such as the nearest known name."""
     report.num_unknown += 1
     key = path.rpartition(".")[2]
     if report.num_unknown > HINTS or len(key) > HINT_CHARS:
@@ -99,9 +101,9 @@ def unknown_key(path: str, value: object, known: Iterable[str], report: Report) 
         return
     names = sorted(known)
     near = get_close_matches(key, names, n=1, cutoff=0.6)
-    homes = report.elsewhere(key)
-    if len(homes) == 1:
-        hint = f'it belongs to "{homes[0]}"'
+    places = report.elsewhere(key)
+    if len(places) == 1:
+        hint = f'it belongs to "{places[0]}"'
     elif near:
         hint = f'did you mean "{near[0]}"?'
     elif len(names) <= LISTED_KEYS:
@@ -112,7 +114,7 @@ def unknown_key(path: str, value: object, known: Iterable[str], report: Report) 
 
 
 def check_entry(entry: Entry, value: object, path: str, report: Report) -> None:
-    """Check one key of a table and file what is to be said about it. null and "auto" mean unset."""
+    """Check one key of a table and add its problems to `report`. null and "auto" mean unset."""
     if value is None or (value == AUTO and not isinstance(entry, Group)):
         return
     if isinstance(entry, Group):
@@ -162,7 +164,7 @@ def refused_together(names: Iterable[str], entry: Refused) -> dict[str, Entry]:
 
 
 def plain(value: Any) -> Any:
-    """A deep copy made of dict, list and scalars only: what is read never touches the caller's."""
+    """A deep copy made of dict, list and scalars only, so that reading never changes the caller's object."""
     if isinstance(value, Mapping):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""What one JSON value must be: rules that read a value or say in words what it must be.
+"""Rules for single JSON values: each rule validates a value and describes in words what it must be.
 
 A rule is used in three places: as the annotation of a typed field, in a table of keys, and in the
-documentation. So the same sentence stands in the complaint and in the manual.
+documentation. So the error message and the documentation contain the same sentence.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, final
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
-SHOWN_CHARS = 60  # of a value in a complaint
+SHOWN_CHARS = 60  # how much of a value an error message shows
 _ENCODER = json.JSONEncoder(default=repr)
 
 
 @final
 @dataclass(frozen=True)
 class Rule:
-    """`read(value)` returns the value to use or raises ValueError with a sentence.
+    """`read(value)` returns the value to use, or raises ValueError with a sentence.
 
-    `need` finishes "must be ...". As an annotation of a pydantic field it replaces the field's own
-    validation, so every complaint is ours.
+    `need` completes "must be ...". As an annotation of a pydantic field the rule replaces the field's own
+    validation, so every error message has the same form.
     """
 
     need: str
@@ -38,10 +38,10 @@ class Rule:
 
 
 def shown(value: object) -> str:
-    """The value as it stands in the JSON, cut to one short line."""
+    """The value as written in the JSON, cut to one short line."""
     text = ""
     try:
-        # as far as it is needed: a value may be millions of characters long
+        # encode no more than is shown: a value may be millions of characters long
         for part in _ENCODER.iterencode(value[:SHOWN_CHARS] if isinstance(value, str) else value):
             text += part[: SHOWN_CHARS + 1]
             if len(text) > SHOWN_CHARS:
@@ -54,7 +54,7 @@ def shown(value: object) -> str:
 def _refuse(need: str, value: object) -> ValueError:
     hint = ""
     if isinstance(value, str) and len(value) > SHOWN_CHARS:
-        pass  # nobody has meant that
+        pass  # too long to be a number or a flag in quotes
     elif isinstance(value, str) and "number" in need and _is_number(value):
         hint = f", not text: write {value.strip()} without quotes"
     elif isinstance(value, str) and value.lower() in ("true", "false") and "true or false" in need:
@@ -125,7 +125,7 @@ def whole(least: int | None = None, most: int | None = None) -> Rule:
 
 
 def size(least: int = 0) -> Rule:
-    """A number of elements; fractions, as integrations compute them, are rounded."""
+    """A number of elements. Fractions are rounded: integrations such as transformers compute them."""
     need = f"a number of elements, at least {least}"
 
     def read(value: object) -> int:
@@ -153,7 +153,7 @@ def one_of(*choices: object) -> Rule:
 
 
 def list_of(item: Rule, least: int = 0, most: int | None = None) -> Rule:
-    """A list whose items obey `item`, read as tuple."""
+    """A list whose items follow the rule `item`, read as tuple."""
     count = f" of {least}" if least == most else ""
     need = f"a list{count} ({item.need})"
 
@@ -171,7 +171,7 @@ def list_of(item: Rule, least: int = 0, most: int | None = None) -> Rule:
 
 
 def either(*rules: Rule) -> Rule:
-    """The first rule that accepts the value."""
+    """A value that at least one of the rules accepts; the first of them reads it."""
     need = " or ".join(rule.need for rule in rules)
 
     def read(value: object) -> object:

@@ -1,4 +1,4 @@
-"""A section of the config that xds reads: a frozen typed model plus tables for its other keys."""
+"""Config sections that xds reads: a frozen typed model, plus tables for the other known keys."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .rules import Rule
 
 
 class Section(BaseModel):
-    """Base of every typed section. Fields are the keys that xds reads, `others` the known rest.
+    """Base of every typed section. Fields are the keys that xds reads; `others` are the other known keys.
 
     The rule in a field's annotation reads its value, both here and when the class is called.
-    `aliases` maps other spellings to the field or table name; `results` are fields that are
-    computed while reading and are no keys of the JSON, `secrets` are never shown.
+    `aliases` maps other spellings to the field or table name. `results` are fields that are
+    computed while reading and are not keys of the JSON. The values of `secrets` are never shown.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
@@ -28,7 +28,7 @@ class Section(BaseModel):
     secrets: ClassVar[frozenset[str]] = frozenset()
 
     def as_dict(self) -> dict[str, Any]:
-        """The section as JSON values, every default filled in, secrets masked."""
+        """The section as JSON values, with all defaults filled in and secrets masked."""
         return {
             name: self.shown_value(name)
             for name in type(self).model_fields
@@ -36,13 +36,13 @@ class Section(BaseModel):
         }
 
     def shown_value(self, name: str) -> Any:
-        """The value of a field as JSON value; of a secret only whether it is set."""
+        """The value of a field as JSON value. A secret that is set is shown as "***"."""
         value = getattr(self, name)
         return "***" if name in self.secrets and value is not None else _as_json(value)
 
 
 class AsRead:
-    """Annotation of a nested section: it was read on its own and is taken as it is."""
+    """Annotation of a nested section: it was read separately and is used unchanged."""
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: Callable[[object], CoreSchema]
@@ -60,7 +60,7 @@ S = TypeVar("S", bound=Section)
 
 
 def subsection(model: type[Section], name: str) -> type[Section] | None:
-    """The section class of a field that holds a section, else None."""
+    """The section class of a field, or None where the field is not a section."""
     annotation = model.model_fields[name].annotation
     candidates = [annotation, *getattr(annotation, "__args__", ())]
     for candidate in candidates:
@@ -70,7 +70,7 @@ def subsection(model: type[Section], name: str) -> type[Section] | None:
 
 
 def read_section(model: type[S], data: object, path: str, report: Report) -> S:
-    """Read one object of the JSON; `report` gets what is wrong, and the default takes its place."""
+    """Read one object of the JSON. Problems are added to `report`, and the default replaces a wrong value."""
     if not isinstance(data, dict):
         report.complain(path or "config", data, "must be an object {...}")
         return model.model_construct()
@@ -80,7 +80,9 @@ def read_section(model: type[S], data: object, path: str, report: Report) -> S:
         name = model.aliases.get(key, key)
         here = joined(path, key)
         if name in spelled:
-            report.complain(here, value, f"says the same as {spelled[name]}: remove one of the two")
+            report.complain(
+                here, value, f"sets the same option as {spelled[name]}; remove one of the two"
+            )
             continue
         spelled[name] = here
         if name in model.model_fields and name not in model.results:

@@ -1,9 +1,9 @@
-"""How many bytes the model states of a rank take: xds's arithmetic under DeepSpeed's function names.
+"""Estimates the memory of a rank's model states, with xds's formulas and DeepSpeed's function names.
 
 Adam in bf16 or fp16, per parameter: 2 bytes of parameter, 4 of gradient (sums are fp32), 12 of master and
-moments. A stage divides what it shards by the number of ranks. What travels comes on top: gradients of two
-units on their way, twice (sent and received), and at stage 3 two gathered units. Not in it: activations, and
-what `max_reuse_distance` and `param_persistence_threshold` keep gathered for speed.
+moments. A stage divides the states that it shards by the number of ranks. Communication buffers are added:
+gradients of two units in flight, twice (sent and received), and at stage 3 two gathered units. Not included:
+activations, and parameters that `max_reuse_distance` and `param_persistence_threshold` keep gathered.
 Source: Rajbhandari et al., ZeRO, 2020, section 3, https://arxiv.org/abs/1910.02054.
 """
 
@@ -26,7 +26,7 @@ def rank_bytes(stage: int, world_size: int, numel: int, largest_numel: int) -> i
 
     Args:
         stage: 2 or 3.
-        numel: of the whole model; `largest_numel` of its largest unit.
+        numel: elements of the whole model; largest_numel: of its largest unit.
     """
     kinds = {3: PARAM_BYTES, 2: GRAD_BYTES, 1: OPTIMIZER_BYTES}
     states = sum(
@@ -38,13 +38,13 @@ def rank_bytes(stage: int, world_size: int, numel: int, largest_numel: int) -> i
 def host_bytes(
     numel: int, largest_numel: int, ranks_per_node: int, factor: float, zero_init: bool
 ) -> int:
-    """Bytes of a machine's memory while the model is built: whole on each rank, or a unit at a time."""
+    """Host memory of a machine while the model is built, whole on each rank or one unit at a time, in bytes."""
     each = largest_numel if zero_init else numel
     return int(BUILD_BYTES * each * ranks_per_node * factor)
 
 
 def measure(model: nn.Module) -> tuple[int, int]:
-    """(elements of the model, elements of its largest unit), tied parameters once."""
+    """(elements of the model, elements of its largest unit). Tied parameters count once."""
     config = Config.model_construct().zero_optimization
     units, root = find_units(model, config.units, config.unit_min_numel)
     sizes = [unit.numel for unit in (*units, root)]
@@ -56,16 +56,16 @@ def refuse_offload(function: str, **asked: bool) -> None:
     for name, value in asked.items():
         if value:
             raise UsageError(
-                f"{function}({name}=True): offload to host memory is not there yet; pass {name}=False"
+                f"{function}({name}=True): offload to host memory is not supported yet; pass {name}=False"
             )
 
 
 def table(stage: int, sizes: tuple[int, int], nodes: tuple[int, int], factor: float) -> str:
-    """What the `_all_live` and `_all_cold` functions print.
+    """The text that the `_all_live` and `_all_cold` functions print.
 
     Args:
-        sizes: elements of the model, of its largest unit.
-        nodes: ranks a node, nodes.
+        sizes: elements of the model, and of its largest unit.
+        nodes: ranks per node, and number of nodes.
     """
     numel, largest = sizes
     per_node, num_nodes = nodes

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.zero.stage3`: estimates for stage 3, by xds's own arithmetic (estimate.py)."""
+"""`deepspeed.runtime.zero.stage3`: memory estimates for stage 3, with xds's formulas (estimate.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ...missing import stand_in
+from ...missing import placeholder
 from . import estimate
 
 
@@ -20,7 +20,9 @@ def estimate_zero3_model_states_mem_needs(  # noqa: PLR0913 (DeepSpeed's argumen
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """(bytes of a machine's memory, of a rank's device, of the units under way, which are in it).
+    """(bytes of a machine's host memory, of a rank's device memory, of its units in flight).
+
+    The device memory includes the units in flight.
 
     Raises:
         UsageError: offload, which is DeepSpeed's default here: pass both flags as False.
@@ -50,7 +52,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what a rank would hold of `model`, which may be on the meta device."""
+    """Print the estimate for `model`, which may be on the meta device."""
     sizes = estimate.measure(model)
     nodes = (num_gpus_per_node, num_nodes)
     print(estimate.table(3, sizes, nodes, additional_buffer_factor))
@@ -63,10 +65,10 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """The same from the numbers of elements alone."""
+    """Print the estimate for these numbers of elements."""
     sizes, nodes = (total_params, largest_layer_params), (num_gpus_per_node, num_nodes)
     print(estimate.table(3, sizes, nodes, additional_buffer_factor))
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

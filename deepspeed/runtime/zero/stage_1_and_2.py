@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.zero.stage_1_and_2`: estimates for stage 2, by xds's own arithmetic (estimate.py)."""
+"""`deepspeed.runtime.zero.stage_1_and_2`: memory estimates for stage 2, with xds's formulas (estimate.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ...missing import stand_in
+from ...missing import placeholder
 from . import estimate
 
 
@@ -17,7 +17,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """(bytes of a machine's memory, of a rank's device), without the largest unit, which is not known.
+    """(bytes of a machine's host memory, of a rank's device memory), without the largest unit: it is not known.
 
     Raises:
         UsageError: offload, which is DeepSpeed's default here: pass cpu_offload=False.
@@ -36,7 +36,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what a rank would hold of `model`, which may be on the meta device."""
+    """Print the estimate for `model`, which may be on the meta device."""
     sizes = estimate.measure(model)
     nodes = (num_gpus_per_node, num_nodes)
     print(estimate.table(2, sizes, nodes, additional_buffer_factor))
@@ -48,10 +48,10 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """The same from the number of elements alone."""
+    """Print the estimate for this number of elements."""
     sizes, nodes = (total_params, 0), (num_gpus_per_node, num_nodes)
     print(estimate.table(2, sizes, nodes, additional_buffer_factor))
 
 
 def __getattr__(name: str) -> Any:
-    return stand_in(__name__, name)
+    return placeholder(__name__, name)

@@ -1,7 +1,7 @@
-// The CPU ops as torch sees them: arguments checked, an instruction set chosen, work spread over torch's threads.
+// Registers the CPU ops with torch: checks arguments, selects an instruction set, splits work over torch's threads.
 //
 // Results depend neither on the number of threads nor on the instruction set. XDS_CPU_ISA (avx512, avx2 or
-// baseline) chooses one; else it is the widest that processor and system have.
+// baseline) selects one; else it is the widest that the processor and the system support.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -24,7 +24,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t GRAIN = 1 << 15;  // elements that are worth another thread
+constexpr int64_t GRAIN = 1 << 15;  // minimum number of elements per thread
 constexpr int64_t BLOCK = 1 << 12;  // elements of one partial sum
 
 // -- the instruction set ----------------------------------------------------------------------------------
@@ -203,9 +203,9 @@ void sgd(const Tensor& param, const Tensor& grad, const OptionalTensor& momentum
 
 // -- sums and LAMB ----------------------------------------------------------------------------------------
 
-// A part of [0, numel) in blocks from its own beginning, so that a sum depends on the part alone.
+// A part of [0, numel), divided into blocks from its own beginning, so that a sum depends on the part only.
 struct Block {
-  int64_t begin, end, part;  // part -1: between parameters
+  int64_t begin, end, part;  // part -1: a gap between parameters
 };
 
 const int64_t* bounds_of(const Tensor& bounds, int64_t numel) {

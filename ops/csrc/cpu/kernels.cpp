@@ -1,8 +1,8 @@
-// The CPU kernels of one instruction set, XDS_ISA: plain loops over fp32, which the compiler vectorises.
+// The CPU kernels for one instruction set, XDS_ISA: plain fp32 loops that the compiler vectorises.
 //
-// Compiled without contraction to fused multiply-add, and with correctly rounded division and root, so that
-// every instruction set gives the same bits. Nothing of the standard library is used: an inline function
-// compiled here for AVX-512 could be what the linker keeps for a processor that lacks it.
+// Compiled without contraction to fused multiply-add, and with correctly rounded division and square root, so
+// that every instruction set gives the same bits. The standard library is not used: the linker could keep an
+// inline function that was compiled here for AVX-512, and a processor without AVX-512 would then run it.
 #include "kernels.h"
 #include "narrow.h"
 
@@ -12,11 +12,11 @@ namespace xds {
 namespace XDS_ISA {
 namespace {
 
-// A stream is taken GROUP elements at a time: a constant, so that a group of a narrow one is widened, used and
-// narrowed in registers and the first cache.
+// A stream is processed GROUP elements at a time. GROUP is a constant, so that a group with a narrow dtype is
+// widened, used and narrowed in registers and the L1 cache.
 constexpr int64_t GROUP = 64;
-// How far ahead memory is asked for. The processor guesses by itself, but anew for each page of 4 KiB, of which
-// this many streams touch one every few hundred cycles.
+// The prefetch distance. The hardware prefetcher restarts at each page of 4 KiB, and this many streams reach a
+// new page every few hundred cycles.
 constexpr int64_t AHEAD = 512;
 constexpr int64_t LINE_BYTES = 64;
 
@@ -32,7 +32,7 @@ INLINE void fetch(const void* data, Kind kind, int64_t at, int64_t count, bool t
   }
 }
 
-// `count` elements of `data` from `at` on, in fp32: where they lie, or widened into `group`.
+// `count` elements of `data` from `at` on, in fp32: in place, or widened into `group`.
 inline float* widened(void* data, Kind kind, int64_t at, int64_t count, float* group) {
   if (data == nullptr) return nullptr;
   if (kind == Kind::fp32) return static_cast<float*>(data) + at;
@@ -62,7 +62,7 @@ inline void narrowed(const float* __restrict from, void* data, Kind kind, int64_
   }
 }
 
-// Where `out` is not `param` rounded, bit for bit, it was written: it becomes the value.
+// Where `out` differs from `param` rounded, bit for bit, a script has written it: it becomes the value.
 inline void edits_taken(float* __restrict param, const void* out, Kind kind, int64_t at, int64_t count) {
   const uint16_t* __restrict from = static_cast<const uint16_t*>(out) + at;
   uint32_t differs = 0;
@@ -111,14 +111,14 @@ void pass(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
     fetch(s.out, s.out_kind, at + AHEAD, GROUP, true);
     one_group(s, at, GROUP, rule);
   }
-  for (; at < end; ++at) one_group(s, at, 1, rule);  // a loop of any count would be twice the code
+  for (; at < end; ++at) one_group(s, at, 1, rule);  // a loop with a variable count would double the code
 }
 
-// A mean moves by (new - mean) * (1 - beta), and decay is taken off together with the update: fp32 has 0.999
-// and 1 - 1e-5 only to 3e-8, which a thousand steps of multiplying would make 3e-5.
+// A mean changes by (new - mean) * (1 - beta), and decay is subtracted together with the update: fp32 represents
+// 0.999 and 1 - 1e-5 only to 3e-8, and multiplying by them a thousand times would make this error 3e-5.
 inline float moved(float mean, float value, float gain) { return mean + (value - mean) * gain; }
 
-// The same for squares. One that overflowed stays inf, and its element stops; inf - inf would make it nan.
+// The same for squares. A square that overflowed stays inf, and its element stops; inf - inf would be nan.
 inline float moved_square(float square, float g, float gain) {
   const float next = moved(square, g * g, gain);
   return square < __builtin_inff() ? next : square;
@@ -244,8 +244,8 @@ void lamb_apply(const Streams& s, const float* direction, float rate, int64_t be
 
 // -- sums -------------------------------------------------------------------------------------------------
 
-// A tile's squares are added in fp32, element i to lane i mod 64, at most TILE / 64 of them to one; what the
-// lanes hold is added in fp64. One order, whatever the vector's width.
+// A tile's squares are added in fp32, element i to lane i mod 64, at most TILE / 64 of them to one lane. The
+// lanes are then added in fp64. The order is the same for every vector width.
 constexpr int64_t TILE = 1024;
 constexpr int64_t WIDTH = 16;
 typedef float Floats __attribute__((vector_size(64), aligned(4)));

@@ -1,4 +1,4 @@
-// What the CPU kernels offer, the same for every instruction set: kernels.cpp is compiled once for each.
+// The interface of the CPU kernels, equal for every instruction set: kernels.cpp is compiled once for each.
 #pragma once
 
 #include <cstdint>
@@ -7,19 +7,19 @@ namespace xds {
 
 enum class Kind : int { fp32, bf16, fp16 };
 
-// The memory that an elementwise optimizer passes over once, each [n].
+// The memory that an elementwise optimizer reads and writes once, each [n].
 struct Streams {
   float* param;
   const void* grad;
   Kind grad_kind;
   void* states[2];  // nullptr where the optimizer has fewer
   Kind state_kind;
-  void* out;  // where new values go in the compute dtype, or nullptr
+  void* out;  // receives the new values in the compute dtype, or nullptr
   Kind out_kind;
-  bool takes_edits;  // `out`, of 16 bits, holds `param` rounded, but where a script wrote: that is the value
+  bool takes_edits;  // `out`, of 16 bits, is `param` rounded, except where a script wrote a new value
 };
 
-// What one step does to an element. Coefficients are computed once, in double, and rounded to fp32.
+// The update of one element in one step. Coefficients are computed once, in double, and rounded to fp32.
 struct Adam {
   bool decoupled;
   float scale, decay;  // g = scale * grad; p -= decay * p, or g += decay * p
@@ -44,7 +44,7 @@ struct Lamb {
   float scale, decay, gain1, gain2, first, root, eps;  // d = first * m / (root * sqrt(v) + eps) + decay * p
 };
 
-// Of one instruction set. Ranges are elements [begin, end).
+// The kernels of one instruction set. Ranges are elements [begin, end).
 struct Kernels {
   void (*adam)(const Streams&, const Adam&, int64_t begin, int64_t end);
   void (*lion)(const Streams&, const Lion&, int64_t begin, int64_t end);

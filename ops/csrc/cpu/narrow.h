@@ -1,7 +1,7 @@
-// fp32 to and from bf16 and fp16, rounded to nearest even, in integer arithmetic that compilers vectorise.
+// Converts fp32 to and from bf16 and fp16, rounded to nearest even, in integer arithmetic that compilers vectorise.
 //
-// No instruction of one processor is used, so all instruction sets give the same bits; flushed denormals
-// (torch.set_flush_denormal) do not change them.
+// No processor-specific instruction is used, so all instruction sets give the same bits. Flushing denormals
+// (torch.set_flush_denormal) does not change them.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// adagrad_ on CUDA: see ops/kernels/adagrad.py for what it does and formulas.h for one element.
+// adagrad_ on CUDA: see ops/kernels/adagrad.py for the definition and formulas.h for one element.
 #include "one_pass.cuh"
 
 namespace xds {

@@ -1,4 +1,4 @@
-// adam_ on CUDA: see ops/kernels/adam.py for what it does and formulas.h for one element.
+// adam_ on CUDA: see ops/kernels/adam.py for the definition and formulas.h for one element.
 #include "one_pass.cuh"
 
 namespace xds {

@@ -1,5 +1,5 @@
 // The arithmetic of one element of block quantisation and of packed signs, for the device and, in tests, for
-// the host. Every product and sum is rounded by itself, so the bytes are the torch reference's, bit for bit.
+// the host. Every product and sum is rounded separately, so the bytes equal those of the torch reference.
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,7 @@ constexpr float kSmallest = 7.888609052210118e-31f;  // 2^-100: levels / absmax 
 constexpr uint32_t kInfinity = 0x7f800000u;
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: a sum with it has a whole number in its low bits
 
-// The compiler may not join these to a fused multiply-add (on the host: -ffp-contract=off).
+// The compiler must not fuse these to a multiply-add (on the host: -ffp-contract=off).
 XDS_BOTH float times(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fmul_rn(a, b);
@@ -57,7 +57,7 @@ XDS_BOTH float float_of(uint32_t bits) {
 #endif
 }
 
-// |value| as an integer: ordered like magnitudes, with inf and then nan on top, so a maximum keeps them.
+// |value| as an integer: ordered like magnitudes, with inf and then nan as the largest, so a maximum keeps them.
 XDS_BOTH uint32_t magnitude_of(float value) { return bits_of(value) & 0x7fffffffu; }
 
 template <int kBits>
@@ -81,13 +81,13 @@ XDS_BOTH Magnitude magnitude(uint32_t largest) {
 }
 
 // round(value * inverse), half to even, as a float with that number in its low bits (two's complement).
-// Of inf and nan it is 0.
+// For inf and nan it is 0.
 XDS_BOTH float rounded(float value, const Magnitude& block) {
   const float whole = plus(times(value, block.inverse), kMagic);
   return block.is_finite || magnitude_of(value) < kInfinity ? whole : kMagic;
 }
 
-// What a rounded value comes back as.
+// The dequantised value.
 template <int kBits>
 XDS_BOTH float restored(float whole, float absmax) {
   return times(times(whole, kStep<kBits>), absmax);
@@ -103,8 +103,8 @@ XDS_BOTH uint64_t packed(const float (&whole)[N]) {
   return word;
 }
 
-// The i-th of packed values as a float: its sign bit flipped is a count from the lowest up, which in the low
-// bits of 2^23 is read without a conversion.
+// The i-th of packed values as a float. With its sign bit flipped it is an offset from the lowest value, which
+// as the low bits of 2^23 needs no conversion.
 template <int kBits>
 XDS_BOTH float unpacked(uint64_t word, int i) {
   constexpr uint32_t kSign = 1u << (kBits - 1);
@@ -126,7 +126,7 @@ XDS_BOTH float signed_scale(uint32_t word, int i, float scale) {
   return float_of(bits_of(scale) ^ ((~word >> i) << 31));
 }
 
-// What an element adds to its block's scale, and the scale of their sum.
+// The contribution of an element to its block's scale, and the scale for the sum of the contributions.
 XDS_BOTH double size_of(float value, bool root_mean_square) {
   const double wide = value;
   return root_mean_square ? wide * wide : fabs(wide);

@@ -1,11 +1,11 @@
-// How a warp takes blocks of neighbours: a tile of 1,024 elements, 32 of each lane, all loads first.
+// The layout of blocks in a warp: a tile of 1,024 elements, 32 per lane, with all loads first.
 //
 //   row      lane 0 | lane 1 | ... | lane 31     a lane: 16 bytes, 8 neighbours of bf16 and fp16, 4 of fp32
 //   tile     4 rows, of fp32 8
-//   block    fits in a row: a group of lanes; is longer: all lanes, and 2, 4 or 8 rows are joined
+//   block    fits in a row: a group of lanes; longer: all lanes, and 2, 4 or 8 rows are combined
 //
-// So a block's maximum or sum needs shuffles alone, and everything is read once and stays in registers: a
-// thread has 64 or 128 bytes of each tensor in flight. The size of a block is asked at run time.
+// So a block's maximum or sum needs only shuffles, and all elements are read once and stay in registers: a
+// thread has 64 or 128 bytes of each tensor in flight. The block size is a run-time value.
 #pragma once
 
 #include "block_formulas.h"
@@ -24,7 +24,7 @@ constexpr int kRows = 32 / kWide<T>;
 template <class T>
 constexpr int kRowStep = 32 * kWide<T>;  // elements
 
-// Where lane `lane` of the warp's tile begins, and whether the tile may be read and written as packs.
+// The start of lane `lane` in the warp's tile, and whether the tile may be read and written as packs.
 struct Here {
   int64_t at;
   int lane;
@@ -43,7 +43,7 @@ __device__ inline void for_tiles(int64_t numel, bool takes_packs, Body body) {
   }
 }
 
-// Read the tile's rows as fp32; zeros behind the end. `T` sets how many neighbours a lane has.
+// Read the tile's rows as fp32, with zeros after the end. `T` sets how many neighbours a lane has.
 template <class T, class From>
 __device__ inline void load_rows(
     const From* from, const Here& here, int64_t numel, float (&to)[kRows<T>][kWide<T>]) {
@@ -71,7 +71,7 @@ __device__ inline void load_rows(
     }
 }
 
-// Write one row; nothing behind the end.
+// Write one row, up to the end.
 template <class To, int kCount>
 __device__ inline void store_row(
     To* to, int64_t at, bool whole, int64_t numel, const float (&values)[kCount]) {
@@ -119,7 +119,7 @@ __device__ inline void store_word(uint8_t* to, int64_t left, bool whole, uint64_
     if (i < left) to[i] = static_cast<uint8_t>(word >> (8 * i));
 }
 
-// How long a block is, as the device asks for it.
+// The block size, in the forms that the device uses.
 struct Blocks {
   int64_t numel;
   int shift;   // element `at` is of block at >> shift
@@ -127,7 +127,7 @@ struct Blocks {
   int joined;  // rows that share a block
 };
 
-// What the lanes and rows of each element's block have in all, by a `join` that knows no order.
+// The combination of all lanes and rows of each element's block, with a commutative `join`.
 template <class T, class Value, class Join>
 __device__ inline void reduce(const Blocks& blocks, Value (&of_rows)[kRows<T>], Join join) {
 #pragma unroll
@@ -142,11 +142,11 @@ __device__ inline void reduce(const Blocks& blocks, Value (&of_rows)[kRows<T>], 
 #pragma unroll 1
   for (int apart = blocks.lanes / 2; apart > 0; apart /= 2)
 #pragma unroll
-    for (int row = 0; row < kRows<T>; ++row)  // inside: shuffles of several rows are under way at once
+    for (int row = 0; row < kRows<T>; ++row)  // inner loop: shuffles of several rows are in flight at once
       of_rows[row] = join(of_rows[row], __shfl_xor_sync(0xffffffffu, of_rows[row], apart));
 }
 
-// Whether this lane writes what its block has in all.
+// Whether this lane writes the result of its block.
 template <class T>
 __device__ inline bool leads(const Blocks& blocks, const Here& here, int row) {
   return (here.lane & (blocks.lanes - 1)) == 0 && (row & (blocks.joined - 1)) == 0;  // powers of two

@@ -1,6 +1,6 @@
-// What every CUDA kernel of xds shares: argument checks, dtypes, packs of elements, the stream, the launch.
+// Shared by all CUDA kernels of xds: argument checks, dtypes, packs of elements, the stream, the launch.
 //
-// Only torch's stable ABI and the CUDA runtime. Nothing here waits for the device.
+// Uses only torch's stable ABI and the CUDA runtime. Nothing here synchronizes with the device.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,8 +18,8 @@
 #include <string>
 #include <utility>
 
-// It lives in libtorch_cuda, and torch's header declares it for CUDA builds of torch only. Weak: a library
-// of kernels then loads beside a CPU build too, where tests look at what it registered.
+// Defined in libtorch_cuda; torch's header declares it for CUDA builds of torch only. It is weak, so that a
+// kernel library also loads with a CPU build of torch, where tests check which ops it registered.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
 
 namespace xds {
@@ -43,7 +43,7 @@ inline std::string names_of(std::initializer_list<ScalarType> types) {
   return names;
 }
 
-// The checks of one call. The first tensor fixes the device, and the number of elements of the flat ones.
+// The checks of one call. The first tensor sets the device, and the number of elements of the flat tensors.
 class Checks {
  public:
   Checks(const char* op, const char* first_name, const Tensor& first)
@@ -66,7 +66,7 @@ class Checks {
     if (tensor.has_value()) flat(*tensor, name, types);
   }
 
-  // One fp32 number on the device; null where there is none.
+  // One fp32 number on the device; null where the tensor is None.
   const float* number(const MaybeTensor& tensor, const char* name) const {
     if (!tensor.has_value()) return nullptr;
     check_type(*tensor, name, {ScalarType::Float});
@@ -198,7 +198,7 @@ __device__ inline void store(T* to, const Pack<T, N>& pack) {
   put(reinterpret_cast<WordOf<T, N>*>(to), word);
 }
 
-// Where the new values go: its dtype is asked at run time, for a store waits for nothing.
+// The destination of the new values. Its dtype is a run-time value, because no work depends on a store.
 struct Out {
   enum Kind { kNone, kBFloat16, kHalf, kFloat };
 
@@ -226,14 +226,14 @@ __device__ inline void store_as(void* to, int64_t at, const Pack<float, N>& valu
 template <int N>
 __device__ inline void store_out(const Out& out, int64_t at, const Pack<float, N>& values) {
   int type = out.type;
-  asm volatile("" : "+r"(type));  // else the compiler makes a copy of the whole kernel for each dtype
+  asm volatile("" : "+r"(type));  // otherwise the compiler copies the whole kernel for each dtype
   if (type == Out::kNone) return;
   if (type == Out::kBFloat16) return store_as<BFloat16, N>(out.data, at, values);
   if (type == Out::kHalf) return store_as<Half, N>(out.data, at, values);
   store_as<float, N>(out.data, at, values);
 }
 
-// Where 16-bit words are not `values` rounded, bit for bit, somebody wrote them: they become the values.
+// Where 16-bit words differ from `values` rounded, bit for bit, a script has written them: they become the values.
 template <class T, int N>
 __device__ inline void take_edits_of(const Pack<unsigned short, N>& written, Pack<float, N>& values) {
 #pragma unroll
@@ -256,7 +256,7 @@ __device__ inline void take_edits(
   take_edits_of<Half, N>(written, values);
 }
 
-// Whether `at` elements behind it a pack of four of this tensor may be read as one.
+// Whether a pack of four of this tensor, `at` elements after its start, may be read with one access.
 inline bool takes_packs(const Tensor& tensor, int64_t at, int64_t item_bytes) {
   const auto address = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
   return (address + at * item_bytes) % (4 * item_bytes) == 0;
@@ -273,7 +273,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
   STD_TORCH_CHECK(error == cudaSuccess, "xds: ", what, ": ", cudaGetErrorString(error));
 }
 
-// The device of a tensor made current for as long as this lives, and torch's current stream on it.
+// Makes the device of a tensor current during its lifetime; has torch's current stream on that device.
 class __attribute__((visibility("hidden"))) Place {
  public:
   explicit Place(const Tensor& tensor) : guard_(tensor.get_device_index()) {
@@ -291,7 +291,7 @@ class __attribute__((visibility("hidden"))) Place {
         "the number of multiprocessors");
   }
 
-  // Blocks of `kernel` that run at once: a grid of them stays, and strides over the work.
+  // The number of blocks of `kernel` that run at once: the grid has this size and strides over the work.
   template <class Kernel>
   int64_t resident_blocks(Kernel kernel) const {
     int blocks = 0;
@@ -300,7 +300,7 @@ class __attribute__((visibility("hidden"))) Place {
     return int64_t(processors_) * std::max(blocks, 1);
   }
 
-  // One launch of at least one block. Errors of earlier work surface here as well.
+  // One launch of at least one block. It also reports errors of earlier work.
   template <class... Parameters, class... Arguments>
   void launch(void (*kernel)(Parameters...), int64_t blocks, Arguments&&... arguments) const {
     cudaLaunchConfig_t config = {};
@@ -319,7 +319,7 @@ class __attribute__((visibility("hidden"))) Place {
 
 // ---------------------------------------------------------------------------------------------- device
 
-// Whether the step is to change nothing; a nan counts.
+// Whether the step must change nothing; true for nan as well.
 __device__ inline bool skips(const float* found_inf) {
   return found_inf != nullptr && *found_inf != 0.0f;
 }

@@ -1,11 +1,11 @@
 // The arithmetic of one element for each optimizer, for the device and, in tests, for the host.
 //
-// A rule holds a call's constants. `at(t)` gives what step t needs, once a block, in double. Then
-// `rule(step, grad, param, state)` returns the new param and leaves the new state in `state`, in fp32.
+// A rule holds the constants of a call. `at(t)` computes the values for step t, once per block, in double. Then
+// `rule(step, grad, param, state)` returns the new param and writes the new state to `state`, in fp32.
 //
-// Written so that 1,000 steps stay within 2e-6 of float64. fp32 has 0.999 only to 1e-8, which beside an exact
-// 0.001 shifts a mean by 1e-5, and 1 - 1e-4 only to 3e-8, which 1,000 steps multiply. So a mean moves by
-// (new - mean) * (1 - beta), and decay is taken off together with the update.
+// Written so that 1,000 steps stay within 2e-6 of float64. fp32 represents 0.999 only to 1e-8, which together
+// with an exact 0.001 shifts a mean by 1e-5, and 1 - 1e-4 only to 3e-8, an error that 1,000 steps multiply. So a
+// mean changes by (new - mean) * (1 - beta), and decay is subtracted together with the update.
 #pragma once
 
 #include <cmath>
@@ -46,7 +46,7 @@ struct Moments {
 
   XDS_BOTH float operator()(const Step& step, float grad, float (&state)[2]) const {
     state[0] += (grad - state[0]) * rest1;
-    // a mean that overflowed stays inf and stops its element, as in v * b2 + ...; inf - inf would be nan
+    // a mean that overflowed stays inf, and its element stops, as in v * b2 + ...; inf - inf would be nan
     const float squares = state[1] + (grad * grad - state[1]) * rest2;
     state[1] = state[1] < INFINITY ? squares : state[1];
     return state[0] * step.mean_factor / (sqrtf(state[1]) * step.root_factor + eps);

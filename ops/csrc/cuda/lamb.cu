@@ -1,13 +1,13 @@
-// lamb_direction_ and lamb_apply_ on CUDA: see ops/kernels/lamb.py for what they do.
+// lamb_direction_ and lamb_apply_ on CUDA: see ops/kernels/lamb.py for the definition.
 //
-//   rows of 8,192:  |   row 0   |   row 1   |   row 2   |        one block a row: direction, and its sums
+//   rows of 8,192:  |   row 0   |   row 1   |   row 2   |        one block per row: direction, and its sums
 //   parts:          |-A-|--B--|----- C ----------|-- D ----
 //   sums kept:       A   B  tail    head       head tail         C = tail of 0 + head of 1 + head of 2
 //
-// A part inside one row is summed there; of a longer one each row keeps its share, as `head` where the part
-// comes from the left or begins with the row, else as `tail`, and a second launch adds them in order. So the
-// sums depend on the bounds alone, and neither many small parts nor one of 1e9 elements leaves the device
-// idle. The host reads no bound.
+// A part inside one row is summed there. Of a longer part each row keeps its share: as `head` where the part
+// begins in an earlier row or with this row, else as `tail`. A second launch adds the shares in order. So the
+// sums depend on the bounds only, and neither many small parts nor one of 1e9 elements leaves the device idle.
+// The host reads no bound.
 #include "rows.cuh"
 
 #include "formulas.h"
@@ -22,8 +22,8 @@ struct Shares {  // of one row
   Sums head, tail;
 };
 
-// The last part that begins at or before `at`; -1 before all, `parts` behind all. Empty parts never are it,
-// but for one at the very start or end.
+// The last part that begins at or before `at`; -1 before all parts, `parts` after all of them. It is never an
+// empty part, except for one at the very start or end.
 __device__ inline int64_t part_at(const int64_t* bounds, int64_t parts, int64_t at) {
   int64_t low = 0, high = parts + 1;  // the first bound beyond `at`
   while (low < high) {
@@ -86,7 +86,7 @@ __device__ inline Sums directions(
         direction[u].at[i] = moment + on.weight_decay * param[u].at[i];
         mean[u].at[i] = static_cast<State>(state[0]);
         square[u].at[i] = static_cast<State>(state[1]);
-        // not behind the end: with eps 0 it is 0/0 there
+        // not after the end: with eps 0 it would be 0/0 there
         if (at + i < stop) add_square(sums, param[u].at[i], direction[u].at[i]);
       }
       store_four(static_cast<State*>(on.exp_avg), at, stop, on.packed, mean[u]);
@@ -108,14 +108,14 @@ __device__ inline void keep(const Lamb& on, int64_t row, int64_t part, const Sum
   }
 }
 
-// The sums of a row's parts, out of the cache: by the block one after another where they are few and long,
-// else each by a warp.
+// The sums of a row's parts, read from the cache. Where they are few and long, the block sums one after another;
+// else one warp sums each.
 __device__ inline void cut_row(const Lamb& on, int64_t row, int64_t stop, int64_t first, int64_t last) {
   const int64_t start = row * kRow;
   const bool few = last - first < 8;
   const int width = few ? kThreads : 32;
   const int lane = threadIdx.x % width;
-  __syncthreads();  // the directions are there for everybody
+  __syncthreads();  // all threads can now read the directions
   for (int64_t part = first + threadIdx.x / width; part <= last; part += kThreads / width) {
     const int64_t from = most(on.bounds[part], start), to = least(on.bounds[part + 1], stop);
     Sums sums = {0.0, 0.0};
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 3) lamb_rows(Lamb on) {
   }
 }
 
-// The parts that no row has whole: longer ones, and empty ones.
+// The parts that are not inside one row: longer parts, and empty ones.
 __global__ void __launch_bounds__(kThreads) lamb_parts(Lamb on) {
   if (skips(on.found_inf)) return;
   for (int64_t part = blockIdx.x; part < on.parts; part += gridDim.x) {
@@ -223,7 +223,7 @@ void lamb_direction_(
   if (parts > 0) place.launch(&lamb_parts, std::min(parts, place.resident_blocks(&lamb_parts)), on);
 }
 
-// The rate of the element at `at`, out of the parts from `first` on; nothing is there outside of all parts.
+// The rate of each part. Search starts at the part `first`; elements outside of all parts are not changed.
 struct Rates {
   const int64_t* bounds;
   const float* rates;

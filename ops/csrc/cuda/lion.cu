@@ -1,4 +1,4 @@
-// lion_ on CUDA: see ops/kernels/lion.py for what it does and formulas.h for one element.
+// lion_ on CUDA: see ops/kernels/lion.py for the definition and formulas.h for one element.
 #include "one_pass.cuh"
 
 namespace xds {

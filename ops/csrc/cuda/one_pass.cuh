@@ -1,10 +1,10 @@
 // One pass of an element-wise rule over a flat shard: unscale, update, cast; every byte is moved once.
 //
-// One launch for any length. The grid is what runs at once and strides over the shard, so that a block works
-// out its step (two pow in double) once. A thread has 8 elements of every tensor in flight, as two packs of
-// four a whole warp apart: for fp32 Adam 128 bytes, in 58 registers, so 1,024 threads of a
-// multiprocessor keep 128 KiB in flight where an H200 (4.3 TB/s, some 700 ns) needs about 24. No cache hints:
-// nothing is read twice, gradients often still lie in L2, and `out` is read next.
+// One launch for any length. The grid has as many blocks as run at once and strides over the shard, so that a
+// block computes the values for its step (two pow in double) once. A thread has 8 elements of every tensor in
+// flight, as two packs of four, one warp apart: for fp32 Adam 128 bytes, in 58 registers. So 1,024 threads of a
+// multiprocessor keep 128 KiB in flight, where an H200 (4.3 TB/s, some 700 ns) needs about 24. No cache hints:
+// nothing is read twice, gradients are often still in L2, and `out` is read next.
 #pragma once
 
 #include "common.cuh"
@@ -12,8 +12,8 @@
 
 namespace xds {
 
-// How [0, numel) is cut: `packs` packs of four begin at `head`; `edges` lone elements are before and behind
-// them, or are everything where the tensors' addresses do not fit one another.
+// The division of [0, numel): `packs` packs of four begin at `head`; `edges` single elements are before and after
+// them. Where the alignments of the tensors differ, all elements are single.
 struct Cut {
   int64_t head, packs, edges;
 };
@@ -24,7 +24,7 @@ struct Operands {
   const void* grad;
   void* states[kStates > 0 ? kStates : 1];
   Out out;
-  bool takes_edits;  // `out` holds `param` rounded, but where a script wrote: that is the value
+  bool takes_edits;  // `out` is `param` rounded, except where a script wrote a new value
   const float* step;
   const float* scale;
   const float* found_inf;
@@ -107,7 +107,7 @@ inline Cut cut_of(int64_t numel, std::initializer_list<const MaybeTensor*> tenso
   return {numel, 0, numel};
 }
 
-// Check, cut and launch: `states` are the rule's, all there or all of them None.
+// Check, divide and launch. `states` are those of the rule: all are given, or all are None.
 template <class Rule>
 void launch_one_pass(
     const char* op, const Rule& rule, const Tensor& param, const Tensor& grad,

@@ -1,5 +1,5 @@
-// quantize_ and dequantize_ on CUDA: see ops/kernels/quantize.py for what they do, block_formulas.h for one
-// element and blocks.cuh for who takes which.
+// quantize_ and dequantize_ on CUDA: see ops/kernels/quantize.py for the definition, block_formulas.h for one
+// element and blocks.cuh for the assignment of elements to threads.
 #include "blocks.cuh"
 
 namespace xds {

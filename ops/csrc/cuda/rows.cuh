@@ -1,8 +1,8 @@
-// Sums whose order depends on the length alone: rows of fixed length, each summed by one block in fp64.
+// Sums whose order depends on the length only: rows of fixed length, each summed by one block in fp64.
 //
 // Element i of a row belongs to thread (i / 4) % 256, whether it is read in a pack or alone, so neither the
-// address nor the number of multiprocessors changes a bit. fp64 throughout: an H200 converts and adds more
-// elements a second than its memory brings, and fp32 squares would overflow from 1.8e19 on.
+// address nor the number of multiprocessors changes a bit. All sums are in fp64: an H200 converts and adds more
+// elements per second than its memory delivers, and fp32 squares would overflow from 1.8e19 on.
 #pragma once
 
 #include "common.cuh"
@@ -12,7 +12,7 @@ namespace xds {
 constexpr int64_t kRow = 8192;  // elements; a thread has 32 of them
 constexpr int kQuads = kRow / 4 / kThreads;  // packs of four a thread has in a row
 
-// Four neighbours from `at` on, those from `stop` on as 0. `packed`: addresses fit, and one access does.
+// Four neighbours from `at` on, those from `stop` on as 0. packed: the address is aligned for one access.
 template <class T>
 __device__ inline Pack<T, 4> load_four(const T* from, int64_t at, int64_t stop, bool packed) {
   if (packed && at + 4 <= stop) return load<4>(from + at);
@@ -52,7 +52,7 @@ __device__ inline double wide(T value) {
 }
 __device__ inline double wide(double value) { return value; }
 
-// The sum of everybody's value, in a fixed order; thread 0 has it.
+// The sum of all threads' values, in a fixed order; thread 0 has the result.
 __device__ inline double block_sum(double value) {
   __shared__ double values[kThreads];
   __syncthreads();  // the last sum has been read

@@ -1,4 +1,4 @@
-// sgd_ on CUDA: see ops/kernels/sgd.py for what it does and formulas.h for one element.
+// sgd_ on CUDA: see ops/kernels/sgd.py for the definition and formulas.h for one element.
 #include "one_pass.cuh"
 
 namespace xds {

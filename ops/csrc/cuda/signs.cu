@@ -1,13 +1,13 @@
-// sign_pack_ and sign_unpack_ on CUDA: see ops/kernels/signs.py for what they do, block_formulas.h for one
-// element and blocks.cuh for who takes which.
+// sign_pack_ and sign_unpack_ on CUDA: see ops/kernels/signs.py for the definition, block_formulas.h for one
+// element and blocks.cuh for the assignment of elements to threads.
 //
-// A lane packs the 8 neighbours it loaded into a byte of its own (of fp32 it has 4, and takes the next lane's
-// half): a ballot gathers one bit of each lane, which are neighbours only under loads of 4 bytes.
+// A lane packs the 8 neighbours it loaded into one byte (of fp32 it has 4, and takes the next lane's half). A
+// ballot would gather one bit of each lane, and these are neighbours only with loads of 4 bytes.
 #include "blocks.cuh"
 
 namespace xds {
 
-constexpr int64_t kMaxPartials = 4096;  // of the sum over all, on every device: its order depends on n alone
+constexpr int64_t kMaxPartials = 4096;  // of the total sum, on every device: its order depends on n only
 
 template <class T>
 struct SignPack {
@@ -47,7 +47,7 @@ __device__ inline void store_signs(const SignPack<T>& on, int64_t at, int lane, 
   if (left > 0) on.signs[at / 8] = static_cast<uint8_t>(bits);
 }
 
-// The scales of this lane's rows, which are blocks' own or, where one has been found, that for all.
+// The scales of this lane's rows: those of the blocks, or the common scale where there is one.
 template <class T>
 __device__ inline void find_scales(
     const SignPack<T>& on, const Here& here, const float (&rows)[kRows<T>][kWide<T>],
@@ -182,7 +182,7 @@ inline int64_t scale_count(int64_t numel, int64_t block_numel) {
   return block_numel == 0 ? 1 : divide_up(numel, block_numel);
 }
 
-// Outside of the generic lambda that needs it, where nvcc loses a brace of the list.
+// Outside of the generic lambda that uses it: there nvcc drops a brace of the list.
 inline Tensor doubles(const Tensor& like, int64_t count) {
   return torch::stable::new_empty(like, {count}, ScalarType::Double);
 }

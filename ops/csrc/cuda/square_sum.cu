@@ -9,7 +9,7 @@ constexpr int64_t kMostSums = 16384;  // so that the second launch takes microse
 template <class T>
 __global__ void __launch_bounds__(kThreads, 4) square_sums(
     const T* flat, int64_t numel, int64_t stretch, bool packed, double* sums) {
-  constexpr int kTogether = 16 / sizeof(T);  // packs: 64 bytes a thread in flight
+  constexpr int kTogether = 16 / sizeof(T);  // packs: 64 bytes per thread in flight
   for (int64_t at = blockIdx.x; at * stretch < numel; at += gridDim.x) {
     const int64_t start = at * stretch, stop = least(start + stretch, numel);
     double sum = 0.0;

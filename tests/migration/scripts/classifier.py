@@ -1,6 +1,6 @@
 """An image classifier in the style of DeepSpeed's CIFAR tutorial.
 
-With `import deepspeed` in place of the import below it runs under DeepSpeed.
+With `import deepspeed` instead of the import below it runs with DeepSpeed.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A small GPT in DeepSpeed's style: sharded construction, own optimizer and schedule, accumulation, a resume.
 
-With `import deepspeed` in place of the import below it runs under DeepSpeed.
+With `import deepspeed` instead of the import below it runs with DeepSpeed.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def main():
         mean = loss.detach().float().clone()
         deepspeed.comm.all_reduce(mean, op=deepspeed.comm.ReduceOp.SUM)
         losses.append(mean.item() / deepspeed.comm.get_world_size())
-        if engine.is_gradient_accumulation_boundary():  # asks about the micro-batch to come
+        if engine.is_gradient_accumulation_boundary():  # of the next micro-batch
             norms.append(float(engine.get_global_grad_norm() or 0))
     weight = deepspeed.utils.safe_get_full_fp32_param(engine.module.tokens.weight)
     with deepspeed.zero.GatheredParameters(model.tokens.weight, modifier_rank=None):

@@ -1,6 +1,6 @@
-"""Modules of DeepSpeed in which xds has nothing: one table, and the finder that makes them when imported.
+"""DeepSpeed's modules without a counterpart in xds: a table, and the finder that creates them on import.
 
-What is taken out of one is a stand-in, see missing.py.
+Every name in them is a placeholder, see missing.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES = frozenset(f"{_PACKAGE}.{name}" for name in MODULES)
 
 @final
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of the table and fills them."""
+    """Creates the modules of the table."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -44,19 +44,19 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         shown = module.__name__.removeprefix("xds.")
-        module.__doc__ = f"`{shown}`: stand-ins, see missing.py."
+        module.__doc__ = f"`{shown}`: placeholders, see missing.py."
         vars(module)["__getattr__"] = partial(_name_of, module.__name__)
 
 
 def _name_of(module: str, name: str) -> Any:
     if f"{module}.{name}" in _NAMES:
         return import_module(f"{module}.{name}")
-    from .missing import stand_in
+    from .missing import placeholder
 
-    return stand_in(module, name)
+    return placeholder(module, name)
 
 
 def install() -> None:
-    """Let imports find the modules. Again: nothing."""
+    """Let imports find the modules. A second call does nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

@@ -1,4 +1,4 @@
-"""Collectives of a group of one rank: nothing is sent."""
+"""Collectives of a group with one rank: nothing is sent."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .handles import Done, Handle
 
 
 @final
-class Alone(Collectives):
-    """One rank: nothing is ever sent."""
+class SingleRank(Collectives):
+    """Collectives of a single rank: copies only, nothing is sent."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(None, device, 0, 1)

@@ -1,4 +1,6 @@
-"""The architecture, checked: imports go down, one door to torch.distributed, files stay small.
+"""Tests of the architecture: import order, one interface to torch.distributed, small files.
+
+Lower packages never import higher ones:
 
 5   launcher  |  deepspeed       never import each other
 4   engine
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = (
+LAYERS = (
     ("utils",),
     ("ops",),
     ("offload", "compression"),
@@ -22,14 +24,13 @@ FLOORS = (
     ("engine",),
     ("launcher", "deepspeed"),
 )
-FOLDERS = tuple(folder for floor in FLOORS for folder in floor)
+FOLDERS = tuple(folder for layer in LAYERS for folder in layer)
 MAX_LINES = 450
 MAX_FUNCTION_LINES = 60
 
-# Where torch.distributed's collectives may be called: the door that counts their bytes, and the
-# pipe's schedules, which drive sends and receives by themselves. And where the backend's own are
-# measured against the door's: nothing of it is training.
-DOORS = ("ops/comm/", "pipe/")
+# The folders that may call torch.distributed's collectives: ops/comm, which counts their bytes and also
+# measures the backend's own, and the schedules of pipe, which call send and receive directly.
+COLLECTIVE_FOLDERS = ("ops/comm/", "pipe/")
 COLLECTIVES = {
     "all_reduce",
     "all_gather",
@@ -89,12 +90,12 @@ def folders_of(modules):
 
 
 def folders_below(folder):
-    level = next(index for index, floor in enumerate(FLOORS) if folder in floor)
-    return {below for floor in FLOORS[:level] for below in floor}
+    level = next(index for index, layer in enumerate(LAYERS) if folder in layer)
+    return {below for layer in LAYERS[:level] for below in layer}
 
 
 def distributed_names(tree):
-    """What a file calls torch.distributed, and what it calls the functions it took out of it."""
+    """The names of torch.distributed and of its functions in a file."""
     modules, functions = {"torch.distributed"}, {}
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -110,7 +111,7 @@ def distributed_names(tree):
 
 
 def calls_to_collectives(source):
-    """Names of collectives that `source` takes from torch.distributed, under whatever name."""
+    """The collectives of torch.distributed that `source` uses, also under other names."""
     tree = ast.parse(source)
     modules, functions = distributed_names(tree)
     found = set()
@@ -122,23 +123,25 @@ def calls_to_collectives(source):
     return sorted(found & COLLECTIVES)
 
 
-def test_imports_go_down():
+def test_lower_packages_never_import_higher_ones():
     wrong = []
     for file in package_files()[1:]:
         folder = file.parts[0]
         modules = imported_modules((ROOT / file).read_text(), file)
         for other in sorted(folders_of(modules) - folders_below(folder) - {folder}):
             wrong.append(f"{file} imports xds.{other}")
-    assert not wrong, "imports must go down the floors:\n" + "\n".join(wrong)
+    assert not wrong, "import order: lower packages must not import higher ones:\n" + "\n".join(
+        wrong
+    )
 
 
 def test_no_import_cycles():
-    """Between files, too: at load, inside of functions, and for type checkers."""
+    """Between files: imports at load time, in functions and for type checkers."""
     names = {module_name(file): file for file in package_files()}
     graph = {}
     for name, file in names.items():
         found = imported_modules((ROOT / file).read_text(), file)
-        # `from .a import b` names both; where b is a module, a's own file is not what is meant
+        # `from .a import b` gives both names; where b is a module, the file of a does not count
         parents = {other.rpartition(".")[0] for other in found & names.keys()}
         graph[name] = {other for other in found & names.keys() if other not in parents} - {name}
     done, path = set(), []
@@ -169,24 +172,24 @@ def load_time(body):
 
 
 def module_name(file):
-    """What the package's file is imported as."""
+    """The name under which a file of the package is imported."""
     return ".".join(("xds", *file.with_suffix("").parts)).removesuffix(".__init__")
 
 
-def test_one_door_to_collectives():
+def test_collectives_are_called_in_their_folders_only():
     wrong = []
     for file in package_files():
-        if file.as_posix().startswith(DOORS):
+        if file.as_posix().startswith(COLLECTIVE_FOLDERS):
             continue
         for name in calls_to_collectives((ROOT / file).read_text()):
             wrong.append(f"{file} calls {name}; the bytes it sends are not counted")
-    assert not wrong, "collectives belong into ops/comm/:\n" + "\n".join(wrong)
+    assert not wrong, "call collectives in ops/comm/ only:\n" + "\n".join(wrong)
 
 
 def test_files_are_small():
     lengths = {str(file): len((ROOT / file).read_text().splitlines()) for file in package_files()}
     long = [f"{file}: {length}" for file, length in lengths.items() if length > MAX_LINES]
-    assert not long, f"over {MAX_LINES} lines, split by idea:\n" + "\n".join(long)
+    assert not long, f"over {MAX_LINES} lines, split them by subject:\n" + "\n".join(long)
 
 
 def test_functions_are_short():
@@ -200,7 +203,7 @@ def test_functions_are_short():
     assert not long, f"over {MAX_FUNCTION_LINES} lines, with their docstrings:\n" + "\n".join(long)
 
 
-def test_every_file_says_what_it_is():
+def test_every_file_has_a_docstring():
     silent = [
         str(f) for f in package_files() if not ast.get_docstring(ast.parse((ROOT / f).read_text()))
     ]
@@ -237,7 +240,7 @@ LAZY = (
         ("import torch, json", set()),
     ],
 )
-def test_an_import_is_seen_in_every_form(source, folders):
+def test_an_import_is_found_in_every_form(source, folders):
     assert folders_of(imported_modules(source, Path("zero/file.py"))) == folders
 
 
@@ -252,5 +255,5 @@ def test_an_import_is_seen_in_every_form(source, folders):
         ("import torch.distributed as dist\ndist.get_rank()\nqueue.send(1)", []),
     ],
 )
-def test_a_collective_is_seen_under_every_name(source, calls):
+def test_a_collective_is_found_under_every_name(source, calls):
     assert calls_to_collectives(source) == calls
