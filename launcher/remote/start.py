@@ -48,7 +48,7 @@ class Lost:
 
 def own_streams(stop: Stop) -> Write:
     """A function that writes bytes of a node to this process's own stream, and ignores a closed reader."""
-    outlet = OutputWriter(stop.is_requested)
+    output = OutputWriter(stop.is_requested)
 
     def write(descriptor: int, data: bytes) -> None:
         with contextlib.suppress(OSError):
