@@ -47,10 +47,10 @@ def _told(found: Plan, asked: int | None) -> dict[str, Any]:
         "train_batch_size": found.batch_size,
         "valid_world_sizes": list(found.world_sizes),
     }
-    if found.wish.ranks_per_node > 1:
+    if found.limits.ranks_per_node > 1:
         told["valid_nodes"] = list(found.nodes)
     if asked is not None and found.fits(asked):
-        micro, steps = found.split(asked // found.wish.model_parallel_size)
+        micro, steps = found.split(asked // found.limits.model_parallel_size)
         told["world_size"] = asked
         told["train_micro_batch_size_per_gpu"] = micro
         told["gradient_accumulation_steps"] = steps
@@ -58,22 +58,22 @@ def _told(found: Plan, asked: int | None) -> dict[str, Any]:
 
 
 def _text(found: Plan) -> str:
-    wish = found.wish
+    limits = found.limits
     lines = [
         f"train_batch_size = {found.batch_size} samples, at every number of ranks "
-        f"(at most {wish.max_batch_size}, micro-batches of {_listed(wish.micro_batch_sizes)})",
+        f"(at most {limits.max_batch_size}, micro-batches of {_listed(limits.micro_batch_sizes)})",
         _wrapped(f"{len(found.world_sizes)} valid numbers of ranks: {_listed(found.world_sizes)}"),
     ]
-    if wish.ranks_per_node > 1:
-        each = f"nodes of {wish.ranks_per_node} ranks"
-        if wish.model_parallel_size > 1:
-            each += f", {wish.model_parallel_size} of them for one model"
+    if limits.ranks_per_node > 1:
+        each = f"nodes of {limits.ranks_per_node} ranks"
+        if limits.model_parallel_size > 1:
+            each += f", {limits.model_parallel_size} of them for one model"
         lines.append(_wrapped(f"numbers of nodes ({each}): {_listed(found.nodes)}"))
     return "\n".join(lines)
 
 
 def _split(found: Plan, asked: int) -> str:
-    replicas = asked // found.wish.model_parallel_size
+    replicas = asked // found.limits.model_parallel_size
     micro, steps = found.split(replicas)
     return (
         f"{asked} ranks: train_micro_batch_size_per_gpu = {micro}, gradient_accumulation_steps = {steps} "

@@ -11,7 +11,7 @@ from pydantic import Field
 from ...utils.schema.keys import AUTO, Entry, NoEffect, Report
 from ...utils.schema.rules import FLAG, list_of, one_of, whole
 from ...utils.schema.section import Section
-from ..elastic.rules import Plan, Wish, plan
+from ..elastic.rules import Plan, Limits, plan
 from .batch import MICRO, STEPS, TRAIN
 
 SHOWN_NEAR = 3  # valid numbers of ranks on either side of one that is refused
@@ -65,7 +65,7 @@ class Elasticity(Section):
                 "parallelism; set elasticity.version to 0.2, or the size to 1"
             )
         return plan(
-            Wish(
+            Limits(
                 self.max_train_batch_size,
                 self.micro_batch_sizes,
                 self.min_gpus,

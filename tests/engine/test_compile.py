@@ -299,7 +299,7 @@ def test_compile_may_be_called_later_and_twice():
     losses += [step(engine, number) for number in (1, 2)]
     assert backend.graphs == 1
     assert losses == expected
-    with pytest.raises(xds.UsageError, match="compiled already, with backend"):
+    with pytest.raises(xds.UsageError, match="already compiled with backend"):
         engine.compile(backend="aot_eager")
     engine.destroy()
 
