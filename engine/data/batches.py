@@ -29,7 +29,7 @@ def move(batch: Any, device: torch.device, float_dtype: torch.dtype | None = Non
 
 
 def call_with(function: Callable[..., Any], batch: Any) -> Any:
-    """Call `function` with a mapping as keyword arguments, a tuple or list as positional ones, else one argument."""
+    """Call `function` with a mapping as keyword arguments, a tuple or list as positional ones."""
     if isinstance(batch, Mapping):
         return function(**batch)
     if isinstance(batch, tuple | list):

@@ -108,7 +108,7 @@ class EpochSampler(Sampler[int], Resumable):
         return here
 
     def after(self, start: Mapping[str, int], num_items: int) -> dict[str, int]:
-        """Repeated samples that fill up the last step count as well: a resumed run then begins the next epoch."""
+        """Repeated samples that fill up the last step count too: a resumed run then begins the next epoch."""
         samples = start["samples"] + num_items * self._inner.num_replicas
         return {"epoch": start["epoch"], "samples": samples}
 

@@ -75,7 +75,7 @@ class Compiler:
         if schedule is not None:
             raise UsageError(
                 "engine.compile(schedule=...): a schedule of passes belongs to DeepCompile, which is not "
-                "implemented yet; leave it out"
+                "supported yet; leave it out"
             )
         if compiled_autograd_enabled:
             raise UsageError(

@@ -65,8 +65,8 @@ class SaveOnPreemption(Preemption):
         store = collectives.store() if collectives.world_size > 1 else None
         if collectives.world_size > 1 and store is None:
             raise UsageError(
-                f'checkpoint.preemption_save_dir = "{section.preemption_save_dir}": the ranks agree on the step '
-                "in the store of their process group, and this group has none; leave it empty"
+                f'checkpoint.preemption_save_dir = "{section.preemption_save_dir}": the ranks agree in the '
+                "store of their process group, and this group has none; leave it empty"
             )
         self._store = own_connection(store) if store is not None else None
         self._coordinator: Coordinator | None = None

@@ -28,7 +28,7 @@ def complaints(source, **kwargs):
 
 
 @st.composite
-def wishes(draw):
+def limit_cases(draw):
     micros = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True))
     per_node, parallel = draw(st.sampled_from([(1, 1), (2, 1), (4, 2), (8, 8), (8, 1)]))
     least = draw(st.integers(1, 60))
@@ -64,7 +64,7 @@ def test_factors_have_more_divisors_than_every_smaller_number():
     assert highly_composite()[-1] == 720_720
 
 
-@given(wishes())
+@given(limit_cases())
 def test_every_valid_number_of_ranks_can_share_the_batch(limits):
     found = planned(limits)
     if found is None:
@@ -79,7 +79,7 @@ def test_every_valid_number_of_ranks_can_share_the_batch(limits):
         assert found.fits(world_size)
 
 
-@given(wishes())
+@given(limit_cases())
 def test_no_number_of_ranks_that_could_is_missing(limits):
     found = planned(limits)
     if found is None:
@@ -91,7 +91,7 @@ def test_no_number_of_ranks_that_could_is_missing(limits):
         assert found.fits(world_size) == can
 
 
-@given(wishes())
+@given(limit_cases())
 def test_no_candidate_serves_more_numbers_of_ranks(limits):
     found = planned(limits)
     if found is None:
@@ -112,7 +112,7 @@ def test_no_candidate_serves_more_numbers_of_ranks(limits):
             assert total <= found.batch_size if limits.prefers_larger else total >= found.batch_size
 
 
-@given(wishes(), st.integers(0, 500))
+@given(limit_cases(), st.integers(0, 500))
 def test_wider_bounds_never_lose_numbers_of_ranks(limits, more):
     found = planned(limits)
     if found is None:
@@ -207,7 +207,7 @@ def test_another_batch_size_beside_it_is_an_error_unless_it_is_to_be_ignored(key
         ({"version": 0.3}, "elasticity.version = 0.3", "0.1 or 0.2"),
         ({"min_gpus": 3, "max_gpus": 2}, "elasticity.max_gpus = 2", "at least elasticity.min_gpus"),
         ({"min_gpus": 97}, "elasticity.min_gpus = 97", "lower min_gpus"),
-        ({"model_parallel_size": 2, "num_gpus_per_node": 2}, "elasticity.model", "not there yet"),
+        ({"model_parallel_size": 2, "num_gpus_per_node": 2}, "elasticity.model", "not supported yet"),
         ({"min_gpu": 1}, "elasticity.min_gpu = 1", 'did you mean "min_gpus"?'),
     ],
 )
