@@ -267,7 +267,7 @@ def _export(asked: argparse.Namespace) -> int:
     with _open(asked) as reader:
         total = export_bytes(reader, options)
         with progress("export", total) as on_written:
-            names = write(reader, Path(asked.out), options.told(on_written))
+            names = write(reader, Path(asked.out), options.reporting_to(on_written))
     print(
         f"{printable(reader.folder)} -> {printable(asked.out)}: "
         f"{size_text(total)} of tensors, {_count(len(names), 'file')}"

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an engine: the objects whose states are saved and loaded."""
+"""The objects of an engine whose states a checkpoint saves and loads."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .saver import Saver
 
 
 class Scheduler(Protocol):
-    """What the engine calls on a learning-rate schedule."""
+    """The methods of a learning-rate schedule that the engine calls."""
 
     def step(self) -> None: ...
 
 
 class Counters(Protocol):
-    """What an engine counts."""
+    """The counters of an engine."""
 
     global_steps: int
     micro_steps: int
@@ -35,7 +35,7 @@ class Counters(Protocol):
 
 @dataclass(frozen=True)
 class Training:
-    """The states of one engine, each with its owner. optimizer: None where the model is frozen."""
+    """The objects that own the states of one engine. optimizer: None if the model is frozen."""
 
     module: nn.Module
     sharded: ShardedModel

@@ -207,7 +207,11 @@ def test_another_batch_size_beside_it_is_an_error_unless_it_is_to_be_ignored(key
         ({"version": 0.3}, "elasticity.version = 0.3", "0.1 or 0.2"),
         ({"min_gpus": 3, "max_gpus": 2}, "elasticity.max_gpus = 2", "at least elasticity.min_gpus"),
         ({"min_gpus": 97}, "elasticity.min_gpus = 97", "lower min_gpus"),
-        ({"model_parallel_size": 2, "num_gpus_per_node": 2}, "elasticity.model", "not supported yet"),
+        (
+            {"model_parallel_size": 2, "num_gpus_per_node": 2},
+            "elasticity.model",
+            "not supported yet",
+        ),
         ({"min_gpu": 1}, "elasticity.min_gpu = 1", 'did you mean "min_gpus"?'),
     ],
 )

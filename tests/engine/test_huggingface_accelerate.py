@@ -237,7 +237,7 @@ def test_calls_that_cannot_work_say_why_and_what_to_do():
         "optimizer alone": "pass one model and its optimizer in one call",
         "placeholder": "DummyOptim needs a section optimizer",
         "two models": "2 trainable models and 1 optimizers",
-        "a second model": "trains a model already",
+        "a second model": "already trains a model",
         "some parameters": "pass model.parameters()",
         "norm type": "only 2 is supported",
         "by value": "use clip_grad_norm_",
