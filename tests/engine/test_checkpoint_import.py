@@ -428,7 +428,7 @@ def test_a_file_that_names_something_to_execute_is_refused(
     torch.save({"module": {"w": torch.ones(3)}, "x": Bomb(means, f"mkdir {witness}")}, path)
     name = f"{means.__module__}.{means.__name__}"
     for origin in (source, path):
-        with pytest.raises(xds.UsageError, match=f"{name}.*something to execute") as caught:
+        with pytest.raises(xds.UsageError, match=f"{name}.*code to execute") as caught:
             import_checkpoint(origin, tmp_path / "out")
         assert path.name in str(caught.value)
     assert not witness.exists()

@@ -173,7 +173,7 @@ def _add_trained(
 ) -> set[str]:
     """Flats, masters and states of every trained parameter; the keys of the states."""
     keys: set[str] = set()
-    # ours has its step where the masters are, torch's on the CPU
+    # an optimizer of xds keeps its step on the device of the masters, torch's on the CPU
     on_device = isinstance(state["ds_config"].get("optimizer"), dict)
     for one in () if training is None else training.trained:
         value = state["module"].get(one.name)

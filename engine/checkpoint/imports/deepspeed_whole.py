@@ -78,7 +78,7 @@ def _from_tensors(
     members = [[states_of(states, key, group) for key in group["params"]] for group in groups]
     counts = [len(one) for one in members]
     names = None
-    for by_value in (True, False):  # values tell parameters of one shape apart
+    for by_value in (True, False):  # values distinguish parameters of equal shape
         if names is None:
             fits = _Fits(values, members, masters, by_value=by_value)
             names = order_names(list(values), counts, fits)

@@ -155,9 +155,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         try:
             table, data_at = read_header(read, size_bytes, MAX_HEADER_BYTES)
         except ValueError as error:
-            raise UsageError(
-                f"{path} is not a safetensors file, or is damaged or cut off: {error}"
-            ) from None
+            raise UsageError(f"{path} is damaged: {error}") from None
     memory = torch.from_file(str(path), shared=False, size=size_bytes, dtype=torch.uint8)[data_at:]
     return {name: _tensor(memory, there) for name, there in table.items()}
 

@@ -124,7 +124,7 @@ def read_header(
     length = struct.unpack("<Q", first)[0]
     limit = size_bytes - LENGTH_BYTES
     if not 2 <= length <= (limit if max_header_bytes is None else min(limit, max_header_bytes)):
-        raise ValueError(f"its header cannot have {length} bytes")
+        raise ValueError("it is not a safetensors file, or is cut off")
     data_at = LENGTH_BYTES + length
     return read_table(read(LENGTH_BYTES, length), size_bytes - data_at), data_at
 

@@ -138,7 +138,7 @@ def _is_low(value: int, least: int) -> bool:
 
 def disks() -> Iterator[Line]:
     """Room where temporary files and compiled ops go."""
-    from ....ops.build import cache as build_cache
+    from ....ops.build import build_cache
 
     temporary = tempfile.gettempdir()
     yield Line("temporary files", temporary)
