@@ -1,1 +1,1 @@
-"""The engine: reads the config, assembles the parts, drives a training step, saves and loads."""
+"""The engine: reads the config, assembles its components, runs training steps, saves and loads."""

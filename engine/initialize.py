@@ -48,7 +48,7 @@ from .optim.optimizers import (
 )
 from .optim.schedules import build_scheduler
 from .parts import Parts
-from .preemption.preemption import NotAsked, Preemption, SavesFirst
+from .preemption.policy import NoPreemptionSave, Preemption, SaveOnPreemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .telemetry.monitor import Monitor, build_monitor
 from .telemetry.report import StepReport
@@ -370,5 +370,7 @@ def _saver(config: Config, collectives: Collectives) -> Saver:
 def _preemption(config: Config, collectives: Collectives, trains: bool) -> Preemption:
     section = config.checkpoint
     return (
-        SavesFirst(section, collectives) if section.preemption_save_dir and trains else NotAsked()
+        SaveOnPreemption(section, collectives)
+        if section.preemption_save_dir and trains
+        else NoPreemptionSave()
     )

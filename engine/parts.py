@@ -17,7 +17,7 @@ from .checkpoint.training import Scheduler, Training
 from .config.config import Config
 from .model.compiling import Compiler
 from .optim.loss_scale import LossScale
-from .preemption.preemption import Preemption
+from .preemption.policy import Preemption
 from .telemetry.monitor import Monitor
 from .telemetry.report import StepReport
 

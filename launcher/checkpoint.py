@@ -279,7 +279,7 @@ def _export(args: argparse.Namespace) -> int:
     with _open(args) as reader:
         total = export_bytes(reader, options)
         with progress("export", total) as on_written:
-            names = write(reader, Path(args.out), options.told(on_written))
+            names = write(reader, Path(args.out), options.reporting_to(on_written))
     print(
         f"{printable(reader.folder)} -> {printable(args.out)}: "
         f"{size_text(total)} of tensors, {_count(len(names), 'file')}"

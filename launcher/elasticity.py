@@ -47,10 +47,10 @@ def _as_json(plan: Plan, world_size: int | None) -> dict[str, Any]:
         "train_batch_size": plan.batch_size,
         "valid_world_sizes": list(plan.world_sizes),
     }
-    if plan.wish.ranks_per_node > 1:
+    if plan.limits.ranks_per_node > 1:
         fields["valid_nodes"] = list(plan.nodes)
     if world_size is not None and plan.fits(world_size):
-        micro, steps = plan.split(world_size // plan.wish.model_parallel_size)
+        micro, steps = plan.split(world_size // plan.limits.model_parallel_size)
         fields["world_size"] = world_size
         fields["train_micro_batch_size_per_gpu"] = micro
         fields["gradient_accumulation_steps"] = steps
@@ -58,22 +58,22 @@ def _as_json(plan: Plan, world_size: int | None) -> dict[str, Any]:
 
 
 def _text(plan: Plan) -> str:
-    wish = plan.wish
+    limits = plan.limits
     lines = [
         f"train_batch_size = {plan.batch_size} samples, at every number of ranks "
-        f"(at most {wish.max_batch_size}, micro-batches of {_listed(wish.micro_batch_sizes)})",
+        f"(at most {limits.max_batch_size}, micro-batches of {_listed(limits.micro_batch_sizes)})",
         _wrapped(f"{len(plan.world_sizes)} valid numbers of ranks: {_listed(plan.world_sizes)}"),
     ]
-    if wish.ranks_per_node > 1:
-        each = f"nodes of {wish.ranks_per_node} ranks"
-        if wish.model_parallel_size > 1:
-            each += f", {wish.model_parallel_size} of them for one model"
+    if limits.ranks_per_node > 1:
+        each = f"nodes of {limits.ranks_per_node} ranks"
+        if limits.model_parallel_size > 1:
+            each += f", {limits.model_parallel_size} of them for one model"
         lines.append(_wrapped(f"numbers of nodes ({each}): {_listed(plan.nodes)}"))
     return "\n".join(lines)
 
 
 def _split(plan: Plan, world_size: int) -> str:
-    replicas = world_size // plan.wish.model_parallel_size
+    replicas = world_size // plan.limits.model_parallel_size
     micro, steps = plan.split(replicas)
     return (
         f"{world_size} ranks: train_micro_batch_size_per_gpu = {micro}, gradient_accumulation_steps = {steps} "

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..ops import libraries
-from ..ops.build import build
-from ..ops.build import cache as build_cache
+from ..ops.build import build, build_cache
 from ..ops.build.plan import Library
 from ..utils.errors import BuildError, UsageError
 from ..utils.sizes import size_text

@@ -12,7 +12,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, final
 
 from ..utils.errors import BuildError
-from .build import cache as build_cache
+from .build import build_cache
 from .build.build import build, find, find_or_build
 from .build.compilers import ARCHS_VARIABLE, architectures, find_nvcc, find_torch, release, runs_on
 from .build.plan import Library, Source

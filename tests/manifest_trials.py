@@ -32,7 +32,7 @@ ABOUT_THIS_ENGINE = (  # what a sound checkpoint may be refused for
         "does not fit this model",
         "this engine has",
         "cannot be loaded in this layout",
-        "is not taken here",
+        "is refused here",
     ),
     *(
         "does not have the optimizer states",

@@ -32,7 +32,7 @@ def compile_rows() -> Iterator[Row]:
     """Every CUDA source for sm_80 and sm_90: seconds, and the most registers and spills of its kernels."""
     os.environ.setdefault(ARCHS, "80 90")
     from xds.ops import libraries
-    from xds.ops.build import cache as build_cache
+    from xds.ops.build import build_cache
     from xds.ops.build.plan import plan
 
     for library in libraries.LIBRARIES.values():

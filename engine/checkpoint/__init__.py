@@ -1,1 +1,1 @@
-"""Checkpoints: saved in one commit, loaded at any layout. docs/design/checkpoints.md has the format."""
+"""Checkpoints: committed atomically, loaded into any layout. docs/design/checkpoints.md has the format."""

@@ -1,4 +1,4 @@
-"""Ranks that tell one another something in JSON, and that fail together or not at all."""
+"""Collectives for JSON values, and for actions that fail on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from ...ops.comm.collectives import Collectives
 from ...utils.errors import DamagedError, PeerError, UsageError, XdsError
 
 Value = TypeVar("Value")
-KINDS: tuple[type[XdsError], ...] = (DamagedError, UsageError, XdsError)  # the narrowest first
+KINDS: tuple[type[XdsError], ...] = (DamagedError, UsageError, XdsError)  # the most specific first
 
 
 def exchange(collectives: Collectives, value: Any, what: str) -> list[Any]:
-    """Every rank's `value`, in rank order; JSON. Sends the longest text to each peer. For all ranks.
+    """Every rank's `value`, in rank order. A collective; sends the longest JSON text to each peer.
 
-    `what` it is about, for the message when a rank does not come.
+    Args:
+        value: a JSON value.
+        what: what the values describe, for the message if a rank does not take part.
     """
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     length = torch.tensor([len(text)], dtype=torch.int64, device=collectives.device)
@@ -28,9 +30,9 @@ def exchange(collectives: Collectives, value: Any, what: str) -> list[Any]:
     table = collectives.gather_small(padded, what=what).cpu()
     found = []
     for row, size in zip(table, lengths, strict=True):
-        told = bytearray(size)
-        torch.frombuffer(told, dtype=torch.uint8).copy_(row[:size])
-        found.append(json.loads(told))
+        received = bytearray(size)
+        torch.frombuffer(received, dtype=torch.uint8).copy_(row[:size])
+        found.append(json.loads(received))
     return found
 
 
@@ -38,26 +40,26 @@ def together(
     collectives: Collectives,
     doing: str,
     action: Callable[[], Value],
-    tell: Callable[[Value], Any] | None = None,
+    share: Callable[[Value], Any] | None = None,
 ) -> tuple[Value, list[Any]]:
-    """Run `action` on every rank; if it raises on one, all raise. For all ranks.
+    """Run `action` on every rank; if it raises on one rank, all ranks raise. A collective.
 
     Args:
-        doing: begins the sentence of the error.
-        tell: what of the result the other ranks are to know, in JSON.
+        doing: the start of the error message.
+        share: the JSON value that is sent to the other ranks, computed from the result.
     Returns:
-        this rank's result, and what every rank told, in rank order.
+        this rank's result, and the shared values of all ranks, in rank order.
     Raises:
-        DamagedError or UsageError: where `action` raised nothing else on any rank; XdsError otherwise.
+        DamagedError or UsageError: if `action` raised nothing else on any rank; XdsError otherwise.
     """
     answer: dict[str, Any] = {}
     failure: Exception | None = None
     result: Value | None = None
     try:
         result = action()
-        answer["told"] = None if tell is None else tell(result)
+        answer["value"] = None if share is None else share(result)
     except PeerError:
-        raise  # the ranks cannot be asked any more
+        raise  # the ranks cannot communicate any more
     except Exception as error:
         failure = error
         text = str(error) if isinstance(error, XdsError) else f"{type(error).__name__}: {error}"
@@ -69,7 +71,7 @@ def together(
         widest = KINDS[max(one["kind"] for _, one in failed)]
         raise widest(_sentence(doing, failed, collectives.world_size)) from failure
     assert failure is None
-    return result, [one["told"] for one in answers]  # type: ignore[return-value]
+    return result, [one["value"] for one in answers]  # type: ignore[return-value]
 
 
 def _sentence(doing: str, failed: list[tuple[int, Any]], world_size: int) -> str:

@@ -1,9 +1,9 @@
-"""How a checkpoint's manifest becomes text and is read again.
+"""Writes and parses the manifest of a checkpoint.
 
     manifest.json   {"sha256": "...", "format": "xds-checkpoint", "version": 1, flats, files, state, ...}
 
-The sum is of the manifest's own bytes, with zeros in its place. A sum does not make it true: whoever parses a
-manifest gets one that has passed every rule of `manifest_checks`, or an error.
+The checksum covers the manifest's bytes, with zeros in place of the checksum itself. A correct checksum is not
+enough: `parse` returns a manifest that satisfies every rule of `manifest_checks`, or raises.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .saved_values import OwnValues, complaint, state_of
 
 HEAD = '{"sha256": "'
 NO_SUM = "0" * 64
-# pydantic reads a plain dataclass field by field, with its types; unknown keys are left alone
+# pydantic reads a plain dataclass field by field, with its types; unknown keys are ignored
 _READER = TypeAdapter(Manifest)
-# sums of the manifests that passed: a save with keep_last reads the same ones again and again
+# checksums of manifests that passed: a save with keep_last reads the same manifests repeatedly
 _SOUND: deque[str] = deque(maxlen=64)
 
 
@@ -60,10 +60,11 @@ def _with_sum(text: bytes, digest: str) -> bytes:
 
 
 def parse(text: bytes, source: str) -> Manifest:
-    """The manifest that `text` is.
+    """Parse and check a manifest.
 
     Raises:
-        DamagedError: its sum is wrong. UsageError: it is of a newer version. Both name `source`.
+        DamagedError: its checksum or its content is wrong.
+        UsageError: it has another version. Both messages name `source`.
     """
     digest = text[len(HEAD) : len(HEAD) + len(NO_SUM)].decode("ascii", "replace")
     if not text.startswith(HEAD.encode()):
@@ -87,7 +88,7 @@ def parse(text: bytes, source: str) -> Manifest:
 
 
 def _typed(text: bytes, source: str) -> Manifest:
-    """What is written there, each value of its type."""
+    """The manifest in `text`, with each value of its declared type."""
     try:
         raw = json.loads(text, parse_constant=_no_constant)
         if raw.get("format") != FORMAT or raw.get("version") != VERSION:
@@ -104,7 +105,7 @@ def _typed(text: bytes, source: str) -> Manifest:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(name)  # NaN and Infinity: not JSON, though Python reads them
+    raise ValueError(name)  # NaN and Infinity are not JSON, although Python reads them
 
 
 def _check_values(manifest: Manifest) -> None:
@@ -117,12 +118,12 @@ def _check_values(manifest: Manifest) -> None:
 
 
 def constants_to_json(constants: list[ConstantRange]) -> list[ConstantRange]:
-    """The same, with values that JSON can hold."""
+    """The constants with their values packed as JSON."""
     return [replace(one, value=pack(one.value, one.key, _no_tensor)) for one in constants]
 
 
 def constants_of(record: FileRecord) -> list[ConstantRange]:
-    """The constants of a file, with their values."""
+    """The constants of a file, with their values unpacked."""
     return [replace(one, value=unpack(one.value, _no_tensor)) for one in record.constants]
 
 
@@ -131,7 +132,7 @@ def _no_tensor(_: Any) -> Any:
 
 
 def catalogue_of(manifest: Manifest, source: str) -> Catalogue:
-    """What lies where. Raises DamagedError: two ranges claim the same elements; it names `source`."""
+    """The catalogue of all ranges. Raises DamagedError: two ranges hold the same elements; names `source`."""
     ranges = [one for record in manifest.files for one in record.ranges]
     constants = [one for record in manifest.files for one in constants_of(record)]
     try:

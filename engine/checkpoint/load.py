@@ -1,7 +1,7 @@
-"""Loading: every rank reads the ranges it needs, checks all of them, and only then changes anything.
+"""Loads a checkpoint: every rank reads and checks the ranges it needs before anything is changed.
 
 tag  ->  manifest  ->  plan by name and range  ->  verify every chunk  ->  fill  ->  publish, counters, RNG
-         all ranks go on, or all raise, and nothing has changed       |
+         all ranks continue, or all raise with nothing changed        |
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def load_checkpoint(
     options: LoadOptions,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `Engine.load_checkpoint`."""
-    if training.optimizer is None:  # this engine only infers
+    if training.optimizer is None:  # an engine for inference
         options = replace(options, load_optimizer_states=False)
     chosen = _choose(training.sharded.collectives, load_dir, tag, options)
     load_dir = Path(load_dir)
@@ -63,7 +63,7 @@ def load_checkpoint(
         log.warning(
             "no checkpoint loaded: there is no file `latest` in %s, and no tag was given%s",
             load_dir,
-            "" if options.fallback else "; fallback=True takes the newest that is there",
+            "" if options.fallback else "; fallback=True loads the newest checkpoint there",
         )
         return None, None
     refused: list[str] = []
@@ -80,7 +80,7 @@ def load_checkpoint(
 def _choose(
     collectives: Collectives, load_dir: str | Path, tag: str | None, options: LoadOptions
 ) -> str | None:
-    """The tag to load: rank 0 looks. None where nobody names one."""
+    """The tag to load, which rank 0 determines; None if neither the caller nor `latest` names one."""
 
     def look() -> str | None:
         folder = check_folder("load_dir", load_dir)
@@ -99,13 +99,13 @@ def _choose(
                 log.warning("there is no file `latest` in %s; falling back to %s", folder, found)
         return found
 
-    return together(collectives, DOING, look, tell=lambda found: found)[1][0]  # type: ignore[no-any-return]
+    return together(collectives, DOING, look, share=lambda found: found)[1][0]  # type: ignore[no-any-return]
 
 
 def _fall_back(
     collectives: Collectives, load_dir: Path, refused: list[str], error: DamagedError
 ) -> str:
-    """The newest checkpoint older than the ones refused, the same on every rank.
+    """The newest checkpoint that is older than the refused ones, the same on every rank.
 
     Raises DamagedError: there is none.
     """
@@ -113,7 +113,7 @@ def _fall_back(
     def look() -> str | None:
         return None if collectives.rank else older_checkpoint(load_dir, refused[-1], refused)
 
-    older: str | None = together(collectives, DOING, look, tell=lambda found: found)[1][0]
+    older: str | None = together(collectives, DOING, look, share=lambda found: found)[1][0]
     if older is None:
         raise DamagedError(
             f"{error}; there is no older checkpoint in {load_dir} to fall back to"
@@ -131,7 +131,7 @@ def _load(
         collectives,
         DOING,
         partial(_read, load_dir, tag),
-        tell=lambda m: [m.tag, m.files[0].path],
+        share=lambda m: [m.tag, m.files[0].path],
     )
     if any(digest != digests[0] for digest in digests):
         raise UsageError(
@@ -151,9 +151,9 @@ def _load(
             )
         plan.restore.begin()
         together(
-            collectives, f"{DOING}, half-way (load again before going on)", partial(_fill, plan)
+            collectives, f"{DOING}, half-way (load again before continuing)", partial(_fill, plan)
         )
-        undo.pop_all()  # from here on nothing refuses
+        undo.pop_all()  # nothing below can fail
         plan.restore.finish(plan.targets)
     set_buffers(plan)
     set_random(plan, training.device)
@@ -222,13 +222,13 @@ def _prepare(  # noqa: PLR0913
 
 
 def _check_files(plan: Plan, rank: int, opened: Callable[[int], CheckedFile]) -> None:
-    """Every byte that this rank needs is checked, and what is fresh is filled, file by file."""
+    """Check every byte that this rank needs, and fill new tensors, file by file."""
     by_file: dict[int, list[tuple[Copy, Tensor | None]]] = {}
     for target in plan.targets:
         receiver = target.receiver if target.is_fresh else None
         for copy in target.copies:
             by_file.setdefault(copy.file, []).append((copy, receiver))
-    # each rank begins with another file
+    # each rank starts with a different file
     for number in sorted(by_file, key=lambda number: (number < rank, number)):
         file = opened(number)
         file.check(by_file[number])
@@ -238,7 +238,7 @@ def _check_files(plan: Plan, rank: int, opened: Callable[[int], CheckedFile]) ->
 
 
 def _own(packed: Any, get: Any, options: LoadOptions) -> dict[str, Any]:
-    """This rank's own values; tensors that the options leave out are not read. Imports have none."""
+    """This rank's own values; tensors that the options exclude are not read. Imports have none."""
     wanted = ["buffers"]
     if not options.load_module_only:
         wanted += ["random", "data"]
@@ -251,7 +251,7 @@ def _own(packed: Any, get: Any, options: LoadOptions) -> dict[str, Any]:
 
 
 def _fill(plan: Plan) -> None:
-    """Only what is alive is left; its bytes are in the page cache now."""
+    """Fill the live tensors, which `_check_files` left; their bytes are in the page cache now."""
     by_file: dict[int, list[tuple[Copy, Tensor]]] = {}
     for target in plan.targets:
         for copy in target.copies if not target.is_fresh else ():

@@ -1,4 +1,4 @@
-"""Whether a checkpoint, which is sound by itself, fits this model and engine; said before anything changes."""
+"""Checks whether a valid checkpoint fits this model and engine, before anything is changed."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def check_names(
             "with load_module_strict=False"
         )
     if sentences and snapshot.rank == 0:
-        log.warning(
-            "%s is loaded in part: %s; the rest stays as it is", folder, "; ".join(sentences)
-        )
+        log.warning("%s is loaded in part: %s; all else is unchanged", folder, "; ".join(sentences))
 
 
 def check_state(
@@ -64,12 +62,12 @@ def check_state(
 
 
 def _check_optimizer(training: Training, saved: dict[str, Any] | None, folder: Path) -> None:
-    if saved is None:  # weights that were imported, or an engine that only inferred
+    if saved is None:  # imported weights, or saved by an engine for inference
         if training.sharded.collectives.rank == 0:
-            log.warning("%s has no optimizer states: they begin anew", folder)
+            log.warning("%s has no optimizer states: they start from zero", folder)
         return
     here = type(training.optimizer).__name__
-    # Adam and AdamW keep the same states; ours is called Adam in both cases
+    # Adam and AdamW have the same states; the class of xds is called Adam in both cases
     if here.removesuffix("W") != saved["type"].removesuffix("W"):
         raise UsageError(
             f"{folder} holds states of the optimizer {saved['type']}, and this engine has {here}: use "
@@ -94,7 +92,7 @@ def _check_optimizer(training: Training, saved: dict[str, Any] | None, folder: P
 
 
 def _are_alike(here: Any, there: Any) -> bool:
-    """Both are numbers, or texts, or as many of such; what only one has is as the other wants it."""
+    """Whether both are numbers, texts, or sequences of equal length of these. None matches anything."""
     if here is None or there is None:
         return True
     if isinstance(here, list | tuple) and isinstance(there, list | tuple):
@@ -113,7 +111,7 @@ def _is_number(value: Any) -> bool:
 
 
 def check_views(plan: Plan, targets: list[Target], folder: Path) -> None:
-    """Where elements share memory, the checkpoint has one value for them. After everything was read."""
+    """Check that elements that share memory have one value in the checkpoint. Call it after reading."""
     wrong = [target.name for target in targets if not target.fits()]
     own: Mapping[str, Tensor] = plan.own.get("buffers", {})
     for name, buffer in plan.restore.buffers():
@@ -123,12 +121,12 @@ def check_views(plan: Plan, targets: list[Target], folder: Path) -> None:
         raise UsageError(
             f"{folder} does not fit this model: {some_of(wrong)} are views whose elements share memory "
             "(expanded), and the checkpoint has different values for them; nothing was changed. Give the "
-            "module tensors of its own: tensor.clone()"
+            "module separate tensors: tensor.clone()"
         )
 
 
 def check_groups(catalogue: Catalogue, snapshot: Snapshot, folder: Path) -> None:
-    """Rates and decays are a group's, and a scheduler knows groups by their numbers."""
+    """Check that parameters are in the same groups: lr and weight decay belong to a group's number."""
     for flat in snapshot.flats:
         for slot in flat.slots if flat.kind == "param" and flat.trains else ():
             there = catalogue.group_of(slot.name)
@@ -149,7 +147,7 @@ def _check_accumulation(counters: Counters, plan: Plan, folder: Path) -> None:
         return
     raise UsageError(
         f"{folder} was saved in the middle of an accumulation, by {plan.manifest.world_size} ranks with "
-        f"gradient_accumulation_steps = {saved['accumulation_steps']}: half a step loads only with the same "
+        f"gradient_accumulation_steps = {saved['accumulation_steps']}: a partial step loads only with the same "
         "two numbers; load a checkpoint that was saved after a whole step, or use load_optimizer_states=False"
     )
 

@@ -1,8 +1,8 @@
-"""How a load takes effect on the engine: what may still refuse comes before the elements, and can be undone.
+"""Applies a loaded checkpoint to the engine. Steps that can fail come first and can be undone.
 
-groups, scheduler, loss scale, counters, loader       each leaves behind how it is undone
+groups, scheduler, loss scale, counters, loader       each registers how to undo it
 elements                                              load.py
-buffers of this rank, random generators               were checked: they cannot refuse
+buffers of this rank, random generators               checked before: they cannot fail
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ log = logging.getLogger("xds")
 def set_engine(
     training: Training, counters: Counters, plan: Plan, options: LoadOptions, undo: ExitStack
 ) -> None:
-    """Everything of an engine but its elements and random generators; `undo` takes it back when it is closed.
+    """Set all states except tensor elements and random generators; closing `undo` restores the former ones.
 
-    Raises UsageError: somebody's object does not take what it gave to the checkpoint.
+    Raises UsageError: an object of the user refuses its saved state.
     """
     saved = plan.state
     if training.optimizer is not None:  # a scheduler writes to the groups, too
@@ -62,13 +62,13 @@ def _taking(plan: Plan, what: str, action: Callable[[], None]) -> None:
     except Exception as error:
         reason = str(error) if isinstance(error, XdsError) else f"{type(error).__name__}: {error}"
         raise UsageError(
-            f"{plan.folder}: the saved state of {what} is not taken here; nothing was changed: {reason}"
+            f"{plan.folder}: the saved state of {what} is refused here; nothing was changed: {reason}"
         ) from error
 
 
 @torch.no_grad()
 def set_buffers(plan: Plan) -> None:
-    """Where this rank's buffers were not rank 0's, and it is the same rank, it gets its own."""
+    """Restore this rank's own buffers, where they differed from rank 0's and the ranks are the same."""
     own: dict[str, Tensor] = plan.own.get("buffers", {})
     for name, buffer in plan.restore.buffers():
         if name in own:
@@ -76,7 +76,7 @@ def set_buffers(plan: Plan) -> None:
 
 
 def set_random(plan: Plan, device: torch.device) -> None:
-    """Go on drawing where this rank was."""
+    """Restore this rank's random generators."""
     if "random" in plan.own:
         set_random_state(plan.own["random"], device)
 
@@ -85,7 +85,7 @@ def set_random(plan: Plan, device: torch.device) -> None:
 
 
 def _set_data(loader: Any, plan: Plan) -> None:
-    """The loader goes on: ours at any number of ranks, the user's where there was such a rank."""
+    """Restore the data position: of a loader of xds at any number of ranks, of a user's at the same ranks."""
     if keeps_position(loader) and "data" in plan.own:
         loader.load_state_dict(plan.own["data"])
         return
@@ -93,8 +93,8 @@ def _set_data(loader: Any, plan: Plan) -> None:
     was_kept = saved is not None or "data" in plan.manifest.files[0].own
     if was_kept and (saved is None or not resume_loader(loader, saved)):
         log.warning(
-            "the checkpoint's data position does not fit training_data: it starts anew%s",
-            "" if plan.is_same_world else " (a loader of one's own goes on at the same ranks only)",
+            "the checkpoint's data position does not fit training_data: it starts from the beginning%s",
+            "" if plan.is_same_world else " (a user's loader continues only at the same ranks)",
         )
 
 
@@ -107,14 +107,14 @@ def _set_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -
     for group, values in zip(optimizer.param_groups, saved, strict=True):
         for key, value in values.items():
             here = group.get(key)
-            if isinstance(here, Tensor):  # a learning rate that others hold stays that tensor
+            if isinstance(here, Tensor):  # other objects may reference a learning-rate tensor
                 here.copy_(torch.as_tensor(value).view(here.shape))
             else:
                 group[key] = value
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, tuple[Any, Tensor | None]]]:
-    """Every hyperparameter as it is, and what is in it, where it is a tensor."""
+    """Every hyperparameter, with a copy of its content if it is a tensor."""
     return [
         {
             key: (value, value.clone() if isinstance(value, Tensor) else None)
@@ -151,7 +151,7 @@ def _set_counters(
     counters.accumulation.resume(0)
     if here != saved["accumulation_steps"]:
         counters.micro_steps = saved["global_steps"] * here
-    counters.micro_steps -= counters.micro_steps % here  # half a step's gradients are not there
+    counters.micro_steps -= counters.micro_steps % here  # a partial step's gradients are not loaded
 
 
 __all__ = ["set_buffers", "set_engine", "set_random"]

@@ -1,4 +1,4 @@
-"""What a load is asked for, and one load on this rank, checked and ready."""
+"""The options of a load, and the checked plan of a load on this rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .io.checked_file import CheckedFile
 from .manifest import Manifest
 
 DOING = "load_checkpoint"
-MAX_NAMES = 50  # of a sentence
+MAX_NAMES = 50  # in one message
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What is to be loaded; the names are `Engine.load_checkpoint`'s."""
+    """What to load; the names are those of `Engine.load_checkpoint`."""
 
     load_module_strict: bool = True
     load_optimizer_states: bool = True
@@ -37,7 +37,7 @@ class LoadOptions:
 @final
 @dataclass(eq=False)
 class Plan:
-    """One load on this rank, checked and ready."""
+    """A load on this rank after all checks."""
 
     folder: Path
     manifest: Manifest
@@ -50,7 +50,7 @@ class Plan:
 
 
 def some_of(names: Iterable[str]) -> str:
-    """The first names in a sentence, and how many more there are."""
+    """The first names for a message, and how many more there are."""
     found = list(dict.fromkeys(names))
     more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
     return ", ".join(found[:MAX_NAMES]) + more

@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest says: its fields and their types."""
+"""The fields of a checkpoint's manifest, and their types."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from ...utils.schema.checked_types import Positive, Size, Text
 from ...zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
 
 FORMAT, VERSION = "xds-checkpoint", 1
-MAX_SECONDS = 250_000_000_000  # the year 9892: what Python has dates for
+MAX_SECONDS = 250_000_000_000  # the year 9892, near the end of Python's dates
 Seconds = Annotated[float, Field(strict=True, ge=0, lt=MAX_SECONDS)]
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One rank's file.
+    """The record of one rank's file.
 
-    path: its name in the checkpoint's folder. crc32: of every `chunk_bytes` of it, the last one shorter.
-    ranges, constants: what it holds of the flats. own: values of this rank alone, with tensors in the file.
+    path: its name in the checkpoint's folder.
+    crc32: one for each `chunk_bytes` of the file; the last chunk may be shorter.
+    ranges, constants: the parts of the flat buffers that it holds.
+    own: values of this rank alone; their tensors are in the file.
     """
 
     path: Text
@@ -34,9 +36,10 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint but the tensors. `state`: the engine's values; its tensors are in files[0].
+    """Everything of a checkpoint except the tensors.
 
-    saved_seconds: when it was saved, in Unix time; 0 where the writer did not say.
+    state: the engine's values; its tensors are in files[0].
+    saved_seconds: when it was saved, in Unix time; 0 if the writer did not record it.
     """
 
     format: Text
@@ -52,10 +55,10 @@ class Manifest:
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps taken before it was saved."""
+        """Optimizer steps taken before the save."""
         return int(self.state["counters"]["global_steps"])
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches seen before it was saved."""
+        """Micro-batches processed before the save."""
         return int(self.state["counters"]["micro_steps"])

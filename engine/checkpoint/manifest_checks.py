@@ -1,11 +1,11 @@
-"""What a manifest must say so that a checkpoint can be loaded: one set of rules, for every reader of it.
+"""The rules that a manifest must satisfy before a checkpoint is loaded.
 
-    types      pydantic, by the dataclasses' own annotations           format.py
-    numbers    flats, ranges, constants and files fit one another      here, when a manifest is parsed
-    values     the engine's state and what is a rank's own             saved_values.py, when it is parsed
-    tensors    each file holds what the manifest says of it            here, when a file is opened
+    types      pydantic, from the dataclasses' annotations             format.py
+    numbers    flats, ranges, constants and files are consistent       here, when a manifest is parsed
+    values     the engine's state and the values of each rank          saved_values.py, when it is parsed
+    tensors    each file holds the tensors that the manifest lists     here, when a file is opened
 
-All of it comes before anything is changed. Every function raises ValueError, whose text names the place.
+All checks run before anything is changed. Every function raises ValueError, whose text names the place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_ONES = 64  # dimensions of a tensor of one element
 
 
 def check_numbers(manifest: Manifest) -> None:
-    """Flats, ranges, constants and files fit one another."""
+    """Check that flats, ranges, constants and files are consistent."""
     _require(manifest.stage <= MAX_STAGE, "stage", manifest.stage)
     _require(manifest.world_size == len(manifest.files), "world_size", manifest.world_size)
     _check_flats(manifest.flats)
@@ -67,7 +67,7 @@ def _refuse_dtype(where: str, name: str) -> NoReturn:
 
 
 def _check_flats(flats: Iterable[SavedFlat]) -> None:
-    # the text of a place is made when it is wrong: there may be many thousands
+    # texts of places are built only for errors: there may be many thousands of places
     names: set[tuple[bool, str]] = set()
     for number, flat in enumerate(flats):
         if flat.kind not in KINDS:
@@ -86,7 +86,7 @@ def _check_flats(flats: Iterable[SavedFlat]) -> None:
 
 
 def _check_slots(number: int, flat: SavedFlat, names: set[tuple[bool, str]]) -> int:
-    """The elements of all slots; their names are added."""
+    """The number of elements of all slots; adds the slots' names to `names`."""
     total = 0
     is_state = flat.kind == "state"
     for slot in flat.slots:
@@ -184,7 +184,7 @@ def _check_constant(place: str, one: ConstantRange, flats: tuple[SavedFlat, ...]
 
 
 def check_tensors(manifest: Manifest, number: int, table: Mapping[str, Located]) -> None:
-    """File `number`, which has the tensors of `table`, holds what the manifest says of it."""
+    """Check that file `number`, with the tensors of `table`, holds what the manifest lists."""
     record = manifest.files[number]
     for one in record.ranges:
         there = table.get(one.tensor)
@@ -215,7 +215,7 @@ def _check_own(own: OwnValues, flats: tuple[SavedFlat, ...], table: Mapping[str,
 
 
 def check_own_names(where: str, own: OwnValues, flats: tuple[SavedFlat, ...]) -> None:
-    """What is a rank's own is of flats that there are."""
+    """Check that a rank's own values belong to existing flats."""
     buffers = {_first(flat) for flat in flats if flat.kind == "buffer"}
     for name in own.buffers:
         _require(name in buffers, f"{where}.own: a buffer", name)

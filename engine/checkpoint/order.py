@@ -1,4 +1,4 @@
-"""Which of several checkpoints is the newest: the one whose training is further. Clocks may go back."""
+"""Orders checkpoints by training progress, not by the clock, which may go backwards."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .manifest import Manifest
 
 
 def newest_first(found: Iterable[Manifest]) -> list[Manifest]:
-    """By steps, then micro-batches. Of one point of the training: by the numbers in tags of one kind.
+    """Sort by steps, then by micro-batches, then by the numbers in tags of the same kind.
 
-    Only where tags of different kinds ("best", "global_step7") name the same point does the clock say which of
-    these kinds comes first.
+    The clock decides only between tags of different kinds ("best", "global_step7") of the same step and
+    micro-batch.
     """
     manifests = list(found)
-    times: dict[tuple[int, int, str], float] = {}  # of the points and kinds
+    times: dict[tuple[int, int, str], float] = {}  # by (steps, micro-batches, kind)
     for one in manifests:
         times[_place(one)] = max(times.get(_place(one), 0.0), one.saved_seconds)
 
@@ -27,7 +27,7 @@ def newest_first(found: Iterable[Manifest]) -> list[Manifest]:
 
 
 def kind_of(tag: str) -> str:
-    """The tag but for the numbers in it: "global_step300" and "global_step310" are of one kind."""
+    """The tag without its numbers: "global_step300" and "global_step310" are of one kind."""
     return re.sub(r"[0-9]+", "0", tag)
 
 

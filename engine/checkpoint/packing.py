@@ -1,4 +1,4 @@
-"""Values as JSON: what JSON has no word for is an object with one key. Nothing in it can be executed.
+"""Packs Python values and tensors as JSON. Types that JSON lacks become an object with one key, never code.
 
 {"$tensor": "engine/0"}   {"$tuple": [...]}   {"$float": "inf"}   {"$items": [[key, value]]}   {"$counter": ...}
 """
@@ -17,16 +17,16 @@ from .io.tensor_table import check_storable, shown
 
 TAGS = ("$tensor", "$tuple", "$float", "$items", "$counter")
 FLOATS = ("inf", "-inf", "nan")
-MAX_DEPTH = 100  # of values in values: Python and its JSON count calls
-SURROUNDING = 8  # values that the manifest puts around what was packed
-MAX_BITS = 10_000  # of a number: Python writes no larger ones as text
+MAX_DEPTH = 100  # of nested values: Python's recursion limit also applies to its JSON functions
+SURROUNDING = 8  # levels of the manifest around a packed value
+MAX_BITS = 10_000  # of an integer: Python does not convert much larger ones to text
 
 
 def pack(value: Any, where: str, put: Callable[[Tensor], str], depth: int = 0) -> Any:
-    """`value` as JSON; `put` takes every tensor in it and says its name.
+    """`value` as JSON; `put` stores each tensor in it and returns its name.
 
     Raises:
-        UsageError: something in it is neither JSON nor a tensor; the sentence begins with its place, `where`.
+        UsageError: a part of it is neither JSON nor a tensor; the message begins with its place, `where`.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -44,8 +44,8 @@ def pack(value: Any, where: str, put: Callable[[Tensor], str], depth: int = 0) -
         return {"$tensor": put(value)}
     if depth >= MAX_DEPTH:
         raise UsageError(
-            f"{where[:200]}... lies more than {MAX_DEPTH} values deep, or in itself: a checkpoint holds values "
-            "in values so often; flatten it"
+            f"{where[:200]}... is nested more than {MAX_DEPTH} levels deep, or contains itself: a checkpoint "
+            f"holds at most {MAX_DEPTH} levels; flatten it"
         )
     if isinstance(value, list | tuple):
         items = [pack(item, f"{where}[{at}]", put, depth + 1) for at, item in enumerate(value)]
@@ -77,14 +77,14 @@ def _pack_mapping(
 
 
 def unpack(value: Any, get: Callable[[str], Any], depth: int = 0) -> Any:
-    """What `pack` made JSON of; `get` gives the tensor of a name.
+    """The value that `pack` converted to JSON; `get` returns the tensor of a name.
 
-    Raises ValueError: `pack` does not make such.
+    Raises ValueError: `pack` cannot have written it.
     """
     if not isinstance(value, list | dict):
         return value
     if depth > MAX_DEPTH + SURROUNDING:
-        raise ValueError(f"its values lie more than {MAX_DEPTH} deep")
+        raise ValueError(f"its values are nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, list):
         return [unpack(item, get, depth + 1) for item in value]
     if len(value) == 1 and next(iter(value)) in TAGS:

@@ -1,4 +1,4 @@
-"""The state of every random generator a training script draws from, as tensors and JSON values."""
+"""The states of the random generators that a training script uses, as tensors and JSON values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUMPY_NAME, NUMPY_WORDS, NUMPY_MAX_POSITION = "MT19937", 624, 624
 
 
 def read_random_state(device: torch.device) -> dict[str, Any]:
-    """torch's CPU generator, that of `device`, Python's, and numpy's old global one where it is imported."""
+    """The states of torch's CPU generator, that of `device`, Python's, and numpy's global one if imported."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -31,7 +31,7 @@ def read_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def check_random_state(state: dict[str, Any], source: str) -> None:
-    """Raises DamagedError: a generator would refuse `state`; the sentence begins with `source`."""
+    """Raises DamagedError: a generator would refuse `state`; the message begins with `source`."""
     try:
         torch.Generator().set_state(state["torch"])
         python = state["python"]
@@ -48,7 +48,7 @@ def check_random_state(state: dict[str, Any], source: str) -> None:
 
 
 def _check_numpy(saved: dict[str, Any]) -> None:
-    """numpy may not be imported here; what it would refuse is little."""
+    """Check numpy's state without numpy, which may not be imported."""
     words, (position, has_gauss, _) = saved["words"], saved["rest"]
     is_right = (
         saved["name"] == NUMPY_NAME
@@ -67,7 +67,7 @@ def _python_state(saved: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Go on drawing where `state` was read. Generators that are not in it are left alone."""
+    """Set the generators to `state`. Generators that it does not contain are not changed."""
     torch.set_rng_state(state["torch"])
     random.setstate(_python_state(state["python"]))
     if "cuda" in state and device.type == "cuda":

@@ -1,6 +1,6 @@
-"""Saving: every rank streams its share into a fresh folder, rank 0 commits it, `latest` comes last.
+"""Saves a checkpoint: every rank writes its share into a new folder, rank 0 commits it and updates `latest`.
 
-prepare  ->  folder  ->  write, fsync  ->  commit  ->  latest        each step: all ranks, or all raise
+prepare  ->  folder  ->  write, fsync  ->  commit  ->  latest        each step: on all ranks, or all raise
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .training import Training
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How a checkpoint is saved; the names are `Engine.save_checkpoint`'s."""
+    """How to save; the names are those of `Engine.save_checkpoint`."""
 
     save_latest: bool = True
     exclude_frozen_parameters: bool = False
@@ -46,7 +46,7 @@ class SaveOptions:
 @final
 @dataclass(eq=False)
 class _Content:
-    """What this rank is going to write."""
+    """The tensors and values that this rank writes."""
 
     snapshot: Snapshot
     entries: list[Entry] = field(default_factory=list)
@@ -55,7 +55,7 @@ class _Content:
     own: Any = None
 
     def put(self, prefix: str, tensor: Tensor) -> str:
-        """Add a tensor that no flat holds; its name."""
+        """Add a tensor that is in no flat buffer, and return its name."""
         name = f"{prefix}/{len(self.entries)}"
         self.entries.append(Entry(name, tensor, 0, tensor.numel()))
         return name
@@ -75,8 +75,8 @@ class _Content:
 
 
 @dataclass(frozen=True, eq=False)
-class _Words:
-    """What the manifest will say of this rank's tensors. It holds none of them, nor the engine."""
+class _Description:
+    """The manifest's entries for this rank's tensors. It references neither the tensors nor the engine."""
 
     flats: tuple[SavedFlat, ...]
     ranges: tuple[Range, ...]
@@ -85,7 +85,7 @@ class _Words:
     own: Any
 
     @classmethod
-    def of(cls, content: _Content) -> _Words:
+    def of(cls, content: _Content) -> _Description:
         return cls(
             tuple(content.snapshot.flats),
             tuple(content.ranges),
@@ -116,19 +116,19 @@ def save_checkpoint(
             claims.append(make_folder(folder, name))
         return content, folder, name
 
-    def tell(prepared: tuple[_Content, Path, str]) -> Any:
+    def share(prepared: tuple[_Content, Path, str]) -> Any:
         content, _, name = prepared
         return [name, [claim.folder.name for claim in claims], _buffer_sums(content.snapshot)]
 
     try:
-        (content, folder, name), told = together(collectives, DOING, prepare, tell)
-        _check_same_tag([tags for tags, _, _ in told])
+        (content, folder, name), shared = together(collectives, DOING, prepare, share)
+        _check_same_tag([tags for tags, _, _ in shared])
     except BaseException:
         for claim in claims:
             discard(claim.folder)
             claim.release()
         raise
-    first, mine = told[0], told[collectives.rank]
+    first, mine = shared[0], shared[collectives.rank]
     _add_own(
         content, training, [here != there for here, there in zip(mine[2], first[2], strict=True)]
     )
@@ -141,8 +141,8 @@ def save_checkpoint(
             tag=name,
             save_latest=options.save_latest,
             entries=content.entries,
-            record=partial(_record, _Words.of(content)),
-            manifest=partial(_manifest, name, training.stage, _Words.of(content)),
+            record=partial(_record, _Description.of(content)),
+            manifest=partial(_manifest, name, training.stage, _Description.of(content)),
         )
     )
 
@@ -165,12 +165,12 @@ def _prepare(
     client_state: Mapping[str, Any] | None,
     options: SaveOptions,
 ) -> _Content:
-    """Everything that can be refused is refused here, before a file is touched."""
+    """Collect the content. All refusals happen here, before any file is written."""
     training.saver.wait()
     if training.sharded.has_seen_backward:
         raise UsageError(
-            "save_checkpoint() between backward() and step(): the gradients of this micro-batch would count "
-            "for half; call step() first"
+            "save_checkpoint() between backward() and step(): the gradients of this micro-batch would be "
+            "incomplete; call step() first"
         )
     training.sharded.settle_reductions()
     training.updater.take_edits()
@@ -188,7 +188,7 @@ def _prepare(
     packed["client_state"] = pack(dict(client_state or {}), "client_state", put)
     if snapshot.rank == 0:
         content.state = packed
-    else:  # it was packed to be refused on every rank alike
+    else:  # packed on every rank so that all ranks refuse the same values
         content.entries = [
             entry for entry in content.entries if not entry.name.startswith("engine/")
         ]
@@ -237,7 +237,7 @@ def _buffer_sums(snapshot: Snapshot) -> list[int]:
 
 
 def _add_own(content: _Content, training: Training, differing: list[bool]) -> None:
-    """What is this rank's alone: random generators, sums not reduced yet, buffers that are not rank 0's."""
+    """Add this rank's own values: random generators, unreduced gradients, buffers that differ from rank 0's."""
     snapshot = content.snapshot
     buffers = {
         snapshot.flats[block.flat].slots[0].name: block.tensor
@@ -254,19 +254,19 @@ def _add_own(content: _Content, training: Training, differing: list[bool]) -> No
     content.own = pack(own, "own", partial(content.put, "own"))
 
 
-def _record(words: _Words, name: str, sums: Sums) -> FileRecord:
+def _record(description: _Description, name: str, sums: Sums) -> FileRecord:
     return FileRecord(
         path=name,
         size_bytes=sums.size_bytes,
         chunk_bytes=sums.chunk_bytes,
         crc32=sums.crc32,
-        ranges=words.ranges,
-        constants=words.constants,
-        own=words.own,
+        ranges=description.ranges,
+        constants=description.constants,
+        own=description.own,
     )
 
 
-def _manifest(tag: str, stage: int, words: _Words, files: list[FileRecord]) -> Manifest:
+def _manifest(tag: str, stage: int, description: _Description, files: list[FileRecord]) -> Manifest:
     from ...utils.version import __version__
 
     return Manifest(
@@ -276,8 +276,8 @@ def _manifest(tag: str, stage: int, words: _Words, files: list[FileRecord]) -> M
         tag=tag,
         world_size=len(files),
         stage=stage,
-        flats=words.flats,
+        flats=description.flats,
         files=tuple(files),
-        state=words.state,
+        state=description.state,
         saved_seconds=time.time(),
     )

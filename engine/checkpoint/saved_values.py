@@ -1,7 +1,7 @@
-"""The values of a checkpoint that are no elements of flats: what types they have, what tensors they name.
+"""Types of a checkpoint's values outside of flat buffers, and the tensors that they reference.
 
-The engine's state (counters, loss scale, optimizer, ...) and what is a rank's own (random generators, ...), as
-JSON of `packing`. A tensor in them is a `Named` until it is read from its file.
+These are the engine's state (counters, loss scale, optimizer, ...) and each rank's own values (random
+generators, ...), packed as JSON by `packing`. A tensor in them is a `Named` until it is read from its file.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ Saved = InstanceOf[Named]
 
 @dataclass(frozen=True)
 class Counters:
-    """What the engine counts. After how many micro steps it steps; whether it was in between.
+    """The engine's counters.
 
-    accumulated: how many of them it was behind; older checkpoints do not say.
+    accumulation_steps: micro-batches per step.
+    is_accumulating: saved within a step.
+    accumulated: micro-batches of that step already processed; older checkpoints do not contain it.
     """
 
     global_steps: Size
@@ -67,7 +69,7 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class SchedulerState:
-    """What a scheduler's state_dict() gave."""
+    """The result of a scheduler's state_dict()."""
 
     type: ClassName
     state: Any
@@ -75,7 +77,7 @@ class SchedulerState:
 
 @dataclass(frozen=True)
 class EngineState:
-    """All of the manifest's `state`."""
+    """The manifest's `state`."""
 
     counters: Counters
     loss_scale: dict[Text, Any]
@@ -87,7 +89,7 @@ class EngineState:
 
 @dataclass(frozen=True)
 class PythonState:
-    """Of `random`."""
+    """The state of Python's `random`."""
 
     version: Whole
     words: Saved
@@ -96,7 +98,7 @@ class PythonState:
 
 @dataclass(frozen=True)
 class NumpyState:
-    """Of numpy's old global generator: position, has_gauss and cached are the rest."""
+    """The state of numpy's global generator. rest: position, has_gauss and the cached value."""
 
     name: Text
     words: Saved
@@ -115,7 +117,7 @@ class RandomState:
 
 @dataclass(frozen=True)
 class GradState:
-    """Sums of a flat that no reduction has taken, and of which slots."""
+    """Gradients of a flat buffer that are not reduced yet, and which slots they fill."""
 
     local: Saved
     filled: list[Flag]
@@ -123,7 +125,7 @@ class GradState:
 
 @dataclass(frozen=True)
 class OwnValues:
-    """What is a rank's own; all of it is missing in an import."""
+    """A rank's own values; imports have none."""
 
     random: RandomState | None = None
     buffers: dict[Text, Saved] = field(default_factory=dict)
@@ -131,7 +133,7 @@ class OwnValues:
 
     @classmethod
     def of(cls, packed: Any) -> OwnValues:
-        """The values that `packed` holds. Raises ValueError: it does not hold such."""
+        """The values in `packed`. Raises ValueError: it has another form."""
         _check_plain(packed, "own")
         found: OwnValues = _read(_OWN, unpack(packed, Named), "own")
         return found
@@ -141,13 +143,13 @@ _STATE, _SCALE, _OWN = TypeAdapter(EngineState), TypeAdapter(ScaleState), TypeAd
 
 
 def state_of(packed: Any) -> EngineState:
-    """The engine's state that `packed` holds. Raises ValueError: it does not hold one."""
+    """The engine's state in `packed`. Raises ValueError: it has another form."""
     _check_plain(packed, "state")
     for key in ("counters", "optimizer"):
         if packed.get(key) is not None:
             _check_plain(packed[key], f"state.{key}")
     state: EngineState = _read(_STATE, unpack(packed, Named), "state")
-    if state.loss_scale:  # {}: no scale that changes
+    if state.loss_scale:  # {}: the scale is not dynamic
         _read(_SCALE, state.loss_scale, "state.loss_scale")
     for group in state.optimizer.groups if state.optimizer is not None else ():
         if "params" in group:
@@ -156,7 +158,7 @@ def state_of(packed: Any) -> EngineState:
 
 
 def _check_plain(packed: Any, where: str) -> None:
-    """Its keys are text as they stand there: who reads one value of it need not unpack all."""
+    """Check that its keys are plain text, so that one value can be read without unpacking all."""
     if not isinstance(packed, dict) or any(key.startswith("$") for key in packed):
         raise ValueError(f"{where} is {shown(packed)}, and not a table of values")
 
@@ -169,7 +171,7 @@ def _read(reader: TypeAdapter[Any], value: Any, where: str) -> Any:
 
 
 def complaint(error: ValidationError, where: str = "") -> str:
-    """The first thing that is wrong, in one line."""
+    """The first error, in one line."""
     first = error.errors(include_url=False)[0]
     places = [f"[{one}]" if isinstance(one, int) else f".{one}" for one in first["loc"]]
     place = (where + "".join(places)).lstrip(".") or "it"
@@ -179,7 +181,7 @@ def complaint(error: ValidationError, where: str = "") -> str:
 
 
 def names_in(packed: Any) -> Iterator[str]:
-    """Every tensor that a packed value names."""
+    """The names of all tensors in a packed value."""
     found: list[str] = []
     unpack(packed, found.append)
     return iter(found)

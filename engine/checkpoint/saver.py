@@ -1,4 +1,4 @@
-"""How a prepared checkpoint reaches the disk: at once, with every rank waiting for every other."""
+"""Writes a prepared checkpoint: the interface of all savers, and the one that blocks until the commit."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ _RECORD = TypeAdapter(FileRecord)
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One checkpoint of which all is known but the sums.
+    """One checkpoint to write; everything except the checksums is known.
 
-    folder: where the ranks write; it becomes save_dir / tag. claim: rank 0's, on it.
-    record: makes this rank's record of the sums of its file; manifest: makes the whole of all records.
+    folder: where the ranks write; it becomes save_dir / tag.
+    claim: rank 0's lock on the folder.
+    record: builds this rank's record from its file's checksums.
+    manifest: builds the manifest from all records.
     """
 
     collectives: Collectives
@@ -46,7 +48,7 @@ class Job:
         return self.collectives.rank == 0
 
     def end(self, *, discards: bool) -> None:
-        """Let go of the folder, after removing it where the save failed."""
+        """Release the folder; remove it first if the save failed."""
         if self.claim is not None:
             if discards:
                 discard(self.folder)
@@ -57,14 +59,14 @@ class Job:
         """This rank's file."""
         return self.folder / file_name(self.folder, self.collectives.rank)
 
-    def told(self, sums: Sums) -> dict[str, Any]:
-        """This rank's record, in JSON."""
+    def record_json(self, sums: Sums) -> dict[str, Any]:
+        """This rank's record, as JSON."""
         return record_to_json(self.record(self.path.name, sums))
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far this rank is with the file it writes in the background."""
+    """How much of its file this rank has written in the background."""
 
     tag: str
     written_bytes: int
@@ -72,17 +74,17 @@ class Progress:
 
 
 class Saver(ABC):
-    """Writes jobs, and keeps the last `keep_last` checkpoints of a kind; 0 keeps all."""
+    """Writes checkpoints, and keeps the last `keep_last` checkpoints of a kind; 0 keeps all."""
 
     def __init__(self, keep_last: int) -> None:
         self._keep_last = keep_last
 
     @abstractmethod
     def save(self, job: Job) -> None:
-        """Take over a job. A collective; raises on all ranks or on none."""
+        """Write a checkpoint, or start to. A collective; raises on all ranks or on none."""
 
     def finish(self, job: Job, records: Sequence[Any]) -> None:
-        """Every rank's file is durable: commit, point, clean up. Rank 0 alone."""
+        """Commit, update `latest`, prune. Only on rank 0, after every rank's file is durable."""
         files = [_RECORD.validate_python(record) for record in records]
         commit(job.folder, job.save_dir, job.manifest(files))
         if job.save_latest:
@@ -93,7 +95,7 @@ class Saver(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises XdsError, once: a save in the background has failed."""
+        """Raises XdsError, once, if a save in the background has failed."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -105,7 +107,7 @@ class Saver(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait, and let go of everything. Raises what `check` raises."""
+        """Wait, and release all resources. Raises what `check` raises."""
 
 
 @final
@@ -119,7 +121,7 @@ class Direct(Saver):
                 job.collectives,
                 DOING,
                 lambda: write_tensors(job.path, job.entries),
-                tell=job.told,
+                share=job.record_json,
             )
             together(
                 job.collectives,

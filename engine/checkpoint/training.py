@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an engine: the objects whose states are saved and loaded."""
+"""The objects of an engine whose states a checkpoint saves and loads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .saver import Saver
 
 
 class Scheduler(Protocol):
-    """What the engine calls on a learning-rate schedule."""
+    """The methods of a learning-rate schedule that the engine calls."""
 
     def step(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Training:
-    """The states of one engine, each with its owner. optimizer: None where the model is frozen."""
+    """The objects that own the states of one engine. optimizer: None if the model is frozen."""
 
     module: nn.Module
     sharded: ShardedModel

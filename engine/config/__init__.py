@@ -1,1 +1,1 @@
-"""The JSON config: its sections, how they are read, checked and explained. Nothing here imports torch."""
+"""The JSON config: its sections, their checks and their documentation. Nothing here imports torch."""

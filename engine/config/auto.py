@@ -1,10 +1,10 @@
-"""The value "auto": filled by an integration, answered by a rule, or refused by name.
+"""The value "auto": filled by an integration, computed, or refused.
 
-1. `Config.load(source, auto={"optimizer.params.lr": 1e-4})` fills it where the file says "auto".
+1. `Config.load(source, auto={"optimizer.params.lr": 1e-4})` fills keys whose value is "auto".
 2. The batch sizes are computed from one another and the world size.
 3. `gradient_clipping` becomes 1.0, the value that Trainer and Accelerate fill in by default.
-4. Where only the training script can know (`MUST_BE_FILLED`), it is refused by name.
-5. Everywhere else it means the default of xds.
+4. "auto" is an error for keys that only the training script can know (`MUST_BE_FILLED`).
+5. For all other keys it means the default of xds.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def fill_auto(
     canonical: Callable[[str], str],
     report: Report,
 ) -> dict[str, Any]:
-    """`data` (changed in place) with each "auto" filled, answered or complained about.
+    """`data` (changed in place) with each "auto" filled, computed or reported as an error.
 
-    `canonical` maps a key path to the spelling by which `given` is searched.
+    `canonical` maps a key path to its canonical spelling, which is looked up in `given`.
     """
     values = {canonical(path): value for path, value in given.items()}
 
@@ -52,9 +52,9 @@ def fill_auto(
             if isinstance(value, dict):
                 walk(value, here)
             elif isinstance(value, str) and value.casefold() == AUTO:
-                _settle(section, key, here, canonical(here))
+                fill(section, key, here, canonical(here))
 
-    def _settle(section: dict[str, Any], key: str, here: str, name: str) -> None:
+    def fill(section: dict[str, Any], key: str, here: str, name: str) -> None:
         if name in values:
             section[key] = plain(values[name])
             return
@@ -75,7 +75,7 @@ def fill_auto(
 
 
 def note_auto(report: Report, shown_default: Callable[[str], str]) -> None:
-    """One note for each key that "auto" left at the default."""
+    """Add a note for each "auto" that means the default."""
     for path in report.auto_keys:
         default = shown_default(path)
         if path not in COMPUTED and default != '"auto"':

@@ -1,7 +1,7 @@
-"""The three batch sizes: the global one is micro-batch x accumulation steps x data-parallel ranks.
+"""The three batch sizes: train_batch_size = micro-batch x accumulation steps x data-parallel ranks.
 
-DeepSpeed's rules. Any two give the third; train_batch_size alone or the micro-batch alone means no
-accumulation; gradient_accumulation_steps alone is too little. 0 stands for "not given".
+DeepSpeed's rules: any two give the third. train_batch_size alone, or the micro-batch alone, means no
+accumulation. gradient_accumulation_steps alone is not enough. 0 means "not given".
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ STEPS = "gradient_accumulation_steps"
 def solve_batch(
     train: int, micro: int, steps: int, world_size: int, auto: tuple[str, ...] = ()
 ) -> tuple[tuple[int, int, int], list[str]]:
-    """((train, micro, steps), complaints). Sizes in samples; complete when there is no complaint.
+    """((train, micro, steps), complaints). Sizes are in samples, and complete if there is no complaint.
 
-    `auto` are the keys that stand at "auto", for the complaint.
+    `auto`: the keys whose value is "auto", for the message.
 
     >>> solve_batch(32, 4, 0, 2)
     ((32, 4, 4), [])
     """
     if not train and not micro:
-        alone = f" ({STEPS} = {steps} alone is too little)" if steps else ""
+        alone = f" ({STEPS} = {steps} alone is not enough)" if steps else ""
         if auto:
             alone += f' ("auto" for {" and ".join(auto)} cannot be computed)'
         return (train, micro, steps), [
             f"{TRAIN}: no batch size is given{alone}; write {TRAIN} "
-            f"(samples a step over all ranks) or {MICRO} (samples a rank and forward)"
+            f"(samples per step over all ranks) or {MICRO} (samples per rank and forward)"
         ]
     if train and micro and steps:
         return (train, micro, steps), _check_all(train, micro, steps, world_size)

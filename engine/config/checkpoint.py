@@ -1,4 +1,4 @@
-"""The section `checkpoint` of the config: how checkpoints are written and kept. Nothing here imports torch."""
+"""The config section `checkpoint`. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...utils.schema.section import Section
 
 @final
 class Checkpoint(Section):
-    """How `save_checkpoint` writes, and how many checkpoints stay."""
+    """How `save_checkpoint` writes checkpoints, and how many it keeps."""
 
     others: ClassVar[Mapping[str, Entry]] = {
         "tag_validation": NoEffect(
@@ -22,8 +22,8 @@ class Checkpoint(Section):
         ),
         "load_universal": Refused(
             FLAG,
-            "reading DeepSpeed's universal checkpoints is not there yet; set it to false: what xds saves loads "
-            "at any stage and number of ranks without it, and `xds checkpoint import` reads DeepSpeed's own",
+            "reading DeepSpeed's universal checkpoints is not supported yet; set it to false: checkpoints of "
+            "xds load at any stage and number of ranks without it; `xds checkpoint import` reads DeepSpeed's",
             harmless=(False,),
         ),
         "use_node_local_storage": Refused(
@@ -31,31 +31,32 @@ class Checkpoint(Section):
         ),
         "parallel_write": Group(
             {"pipeline_stage": NoEffect(FLAG, "every rank writes its share", same=(False,))},
-            "who writes",
+            "which ranks write",
         ),
         "checkpoint_serialization": NoEffect(
             FLAG, "checkpoints are safetensors files and JSON; nothing is pickled", same=(True,)
         ),
         "async_io": NoEffect(FLAG, "checkpoint.async_save writes in the background", same=(False,)),
-        "writer": NoEffect(OBJECT, "there is one way of writing"),
+        "writer": NoEffect(OBJECT, "there is only one writer"),
     }
 
     async_save: Annotated[bool, FLAG] = Field(
         False,
-        description="save_checkpoint returns once the states are copied to host memory; they are written in "
+        description="save_checkpoint returns after the states are copied to host memory; they are written in "
         "the background",
     )
     keep_last: Annotated[int, whole(0)] = Field(
         0,
-        description="checkpoints that stay of those whose tags differ in their numbers alone; 0 keeps all",
+        description="how many checkpoints are kept among those whose tags differ only in their numbers; 0 "
+        "keeps all",
     )
     preemption_save_dir: Annotated[str, TEXT] = Field(
         "",
-        description="after SIGTERM or SIGUSR1 to any rank, all ranks save there at the same step and leave "
-        'with exit code 143; "": such a signal ends the process as usual',
+        description="after SIGTERM or SIGUSR1 to any rank, all ranks save there at the same step and exit "
+        'with code 143; "": such a signal ends the process as usual',
     )
     preemption_seconds: Annotated[float, number(above=0)] = Field(
         30.0,
-        description="a rank that has not saved so long after the signal leaves without; the launcher waits "
-        "as long",
+        description="a rank that has not saved this many seconds after the signal exits without saving; the "
+        "launcher waits as long",
     )

@@ -1,4 +1,4 @@
-"""The section `compile` of the config: torch.compile for each found block. Nothing here imports torch."""
+"""The config section `compile`: torch.compile for each of the model's blocks. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _read_kwargs(value: object) -> dict[str, Any]:
     found: dict[str, Any] = OBJECT.read(value)
     unknown = sorted(set(found) - set(_ARGUMENTS))
     if unknown:
-        raise ValueError(f"must be {_KWARGS.need}; {unknown[0]} is none of them")
+        raise ValueError(f"must be {_KWARGS.need}; {unknown[0]} is not one of them")
     read = {}
     for name, inner in found.items():
         try:
@@ -42,12 +42,12 @@ _KWARGS = Rule(f"an object with arguments of torch.compile ({', '.join(_ARGUMENT
 
 @final
 class Compile(Section):
-    """torch.compile of each found block, in place; a model without blocks is compiled as a whole."""
+    """torch.compile of each block of the model, in place; a model without blocks is compiled as a whole."""
 
     others: ClassVar[Mapping[str, Entry]] = {
         "deepcompile": Refused(
             FLAG,
-            "DeepCompile is not there yet; set it to false and compile.enabled to true",
+            "DeepCompile is not supported yet; set it to false and compile.enabled to true",
             harmless=(False,),
         ),
         "disable": Refused(
@@ -65,25 +65,25 @@ class Compile(Section):
         "passes": Detail(LIST),
     }
 
-    enabled: Flag = Field(False, description="the forward of each found block is compiled")
+    enabled: Flag = Field(False, description="the forward of each block is compiled")
     backend: Annotated[str, TEXT] = Field(
         INDUCTOR, description="a backend of torch.compile, by name"
     )
     mode: Annotated[
         Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None,
         _MODE,
-    ] = Field(None, description="torch.compile's mode; for the backend inductor alone")
+    ] = Field(None, description="torch.compile's mode; only for the backend inductor")
     dynamic: Annotated[bool | None, _DYNAMIC] = Field(
-        None, description="true compiles for any shape, false for each; null: torch decides"
+        None, description="true compiles for any shape, false for each shape; null: torch decides"
     )
-    fullgraph: Flag = Field(False, description="a block that is not one graph is an error")
+    fullgraph: Flag = Field(False, description="a block that is not a single graph is an error")
     kwargs: Annotated[dict[str, Any], _KWARGS] = Field(
         default_factory=dict,
-        description="more arguments of torch.compile, as DeepSpeed spells them",
+        description="further arguments of torch.compile, as in DeepSpeed",
     )
 
     def arguments(self) -> dict[str, Any]:
-        """What torch.compile gets beside the backend; only what differs from its defaults."""
+        """The arguments of torch.compile besides the backend that differ from its defaults."""
         own = {"mode": self.mode, "dynamic": self.dynamic, "fullgraph": self.fullgraph or None}
         merged = {**{k: v for k, v in own.items() if v is not None}, **self.kwargs}
         plain = {"mode": (None, _DEFAULT_MODE), "dynamic": (None,), "fullgraph": (False,)}
@@ -91,7 +91,7 @@ class Compile(Section):
 
 
 def check_compile(section: Compile, stage: int, report: Report, path: str = "compile") -> None:
-    """What no key of the section can see alone. A section that is switched off says nothing."""
+    """Check keys that depend on one another or on the ZeRO stage; nothing if the section is disabled."""
     if not section.enabled:
         return
     for name in section.kwargs:
@@ -99,7 +99,7 @@ def check_compile(section: Compile, stage: int, report: Report, path: str = "com
             report.complain(
                 f"{path}.kwargs.{name}",
                 section.kwargs[name],
-                f"says the same as {path}.{name}: remove one of the two",
+                f"repeats {path}.{name}: remove one of the two",
             )
     arguments = section.arguments()
     mode = arguments.get("mode")
@@ -109,7 +109,7 @@ def check_compile(section: Compile, stage: int, report: Report, path: str = "com
         report.complain(
             f"{path}.mode",
             mode,
-            f'is for the backend "{INDUCTOR}" alone, and {path}.backend = "{section.backend}"; remove one',
+            f'is only for the backend "{INDUCTOR}", but {path}.backend = "{section.backend}"; remove one',
         )
     recorder = _records_graphs(section.backend, arguments)
     if recorder is not None and stage == 3:
@@ -117,8 +117,8 @@ def check_compile(section: Compile, stage: int, report: Report, path: str = "com
         report.complain(
             f"{path}.{where}",
             value,
-            "records CUDA graphs, which need parameters that stay where they are, and stage 3 gathers them "
-            'anew for each use; take "max-autotune-no-cudagraphs" or a lower stage',
+            "records CUDA graphs, which need parameters at fixed addresses, but stage 3 gathers them for each "
+            'use; use "max-autotune-no-cudagraphs" or a lower stage',
         )
 
 

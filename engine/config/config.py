@@ -1,8 +1,8 @@
-"""The config of an engine: every section composed, read from JSON, checked as a whole.
+"""The config of an engine: all sections, read from JSON and checked as a whole.
 
-DeepSpeed's keys with DeepSpeed's meaning. `Config.load` collects every complaint of a file before
-it raises, and `Config.resolve` fills in the batch sizes once the number of ranks is known. Nothing
-here imports torch.
+It uses DeepSpeed's keys with DeepSpeed's meaning. `Config.load` collects every complaint about a file
+before it raises. `Config.resolve` fills in the batch sizes once the number of ranks is known. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Count = Annotated[int, whole(1)]
 
 
 def _read_interval(value: object) -> int | None:
-    """Trainers write inf (also as text) for "never"."""
+    """Integrations write inf (also as text) for "never"."""
     if value in (float("inf"), "inf", "Infinity"):
         return None
     return None if value is None else int(whole(1).read(value))
@@ -62,7 +62,7 @@ class Config(Section):
     """A checked config. Attributes are the top-level keys of the JSON; see docs/config.md.
 
     `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` are 0
-    where the file leaves them open; after `resolve` all three are known.
+    where the file does not give them; after `resolve` all three are set.
     """
 
     others: ClassVar[Mapping[str, Entry]] = TOP_LEVEL_KEYS
@@ -71,9 +71,9 @@ class Config(Section):
         {"source", "notes", "without_effect", "auto_keys", "world_size"}
     )
 
-    train_batch_size: Count = Field(0, description="samples a step, over all ranks")
+    train_batch_size: Count = Field(0, description="samples per step, over all ranks")
     train_micro_batch_size_per_gpu: Count = Field(
-        0, description="samples a rank in one forward and backward"
+        0, description="samples per rank in one forward and backward"
     )
     gradient_accumulation_steps: Count = Field(
         0, description="forward and backward passes before one update"
@@ -85,10 +85,10 @@ class Config(Section):
         None, description="must equal the number of data-parallel ranks"
     )
     steps_per_print: Annotated[int | None, _INTERVAL] = Field(
-        None, description="updates between two lines of progress; null or Infinity for never"
+        None, description="updates between two progress lines; null or Infinity for never"
     )
     wall_clock_breakdown: Flag = Field(False, description="each part of a step is timed and logged")
-    memory_breakdown: Flag = Field(False, description="memory is logged with each line of progress")
+    memory_breakdown: Flag = Field(False, description="memory is logged with each progress line")
     dump_state: Flag = Field(False, description="the resolved config is logged at the start")
     gradient_clipping: Annotated[float, number(0)] = Field(
         0.0, description="gradients are scaled down to this global norm; 0 for none"
@@ -98,7 +98,7 @@ class Config(Section):
     )
     communication_data_type: Annotated[
         Literal["fp32", "fp16", "bf16"] | None, either(dtype_name("fp32", "fp16", "bf16"), NULL)
-    ] = Field(None, description="the dtype in which gradients travel; null for their own")
+    ] = Field(None, description="the dtype in which gradients are sent; null: their own dtype")
     zero_allow_untested_optimizer: Flag = Field(
         False, description="any torch optimizer may be sharded, at the user's risk"
     )
@@ -137,11 +137,11 @@ class Config(Section):
     timers: Annotated[Timers, AsRead()] = Field(default_factory=Timers.model_construct)
 
     source: str = Field("config", description="where the config came from")
-    notes: tuple[str, ...] = Field((), description="decisions a reader of the file may not expect")
+    notes: tuple[str, ...] = Field((), description="effects that the file does not show")
     without_effect: tuple[tuple[str, str], ...] = Field(
         (), description="keys that are accepted without effect, each with the reason"
     )
-    auto_keys: tuple[str, ...] = Field((), description='keys that "auto" left at their default')
+    auto_keys: tuple[str, ...] = Field((), description='keys whose "auto" means the default')
     world_size: int = Field(0, description="data-parallel ranks; 0 until resolved")
 
     @classmethod
@@ -152,11 +152,15 @@ class Config(Section):
         auto: Mapping[str, Any] | None = None,
         world_size: int | None = None,
     ) -> Config:
-        """Read a path, JSON text, base64 of it, a dict (never changed) or a Config.
+        """Read a config: a path, JSON text, base64 of it, a dict (never changed) or a Config.
 
-        `auto` fills keys whose value is "auto", by full path. With `world_size` (data-parallel
-        ranks) the result is resolved. Raises ConfigError with every complaint at once. Keys that
-        are accepted without effect are logged once, by rank 0.
+        Args:
+            auto: values for keys whose value is "auto", by full path.
+            world_size: data-parallel ranks; if given, the result is resolved.
+        Raises:
+            ConfigError: every complaint at once.
+
+        Rank 0 logs once which keys are accepted without effect.
         """
         config = parse_config(source, auto=auto, world_size=world_size)
         if config is not source and os.environ.get("RANK", "0") == "0":
@@ -164,7 +168,7 @@ class Config(Section):
         return config
 
     def resolve(self, world_size: int = 1) -> Config:
-        """The same with the three batch sizes filled in for so many data-parallel ranks."""
+        """This config with the three batch sizes filled in for `world_size` data-parallel ranks."""
         complaints, sizes = _batch(self, world_size)
         if complaints:
             raise ConfigError(complaints, self.source)
@@ -174,7 +178,7 @@ class Config(Section):
 def parse_config(
     source: object, *, auto: Mapping[str, Any] | None = None, world_size: int | None = None
 ) -> Config:
-    """`Config.load` without the log lines."""
+    """`Config.load` without logging."""
     if isinstance(source, Config):
         return source if world_size is None else source.resolve(world_size)
     data, name, complaints = read_source(source)
@@ -213,7 +217,7 @@ def canonical_path(path: str) -> str:
 
 
 def _prepare(data: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Forms that are no objects: `zero_optimization: true`, a section that is its own switch."""
+    """Expand short forms: `zero_optimization: true`, and `activation_checkpointing` without `enabled`."""
     zero = data.get("zero_optimization")
     if isinstance(zero, bool):
         data["zero_optimization"] = {"stage": int(zero)}
@@ -223,14 +227,14 @@ def _prepare(data: dict[str, Any], report: Report) -> dict[str, Any]:
         recompute.setdefault("enabled", True)
         if recompute["enabled"] is True:
             report.notes.append(
-                "activation_checkpointing: the found blocks are recomputed in backward "
+                "activation_checkpointing: the model's blocks are recomputed in backward "
                 "(in DeepSpeed the section alone does nothing)"
             )
     return data
 
 
 def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Config:
-    """What no section can see alone; settles optimizer, scheduler and units."""
+    """Check what depends on several sections; make optimizer, scheduler and leaf modules canonical."""
     changes: dict[str, Any] = {"zero_optimization": config.zero_optimization.with_leaf_modules()}
     if config.optimizer is not None:
         changes["optimizer"] = check_optimizer(config.optimizer, report)
@@ -243,7 +247,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     if "gradient_clipping" not in data:
         report.notes.append(
             "gradient_clipping is not given: gradients are not clipped "
-            "(DeepSpeed clips at 1.0 since its 0.19)"
+            "(DeepSpeed clips at 1.0 since version 0.19)"
         )
     return config.model_copy(update=changes)
 
@@ -303,7 +307,7 @@ def _default_of(config: Config, path: str) -> str:
 def _log(config: Config) -> None:
     if not config.without_effect:
         return
-    import logging  # it costs a tenth of `xds check`, which logs nothing
+    import logging  # imported late: a tenth of the time of `xds check`, which logs nothing
 
     lines = "".join(f"\n  {path}: {why}" for path, why in config.without_effect)
     logging.getLogger("xds").warning("%s: keys accepted without effect:%s", config.source, lines)

@@ -1,4 +1,4 @@
-"""The section `elasticity`: one batch size for many numbers of ranks. Nothing here imports torch."""
+"""The config section `elasticity`: one batch size for many numbers of ranks. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import Field
 from ...utils.schema.keys import AUTO, Entry, NoEffect, Report
 from ...utils.schema.rules import FLAG, list_of, one_of, whole
 from ...utils.schema.section import Section
-from ..elastic.rules import Plan, Wish, plan
+from ..elastic.rules import Limits, Plan, plan
 from .batch import MICRO, STEPS, TRAIN
 
 SHOWN_NEAR = 3  # valid numbers of ranks on either side of one that is refused
@@ -20,11 +20,11 @@ REQUIRED = ("max_train_batch_size", "micro_batch_sizes")
 
 @final
 class Elasticity(Section):
-    """A batch size that stays as ranks come and go; it decides all three. Epochs are whole numbers of steps."""
+    """One batch size for a varying number of ranks; it sets all three batch sizes. Epochs are whole steps."""
 
     others: ClassVar[Mapping[str, Entry]] = {
         "min_time": NoEffect(
-            whole(0), "it is for a scheduler that reads the file: minutes between two changes", (0,)
+            whole(0), "only schedulers that read the file use it: minutes between two changes", (0,)
         ),
     }
 
@@ -32,32 +32,32 @@ class Elasticity(Section):
         False, description="the batch sizes are computed from this section"
     )
     max_train_batch_size: Annotated[int, whole(1)] = Field(
-        2000, description="the largest batch; must be given where the section is enabled"
+        2000, description="the largest batch; must be given if the section is enabled"
     )
     micro_batch_sizes: Annotated[tuple[int, ...], list_of(whole(1), least=1)] = Field(
         (2, 4, 6),
-        description="micro-batches that fit in memory; must be given where the section is enabled",
+        description="micro-batches that fit in memory; must be given if the section is enabled",
     )
     min_gpus: Annotated[int, whole(1)] = Field(1, description="the smallest number of ranks")
     max_gpus: Annotated[int, whole(1)] = Field(10000, description="the largest number of ranks")
     prefer_larger_batch: Annotated[bool, FLAG] = Field(
-        True, description="of batches that equally many numbers of ranks can train, take the larger"
+        True, description="of batches that equally many numbers of ranks can train, use the larger"
     )
     ignore_non_elastic_batch_info: Annotated[bool, FLAG] = Field(
-        False, description="batch sizes that the file gives as well are ignored, not an error"
+        False, description="other batch sizes in the file are ignored instead of an error"
     )
     version: Annotated[float, one_of(0.1, 0.2)] = Field(
-        0.2, description="0.1 counts ranks, 0.2 whole nodes"
+        0.2, description="0.1 counts ranks, 0.2 counts whole nodes"
     )
     model_parallel_size: Annotated[int, whole(1)] = Field(
-        1, description="ranks that hold one model; only 1 can be trained with, more can be planned"
+        1, description="ranks that hold one model; training needs 1, planning allows more"
     )
     num_gpus_per_node: Annotated[int, whole(1)] = Field(
-        1, description="ranks of a node, which come and go together (version 0.2)"
+        1, description="ranks per node, which join and leave together (version 0.2)"
     )
 
     def plan(self) -> Plan:
-        """The batch size and who can train it. Raises ValueError, a sentence: nothing fits."""
+        """The batch size and the numbers of ranks that can train it. Raises ValueError: no size fits."""
         in_nodes = self.version == 0.2
         if self.model_parallel_size > 1 and not in_nodes:
             raise ValueError(
@@ -65,7 +65,7 @@ class Elasticity(Section):
                 "parallelism; set elasticity.version to 0.2, or the size to 1"
             )
         return plan(
-            Wish(
+            Limits(
                 self.max_train_batch_size,
                 self.micro_batch_sizes,
                 self.min_gpus,
@@ -78,37 +78,37 @@ class Elasticity(Section):
 
 
 def check_elasticity(section: Elasticity, data: Mapping[str, Any], report: Report) -> None:
-    """Complain about an enabled section that cannot be trained with, and about other batch sizes beside it."""
+    """Report an enabled section that training cannot use, and other batch sizes in the file."""
     if not section.enabled:
         return
     if section.model_parallel_size > 1:
         report.complain(
             "elasticity.model_parallel_size",
             section.model_parallel_size,
-            "tensor parallelism is not there yet; set it to 1 (`xds elastic` plans with any)",
+            "tensor parallelism is not supported yet; set it to 1 (`xds elastic` plans with any)",
         )
     for key in (TRAIN, MICRO, STEPS):
         value = data.get(key)
         if value is None or value == AUTO:
             continue
         if section.ignore_non_elastic_batch_info:
-            report.without_effect.append((key, "elasticity decides the batch sizes"))
+            report.without_effect.append((key, "elasticity sets the batch sizes"))
         else:
             report.complain(
                 key,
                 value,
-                "elasticity decides the batch sizes; remove the key, or set "
+                "elasticity sets the batch sizes; remove the key, or set "
                 "elasticity.ignore_non_elastic_batch_info to true",
             )
     report.complaints += unplannable(section, data["elasticity"])
 
 
 def unplannable(section: Elasticity, given: Mapping[str, Any]) -> list[str]:
-    """Complaints about an enabled section, of which the file gave the keys `given`."""
+    """Complaints about an enabled section; `given` holds the keys that the file gives."""
     missing = [key for key in REQUIRED if given.get(key) is None]
     if missing:
         return [
-            f"elasticity.{key}: is missing; it must be given where elasticity.enabled is true"
+            f"elasticity.{key}: is missing; it must be given if elasticity.enabled is true"
             for key in missing
         ]
     try:
@@ -119,7 +119,7 @@ def unplannable(section: Elasticity, given: Mapping[str, Any]) -> list[str]:
 
 
 def elastic_batch(section: Elasticity, replicas: int) -> tuple[tuple[int, int, int], list[str]]:
-    """((train, micro, steps), complaints) for so many data-parallel ranks, as `solve_batch`."""
+    """((train, micro, steps), complaints) for `replicas` data-parallel ranks, as `solve_batch`."""
     try:
         found = section.plan()
     except ValueError as error:
@@ -132,13 +132,13 @@ def elastic_batch(section: Elasticity, replicas: int) -> tuple[tuple[int, int, i
 
 
 def refusal(found: Plan, asked: int, valid: Sequence[int]) -> str:
-    """What to say of a number of ranks that is not among the `valid` ones."""
+    """The message for a number of ranks that is not among the `valid` ones."""
     at = bisect_right(valid, asked)
     near = valid[max(0, at - SHOWN_NEAR) : at + SHOWN_NEAR]
     before = "..., " if near[0] != valid[0] else ""
     after = ", ..." if near[-1] != valid[-1] else ""
     return (
-        f"elasticity trains batches of {found.batch_size} samples, which so many ranks cannot share; start "
+        f"elasticity trains batches of {found.batch_size} samples, which {asked} ranks cannot share; start "
         f"{before}{', '.join(map(str, near))}{after} ranks (`xds elastic` lists them all), or change the "
         "elasticity section"
     )

@@ -1,4 +1,4 @@
-"""The section optimizer: known types, their arguments, and what is refused."""
+"""The config section `optimizer`: known types, their arguments, and refused types."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ...utils.schema.rules import (
     whole,
 )
 from ...utils.schema.section import Section
-from .params import Param, canonical_name, read_params, unknown_type
+from .params import ClassTable, Param, read_params
 
 
 @final
 class OptimizerConfig(Section):
-    """Which optimizer the engine builds when the script passes none."""
+    """The optimizer that the engine builds if the script passes none."""
 
     others: ClassVar[Mapping[str, Entry]] = {
-        "legacy_fusion": NoEffect(FLAG, "the update is one fused pass anyway", same=(False,))
+        "legacy_fusion": NoEffect(FLAG, "the update is always one fused pass", same=(False,))
     }
 
     type: Annotated[str, TEXT] = Field("", description="name of the optimizer, in any case")
@@ -38,7 +38,7 @@ class OptimizerConfig(Section):
     )
 
 
-TORCH_DECAY = 0.01  # of torch.optim.AdamW
+TORCH_DECAY = 0.01  # the default of torch.optim.AdamW
 _FUSED = "there is one implementation, and it is fused"
 _LR = number(0)
 _DECAY = number(0)
@@ -75,7 +75,7 @@ _ADAM: dict[str, Param] = {
     "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
 }
 
-BUILT_IN: dict[str, dict[str, Param]] = {
+_BUILT_IN: dict[str, dict[str, Param]] = {
     "Adam": {**_ADAM, "adam_w_mode": FLAG},
     "AdamW": {
         **_ADAM,
@@ -108,60 +108,56 @@ BUILT_IN: dict[str, dict[str, Param]] = {
         "nesterov": FLAG,
         "ns_steps": whole(1),
         "ns_method": NoEffect(
-            one_of("gram", "standard"), "both orthogonalise; there is one implementation"
+            one_of("gram", "standard"), "both orthogonalize; there is one implementation"
         ),
         "betas": _BETAS,
         "eps": _EPS,
     },
 }
 
-TORCH_OPTIMIZERS = (
-    *("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"),
-)
-REFUSED_TYPES = {
-    **dict.fromkeys(ONE_BIT_OPTIMIZERS, ONE_BIT_NOT_YET),
-    **dict.fromkeys(
-        ("MuAdam", "MuAdamW", "MuSGD"),
-        "muP optimizers are not there yet; give parameter groups their own lr instead",
+OPTIMIZERS = ClassTable(
+    section="optimizer",
+    what="optimizer",
+    example="AdamW",
+    built_in=_BUILT_IN,
+    from_torch=(
+        *("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"),
     ),
-    "LBFGS": "needs several evaluations of the loss a step, and the engine does one; use AdamW",
-    "SparseAdam": "sparse gradients are not there yet; use Adam",
-}
-KNOWN_TYPES = (*BUILT_IN, *TORCH_OPTIMIZERS)
+    refused={
+        **dict.fromkeys(ONE_BIT_OPTIMIZERS, ONE_BIT_NOT_YET),
+        **dict.fromkeys(
+            ("MuAdam", "MuAdamW", "MuSGD"),
+            "muP optimizers are not supported yet; give parameter groups their own lr instead",
+        ),
+        "LBFGS": "needs several loss evaluations per step, but the engine does one; use AdamW",
+        "SparseAdam": "sparse gradients are not supported yet; use Adam",
+    },
+)
 
 _TORCH_PARAMS: dict[str, Param] = {"lr": ANYTHING, "max_grad_norm": _MAX_GRAD_NORM}
 
 
 def check_optimizer(given: OptimizerConfig, report: Report) -> OptimizerConfig:
     """The section with the canonical type and only the arguments that take effect."""
-    if not given.type:
-        report.complaints.append("optimizer.type: is missing; write for example AdamW")
-        return given
-    refused = canonical_name(given.type, REFUSED_TYPES)
-    if refused is not None:
-        report.complain("optimizer.type", given.type, REFUSED_TYPES[refused])
-        return given
-    name = canonical_name(given.type, KNOWN_TYPES)
+    name = OPTIMIZERS.find(given.type, report)
     if name is None:
-        unknown_type("optimizer.type", given.type, KNOWN_TYPES, "optimizer", report)
         return given
-    table = BUILT_IN.get(name)
+    table = OPTIMIZERS.built_in.get(name)
     params = (
         _torch_params(given.params, report)
         if table is None
         else read_params(table, given.params, "optimizer.params", report)
     )
     if name in ("Adam", "AdamW") and given.params.get("torch_adam") is True:
-        if params.get(
-            "adam_w_mode", True
-        ):  # DeepSpeed builds torch.optim.AdamW, else torch.optim.Adam
+        # DeepSpeed builds torch.optim.AdamW then, and torch.optim.Adam if adam_w_mode is false
+        if params.get("adam_w_mode", True):
             params.setdefault("weight_decay", TORCH_DECAY)
     _check_together(name, params, report)
     return OptimizerConfig.model_construct(type=name, params=params)
 
 
 def _torch_params(params: Mapping[str, Any], report: Report) -> dict[str, Any]:
-    """A torch.optim class gets what is written, except what the engine itself must not miss."""
+    """A torch.optim class gets the arguments as written; only `lr` and `max_grad_norm` are checked."""
     path = "optimizer.params"
     check_entry(_MAX_GRAD_NORM, params.get("max_grad_norm"), f"{path}.max_grad_norm", report)
     kept = {key: value for key, value in params.items() if key != "max_grad_norm"}

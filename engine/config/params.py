@@ -1,10 +1,11 @@
-"""Checking a `{"type": ..., "params": {...}}` section: the name of a class and its arguments."""
+"""Checks a `{"type": ..., "params": {...}}` section: the name of a class and its arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, final
 
 from ...utils.schema.keys import (
     AUTO,
@@ -21,33 +22,53 @@ from ...utils.schema.rules import Rule, shown
 Param = Rule | NoEffect | Refused
 
 
-def canonical_name(given: str, known: Iterable[str]) -> str | None:
-    """The name as it is spelled in `known`, found without regard to case."""
-    folded = given.casefold()
-    return next((name for name in known if name.casefold() == folded), None)
+@final
+@dataclass(frozen=True)
+class ClassTable:
+    """The classes that the key `type` of a section can name.
 
+    what: the kind of class, for messages; example: one of them.
+    built_in: classes of xds, each with its arguments; from_torch: names of torch's classes.
+    refused: other known names, each with the reason.
+    """
 
-def unknown_type(path: str, given: str, known: Iterable[str], what: str, report: Report) -> None:
-    """Complain about a class name that nobody knows, with the nearest names."""
-    names = {name.casefold(): name for name in known}
-    near = [
-        names[hit]
-        for hit in get_close_matches(given[:HINT_CHARS].casefold(), names, n=3, cutoff=0.5)
-    ]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"use {', '.join(names.values())}"
-    report.complain(path, given, f"no {what} has this name; {hint}")
+    section: str
+    what: str
+    example: str
+    built_in: Mapping[str, Mapping[str, Param]]
+    from_torch: tuple[str, ...]
+    refused: Mapping[str, str]
+
+    def find(self, given: str, report: Report) -> str | None:
+        """The canonical spelling of the name `given`, in any case; None, with a complaint, if not usable."""
+        path = f"{self.section}.type"
+        if not given:
+            report.complaints.append(f"{path}: is missing; write for example {self.example}")
+            return None
+        refused = {name.casefold(): why for name, why in self.refused.items()}
+        if given.casefold() in refused:
+            report.complain(path, given, refused[given.casefold()])
+            return None
+        names = {name.casefold(): name for name in (*self.built_in, *self.from_torch)}
+        if given.casefold() in names:
+            return names[given.casefold()]
+        hits = get_close_matches(given[:HINT_CHARS].casefold(), names, n=3, cutoff=0.5)
+        near = " or ".join(names[hit] for hit in hits)
+        hint = f"did you mean {near}?" if near else f"use {', '.join(names.values())}"
+        report.complain(path, given, f"no {self.what} has this name; {hint}")
+        return None
 
 
 def read_params(
     table: Mapping[str, Param], params: Mapping[str, Any], path: str, report: Report
 ) -> dict[str, Any]:
-    """The arguments that take effect, read by their rules; everything else goes to the report."""
+    """The arguments that take effect, read by their rules; all others are added to the report."""
     result: dict[str, Any] = {}
     for key, value in params.items():
         here = joined(path, key)
         entry = table.get(key)
         if value == AUTO:
-            continue  # complained about where "auto" is settled
+            continue  # `fill_auto` has reported it
         if entry is None:
             unknown_key(here, value, table, report)
         elif isinstance(entry, Rule):
@@ -61,14 +82,14 @@ def read_params(
 
 
 def require(params: Mapping[str, Any], names: Iterable[str], path: str, report: Report) -> None:
-    """Complain about arguments that have no default and are not given."""
+    """Report arguments that have no default and are not given."""
     for name in names:
         if name not in params:
             report.complaints.append(f"{joined(path, name)}: is missing; it has no default")
 
 
 def describe(table: Mapping[str, Param]) -> list[tuple[str, str]]:
-    """(name, what it must be or why it has no effect) for the documentation."""
+    """(name, valid values or status) of each argument, for the documentation."""
     return [
         (name, entry.need if isinstance(entry, Rule) else shown_status(entry))
         for name, entry in table.items()

@@ -1,4 +1,4 @@
-"""Keys of the config that the engine does not read: tables with the reasons."""
+"""Top-level keys of the config that the engine does not read, each with the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...utils.schema.rules import ANYTHING, FLAG, LIST, NUMBER, OBJECT, TEXT, ei
 
 
 def _switch(feature: str, remedy: str = "set it to false or remove the section") -> Refused:
-    return Refused(FLAG, f"{feature} is not there yet; {remedy}", harmless=(False,))
+    return Refused(FLAG, f"{feature} is not supported yet; {remedy}", harmless=(False,))
 
 
 AMP = Group(
@@ -117,7 +117,7 @@ DATA_EFFICIENCY = Group(
     "fewer samples and tokens for the same loss",
 )
 
-_SPARSE = "block-sparse attention is not there yet; remove the section"
+_SPARSE = "block-sparse attention is not supported yet; remove the section"
 
 SPARSE_ATTENTION = Group(
     {
@@ -142,13 +142,13 @@ SCALARS: dict[str, Entry] = {
     "gradient_predivide_factor": NoEffect(number(above=0), _PREDIVIDE, same=(1,)),
     "sparse_gradients": Refused(
         FLAG,
-        "sparse gradients are not there yet; set it to false, use sparse=False in embeddings",
+        "sparse gradients are not supported yet; set it to false, use sparse=False in embeddings",
         harmless=(False,),
     ),
     "disable_allgather": NoEffect(FLAG, "the stage decides what is gathered", same=(False,)),
     "disable_python_gc": NoEffect(FLAG, "call gc.disable() in the script", same=(False,)),
-    "graph_harvesting": NoEffect(FLAG, "the update is one native call already", same=(False,)),
-    "vocabulary_size": NoEffect(whole(1), "DeepSpeed only warns with it"),
+    "graph_harvesting": NoEffect(FLAG, "the update is already one native call", same=(False,)),
+    "vocabulary_size": NoEffect(whole(1), "DeepSpeed uses it only for a warning"),
     "cuda_visible_devices": NoEffect(
         either(ANYTHING), "set the environment variable CUDA_VISIBLE_DEVICES"
     ),
@@ -156,7 +156,7 @@ SCALARS: dict[str, Entry] = {
         {},
         "a checkpoint engine",
         open=True,
-        present="there is one way of writing checkpoints; remove it",
+        present="checkpoints have only one writer; remove it",
     ),
 }
 

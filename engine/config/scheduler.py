@@ -1,4 +1,4 @@
-"""The section scheduler: known types and their arguments."""
+"""The config section `scheduler`: known types, their arguments, and refused types."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ...utils.schema.rules import (
     whole,
 )
 from ...utils.schema.section import Section
-from .params import Param, canonical_name, read_params, require, unknown_type
+from .params import ClassTable, Param, read_params, require
 
 
 @final
 class SchedulerConfig(Section):
-    """Which learning-rate schedule the engine builds when the script passes none."""
+    """The learning-rate schedule that the engine builds if the script passes none."""
 
     type: Annotated[str, TEXT] = Field("", description="name of the schedule, in any case")
     params: Annotated[dict[str, Any], OBJECT] = Field(
@@ -45,7 +45,7 @@ _WARMUP: dict[str, Param] = {
     "warmup_type": one_of("log", "linear"),
 }
 
-BUILT_IN: dict[str, dict[str, Param]] = {
+_BUILT_IN: dict[str, dict[str, Param]] = {
     "LRRangeTest": {
         **_START,
         "lr_range_test_min_lr": _RATE,
@@ -84,32 +84,31 @@ REQUIRED = {
     "WarmupDecayLR": ("total_num_steps",),
     "WarmupCosineLR": ("total_num_steps",),
 }
-TORCH_SCHEDULERS = (
-    *("StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR"),
-    *("CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR"),
-)
 _PASS_IT = "takes functions or objects, which JSON cannot hold; pass lr_scheduler to xds.initialize"
-REFUSED_TYPES = {
-    **dict.fromkeys(("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"), _PASS_IT),
-    "ReduceLROnPlateau": "needs a metric at each step; step it in the script",
-}
-KNOWN_TYPES = (*BUILT_IN, *TORCH_SCHEDULERS)
+SCHEDULERS = ClassTable(
+    section="scheduler",
+    what="schedule",
+    example="WarmupLR",
+    built_in=_BUILT_IN,
+    from_torch=(
+        *("StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR"),
+        *("CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR"),
+    ),
+    refused={
+        **dict.fromkeys(
+            ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"), _PASS_IT
+        ),
+        "ReduceLROnPlateau": "needs a metric at each step; step it in the script",
+    },
+)
 
 
 def check_scheduler(given: SchedulerConfig, report: Report) -> SchedulerConfig:
     """The section with the canonical type and its arguments read."""
-    if not given.type:
-        report.complaints.append("scheduler.type: is missing; write for example WarmupLR")
-        return given
-    refused = canonical_name(given.type, REFUSED_TYPES)
-    if refused is not None:
-        report.complain("scheduler.type", given.type, REFUSED_TYPES[refused])
-        return given
-    name = canonical_name(given.type, KNOWN_TYPES)
+    name = SCHEDULERS.find(given.type, report)
     if name is None:
-        unknown_type("scheduler.type", given.type, KNOWN_TYPES, "schedule", report)
         return given
-    table = BUILT_IN.get(name)
+    table = SCHEDULERS.built_in.get(name)
     if table is None:
         return SchedulerConfig.model_construct(type=name, params=given.params)
     params = read_params(table, given.params, "scheduler.params", report)

@@ -1,4 +1,4 @@
-"""The engine's own sections of the config: precision, recomputation, monitors, timers."""
+"""The config sections for precision, activation checkpointing, monitors and timers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ OptionalText = Annotated[str | None, either(TEXT, NULL)]
 
 _MASTER = Refused(
     FLAG,
-    "16-bit master weights and optimizer states are not there yet; set it to false",
+    "16-bit master weights and optimizer states are not supported yet; set it to false",
     harmless=(False,),
 )
-_NO_STAGES = "it only matters with tensor parallelism, and that is not there yet"
+_NO_TENSOR_PARALLELISM = "only tensor parallelism uses it, which is not supported yet"
 
 
 @final
@@ -66,7 +66,7 @@ class Bf16(Section):
 
     others: ClassVar[Mapping[str, Entry]] = {
         "immediate_grad_update": NoEffect(
-            FLAG, "gradients are accumulated in place, as soon as they are there", same=(True,)
+            FLAG, "gradients are always accumulated in place immediately", same=(True,)
         ),
         "bf16_master_weights_and_grads": _MASTER,
         "bf16_optimizer_states": _MASTER,
@@ -81,11 +81,12 @@ class Bf16(Section):
 
 @final
 class TorchAutocast(Section):
-    """Run forward under torch.autocast; parameters stay as they are."""
+    """Run forward under torch.autocast; parameters keep their dtype."""
 
     others: ClassVar[Mapping[str, Entry]] = {
         "lower_precision_safe_modules": NoEffect(
-            either(list_of(TEXT), NULL), "communication_data_type decides how all gradients travel"
+            either(list_of(TEXT), NULL),
+            "communication_data_type sets the dtype of all sent gradients",
         )
     }
 
@@ -97,15 +98,15 @@ class TorchAutocast(Section):
 
 @final
 class DataTypes(Section):
-    """Dtypes of what is neither parameter nor master."""
+    """Dtypes of gradients and buffers."""
 
     others: ClassVar[Mapping[str, Entry]] = {
         "buffer_dtype": Refused(
-            ANYTHING, "buffers keep the dtype they have; cast them in the script, remove the key"
+            ANYTHING, "buffers keep their dtype; cast them in the script, remove the key"
         ),
         "keep_in_fp32_modules": Refused(
             ANYTHING,
-            "mixing dtypes by module name is not there yet; remove the key",
+            "mixing dtypes by module name is not supported yet; remove the key",
             harmless=([],),
         ),
     }
@@ -115,32 +116,32 @@ class DataTypes(Section):
     ] = Field(None, description="the dtype in which gradients of several micro-batches are summed")
     param_dtype: Annotated[
         Literal["fp32", "fp16", "bf16"] | None, either(dtype_name("fp32", "fp16", "bf16"), NULL)
-    ] = Field(None, description="must name the precision that fp16 or bf16 switches on")
+    ] = Field(None, description="must equal the precision that fp16 or bf16 enables")
 
 
 @final
 class ActivationCheckpointing(Section):
-    """Recompute the activations of the found blocks in backward: on where the section is."""
+    """Recompute the activations of the model's blocks in backward; the section alone enables it."""
 
     others: ClassVar[Mapping[str, Entry]] = {
-        "partition_activations": NoEffect(FLAG, _NO_STAGES, same=(False,)),
+        "partition_activations": NoEffect(FLAG, _NO_TENSOR_PARALLELISM, same=(False,)),
         "contiguous_memory_optimization": NoEffect(
-            FLAG, "it only matters with partition_activations", same=(False,)
+            FLAG, "only partition_activations uses it", same=(False,)
         ),
         "cpu_checkpointing": Refused(
             FLAG,
-            "keeping activations in host memory is not there yet; set it to false",
+            "keeping activations in host memory is not supported yet; set it to false",
             harmless=(False,),
         ),
-        "number_checkpoints": NoEffect(whole(0), "the blocks are found in the model"),
+        "number_checkpoints": NoEffect(whole(0), "xds finds the blocks in the model"),
         "profile": NoEffect(FLAG, "use wall_clock_breakdown", same=(False,)),
         "synchronize_checkpoint_boundary": NoEffect(
-            FLAG, "there is nothing to synchronise", same=(False,)
+            FLAG, "there is nothing to synchronize", same=(False,)
         ),
     }
 
     enabled: Flag = Field(
-        False, description="the activations of the found blocks are recomputed in backward"
+        False, description="the activations of the model's blocks are recomputed in backward"
     )
 
 
@@ -186,7 +187,7 @@ class Comet(Section):
     workspace: OptionalText = Field(None, description="workspace")
     api_key: OptionalText = Field(None, description="key; better set COMET_API_KEY")
     experiment_name: OptionalText = Field(None, description="name of the experiment")
-    experiment_key: OptionalText = Field(None, description="key of an experiment to go on with")
+    experiment_key: OptionalText = Field(None, description="key of an experiment to continue")
     online: Annotated[bool | None, either(FLAG, NULL)] = Field(
         None, description="false keeps the data on this machine"
     )
@@ -195,16 +196,18 @@ class Comet(Section):
 
 @final
 class Throughput(Section):
-    """Samples a second."""
+    """Samples per second."""
 
     enabled: Flag = Field(True, description="throughput is measured")
-    synchronized: Flag = Field(True, description="the device is synchronised for it")
+    synchronized: Flag = Field(
+        True, description="the device is synchronized before the measurement"
+    )
 
 
 @final
 class Timers(Section):
-    """What is timed beside wall_clock_breakdown."""
+    """Measurements besides wall_clock_breakdown."""
 
     throughput: Annotated[Throughput, AsRead()] = Field(
-        default_factory=Throughput.model_construct, description="samples a second"
+        default_factory=Throughput.model_construct, description="samples per second"
     )

@@ -1,7 +1,7 @@
-"""Reading the source of a config: a path, JSON text, base64 of it, or a dict.
+"""Reads the source of a config: a path, JSON text, base64 of it, or a dict.
 
-Files may hold comments (//, #, /* */) and trailing commas: both are blanked out in place, so lines
-and columns in a complaint are those of the file.
+Files may contain comments (//, #, /* */) and trailing commas. Both are replaced by spaces, so lines and
+columns in a message are those of the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...utils.schema.rules import shown
 from ...utils.small_files import MOST_BYTES, read_small_file
 
 _EXCERPT_CHARS = 1000  # 100 characters of the file, each escaped
-DEPTH_MOST = 40  # no real config is deeper than eight
+MAX_DEPTH = 40  # real configs are at most eight levels deep
 
 _TOKEN = re.compile(
     r"""(?P<text>"[^"\\\n]*(?:\\.[^"\\\n]*)*"?)|(?P<comment>//[^\n]*|\#[^\n]*|/\*.*?(?:\*/|\Z))|(?P<comma>,)""",
@@ -32,7 +32,7 @@ _OPENS_JSON = re.compile(r"\s*(?:[{\[]|//|#|/\*)")
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """An object of the JSON as it was written, keys possibly twice."""
+    """A JSON object as written; keys may repeat."""
 
 
 def read_source(source: object) -> tuple[Any, str, list[str]]:
@@ -95,7 +95,7 @@ def _from_base64(text: str) -> str | None:
 
 
 def blank_comments(text: str) -> str:
-    """The text with comments and trailing commas replaced by spaces; every place stays the same."""
+    """The text with comments and trailing commas replaced by spaces; all positions stay the same."""
 
     def blank(match: re.Match[str]) -> str:
         if match["text"] is not None:
@@ -116,7 +116,7 @@ def _parse(text: str, name: str) -> tuple[Any, str, list[str]]:
     except json.JSONDecodeError as error:
         raise ConfigError([_malformed(text, error)], name) from None
     except RecursionError:
-        raise ConfigError([f"is nested deeper than {DEPTH_MOST} levels"], name) from None
+        raise ConfigError([f"is nested deeper than {MAX_DEPTH} levels"], name) from None
     except ValueError:
         raise ConfigError(
             ["holds a number with thousands of digits: write it shorter"], name
@@ -128,7 +128,7 @@ def _parse(text: str, name: str) -> tuple[Any, str, list[str]]:
 def _pairs(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_Pairs)
-    except json.JSONDecodeError:  # comments, perhaps: to look for them takes longer
+    except json.JSONDecodeError:  # perhaps comments, which are slower to find
         return json.loads(blank_comments(text), object_pairs_hook=_Pairs)
 
 
@@ -149,8 +149,8 @@ def _malformed(text: str, error: json.JSONDecodeError) -> str:
 
 
 def _copy(value: Any, path: str, complaints: list[str], depth: int) -> Any:
-    if depth > DEPTH_MOST:
-        complaints.append(f"{path[:80]}: is nested deeper than {DEPTH_MOST} levels")
+    if depth > MAX_DEPTH:
+        complaints.append(f"{path[:80]}: is nested deeper than {MAX_DEPTH} levels")
         return None
     if isinstance(value, _Pairs):
         return _copy_object(value, path, complaints, depth)
@@ -182,7 +182,7 @@ def _copy_object(
         here = joined(path, key)
         if key in result:
             complaints.append(
-                f"{here} = {shown(_bare(value))}: is there twice in one object; keep one of them"
+                f"{here} = {shown(_bare(value))}: appears twice in one object; keep one of them"
             )
             continue
         result[key] = _copy(value, here, complaints, depth + 1)

@@ -1,4 +1,4 @@
-"""Batches: to the device, into the module's call, and the loss out of what it returns."""
+"""Moves batches to the device, calls the module with them, and takes the loss from its output."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ...utils.errors import UsageError
 
 
 def move(batch: Any, device: torch.device, float_dtype: torch.dtype | None = None) -> Any:
-    """Every tensor in `batch` on `device`; fp32 ones in `float_dtype`, if given, but not scalars.
+    """Move every tensor in `batch` to `device`; cast fp32 tensors to `float_dtype`, if given.
 
-    A scalar is a count or a weight, which 16 bits would round, and it never decides the dtype of a result.
+    Scalars are not cast: they are counts or weights, which 16 bits would round, and a scalar never decides
+    the dtype of a result.
     """
 
     def one(leaf: Any) -> Any:
@@ -28,7 +29,7 @@ def move(batch: Any, device: torch.device, float_dtype: torch.dtype | None = Non
 
 
 def call_with(function: Callable[..., Any], batch: Any) -> Any:
-    """A mapping becomes keyword arguments, a tuple or list positional ones, anything else the one argument."""
+    """Call `function` with a mapping as keyword arguments, a tuple or list as positional ones."""
     if isinstance(batch, Mapping):
         return function(**batch)
     if isinstance(batch, tuple | list):
@@ -37,10 +38,10 @@ def call_with(function: Callable[..., Any], batch: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a module returned: itself, its `loss`, or the first of a tuple.
+    """The loss in a module's output: the output itself, its `loss`, or the first element of a tuple.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the output has no loss.
     """
     loss = output
     if isinstance(output, Mapping):
@@ -52,7 +53,7 @@ def loss_of(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise UsageError(
             f"the module returned {type(output).__name__} without a loss: train_batch and eval_batch need the "
-            "loss itself, a tuple that begins with it, or an object with .loss"
+            "loss itself, a tuple that starts with it, or an object with .loss"
         )
     return loss
 
@@ -66,10 +67,10 @@ def check_loss(loss: object) -> None:
         )
     if loss.numel() != 1:
         raise UsageError(
-            f"backward() got a loss of shape {tuple(loss.shape)}: it must be a scalar; reduce it with "
+            f"backward() got a loss of shape {tuple(loss.shape)}: the loss must be a scalar; reduce it with "
             ".mean() or .sum()"
         )
     if not loss.requires_grad:
         raise UsageError(
-            "backward() got a loss without a graph: compute it with gradients on, from the engine's output"
+            "backward() got a loss without a graph: compute it from the engine's output with gradients enabled"
         )

@@ -1,4 +1,4 @@
-"""Loaders that give each rank its own part of a dataset, epoch after epoch."""
+"""Data loaders that give each rank its own part of a dataset and can resume at a position."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from ...utils.errors import UsageError
 
 
 class Resumable(ABC):
-    """What hands out samples, one iteration after the other, and can say where the next one begins.
+    """A source of samples that knows at which position of the dataset each iteration begins.
 
-    A position is numbers that mean the same at any number of ranks.
+    A position consists of numbers that have the same meaning at any number of ranks.
     """
 
     @abstractmethod
     def start(self) -> dict[str, int]:
-        """Where the next iteration begins."""
+        """The position at which the next iteration begins."""
 
     @abstractmethod
     def begin(self) -> dict[str, int]:
-        """An iteration begins now, and `start` is that of the one after it; where."""
+        """Begin an iteration and return its position; `start` then belongs to the following iteration."""
 
     @abstractmethod
     def after(self, start: Mapping[str, int], num_items: int) -> dict[str, int]:
-        """The position when this rank has got `num_items` of an iteration that began at `start`."""
+        """The position after this rank has received `num_items` of an iteration that began at `start`."""
 
     @abstractmethod
     def resume(self, position: Mapping[str, int], min_items: int) -> None:
-        """The next iteration begins at `position`; one that would give fewer than `min_items` is skipped."""
+        """Begin the next iteration at `position`; skip it if it would give fewer than `min_items`."""
 
 
 @final
 class EpochSampler(Sampler[int], Resumable):
-    """This rank's indices, in an order that changes by itself from one iteration to the next.
+    """This rank's indices, shuffled anew for each iteration.
 
-    DistributedSampler repeats its first order for ever unless somebody calls `set_epoch`. Every
-    rank gets ceil(len / world_size) indices, the first ones again where the dataset is too short;
-    floor with `drop_last`. With `step_samples`, a multiple of the ranks, an epoch is a whole number of
-    steps instead: then the samples of each step are the same at any number of ranks.
+    DistributedSampler repeats its first order unless the script calls `set_epoch`. Every rank gets
+    ceil(len / world_size) indices, with the first indices repeated to fill up; floor(len / world_size) with
+    `drop_last`. With `step_samples`, a multiple of the ranks, an epoch is a whole number of steps instead.
+    The samples of each step are then the same at any number of ranks.
     """
 
     def __init__(self, inner: DistributedSampler[int], step_samples: int = 0) -> None:
         self._inner = inner
         self._step_samples = step_samples or inner.num_replicas
         self.epoch = 0
-        self._skip = 0  # samples of the next iteration's epoch that were handed out before
+        self._skip = 0  # samples of the next iteration's epoch that were used before
         self._indices: list[int] | None = None  # of the iteration that has begun
 
     def __iter__(self) -> Iterator[int]:
@@ -62,7 +62,7 @@ class EpochSampler(Sampler[int], Resumable):
         return iter(indices)
 
     def _rest(self, epoch: int, skip: int) -> list[int]:
-        """This rank's part of what an epoch has left after its first `skip` samples."""
+        """This rank's part of an epoch's samples after its first `skip` samples."""
         world_size = self._inner.num_replicas
         self._inner.set_epoch(epoch)
         if not skip and self._step_samples == world_size:
@@ -76,26 +76,26 @@ class EpochSampler(Sampler[int], Resumable):
         return rest[self._inner.rank :: world_size]
 
     def _order(self, epoch: int) -> list[int]:
-        """The whole epoch's order, as DistributedSampler deals it out."""
-        alone = DistributedSampler[int](
+        """The order of the whole epoch, as DistributedSampler defines it."""
+        single = DistributedSampler[int](
             self._inner.dataset,
             num_replicas=1,
             rank=0,
             shuffle=self._inner.shuffle,
             seed=self._inner.seed,
         )
-        alone.set_epoch(epoch)
-        return list(alone)
+        single.set_epoch(epoch)
+        return list(single)
 
     def __len__(self) -> int:
-        """Of a whole epoch."""
+        """The number of this rank's indices in a whole epoch."""
         num_items = len(self._inner.dataset)  # type: ignore[arg-type]
         spare = 0 if self._inner.drop_last else self._step_samples - 1
         steps = (num_items + spare) // self._step_samples
         return steps * (self._step_samples // self._inner.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
-        """Give the next iteration the order of `epoch`, from its beginning."""
+        """Use the order of `epoch` for the next iteration, from its beginning."""
         self.epoch, self._skip = epoch, 0
 
     def start(self) -> dict[str, int]:
@@ -108,7 +108,7 @@ class EpochSampler(Sampler[int], Resumable):
         return here
 
     def after(self, start: Mapping[str, int], num_items: int) -> dict[str, int]:
-        """Samples that fill up a last round count as well: whoever goes on begins the next epoch."""
+        """Repeated samples that fill up the last step count too: a resumed run then begins the next epoch."""
         samples = start["samples"] + num_items * self._inner.num_replicas
         return {"epoch": start["epoch"], "samples": samples}
 
@@ -126,9 +126,9 @@ class RankSlice(IterableDataset[Any], Resumable):
         stream      0 1 2 3 | 4 5 6 7 | 8 9          4 ranks: two whole rounds, 8 and 9 are dropped
         rank 1        1         5
 
-    Every rank reads the whole stream and keeps its part; a last round that is not whole is dropped,
-    so all ranks see the same number of items. Loader workers take micro-batches in turn, so the order
-    does not depend on their number. It is the stream's own: there is no shuffling.
+    Every rank reads the whole stream and keeps its part. An incomplete last round is dropped, so all ranks
+    get the same number of items. Loader workers take micro-batches in turn, so the order does not depend on
+    their number. The order is that of the stream: there is no shuffling.
     """
 
     def __init__(
@@ -165,13 +165,13 @@ class RankSlice(IterableDataset[Any], Resumable):
         return {"items": start["items"] + num_items * self._world_size}
 
     def resume(self, position: Mapping[str, int], min_items: int) -> None:
-        """The stream is read again, and what was handed out is thrown away."""
+        """The stream is read again from its start, and the items before `position` are dropped."""
         self._skip = position["items"]
 
 
 @final
 class RankLoader(DataLoader[Any]):
-    """A DataLoader that knows what it has handed out, whatever its workers have read ahead."""
+    """A DataLoader that counts the batches it has returned, however far its workers have read ahead."""
 
     def __init__(self, source: Resumable, seed: int, **options: Any) -> None:
         super().__init__(**options)
@@ -182,7 +182,7 @@ class RankLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         start = self._position = self._source.begin()
         if "epoch" in start and self.generator is not None:
-            # workers get their seeds of it: those of an epoch are the same in a run that went on
+            # workers get their seeds from it: an epoch's seeds are the same in a resumed run
             self.generator.manual_seed(self._seed + (start["epoch"] << 32))
         return self._counted(super().__iter__(), start)
 
@@ -194,11 +194,11 @@ class RankLoader(DataLoader[Any]):
         self._position = self._source.start()
 
     def position(self) -> dict[str, int]:
-        """Where the next sample is."""
+        """The position of the next sample."""
         return self._position
 
     def resume(self, position: Mapping[str, int]) -> bool:
-        """The next iteration begins at `position`, at any number of ranks. False: it is another kind's."""
+        """Begin the next iteration at `position`. False: the position is of another kind of source."""
         if position.keys() != self._source.start().keys():
             return False
         self._source.resume(position, self.batch_size if self.drop_last and self.batch_size else 1)
@@ -208,10 +208,10 @@ class RankLoader(DataLoader[Any]):
 
 @final
 class RepeatingLoader:
-    """Iterates `loader` again and again, without end.
+    """Iterates over `loader` repeatedly, without end.
 
     Raises:
-        UsageError: `loader` gives nothing, or is an iterator that can be used only once.
+        UsageError: `loader` is empty, or can be iterated over only once.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -235,7 +235,7 @@ class RepeatingLoader:
             ) from None
 
 
-def build_loader(  # noqa: PLR0913 (a rank and what a DataLoader takes)
+def build_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
     dataset: Dataset[Any] | Iterable[Any],
     *,
     micro_batch_size: int,
@@ -248,29 +248,29 @@ def build_loader(  # noqa: PLR0913 (a rank and what a DataLoader takes)
     num_workers: int = 0,
     step_samples: int = 0,
 ) -> DataLoader[Any]:
-    """Make this data-parallel rank's loader over `dataset`; needs no process group.
+    """Build this data-parallel rank's loader over `dataset`; needs no process group.
 
     Shapes:  items of shape [...] -> micro-batches of shape [micro_batch_size, ...], the last of an
              epoch shorter unless `drop_last`.
 
-    Each iteration of the loader is one epoch, shuffled differently from the last. One seed gives
-    one order, whatever else draws random numbers: torch's global generator is neither read nor
-    moved. Every rank gets the same number of micro-batches (see `EpochSampler`, `RankSlice`).
+    Each iteration of the loader is one epoch with a new order. The order depends on the seed alone:
+    torch's global generator is neither read nor advanced. Every rank gets the same number of
+    micro-batches (see `EpochSampler`, `RankSlice`).
 
     Args:
         dataset: map-style (`len` and indexing), or an IterableDataset, which is not shuffled.
         rank, world_size: of the data-parallel group.
-        collate_fn: makes a micro-batch of a list of items; torch's own by default.
-        num_workers: processes that load; 0 loads in this one.
-        step_samples: of one step, over all ranks, where an epoch of a map-style dataset is to be a whole
-            number of steps; a multiple of micro_batch_size x world_size.
+        collate_fn: builds a micro-batch from a list of items; torch's own by default.
+        num_workers: processes that load; 0 loads in this process.
+        step_samples: samples of one step over all ranks, a multiple of micro_batch_size x world_size. If
+            given, an epoch of a map-style dataset is a whole number of steps.
 
     Raises:
         UsageError: not a dataset, an empty one, or one too short to give a micro-batch.
     """
     _check_rank(micro_batch_size, rank, world_size)
-    # A generator of its own: DataLoader otherwise draws a seed from the global one in each epoch,
-    # and so changes every later random number of the training.
+    # A separate generator: otherwise DataLoader draws a seed from the global generator in each epoch,
+    # which changes every later random number of the training.
     own_seed = seed * world_size + rank
     generator = torch.Generator().manual_seed(own_seed)
     options: dict[str, Any] = {
@@ -306,7 +306,7 @@ def _check_rank(micro_batch_size: int, rank: int, world_size: int) -> None:
 
 
 def keeps_position(loader: Any) -> bool:
-    """A loader of the user's that says by itself where it is, such as torchdata's StatefulDataLoader."""
+    """Whether a user's loader has a state dict of its own, like torchdata's StatefulDataLoader."""
     return all(
         callable(getattr(loader, name, None))
         for name in ("__iter__", "state_dict", "load_state_dict")
@@ -314,12 +314,12 @@ def keeps_position(loader: Any) -> bool:
 
 
 def loader_position(loader: Any) -> dict[str, int] | None:
-    """Where the next sample of a loader made here is, over all ranks; None where nobody knows."""
+    """The position of the next sample, over all ranks; None if `build_loader` did not build `loader`."""
     return loader.position() if isinstance(loader, RankLoader) else None
 
 
 def resume_loader(loader: Any, position: Mapping[str, int]) -> bool:
-    """The loader's next iteration begins at `position`, at any number of ranks. False: it cannot."""
+    """Begin the loader's next iteration at `position`, at any number of ranks. False: not possible."""
     return isinstance(loader, RankLoader) and loader.resume(position)
 
 

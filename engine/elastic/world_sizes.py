@@ -1,4 +1,4 @@
-"""Numbers of ranks that a config's `elasticity` section can train with: for the launcher, and for schedulers.
+"""The numbers of ranks that a config's `elasticity` section allows, for the launcher and for schedulers.
 
 Nothing here imports torch.
 """
@@ -19,10 +19,10 @@ from .rules import Plan
 def elastic_plan(config_source: object) -> Plan:
     """The batch size of a config, and every number of ranks that can train it.
 
-    Reads the section `elasticity` alone, so a file that needs other things filled in will do.
+    Only the section `elasticity` is read; other keys of the file may still be incomplete.
 
     Raises:
-        ConfigError: it is missing or switched off, or nothing fits.
+        ConfigError: the section is missing or disabled, or no batch size fits.
     """
     data, name, complaints = read_source(config_source)
     section = data.get("elasticity") if isinstance(data, dict) else None
@@ -43,25 +43,25 @@ def elastic_plan(config_source: object) -> Plan:
 
 
 def fits(config_source: object) -> Callable[[int], bool]:
-    """Whether a number of ranks can train the config's batch, as a function. Raises as `elastic_plan`."""
+    """A function: whether a number of ranks can train the config's batch. Raises as `elastic_plan`."""
     return elastic_plan(config_source).fits
 
 
 def valid_world_sizes(config_source: object, upto: int) -> list[int]:
-    """The numbers of ranks, at most `upto`, that can train the config's batch. Raises as `elastic_plan`."""
+    """The numbers of ranks up to `upto` that can train the config's batch. Raises as `elastic_plan`."""
     return [size for size in elastic_plan(config_source).world_sizes if size <= upto]
 
 
 def compute_elastic_config(
     ds_config: dict[str, Any], target_deepspeed_version: str = "", world_size: int = 0
 ) -> tuple[int, list[int]] | tuple[int, list[int], int]:
-    """DeepSpeed's function: (batch size, valid numbers of ranks), and the micro-batch of `world_size` ranks.
+    """DeepSpeed's function: (batch size, valid numbers of ranks), and the micro-batch for `world_size` ranks.
 
     Args:
-        target_deepspeed_version: is not looked at.
+        target_deepspeed_version: ignored.
         world_size: data-parallel ranks, as are the valid numbers.
     Raises:
-        ConfigError: as `elastic_plan`, or so many ranks cannot train the batch.
+        ConfigError: as `elastic_plan`, or `world_size` ranks cannot train the batch.
     """
     found = elastic_plan(ds_config)
     if not world_size:

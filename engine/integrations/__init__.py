@@ -1,1 +1,1 @@
-"""Other libraries' extension points filled with an engine; each file imports its library by itself."""
+"""Integrations with other libraries; each module imports its library only when it is used."""

@@ -1,9 +1,9 @@
-"""An `Accelerator` whose prepared model and optimizer are an engine's: two changed lines in a script.
+"""An `Accelerator` that prepares the model and optimizer with an engine: two changed lines in a script.
 
     from xds.engine.integrations.accelerate import Accelerator
     accelerator = Accelerator(xds_config="zero3.json")
 
-It overrides only public methods of accelerate's class; without `xds_config` it is that class. See
+It overrides only public methods of accelerate's class. Without `xds_config` it behaves like that class. See
 docs/design/huggingface.md.
 """
 
@@ -46,10 +46,10 @@ OTHER_BACKENDS = (
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate's Accelerator, whose `prepare` builds an engine. Subclass it as you would that one.
+    """accelerate's Accelerator, whose `prepare` builds an engine. It can be subclassed in the same way.
 
-    One model is trained by one Accelerator, and goes to `prepare` together with its optimizer (or a
-    `DummyOptim` where the config names the optimizer). Models without an optimizer are only moved.
+    One Accelerator trains one model. Pass the model to `prepare` together with its optimizer (or a
+    `DummyOptim` if the config names the optimizer). Models without an optimizer are only moved.
     """
 
     _models: list[Any]
@@ -58,9 +58,9 @@ class Accelerator(accelerate.Accelerator):
     def __init__(self, *args: Any, xds_config: Any = None, **kwargs: Any) -> None:
         """
         Args:
-            xds_config: a path, JSON text, a dict or a filled `xds.Config`; None is accelerate without xds.
+            xds_config: a path, JSON text, a dict or a filled `xds.Config`; None: accelerate without xds.
         Raises:
-            UsageError: a second backend is asked for, or accelerate does not see the launcher's ranks.
+            UsageError: a second backend is requested, or accelerate does not see the launcher's ranks.
             ConfigError: the config cannot be read.
         """
         self._engine_model: EngineModel | None = None
@@ -80,10 +80,8 @@ class Accelerator(accelerate.Accelerator):
         asked = kwargs.pop("mixed_precision", None)
         self._asked_precision = asked or os.environ.get("ACCELERATE_MIXED_PRECISION")
         if not torch.cuda.is_available():
-            kwargs.setdefault(
-                "cpu", True
-            )  # else accelerate sees one process where there are several
-        # the engine has its own precision: no autocast and no scaler around it
+            kwargs.setdefault("cpu", True)  # otherwise accelerate counts one process
+        # the engine handles precision: no autocast and no scaler around it
         super().__init__(*args, mixed_precision="no", **kwargs)
         check_ranks(self.num_processes, "Accelerator(cpu=True) on CPUs")
 
@@ -96,16 +94,16 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def trained_model(self) -> Any:
-        """What `prepare` returned for the model that is trained, or None before."""
+        """The model that `prepare` returned for training, or None before."""
         return self._engine_model
 
     def use_config(self, config: Config) -> None:
-        """Build the next engine from `config`, in which nothing is left to fill."""
+        """Build the next engine from `config`, which is completely filled in."""
         self.xds_config, self.xds_source = config, None
 
     @property
     def mixed_precision(self) -> str:
-        """ "bf16", "fp16" or "no": what the config switches on, before `prepare` what the script asked for."""
+        """ "bf16", "fp16" or "no": from the config; before `prepare` from the script's arguments."""
         if self.xds_config is None:
             return str(super().mixed_precision)
         if self.engine is None:
@@ -115,7 +113,7 @@ class Accelerator(accelerate.Accelerator):
         return "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else str(autocast)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As in accelerate. A model beside its optimizer becomes an engine; one alone is only moved."""
+        """As in accelerate. A model with its optimizer becomes an engine; a model alone is only moved."""
         if self.xds_config is None:
             return super().prepare(*args, device_placement=device_placement)
         fresh = [obj for obj in args if not isinstance(obj, (EngineModel, EngineOptimizer))]
@@ -153,21 +151,21 @@ class Accelerator(accelerate.Accelerator):
         if len(models) != 1 or len(optimizers) != 1:
             raise UsageError(
                 f"prepare() got {len(models)} trainable models and {len(optimizers)} optimizers: pass one "
-                "model and its optimizer in one call; a second trained model needs an Accelerator of its own"
+                "model and its optimizer in one call; a second trained model needs its own Accelerator"
             )
         if self._engine_model is not None:
             raise UsageError(
-                "this Accelerator trains a model already: make another Accelerator, or call "
+                "this Accelerator already trains a model: create another Accelerator, or call "
                 "free_memory(model, optimizer) first"
             )
         named = self._names("optimizer")
         if named and not isinstance(optimizers[0], DummyOptim):
             raise UsageError(
                 "the config has a section optimizer, and prepare() got an optimizer: remove the section, or "
-                "pass accelerate.utils.DummyOptim(model.parameters()) in its place"
+                "pass accelerate.utils.DummyOptim(model.parameters()) instead"
             )
         if not named and isinstance(optimizers[0], DummyOptim):
-            raise UsageError("DummyOptim needs a section optimizer in the config: write one")
+            raise UsageError("DummyOptim needs a section optimizer in the config: add one")
 
     def _names(self, section: str) -> bool:
         if self.xds_source is not None:
@@ -195,13 +193,13 @@ class Accelerator(accelerate.Accelerator):
         values |= precision(self.xds_source, **switches, is_default=True)
         if self.xds_source.has_section("scheduler"):
             values |= schedule_values(scheduler)
-        return self.xds_source.filled(values, tells=True)
+        return self.xds_source.filled(values, logs=True)
 
     def _build(self, model: nn.Module, optimizer: Any, config: Config) -> None:
         is_named = isinstance(optimizer, DummyOptim)
         engine = initialize(
             model,
-            # schedules are stepped by the script, as accelerate does it
+            # the script steps schedules, as with accelerate
             config.model_copy(update={"scheduler": None}),
             optimizer=None if is_named else optimizer,
             model_parameters=optimizer.params if is_named else None,
@@ -217,8 +215,8 @@ class Accelerator(accelerate.Accelerator):
         elif config.scheduler is not None:
             built = build_scheduler(config.scheduler, optimizer)
         else:
-            raise UsageError("DummyScheduler needs a section scheduler in the config: write one")
-        # one step of the schedule for each update, however many ranks
+            raise UsageError("DummyScheduler needs a section scheduler in the config: add one")
+        # one step of the schedule per update, for any number of ranks
         prepared = AcceleratedScheduler(built, optimizer, split_batches=True)
         self._schedulers.append(prepared)
         return prepared
@@ -226,13 +224,13 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """A model that is not trained here: moved to the device. With its optimizer use `prepare`."""
+        """Move a model that is not trained to the device. To train it, pass it to `prepare`."""
         evaluates = evaluation_mode or self.xds_config is not None
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluates)
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As in accelerate; with xds an optimizer goes to `prepare` together with its model."""
+        """As in accelerate; with xds, pass an optimizer to `prepare` together with its model."""
         if self.xds_config is not None and not isinstance(optimizer, EngineOptimizer):
             raise UsageError(
                 "prepare_optimizer(): pass the model and its optimizer to prepare() together"
@@ -249,7 +247,7 @@ class Accelerator(accelerate.Accelerator):
         unknown = kwargs.keys() - {"retain_graph"}
         if unknown:
             raise UsageError(
-                f"accelerator.backward({', '.join(unknown)}=...): only retain_graph is known"
+                f"accelerator.backward({', '.join(unknown)}=...): only retain_graph is supported"
             )
         steps = self.gradient_accumulation_steps
         self._trained("backward").backward(
@@ -258,7 +256,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Nothing to do: the engine knows from `sync_gradients` which backward is the last of its step."""
+        """Does nothing: `sync_gradients` shows the engine which backward is the last of its step."""
         if self.xds_config is not None:
             yield
             return
@@ -302,7 +300,7 @@ class Accelerator(accelerate.Accelerator):
         return super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As in accelerate; the engine's part lies in `xds_engine`, in files of every rank. A collective."""
+        """As in accelerate; every rank writes the engine's states to the folder `xds_engine`. A collective."""
         if self._engine_model is None:
             return super().save_state(output_dir, *args, **kwargs)
         with self._engine_apart("_save_model_state_pre_hook") as hooks:
@@ -337,7 +335,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _engine_apart(self, hooks_name: str) -> Iterator[OrderedDict[Any, Any]]:
-        """accelerate saves and loads what is not the engine's; the script's hooks come after, once."""
+        """Inside, accelerate saves and loads everything except the engine; the script's hooks run later."""
         hooks: OrderedDict[Any, Any] = getattr(self, hooks_name)
         models, optimizers = self._models, self._optimizers
         self._models = [model for model in models if model is not self._engine_model]
@@ -350,14 +348,14 @@ class Accelerator(accelerate.Accelerator):
             setattr(self, hooks_name, hooks)
 
     def whole_parameters(self) -> GatheredParameters:
-        """Inside, every rank holds the trained model whole, and rank 0's edits are everybody's on exit."""
+        """Inside, every rank holds the whole trained model; on exit rank 0's edits apply to all ranks."""
         module = self._trained("whole_parameters").module
         return GatheredParameters(module, modifier_rank=0)
 
     # -- ending -----------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> Any:
-        """As in accelerate; an engine whose model is among `objects` is destroyed. A collective then."""
+        """As in accelerate; if the engine's model is among `objects`, it is destroyed, by a collective."""
         own = self._engine_model
         if own is not None and any(obj is own for obj in objects):
             self._engine_model = None
@@ -373,12 +371,12 @@ class Accelerator(accelerate.Accelerator):
 
 
 def check_ranks(seen: int, remedy: str) -> None:
-    """Raises UsageError where accelerate counts `seen` processes and the launcher started others."""
+    """Raises UsageError: accelerate counts `seen` processes, but the launcher started another number."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if seen != started:
         raise UsageError(
             f"accelerate sees {seen} process{'es' if seen > 1 else ''}, but WORLD_SIZE = {started}: each "
-            f"rank would train on its own; use {remedy}"
+            f"rank would train alone; use {remedy}"
         )
 
 

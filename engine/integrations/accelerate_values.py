@@ -1,4 +1,4 @@
-"""What a script tells accelerate, as values for the config: loaders, placeholders, accumulation."""
+"""Config values from a script's arguments to accelerate: loaders, placeholders, accumulation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .given import Given
 
 
 def batch_values(objects: Iterable[Any], accelerator: Any) -> dict[str, Given]:
-    """The three batch sizes from the first loader that has one; the accumulation steps in any case."""
+    """The accumulation steps, and the batch sizes from the first loader that has a batch size."""
     steps = accelerator.gradient_accumulation_steps
     values = {
         "gradient_accumulation_steps": Given(
@@ -42,8 +42,8 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def optimizer_values(optimizer: Any) -> dict[str, Given]:
-    """lr and weight decay of a DummyOptim, where the config names the optimizer; lr for a schedule."""
-    if not hasattr(optimizer, "weight_decay"):  # a real one: it has its lr already
+    """lr and weight decay of a DummyOptim, for the config's optimizer; lr for a schedule."""
+    if not hasattr(optimizer, "weight_decay"):  # a real optimizer, which has its own lr
         lr = float(optimizer.param_groups[0]["lr"])
         return {"scheduler.params.warmup_max_lr": Given(lr, is_checked=False)}
     values = {

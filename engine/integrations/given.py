@@ -1,7 +1,7 @@
-"""What a trainer already knows about the config: fills "auto" and missing keys, refuses contradictions.
+"""Fills "auto" and missing keys of a config from a trainer's arguments, and refuses contradictions.
 
-A config decides what it names, and the trainer's arguments decide everything else. Where both speak they
-must agree, or nobody could tell which of the two the run obeyed.
+The config's own values apply; the trainer's arguments set all other keys. A value that both give must be
+equal, otherwise it would be unclear which of the two applies.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..config.text import read_source
 
 @dataclass(frozen=True)
 class Given:
-    """One value that the trainer knows.
+    """One value from the trainer.
 
-    origin: the name by which the user knows it, e.g. "TrainingArguments.learning_rate".
-    is_checked: a config that says something else is refused.
-    is_default: the key is written where the config does not have it.
+    origin: its name for the user, e.g. "TrainingArguments.learning_rate".
+    is_checked: a config with another value is refused.
+    is_default: the key is added if the config does not have it.
     """
 
     value: Any
@@ -37,39 +37,39 @@ Values = Mapping[str, Given]
 
 @final
 class Source:
-    """A config as it was written, before anything is filled in."""
+    """A config as written, before values are filled in."""
 
     def __init__(self, source: object) -> None:
-        """Raises ConfigError where it cannot be read, UsageError where it is a Config already."""
+        """Raises ConfigError: it cannot be read. Raises UsageError: it is already a Config."""
         if isinstance(source, Config):
             raise UsageError(
-                "xds_config is an xds.Config, in which nothing is left to fill in: pass what it was read "
-                "from, a path, JSON text or a dict"
+                "xds_config is an xds.Config, which is already filled in: pass its source, a path, JSON text "
+                "or a dict"
             )
         self.data, self.name, self._complaints = read_source(source)
         if not isinstance(self.data, dict):
-            Config.load(self.data)  # raises, with the usual words
+            Config.load(self.data)  # raises the usual ConfigError
         self._flat = dict(_leaves(self.data, ""))
 
     def get(self, path: str) -> Any:
-        """The value as it was written, by canonical path; None where there is none."""
+        """The value as written, by canonical path; None if it is not given."""
         return self._flat.get(path)
 
     def has_section(self, name: str) -> bool:
         return isinstance(self.data.get(name), dict)
 
-    def filled(self, values: Values, *, tells: bool = False) -> Config:
-        """The config with `values` (by canonical path) filled in; `tells`: keys without effect are logged.
+    def filled(self, values: Values, *, logs: bool = False) -> Config:
+        """The config with `values` (by canonical path) filled in; `logs`: log the keys without effect.
 
         Raises:
-            ConfigError: every complaint at once, those of the config itself and contradictions.
+            ConfigError: every complaint at once, about the config itself and about contradictions.
         """
         complaints = [*self._complaints, *self._contradictions(values)]
         data = _copied(self.data)
         for path, given in values.items():
             if given.is_default and path not in self._flat:
                 _put(data, path, given.value)
-        read = Config.load if tells else parse_config
+        read = Config.load if logs else parse_config
         try:
             config = read(data, auto={path: given.value for path, given in values.items()})
         except ConfigError as error:
@@ -104,7 +104,7 @@ def _put(data: dict[str, Any], path: str, value: Any) -> None:
         wanted = (name for name in data if canonical_path(name) == section)
         inner = data.setdefault(next(wanted, section), {})
         if not isinstance(inner, dict):
-            return  # the config is wrong here, and is told so
+            return  # the config is wrong here; reading it reports the error
         data = inner
     data[key] = value
 
@@ -130,7 +130,7 @@ def _is_same(written: Any, known: Any) -> bool:
 
 
 def hidden_size_of(model: Any) -> int | None:
-    """The width that the model's own config tells; the largest of several; None if it tells none."""
+    """The width in the model's own config, the largest of several; None if it has none."""
     config = getattr(model, "config", None)
     for place in (config, getattr(config, "text_config", None)):
         size = getattr(place, "hidden_size", None)
@@ -158,11 +158,11 @@ def sized_by(hidden_size: int | None) -> dict[str, Given]:
 def precision(
     source: Source, *, bf16: Given | None, fp16: Given | None, is_default: bool
 ) -> dict[str, Given]:
-    """The keys that switch a precision on; those of torch_autocast, where the config chose it instead.
+    """The keys that enable a precision, or those of torch_autocast if the config uses it.
 
     Args:
-        bf16, fp16: whether the trainer asks for it.
-        is_default: the trainer's choice counts where the config has no such section.
+        bf16, fp16: whether the trainer requests it.
+        is_default: the trainer's choice applies if the config has no such section.
     """
     known = {"bf16": bf16, "fp16": fp16}
     autocast = source.get("torch_autocast.enabled")

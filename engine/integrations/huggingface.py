@@ -3,8 +3,8 @@
     from xds.engine.integrations.huggingface import Trainer, TrainingArguments
     args = TrainingArguments(..., xds_config="zero3.json")
 
-It overrides methods that transformers means to be overridden, and patches nothing; without `xds_config` it
-is that Trainer. See docs/design/huggingface.md.
+It overrides methods that transformers intends to be overridden, and patches nothing. Without `xds_config` it
+behaves like that Trainer. See docs/design/huggingface.md.
 """
 
 # mypy: disallow-subclassing-any=False
@@ -37,19 +37,19 @@ from accelerate.utils.deepspeed import DummyOptim  # noqa: E402
 from .accelerate import ENGINE_TAG, Accelerator, check_ranks  # noqa: E402
 
 if TYPE_CHECKING:
-    _AnyTrainer = Any  # a mixin's base is the Trainer that stands behind it
+    _AnyTrainer = Any  # the mixin's base is the Trainer that follows it
 else:
     _AnyTrainer = object
 
 SCHEDULER_FILE = "scheduler.pt"  # transformers' own name
-# HfArgumentParser knows text alone; in a script a dict works as well
+# HfArgumentParser supports only text; a script can also pass a dict
 HELP = {"help": "the JSON config of xds: a path, or JSON text"}
 ON_CPUS = "TrainingArguments(use_cpu=True) on CPUs"
 
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """TrainingArguments with one more: the config of xds, also as --xds_config for HfArgumentParser."""
+    """TrainingArguments with the config of xds, which HfArgumentParser reads from --xds_config."""
 
     xds_config: str | None = field(default=None, metadata=HELP)
 
@@ -71,11 +71,11 @@ class Seq2SeqTrainingArguments(transformers.Seq2SeqTrainingArguments):
 
 def _use_cpu_without_gpu(args: Any) -> None:
     if args.xds_config is not None and not torch.cuda.is_available():
-        args.use_cpu = True  # else transformers sees one process where there are several
+        args.use_cpu = True  # otherwise transformers counts one process
 
 
 class TrainerMixin(_AnyTrainer):
-    """What makes a Trainer train with xds; put it before any subclass of transformers.Trainer:
+    """Makes a Trainer train with xds; list it before any subclass of transformers.Trainer:
 
     class MyTrainer(TrainerMixin, SFTTrainer): ...
     """
@@ -86,10 +86,10 @@ class TrainerMixin(_AnyTrainer):
     def __init__(self, *args: Any, xds_config: Any = None, **kwargs: Any) -> None:
         """
         Args:
-            xds_config: a path, JSON text or a dict, in place of TrainingArguments.xds_config.
+            xds_config: a path, JSON text or a dict, instead of TrainingArguments.xds_config.
         Raises:
             ConfigError: the config is wrong, or contradicts TrainingArguments; every complaint at once.
-            UsageError: an argument cannot be kept with xds.
+            UsageError: an argument is not supported with xds.
         """
         self._xds_config = xds_config
         self._source: Source | None = None
@@ -105,7 +105,7 @@ class TrainerMixin(_AnyTrainer):
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         if self._source is not None:
-            found["mixed_precision"] = "no"  # the engine's own; no autocast around it
+            found["mixed_precision"] = "no"  # the engine handles precision: no autocast around it
             self._accelerator_args = {k: v for k, v in found.items() if v is not None}
         return found
 
@@ -127,10 +127,10 @@ class TrainerMixin(_AnyTrainer):
         if "use_gather_object" in inspect.signature(gather).parameters:
             gather = partial(gather, use_gather_object=self.args.eval_use_gather_object)
         self.gather_function = gather
-        self._fill(None, tells=False)
+        self._fill(None, logs=False)
 
-    def _fill(self, num_training_steps: int | None, *, tells: bool) -> Config:
-        """The config for now: the arguments may have changed, as in a search over them."""
+    def _fill(self, num_training_steps: int | None, *, logs: bool) -> Config:
+        """The config with the current arguments, which a hyperparameter search may have changed."""
         assert self._source is not None
         values: dict[str, Given] = {
             **argument_values(self._source, self.args),
@@ -138,14 +138,14 @@ class TrainerMixin(_AnyTrainer):
         }
         if self._source.has_section("scheduler"):
             values |= schedule_values(self.args, num_training_steps)
-        return self._source.filled(values, tells=tells)
+        return self._source.filled(values, logs=logs)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if self._source is None:  # the engine moves it, in parts where it is sharded
+        if self._source is None:  # otherwise the engine moves it, in parts if it is sharded
             super()._move_model_to_device(model, device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The config's optimizer, if it names one, in the Trainer's parameter groups; else the Trainer's."""
+        """The config's optimizer with the Trainer's parameter groups, if it names one; else the Trainer's."""
         if self._source is None or not self._source.has_section("optimizer"):
             return super().create_optimizer(model)
         if self.optimizer is None:
@@ -157,7 +157,7 @@ class TrainerMixin(_AnyTrainer):
         return self.optimizer
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Biases and norms without weight decay, as in every Trainer."""
+        """Parameter groups: no weight decay for biases and norms, as in every Trainer."""
         decays = set(self.get_decay_parameter_names(model))
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         groups = [
@@ -170,7 +170,7 @@ class TrainerMixin(_AnyTrainer):
         return [group for group in groups if group["params"]]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The config's schedule, if it names one, over so many steps; else the Trainer's."""
+        """The config's schedule over `num_training_steps`, if it names one; else the Trainer's."""
         if self._source is None or not self._source.has_section("scheduler"):
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is not None:
@@ -178,25 +178,25 @@ class TrainerMixin(_AnyTrainer):
                 "the config has a section scheduler, and the Trainer got a scheduler in optimizers=...: remove "
                 "one of the two"
             )
-        section = self._fill(num_training_steps, tells=False).scheduler
+        section = self._fill(num_training_steps, logs=False).scheduler
         assert section is not None
         self.lr_scheduler = build_scheduler(section, optimizer or self.optimizer)
-        self._created_lr_scheduler = True  # the Trainer makes a new one for each train()
+        self._created_lr_scheduler = True  # the Trainer creates a new one for each train()
         return self.lr_scheduler
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> Any:
         if self._source is not None and self.engine is None:
-            self.accelerator.use_config(self._fill(max_steps, tells=True))
+            self.accelerator.use_config(self._fill(max_steps, logs=True))
         elif self._source is not None and self.model_wrapped is self.model:
             self._start_over(max_steps)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _start_over(self, max_steps: int | None) -> None:
-        """model_init made another model: the engine of the last one goes."""
+        """model_init created another model: destroy the engine of the previous one."""
         self.accelerator.free_memory(self.accelerator.trained_model)
-        self.accelerator.use_config(self._fill(max_steps, tells=False))
+        self.accelerator.use_config(self._fill(max_steps, logs=False))
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if self._source is None:
@@ -209,7 +209,7 @@ class TrainerMixin(_AnyTrainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers. At stage 3 a model that was not trained yet is sharded first."""
         if self._source is not None and self.engine is None and self.args.world_size > 1:
-            config = self._fill(None, tells=False)
+            config = self._fill(None, logs=False)
             if config.zero_optimization.stage == 3:
                 self.accelerator.use_config(config)
                 self.create_optimizer()
@@ -221,7 +221,7 @@ class TrainerMixin(_AnyTrainer):
     # -- saving and resuming ----------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write whole weights for from_pretrained; of a PEFT model its adapter. A collective."""
+        """Write whole weights for from_pretrained; only the adapter of a PEFT model. A collective."""
         if self.engine is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -242,7 +242,7 @@ class TrainerMixin(_AnyTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._source is None or not _has_engine_states(resume_from_checkpoint):
             self._with_whole(super()._load_from_checkpoint, resume_from_checkpoint, model)
-        # else the engine loads everything, once it is there
+        # otherwise the engine loads everything after it is built
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.engine is None:
@@ -288,16 +288,16 @@ def _has_engine_states(folder: str | None) -> bool:
 
 
 def _check_arguments(args: Any) -> None:
-    """Before anything is built.
+    """Check TrainingArguments before anything is built.
 
     Raises:
-        UsageError: an argument that cannot be kept with xds.
+        UsageError: an argument is not supported with xds.
     """
     refused = {
         "deepspeed": "a second backend; pass its JSON as xds_config",
-        "fsdp": "a second backend; zero_optimization.stage = 3 shards the same",
-        "auto_find_batch_size": "after an out-of-memory error on one rank the others would wait for it for "
-        "ever; set per_device_train_batch_size",
+        "fsdp": "a second backend; zero_optimization.stage = 3 shards the same states",
+        "auto_find_batch_size": "after an out-of-memory error on one rank the others would wait for it "
+        "forever; set per_device_train_batch_size",
     }
     for name, why in refused.items():
         if getattr(args, name, None):

@@ -1,4 +1,4 @@
-"""Importing a package that not everybody has: the package, or one sentence with the install line."""
+"""Imports optional packages; a missing package is an error with the install command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...utils.errors import UsageError
 
 
 def need(package: str, who: str, extra: str) -> ModuleType:
-    """The package `package`, which `who` stands on and the extra `extra` installs.
+    """The package `package`, which `who` needs and the extra `extra` installs.
 
     Raises:
         UsageError: it is not installed.

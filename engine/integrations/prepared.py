@@ -1,4 +1,4 @@
-"""What `prepare` hands out: a model that calls the engine, an optimizer whose step is the engine's."""
+"""The results of `prepare`: a model that calls the engine, and an optimizer whose step is the engine's."""
 
 # mypy: disallow-subclassing-any=False
 
@@ -19,15 +19,17 @@ from ..engine import Engine
 
 @final
 class EngineModel(nn.Module):
-    """The user's model, `module`, called through its engine. Unknown names are the module's."""
+    """The user's model, `module`, called through its engine. Unknown attributes are read from the module."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.module = engine.module
         self.engine = engine
         self._has_gradients = False
-        self.was_skipped = False  # the last step found an overflow and changed nothing
-        self._is_accelerate_prepared = True  # accelerate's own mark: it leaves the object as it is
+        self.was_skipped = False  # the last step overflowed and changed nothing
+        self._is_accelerate_prepared = (
+            True  # accelerate's own flag: it does not prepare the object again
+        )
         section = engine.config
         self._dtype: torch.dtype | None = None
         if section.bf16.enabled or section.fp16.enabled:
@@ -35,14 +37,14 @@ class EngineModel(nn.Module):
         self.train(engine.module.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The engine's forward; in 16 bits floating inputs are cast, but not scalars."""
+        """The engine's forward; with 16-bit precision floating-point inputs are cast, except scalars."""
         engine = self.engine
         if self._dtype is not None:
             args, kwargs = move((args, kwargs), engine.device, self._dtype)
         return engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, is_last: bool, retain_graph: bool = False) -> None:
-        """The engine's backward of one micro-batch, `is_last` of its step. The loss is taken as it is."""
+        """The engine's backward of one micro-batch; `is_last` of its step. The loss is not divided."""
         engine = self.engine
         engine.set_gradient_accumulation_boundary(is_last)
         engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
@@ -51,7 +53,7 @@ class EngineModel(nn.Module):
             engine.step()  # counts the micro-batch; nothing is updated before the boundary
 
     def step(self) -> None:
-        """The engine's update, with all gradients since the last one."""
+        """The engine's update, with all gradients since the last update."""
         engine = self.engine
         engine.set_gradient_accumulation_boundary(True)
         self._has_gradients = False
@@ -59,7 +61,7 @@ class EngineModel(nn.Module):
         self.was_skipped = not engine.was_step_applied()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that wait for a step; after a step there are none, and nothing is sent."""
+        """Drop gradients since the last step; if there are none, nothing is sent."""
         if self._has_gradients:
             self._has_gradients = False
             self.engine.zero_grad()
@@ -106,17 +108,17 @@ class EngineModel(nn.Module):
         self.engine.load_state_dict(state_dict, strict=strict)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Nothing, where the model is so already.
+        """Do nothing if the model already has this dtype and device.
 
         Raises:
-            UsageError: another dtype or device is asked for; the engine's memory stays as it is.
+            UsageError: another dtype or device; the engine cannot move its parameters.
         """
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
         param = next(self.module.parameters(), None)
         if param is not None and dtype not in (None, param.dtype):
             raise UsageError(
-                f"model.to({dtype}): an engine holds the parameters, as {param.dtype}; choose the precision "
-                "in the config (bf16.enabled, fp16.enabled) and leave out bf16_full_eval and fp16_full_eval"
+                f"model.to({dtype}): an engine holds the parameters as {param.dtype}; set the precision "
+                "in the config (bf16.enabled, fp16.enabled) and remove bf16_full_eval and fp16_full_eval"
             )
         here: torch.device = self.engine.device
         if device is not None and (device.type, device.index or 0) != (here.type, here.index or 0):
@@ -126,7 +128,7 @@ class EngineModel(nn.Module):
         return self
 
     def destroy(self) -> None:
-        """Give the module back, whole and without hooks. A collective."""
+        """Restore the module, whole and without hooks. A collective."""
         self.engine.destroy()
 
     def __getattr__(self, name: str) -> Any:
@@ -146,16 +148,16 @@ class EngineOptimizer(AcceleratedOptimizer):
         self._is_accelerate_prepared = True
 
     def step(self, closure: Any = None) -> None:
-        """On an accumulation boundary the engine's step, between boundaries nothing."""
+        """The engine's step on an accumulation boundary; nothing between boundaries."""
         if closure is not None:
             raise UsageError(
-                "optimizer.step(closure): the engine steps once a backward; drop closure"
+                "optimizer.step(closure): the engine does not support a closure; remove it"
             )
         if self.gradient_state.sync_gradients:
             self.model.step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """On an accumulation boundary gradients that wait for a step are dropped."""
+        """Drop gradients since the last step, on an accumulation boundary."""
         if self.gradient_state.sync_gradients:
             self.model.zero_grad()
 

@@ -1,4 +1,4 @@
-"""TrainingArguments as values for the config: the same keys that transformers fills for DeepSpeed."""
+"""Config values from TrainingArguments: the same keys that transformers fills in for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from .given import Given, Source, precision
 
-ADAMS = ("adam", "adamw")  # the optimizers whose betas and eps the arguments are about
+ADAMS = ("adam", "adamw")  # the optimizers for which the arguments' betas and eps apply
 
 
 def _named(args: Any, name: str, *, is_default: bool = False) -> Given:
@@ -14,7 +14,7 @@ def _named(args: Any, name: str, *, is_default: bool = False) -> Given:
 
 
 def argument_values(source: Source, args: Any) -> dict[str, Given]:
-    """Everything but the schedule's steps and the model's width, which are known later."""
+    """All values except the schedule's steps and the model's width, which are known later."""
     steps = args.gradient_accumulation_steps
     micro = args.per_device_train_batch_size
     product = f"({micro} x {steps} x {args.world_size})"
@@ -66,7 +66,7 @@ def _optimizer_values(source: Source, args: Any) -> dict[str, Given]:
 
 
 def schedule_values(args: Any, num_training_steps: int | None) -> dict[str, Given]:
-    """The schedule's values; None: the number of steps is not known yet, and nothing is compared with it."""
+    """The schedule's values. None: the number of steps is not known yet, and is not checked."""
     is_known = num_training_steps is not None
     steps = num_training_steps or 1
     return {

@@ -1,1 +1,1 @@
-"""What is done to a model before and while it trains: building, agreeing, casting, recomputing, compiling."""
+"""Model preparation: sharded construction, checks across ranks, casting, recomputation, torch.compile."""

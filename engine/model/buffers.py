@@ -1,10 +1,13 @@
-"""Which buffers follow the parameters into 16 bits, and which would lose their meaning there.
+"""Selects the buffers that are cast to 16 bits together with the parameters.
 
-A buffer follows if it is used with parameters of that dtype (running statistics, tables that are added to
-activations). Rotary frequencies stay: an angle is position x frequency, and 8 bits of it are off by radians
-at position 1000; their modules compute in fp32 and cast the result, as `transformers` does with
-`dtype=bfloat16`. So do buffers that the model names in `_keep_in_fp32_modules_strict`, and those of modules
-without parameters that have another dtype than the model: somebody chose it.
+Buffers that are used with parameters of that dtype are cast: running statistics, and tables that are added
+to activations. These keep their dtype:
+
+- Rotary frequencies. An angle is position x frequency, and with 8 bits of precision it is off by radians at
+  position 1000. Their modules compute in fp32 and cast the result, as `transformers` does with
+  `dtype=bfloat16`.
+- Buffers that the model names in `_keep_in_fp32_modules_strict`.
+- Buffers of modules without parameters whose dtype differs from the model's: their author chose it.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
-FREQUENCIES = "inv_freq"  # how names of rotary frequencies end, in transformers and most others
+FREQUENCIES = (
+    "inv_freq"  # the names of rotary frequencies end so in transformers and most other libraries
+)
 
 
 def buffers_that_follow(model: nn.Module) -> list[Tensor]:
-    """The floating buffers to cast when parameters are. Ask before the parameters change their dtype."""
+    """The floating-point buffers to cast with the parameters. Call it before the parameters are cast."""
     usual = _usual_dtype(model)
     named = {
         name
@@ -29,15 +34,15 @@ def buffers_that_follow(model: nn.Module) -> list[Tensor]:
     for module in model.modules():
         has_params = any(True for _ in module.parameters(recurse=False))
         for name, buffer in module.named_buffers(recurse=False):
-            stays = name.endswith(FREQUENCIES) or name in named
-            chosen = not has_params and buffer.dtype != usual
-            if buffer.is_floating_point() and not stays and not chosen:
+            is_kept_by_name = name.endswith(FREQUENCIES) or name in named
+            is_chosen = not has_params and buffer.dtype != usual
+            if buffer.is_floating_point() and not is_kept_by_name and not is_chosen:
                 found[id(buffer)] = buffer
     return list(found.values())
 
 
 def _usual_dtype(model: nn.Module) -> torch.dtype | None:
-    """The floating dtype of most elements of the model's parameters."""
+    """The floating-point dtype that most elements of the model's parameters have."""
     numel: Counter[torch.dtype] = Counter()
     for param in model.parameters():
         if param.is_floating_point():

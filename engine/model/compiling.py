@@ -1,10 +1,10 @@
-"""torch.compile of the found blocks, each on its own and in place.
+"""Compiles the model's blocks with torch.compile, each block separately and in place.
 
     block(x) ──> hooks: gather ──> forward: one graph, shared by all equal blocks ──> hooks: drop
 
-The forward is compiled, not the call: hooks stay outside, so that a graph holds arithmetic alone at every
-stage. What lies outside of blocks stays eager; a model without blocks is compiled as a whole. Activation
-checkpointing lies inside of the graph, where the compiler plans what is recomputed.
+The forward is compiled, not `__call__`: hooks stay outside, so a graph contains only arithmetic at every
+ZeRO stage. Modules outside of blocks stay eager; a model without blocks is compiled as a whole. Activation
+checkpointing is inside of the graph, where the compiler decides what is recomputed.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ log = logging.getLogger("xds")
 
 Backend = str | Callable[..., Any]
 
-# Blocks that differ (a layer's number used in its forward, say) need a graph each, one more for evaluation,
-# for another shape; torch stops at 8 for all of them together and runs the rest eagerly.
+# Blocks that differ (for example by a layer number used in forward) need one graph each, and one more for
+# evaluation and for each other shape. torch compiles 8 for all of them together and runs the rest eagerly.
 VARIANTS_A_BLOCK = 4
 
 
 @final
 class Compiler:
-    """Compiles the blocks of one model on demand, and takes it back."""
+    """Compiles the blocks of one model on demand; `undo` restores the eager forwards."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], config: Config) -> None:
         """Nothing is compiled yet.
 
         Raises:
-            ConfigError: the section is switched on and names a backend or an option that is not there.
+            ConfigError: the section is enabled and names an unknown backend or option.
         """
         self._model = model
         self._blocks = list(blocks)
@@ -67,20 +67,20 @@ class Compiler:
         schedule: object = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile from the next forward on. What is not given comes from the config.
+        """Compile from the next forward on. Arguments that are not given come from the config.
 
         Raises:
-            UsageError: an argument that cannot be met, or the model is compiled already, otherwise.
+            UsageError: an argument is not supported, or the model is already compiled with other settings.
         """
         if schedule is not None:
             raise UsageError(
-                "engine.compile(schedule=...): a schedule of passes belongs to DeepCompile, which is not there "
-                "yet; leave it out"
+                "engine.compile(schedule=...): a schedule of passes belongs to DeepCompile, which is not "
+                "supported yet; leave it out"
             )
         if compiled_autograd_enabled:
             raise UsageError(
-                "engine.compile(compiled_autograd_enabled=True): gradients are taken by hooks while backward "
-                "runs, and a compiled backward runs them too late; leave it out"
+                "engine.compile(compiled_autograd_enabled=True): hooks collect the gradients while backward "
+                "runs, and a compiled backward runs the hooks too late; leave it out"
             )
         if self._settings is not None and backend is None and not compile_kwargs:
             return
@@ -89,8 +89,8 @@ class Compiler:
             return
         if self._settings is not None:
             raise UsageError(
-                f"engine.compile({_shown(settings)}): the model is compiled already, with "
-                f'{_shown(self._settings)}; say it once, in the section "compile" of the config or here'
+                f"engine.compile({_shown(settings)}): the model is already compiled with "
+                f'{_shown(self._settings)}; set it once, in the section "compile" of the config or here'
             )
         self._settings = settings
         chosen, arguments = settings
@@ -98,7 +98,7 @@ class Compiler:
         self._undo = replace_forwards(self._targets(), change)
 
     def undo(self) -> None:
-        """The forwards of before are back."""
+        """Restore the forwards of before `compile`."""
         if self._undo is not None:
             self._undo()
         self._undo = None
@@ -123,19 +123,19 @@ class Compiler:
         return chosen, read.arguments()
 
     def _targets(self) -> list[nn.Module]:
-        """What to compile: nothing that the script compiled itself."""
+        """The modules to compile, without those that the script compiled itself."""
         found = self._blocks or [self._model]
         if _is_compiled(self._model):
             found = []
         targets = [module for module in found if not _is_compiled(module)]
         if len(targets) < len(self._blocks or [self._model]) and dist.get_rank() == 0:
             log.warning(
-                "compile: the script compiled the model, or blocks of it, itself; those stay as they are"
+                "compile: the script itself compiled the model, or blocks of it; those stay as they are"
             )
         return targets
 
     def _limit(self) -> dict[str, int]:
-        """Room for blocks that differ, where this torch has the argument."""
+        """A higher limit for blocks that differ, if this torch has the argument."""
         if "recompile_limit" not in inspect.signature(torch.compile).parameters:
             return {}
         usual: int = torch._dynamo.config.recompile_limit
@@ -147,7 +147,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _problem(backend: Backend, arguments: Mapping[str, Any]) -> str | None:
-    """What torch says against these arguments, before anything is traced."""
+    """torch's complaint about these arguments, before anything is traced."""
     try:
         torch.compile(_nothing, backend=backend, **arguments)
     except Exception as error:  # torch has no common class for them

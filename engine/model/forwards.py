@@ -1,8 +1,8 @@
-"""Replaces the forward of modules in place, and puts back what was there.
+"""Replaces the forward of modules in place, and restores it.
 
-An instance's `forward` lies inside of its hooks: what a unit's hooks do (gather, drop) stays outside of what
-is recomputed or compiled. It is a bound method, so that a deep copy of the module calls itself; names,
-classes and state_dict stay as they are.
+An instance's `forward` runs inside of its hooks: what a unit's hooks do (gather, drop) stays outside of what
+is recomputed or compiled. The new forward is a bound method, so a deep copy of the module calls the copy.
+Names, classes and the state_dict do not change.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Forward = Callable[..., Any]  # (module, *args, **kwargs)
 def replace_forwards(
     modules: Iterable[nn.Module], change: Callable[[Forward], Forward]
 ) -> Callable[[], None]:
-    """The forward of each module becomes `change` of it; the function returned takes that back.
+    """Replace the forward of each module by `change(forward)`; the returned function restores them.
 
-    `change` is called once for modules that share a forward.
+    `change` is called once for all modules that share a forward.
     """
     changed: dict[Forward, Forward] = {}
     before: list[tuple[nn.Module, Any]] = []
@@ -44,7 +44,7 @@ def replace_forwards(
 
 
 def _unbound(module: nn.Module, own: Any) -> Forward:
-    """The forward as a function of the module: the class's, unless the instance has one of its own."""
+    """The forward as a function of the module: the instance's own if it has one, else the class's."""
     if own is None:
         of_class: Forward = type(module).forward
         return of_class

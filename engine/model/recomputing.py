@@ -1,12 +1,13 @@
-"""Activation checkpointing of the found blocks, switched on by the config alone.
+"""Activation checkpointing of the model's blocks, enabled by the config.
 
-torch's non-reentrant checkpoint around each block's forward: only the block's inputs are kept, and backward
-runs the forward once more. Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016,
+torch's non-reentrant checkpoint runs around each block's forward: only the block's inputs are kept, and
+backward runs the forward again. Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016,
 https://arxiv.org/abs/1604.06174.
 
-A key-value cache that a block writes to would be written twice, so a block that will be recomputed gets
-none (`transformers` does the same). A cache that holds something already, such as a learned prefix, is part
-of the numbers: a block that is given one runs without recomputing.
+Key-value caches:
+- A recomputed block would write to its cache twice, so it gets no cache (`transformers` does the same).
+- A cache that already holds values, such as a learned prefix, affects the result. A block that gets one runs
+  without recomputation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .forwards import Forward, replace_forwards
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module]) -> Callable[[], None]:
-    """Wrap the forward of every block; the function returned takes the wrapping off again."""
+    """Wrap the forward of every block; the returned function restores the forwards."""
     return replace_forwards(blocks, _checkpointed)
 
 
@@ -44,5 +45,5 @@ def _checkpointed(forward: Forward) -> Forward:
 
 
 def _is_cache(value: Any) -> bool:
-    """A key-value cache that is written to, by what `transformers` calls its methods."""
+    """Whether this is a key-value cache, recognised by the method names of `transformers`."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")

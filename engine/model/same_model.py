@@ -1,6 +1,6 @@
-"""Every rank brings the same model and the same ZeRO section, or all are told where theirs differ.
+"""Checks that every rank has the same model and the same ZeRO section.
 
-Flat buffers of unequal sizes would meet in a message, and gloo aborts the process.
+Without the check, ranks would exchange flat buffers of unequal sizes, and gloo would abort the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ WHAT = "the layout of the model"
 
 
 def check_same_model(model: nn.Module, section: ZeroConfig, collectives: Collectives) -> None:
-    """For all ranks. Sends 16 bytes to each; where they differ, 10 bytes a tensor of the model more.
+    """A collective: compare the model's layout on all ranks.
+
+    Sends:   16 bytes to each rank; if the digests differ, 10 more bytes per tensor of the model.
 
     Raises:
         UsageError: on every rank; names the first parameter, buffer or section that differs.
@@ -38,24 +40,24 @@ def check_same_model(model: nn.Module, section: ZeroConfig, collectives: Collect
         (i for i, (one, two) in enumerate(zip(sums[0], sums[other], strict=False)) if one != two),
         min(len(sums[0]), len(sums[other])),
     )
-    told = exchange(collectives, lines[at] if at < len(lines) else "nothing more", WHAT)
+    shown = exchange(collectives, lines[at] if at < len(lines) else "nothing more", WHAT)
     raise UsageError(
-        f"rank {other} brings another model than rank 0: {told[other]} on rank {other}, {told[0]} on rank 0; "
+        f"rank {other} has another model than rank 0: {shown[other]} on rank {other}, {shown[0]} on rank 0; "
         "build the same model, with the same config, on every rank"
     )
 
 
 def _lines(model: nn.Module, section: ZeroConfig) -> list[str]:
-    """What must be the same, a line each, in the order in which it is laid out."""
+    """Everything that must be equal, one line each, in layout order."""
     params = [
-        f"parameter {name} {_told(param)}{'' if param.requires_grad else ' (frozen)'}"
+        f"parameter {name} {_described(param)}{'' if param.requires_grad else ' (frozen)'}"
         for name, param in model.named_parameters()
     ]
-    buffers = [f"buffer {name} {_told(buffer)}" for name, buffer in model.named_buffers()]
+    buffers = [f"buffer {name} {_described(buffer)}" for name, buffer in model.named_buffers()]
     return [f"zero_optimization {json.dumps(section.as_dict(), sort_keys=True)}", *params, *buffers]
 
 
-def _told(tensor: torch.Tensor) -> str:
+def _described(tensor: torch.Tensor) -> str:
     if nn.parameter.is_lazy(tensor):
-        return "without a shape"  # refused a little later, with its remedy
+        return "without a shape"  # refused later, with the remedy
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"

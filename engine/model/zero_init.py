@@ -1,6 +1,6 @@
-"""`zero.Init`: builds a model in slices, as the config's stage asks. Its name is `xds.zero.Init`.
+"""`xds.zero.Init`: constructs a model in shards, if the config's ZeRO stage is 3.
 
-It reads the whole config and starts torch.distributed, which is why it lives on the engine's floor.
+It is part of the engine package because it reads the whole config and initializes torch.distributed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..process.process import join, pick_device
 
 @final
 class Init:
-    """Inside the context modules are born sharded: a rank holds its slices, and one module's parameters whole.
+    """Shards modules while they are constructed: a rank holds its slices, and one module's whole parameters.
 
         with xds.zero.Init("config.json"):
             model = Model()
         engine = xds.initialize(model, "config.json")
 
-    Values are bit-equal to plain construction under the same seed, at every number of ranks. It does nothing
-    unless the config's stage is 3 and there are several ranks. Until `xds.initialize` parameters read as NaN;
-    `xds.zero.GatheredParameters` shows and edits them. A collective: all ranks build the same model.
+    Values are bit-equal to plain construction under the same seed, at every number of ranks. The context does
+    nothing unless the config's stage is 3 and there are several ranks. Until `xds.initialize`, parameters read
+    as NaN; `xds.zero.GatheredParameters` reads and edits them. A collective: all ranks build the same model.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Init:
     ) -> None:
         """
         Args:
-            config: what `xds.initialize` will get; None means stage 3.
+            config: the config that `xds.initialize` will get; None means stage 3.
             module: a model to shard at once, instead of using the context.
-            dtype: slices are kept in it from the start, which saves memory where the model is built in fp32
-                but computes in 16 bits. An in-place product or sum on a parameter of a module that is finished
-                (not a fresh draw) then sees rounded values. None keeps the dtype of construction: exact.
-            enabled: False does nothing.
-            group: the data-parallel ranks; None is all of them.
+            dtype: the dtype of the slices. It saves memory where the model is built in fp32 but computes in
+                16 bits. An in-place product or sum on a parameter of a finished module (not a new random
+                initialization) then uses rounded values. None keeps the dtype of construction, which is exact.
+            enabled: False makes the context do nothing.
+            group: the data-parallel ranks; None means all ranks.
         Raises:
             ConfigError: every complaint about the config at once.
         """

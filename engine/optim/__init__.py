@@ -1,1 +1,1 @@
-"""What updates and by how much: optimizers, learning-rate schedules, the loss scale."""
+"""Optimizers, learning-rate schedules and the loss scale."""

@@ -1,7 +1,7 @@
-"""With which loss scale the backward that is running was started, by whichever engine of this process.
+"""The loss scale of the backward pass that is running, for all engines of this process.
 
-`engine.backward` says so around autograd's call, `engine.scale` by a hook on what it returns. A backward that
-neither of them started brings gradients of the plain loss.
+`engine.backward` records it around autograd's call; `engine.scale` records it by a hook on the loss that it
+returns. A backward pass that neither of them started computes gradients of the unscaled loss.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# of the backward passes that are running, the innermost last; not for a thread: autograd has threads of its own
+# One value for each running backward pass, the innermost last. Not thread-local: autograd runs its own threads.
 _loss_scales: list[float] = []
 
 
 @contextmanager
 def scaled_backward(loss_scale: float) -> Iterator[None]:
-    """Around a backward of a loss that was multiplied by `loss_scale`."""
+    """Record `loss_scale` while the backward pass of a loss that was multiplied by it runs."""
     before = len(_loss_scales)
     _loss_scales.append(loss_scale)
     try:
@@ -28,7 +28,7 @@ def scaled_backward(loss_scale: float) -> Iterator[None]:
 
 
 def mark(loss: Tensor, loss_scale: float) -> None:
-    """A backward through `loss` is one of a loss that was multiplied by `loss_scale`."""
+    """Record `loss_scale` whenever a backward pass starts from `loss`, which was multiplied by it."""
 
     def begin(_: Tensor) -> None:
         _loss_scales.append(loss_scale)
@@ -41,13 +41,13 @@ def mark(loss: Tensor, loss_scale: float) -> None:
 
 
 def forget_failed() -> None:
-    """Outside of any backward: one that raised has not ended what `mark` began."""
+    """Remove what `mark` left behind for a backward pass that raised. Does nothing inside a backward pass."""
     if _loss_scales and torch._C._current_graph_task_id() == -1:
         _loss_scales.clear()
 
 
 def running_loss_scale() -> float | None:
-    """The loss scale of the backward that is running; None where nobody scaled its loss."""
+    """The loss scale of the running backward pass; None if its loss was not scaled."""
     return _loss_scales[-1] if _loss_scales else None
 
 

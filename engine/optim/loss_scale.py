@@ -1,6 +1,6 @@
-"""The loss scale: pure arithmetic of fp16 training, one object for each way of scaling.
+"""Loss scaling for fp16 training: no scale, a static scale, or a dynamic one.
 
-The scale is changed after a step, and gradients are always unscaled with the scale that backward used.
+The scale changes after a step. Gradients are always unscaled with the scale that backward used.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ class Fp16Section(Protocol):
 
 
 class LossScale(ABC):
-    """`value`: the factor on the loss. `after_step` tells it whether the gradients overflowed."""
+    """The factor on the loss (`value`), updated by `after_step` from whether the gradients overflowed."""
 
     value: float
     scales_loss: bool  # gradients of the plain loss are too small for the precision
-    skips_overflow: bool  # an overflow is expected now and then: skip that step and go on
+    skips_overflow: bool  # a step whose gradients overflowed is skipped, and training continues
 
     @abstractmethod
     def after_step(self, *, overflow: bool) -> None: ...
 
     def state_dict(self) -> dict[str, float]:
-        """What changes from step to step."""
+        """The values that change from step to step."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from `state`; that of another way of scaling is left alone."""
+        """Restore `state`. The state of another kind of scale is ignored."""
         return
 
 
 @final
 class NoScale(LossScale):
-    """fp32 and bf16: the loss as it is. bf16 may still be asked to skip steps that are not finite."""
+    """fp32 and bf16: the loss is not scaled. bf16 can still skip steps whose gradients are not finite."""
 
     def __init__(self, *, skips_overflow: bool) -> None:
         self.value = 1.0
@@ -76,8 +76,9 @@ class DynamicScale(LossScale):
     """Halves after an overflow, doubles after `window` steps without one.
 
     Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2,
-        https://arxiv.org/abs/1710.03740; hysteresis as DeepSpeed has it: so many overflows are tolerated
-        before the scale is halved, refilled when it doubles (or, if `consecutive`, by any good step).
+        https://arxiv.org/abs/1710.03740. Hysteresis as in DeepSpeed: the scale is halved at the
+        `hysteresis`-th overflow. The count restarts when the scale doubles, or, if `consecutive`, after any
+        step without overflow.
     """
 
     def __init__(
@@ -100,8 +101,8 @@ class DynamicScale(LossScale):
         else:
             if self._consecutive:
                 self._left = self._hysteresis
-            good = self._step - self._last_overflow - 1
-            if good > 0 and good % self._window == 0:
+            num_good_steps = self._step - self._last_overflow - 1
+            if num_good_steps > 0 and num_good_steps % self._window == 0:
                 if not self._consecutive:
                     self._left = self._hysteresis
                 self.value *= SCALE_FACTOR
@@ -137,7 +138,7 @@ class DynamicScale(LossScale):
 
 
 def build_loss_scale(fp16: Fp16Section, *, skips_overflow: bool) -> LossScale:
-    """The loss scale that the config's `fp16` section asks for; `skips_overflow` is bf16's choice."""
+    """The loss scale for the config's `fp16` section; `skips_overflow` applies where fp16 is off."""
     if not fp16.enabled:
         return NoScale(skips_overflow=skips_overflow)
     if fp16.loss_scale:

@@ -1,4 +1,4 @@
-"""From what the config or the user names to an optimizer over the masters of the sharded model."""
+"""Builds the optimizer over the master weights, from the config or from the user's optimizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ClientOptimizer = (
     torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[[Any], torch.optim.Optimizer]
 )
 
-# per element: a step on a shard equals the same part of a step on the whole
+# elementwise arithmetic: a step on a shard equals that part of a step on the whole tensor
 ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -40,12 +40,10 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-FUSED = (torch.optim.Adagrad, torch.optim.SGD)  # on every device torch 2.11 and later run on
+FUSED = (torch.optim.Adagrad, torch.optim.SGD)  # fused on every device from torch 2.11 on
 OWN: dict[str, type[ShardOptimizer]] = {"Lamb": Lamb, "Lion": Lion, "Muon": Muon}
-CASTING: dict[str, type[ShardOptimizer]] = {
-    "Adagrad": Adagrad,
-    "SGD": SGD,
-}  # beside casts; else torch's
+# used where parameters are narrower than their masters; torch's own classes otherwise
+CASTING: dict[str, type[ShardOptimizer]] = {"Adagrad": Adagrad, "SGD": SGD}
 NOT_FOR_MUON = ("embed", "lm_head")
 ENGINE_FLAGS = ("torch_adam", "fused", "foreach", "amsgrad", "fp32_optimizer_states")
 
@@ -59,17 +57,17 @@ class OptimizerSection(Protocol):
 
 @dataclass(frozen=True)
 class Groups:
-    """The hyperparameter groups: `options[i]` of group i, and `index[id(param)]` = i."""
+    """The parameter groups: `options[i]` holds the hyperparameters of group i; `index[id(param)]` is i."""
 
     options: tuple[Named, ...]
     index: dict[int, int]
 
 
 def read_groups(model: nn.Module, source: Iterable[Any] | None) -> Groups:
-    """The hyperparameter groups of `source`: parameters, or dicts of them; None is every trainable one.
+    """The parameter groups in `source`: parameters, or dicts of them; None means every trainable parameter.
 
     Raises:
-        UsageError: a parameter is in two groups, or is not the model's.
+        UsageError: a parameter is in two groups, or does not belong to the model.
     """
     entries = list(model.parameters() if source is None else source)
     if entries and not isinstance(entries[0], dict):
@@ -101,9 +99,10 @@ def read_groups(model: nn.Module, source: Iterable[Any] | None) -> Groups:
 
 
 def split_for_muon(model: nn.Module, groups: Groups) -> Groups:
-    """Split every group in two: matrices, which Muon updates, and the rest, which AdamW does.
+    """Split every group in two: matrices, which Muon updates, and the rest, which AdamW updates.
 
-    DeepSpeed's choice: a parameter of two or more dimensions, unless its name says embedding or head.
+    As in DeepSpeed, a matrix is a parameter of two or more dimensions whose name does not contain one of
+    `NOT_FOR_MUON` (embeddings and the head).
     """
     matrices = {
         id(param)
@@ -120,7 +119,7 @@ def split_for_muon(model: nn.Module, groups: Groups) -> Groups:
 def named_optimizer(
     section: OptimizerSection, updater: Updater, groups: Groups
 ) -> torch.optim.Optimizer:
-    """The optimizer that the config names, over the masters."""
+    """The optimizer that the config names, over the master weights."""
     params = {k: v for k, v in section.params.items() if k not in ENGINE_FLAGS}
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
@@ -139,7 +138,10 @@ def named_optimizer(
 def client_optimizer(
     given: ClientOptimizer, updater: Updater, groups: Groups, *, allow_untested: bool
 ) -> torch.optim.Optimizer:
-    """The user's optimizer over the masters: an object is taken over, a class or callable is called."""
+    """The user's optimizer over the master weights.
+
+    An optimizer object is changed in place; a class or another callable is called.
+    """
     if not isinstance(given, torch.optim.Optimizer):
         if isinstance(given, type):
             return _over(given, updater, groups, given.__name__, {}, allow_untested)
@@ -147,13 +149,13 @@ def client_optimizer(
     name = type(given).__name__
     if any(float(state.get("step", 1)) for state in given.state.values()):
         raise UsageError(
-            f"the optimizer {name} has made steps already: its state cannot be sharded afterwards; "
+            f"the optimizer {name} has already taken steps: its state cannot be sharded afterwards; "
             "pass it before its first step"
         )
-    take = _layout_for(type(given), updater, name, allow_untested)
+    tensors_of = _layout_for(type(given), updater, name, allow_untested)
     for number, group in enumerate(given.param_groups):
-        group["params"] = take(number)
-    if type(given) is torch.optim.Adagrad:  # it makes its states before the first step
+        group["params"] = tensors_of(number)
+    if type(given) is torch.optim.Adagrad:  # it creates its state in the constructor
         given.state = torch.optim.Adagrad(given.param_groups).state
     return given
 
@@ -161,11 +163,11 @@ def client_optimizer(
 def load_kernels(
     section: Ops, optimizer: torch.optim.Optimizer, updater: Updater, device: torch.device
 ) -> None:
-    """Build and load the device's kernels where the optimizer uses them; else it runs plain torch.
+    """Build and load the device's kernels if the optimizer uses them; without them it runs plain torch.
 
     Raises:
-        BuildError: they cannot be built, and the config says ops.require.
-        UsageError: there are none for this device, and the config says ops.require.
+        BuildError: the kernels cannot be built, and ops.require is true.
+        UsageError: this device has no kernels, and ops.require is true.
     """
     gains = isinstance(optimizer, ShardOptimizer) and optimizer.gains_from_kernels(
         casts=updater.casts
@@ -173,7 +175,7 @@ def load_kernels(
     name = optimizer_library(device)
     if section.require and not name:
         raise UsageError(
-            f"ops.require is true, and there are no native ops for {device.type}: they are for cpu and cuda; "
+            f"ops.require = true, but there are no native ops for {device.type}: they exist for cpu and cuda; "
             "set it to false, and ops run their torch versions"
         )
     if name and section.native and (gains or section.require):
@@ -188,19 +190,19 @@ def _over(
     params: Named,
     allow_untested: bool = False,
 ) -> torch.optim.Optimizer:
-    take = _layout_for(kind, updater, name, allow_untested)
-    entries = [{"params": take(at), **options} for at, options in enumerate(groups.options)]
+    tensors_of = _layout_for(kind, updater, name, allow_untested)
+    entries = [{"params": tensors_of(at), **options} for at, options in enumerate(groups.options)]
     return kind(entries, **params)
 
 
 def _layout_for(
     kind: type[torch.optim.Optimizer], updater: Updater, name: str, allow_untested: bool
 ) -> Callable[[int], list[Tensor]]:
-    """Flat shards where the arithmetic is per element, whole parameters where nothing is sharded."""
+    """Flat shards for elementwise arithmetic, whole parameters where nothing is sharded."""
     if issubclass(kind, ShardOptimizer):
         return updater.tensors_of
     if updater.world.collectives.world_size == 1:
-        return updater.whole_params  # what torch would have got, so the same result bit for bit
+        return updater.whole_params  # the tensors plain torch would get: bit-identical results
     if kind in ELEMENTWISE:
         return updater.tensors_of
     if not updater.world.is_sharded:
@@ -208,7 +210,7 @@ def _layout_for(
     if allow_untested:
         return updater.tensors_of
     raise UsageError(
-        f"{name}: this optimizer may look at the shape of a parameter, and with zero_optimization.stage >= 1 "
+        f"{name}: this optimizer may use the shape of a parameter, and with zero_optimization.stage >= 1 "
         "it would see 1-D shards; use zero_optimization.stage = 0, one of "
         f"{', '.join(sorted(k.__name__ for k in ELEMENTWISE))}, Lamb, Lion or Muon, or set "
         "zero_allow_untested_optimizer to true if its arithmetic is per element"

@@ -1,4 +1,4 @@
-"""What all learning-rate schedules share: an iteration number, how it is written, value checks."""
+"""The base class of the learning-rate schedules, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PerGroup = float | Sequence[float]
 
 
 class HasParamGroups(Protocol):
-    """What a schedule needs of an optimizer."""
+    """The part of an optimizer that a schedule uses."""
 
     param_groups: list[dict[str, Any]]
 
 
 class Schedule(ABC):
-    """Writes the lr of iteration `last_batch_iteration` into every parameter group of an optimizer.
+    """Sets the lr of every parameter group of an optimizer for iteration `last_batch_iteration`.
 
     Args:
         optimizer: a torch.optim.Optimizer, or anything with its `param_groups`. An lr that is a
@@ -39,7 +39,7 @@ class Schedule(ABC):
         """The lr of each group at the current iteration."""
 
     def get_last_lr(self) -> list[float]:
-        """The lr of each group as it stands in the optimizer now."""
+        """The lr that each group of the optimizer has now."""
         return group_lrs(self.optimizer)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -57,13 +57,13 @@ class Schedule(ABC):
         """Go to the saved iteration and write its lr.
 
         Raises:
-            UsageError: `state` is not of one of these schedules.
+            UsageError: `state` is not the state of a schedule of this kind.
         """
         if "last_batch_iteration" not in state:
             raise UsageError(
                 f"{type(self).__name__}.load_state_dict needs the key 'last_batch_iteration', got "
-                f"{sorted(map(str, state))}; this state was saved by another scheduler, load it "
-                "with the scheduler.type that it was saved with."
+                f"{sorted(map(str, state))}; this state was saved by another scheduler. Load it "
+                "with the scheduler.type that saved it."
             )
         self.last_batch_iteration = int(state["last_batch_iteration"])
         self._write()

@@ -1,15 +1,16 @@
-"""Learning-rate schedules that write the lr (and betas) of an optimizer's groups.
+"""DeepSpeed's learning-rate schedules, which set the lr (and betas) of an optimizer's groups.
 
-They exist beside torch.optim.lr_scheduler because thousands of configs name them and count on
-their numbers. An engine calls `step()` once after each applied optimizer step, and construction
-writes a first lr, so no step ever runs with an lr that the schedule did not set:
+They exist beside torch.optim.lr_scheduler because many configs name them and rely on their values. The
+engine calls `step()` once after each applied optimizer step. The constructor sets the first lr, so every
+step runs with an lr that the schedule has set:
 
     optimizer step      0        1        2
     runs with lr of     t = -1   t = 0    t = 1      (t is `last_batch_iteration`)
 
-Differs from DeepSpeed: an unknown warm-up type is refused, not replaced by "log"; and
-`load_state_dict` writes the lr of the loaded iteration, so that a resumed run does not depend on
-the order in which things are loaded.
+Differences from DeepSpeed:
+- An unknown warm-up type is refused, not replaced by "log".
+- `load_state_dict` sets the lr of the loaded iteration, so a resumed run does not depend on the order in
+  which states are loaded.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from .schedule_base import (
     whole_number,
 )
 
-# beta2 that OneCycle writes beside the cycled beta1: part of the schedule's published numbers.
+# OneCycle sets this beta2 beside the cycled beta1, as DeepSpeed does.
 _ONE_CYCLE_BETA2 = 0.99
 
 
 @final
 class LRRangeTest(Schedule):
-    """Raise the lr by a constant amount a step, to see at which one training diverges.
+    """Raise the lr by a constant amount per step, to find the lr at which training diverges.
 
     Args:
         lr_range_test_min_lr: first lr, per group.
         lr_range_test_step_size: steps in which the lr grows by step_rate * min_lr.
-        lr_range_test_staircase: grow once in step_size steps instead of a little in each.
+        lr_range_test_staircase: grow once every step_size steps instead of in each step.
     """
 
     def __init__(
@@ -76,17 +77,17 @@ class LRRangeTest(Schedule):
 
 @final
 class OneCycle(Schedule):
-    """One cycle of the lr, up and down, while beta1 goes down and up; then a slow decay.
+    """One cycle: the lr rises and falls while beta1 falls and rises. A slow decay follows.
 
     Args:
-        cycle_min_lr, cycle_max_lr: ends of the cycle, per group.
-        cycle_first_step_size, cycle_second_step_size: steps up, and down (None: as many).
+        cycle_min_lr, cycle_max_lr: lowest and highest lr of the cycle, per group.
+        cycle_first_step_size, cycle_second_step_size: steps of the rise, and of the fall (None: equal).
         cycle_first_stair_count, cycle_second_stair_count: stairs of each half; 0 is continuous
-            (None: as the first).
-        decay_step_size: steps in which, after the cycle, the divisor of the lr grows by
-            decay_lr_rate and the factor of beta1 by decay_mom_rate; 0 holds both.
-        cycle_momentum: move betas too, as (beta1, 0.99): the group's own beta2 is replaced. Without
-            effect, with a warning, for an optimizer that has no betas.
+            (None: as many as in the first half).
+        decay_step_size: after the cycle, every so many steps the divisor of the lr grows by
+            decay_lr_rate and the factor of beta1 by decay_mom_rate; 0 keeps both constant.
+        cycle_momentum: set betas to (beta1, 0.99) too: the group's own beta2 is replaced. For an
+            optimizer without betas it has no effect and a warning is given.
     """
 
     def __init__(  # noqa: PLR0913 (the config's keys)
@@ -140,8 +141,8 @@ class OneCycle(Schedule):
             return None
         num_decays = self._num_decays()
         if self.last_batch_iteration < 0:
-            # beta1 starts at its minimum although the lr does too; only from the first step on do
-            # they move against each other. Kept, because published runs have it.
+            # beta1 and the lr both start at their minimum; they move in opposite directions only from
+            # the first step on. This is kept because published runs used it.
             beta1s = self.min_moms
         elif num_decays is None:
             height = self.cycle.height(self.last_batch_iteration)
@@ -151,7 +152,7 @@ class OneCycle(Schedule):
         return [(beta1, _ONE_CYCLE_BETA2) for beta1 in beta1s]
 
     def _num_decays(self) -> float | None:
-        """How many decay_step_size have gone by since the cycle ended; None inside the cycle."""
+        """The number of decay_step_size intervals since the cycle ended; None inside the cycle."""
         if self.last_batch_iteration < self.cycle.total_size:
             return None
         num_steps = self.last_batch_iteration - self.cycle.total_size + 1
@@ -161,8 +162,8 @@ class OneCycle(Schedule):
         if all("betas" in group for group in self.optimizer.param_groups):
             return True
         warnings.warn(
-            "scheduler.params.cycle_momentum has no effect, for the optimizer has no betas; set it "
-            "to false to silence this.",
+            "scheduler.params.cycle_momentum has no effect because the optimizer has no betas; set it "
+            "to false to silence this warning.",
             stacklevel=3,
         )
         return False
@@ -181,7 +182,7 @@ class WarmupLR(Schedule):
 
     Args:
         warmup_min_lr, warmup_max_lr: per group; no maximum means each group's own lr.
-        warmup_num_steps: 1 counts as 2, for ln(1) is no divisor.
+        warmup_num_steps: 1 is treated as 2, because ln(1) = 0 cannot be a divisor.
         warmup_type: "log" (fast, then slow) or "linear".
     """
 
@@ -210,10 +211,10 @@ class WarmupLR(Schedule):
 
 @final
 class WarmupDecayLR(Schedule):
-    """Raise the lr as WarmupLR does, then let it fall in a line to `warmup_min_lr`.
+    """Raise the lr as WarmupLR does, then decrease it linearly to `warmup_min_lr`.
 
     Args:
-        total_num_steps: iteration at which the lr is back at its minimum.
+        total_num_steps: iteration at which the lr reaches its minimum again.
     """
 
     def __init__(
@@ -247,10 +248,10 @@ class WarmupDecayLR(Schedule):
 
 @final
 class WarmupCosineLR(Schedule):
-    """Scale each group's own lr: from `warmup_min_ratio` up to 1, then half a cosine down.
+    """Scale each group's lr: from `warmup_min_ratio` up to 1, then down along half a cosine.
 
-    The lr that a group has at construction is the one that is scaled; before the first `step()` it
-    is 0, whatever `warmup_min_ratio` says.
+    The schedule scales the lr that a group has at construction. Before the first `step()` the lr is 0,
+    regardless of `warmup_min_ratio`.
 
     Args:
         total_num_steps: iteration from which the ratio stays at `cos_min_ratio`.
@@ -315,10 +316,10 @@ class SchedulerSection(Protocol):
 def build_scheduler(
     section: SchedulerSection, optimizer: Optimizer
 ) -> Schedule | lr_scheduler.LRScheduler:
-    """Make what `section.type` names: a schedule of this file or of torch.optim.lr_scheduler.
+    """Build the schedule that `section.type` names, from this file or from torch.optim.lr_scheduler.
 
     Raises:
-        UsageError: no such schedule, wrong params, or one that needs more than a config can hold.
+        UsageError: there is no such schedule, its params are wrong, or JSON cannot express them.
     """
     name = section.type
     cls: Any = _SCHEDULES.get(name) or getattr(lr_scheduler, name, None)
@@ -333,7 +334,7 @@ def build_scheduler(
     if cls is lr_scheduler.ReduceLROnPlateau:
         raise UsageError(
             "scheduler.type = 'ReduceLROnPlateau': its step() needs a validation metric, which the "
-            "engine does not have; leave the section out and step one of your own on "
+            "engine does not have; remove the section and step your own scheduler on "
             "engine.optimizer."
         )
     try:
@@ -362,7 +363,7 @@ def _total_steps(value: object, num_warmup_steps: int) -> int:
     if num_steps < num_warmup_steps:
         warnings.warn(
             f"scheduler.params.total_num_steps = {num_steps} is below warmup_num_steps = "
-            f"{num_warmup_steps}: the lr does not reach its maximum in that many steps.",
+            f"{num_warmup_steps}: the lr does not reach its maximum within these steps.",
             stacklevel=3,
         )
     return num_steps

@@ -1,1 +1,1 @@
-"""Leaving in order when the process is asked to stop."""
+"""Saves a checkpoint after a signal to stop, before the process exits."""

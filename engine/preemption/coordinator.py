@@ -1,16 +1,17 @@
-"""Asked to leave, all ranks save at the same step: how they agree on it, in a thread and the group's store.
+"""After a signal to stop, all ranks save at the same step. A thread and the group's store agree on the step.
 
-`count` is how many step boundaries a rank's main thread has passed. A rank that has had the signal, or sees in
-the store that another one had it, freezes: its thread posts count + 1, the next boundary it will come to, for a
-main thread that is blocked in a collective as well. There the main thread waits for everybody's post.
+`count` is the number of step boundaries that a rank's main thread has passed. A rank that received the signal,
+or reads in the store that another rank did, posts count + 1: the next boundary it will reach. Its thread posts,
+so this also works while the main thread is blocked in a collective. At that boundary the main thread waits for
+the posts of all ranks.
 
-    rank 0   ---- 7 ----[SIGTERM: posts 8]---- 8 waits: 8, 9 -> 9 ------ 9 saves, leaves
-    rank 1   ---- 7 ------- 8 ----[sees it: posts 9]-------------------- 9 saves, leaves
+    rank 0   ---- 7 ----[SIGTERM: posts 8]---- 8 waits: 8, 9 -> 9 ------ 9 saves, exits
+    rank 1   ---- 7 ------- 8 ----[sees it: posts 9]-------------------- 9 saves, exits
 
-The largest post is a boundary that every rank comes to and none has passed. Until it is reached every rank goes
-on with its steps, so each collective is joined by all: nobody waits for a rank that waits for something else
-than a thread. What can still go wrong ends at the deadline. The states are saved where the step ends; the
-script is told when it begins the next one, so that it has written down what it writes down for a step.
+The largest post is a boundary that every rank reaches and none has passed. Until then every rank continues its
+steps, so all ranks join each collective, and no main thread waits for another main thread. The deadline bounds
+every other failure. The states are saved at the end of the step. `Preempted` is raised when the script begins
+the next step, so that the script can first log and record the finished one.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ from .signals import Signals
 
 log = logging.getLogger("xds")
 EXIT_CODE = 128 + signal.SIGTERM
-POLL_SECONDS = 0.25  # how soon a rank sees that another one was asked; more from 256 ranks on
-RANKS_A_SECOND = 1000  # that the store is asked by
-BUSY_POLL_SECONDS = 0.01
-REPEATED_SECONDS = (
-    2.0  # within these the same signal again is the same request: from a launcher, and to a group
+POLL_SECONDS = (
+    0.25  # between two looks into the store for another rank's signal; more from 256 ranks on
 )
-MARGIN_SECONDS = 2.0  # that whoever kills waits longer than the deadline
+RANKS_A_SECOND = 1000  # that poll the store
+BUSY_POLL_SECONDS = 0.01
+# The same signal within this time is the same request: the launcher and the process group both deliver it.
+REPEATED_SECONDS = 2.0
+MARGIN_SECONDS = 2.0  # the launcher kills this long after the deadline
 LEFT = "left"
 
 
 class Saving(Protocol):
-    """What is asked of an engine whose states are to be saved."""
+    """The part of an engine that is needed to save its states."""
 
     global_steps: int
 
@@ -52,7 +54,7 @@ class Saving(Protocol):
 
 
 class Preempted(SystemExit):
-    """Training was asked to stop (SIGTERM, SIGUSR1), and all states are saved. Ends a script with code 143.
+    """A signal (SIGTERM, SIGUSR1) stopped training, and all states are saved. The script exits with code 143.
 
     `path` is the checkpoint's folder.
     """
@@ -66,13 +68,13 @@ class Preempted(SystemExit):
 @final
 @dataclass(eq=False)
 class Participant:
-    """An engine whose states are to be saved. count: boundaries of its steps that were passed."""
+    """An engine whose states are to be saved. count: step boundaries that it has passed."""
 
     engine: weakref.ref[Saving]
     save_dir: str
     seconds: float
     collectives: Collectives
-    store: Any  # None: it is alone, or the store has gone
+    store: Any  # None: there is one rank, or the store does not answer any more
     count: int = 0
 
     def key(self, what: object) -> str:
@@ -81,7 +83,7 @@ class Participant:
 
 @final
 class Coordinator:
-    """Listens for one process. The first engine that lives leads: at its boundaries all are saved."""
+    """Handles the signals of one process. All engines are saved at boundaries of the first live engine."""
 
     def __init__(self) -> None:
         self._participants: list[Participant] = []
@@ -92,20 +94,20 @@ class Coordinator:
         self._grace_file = os.environ.get("XDS_GRACE_FILE", "")
         # the request
         self._reason = ""
-        self._heard: dict[int, float] = {}  # signal: when it first came to this process
+        self._received: dict[int, float] = {}  # signal: when this process first received it
         self._deadline_seconds = 0.0
-        self._posted: Participant | None = None  # for whose boundaries
+        self._leading: Participant | None = None  # whose boundaries `_post` and `_target` count
         self._post = 0  # this rank's
-        self._is_told = False  # in the store
+        self._is_posted = False  # in the store
         self._target = 0  # the boundary to save at; 0 until it is known
-        self._is_off = False  # nobody can save any more
-        self._saved = ""  # where
-        self._has_raised = False  # the script knows, and closes its things
+        self._is_off = False  # saving is not possible any more
+        self._saved = ""  # the checkpoint's folder
+        self._has_raised = False  # the script got Preempted and cleans up
 
     # -- called by the main thread --------------------------------------------------------------------------
 
     def join(self, participant: Participant) -> None:
-        """From now on `participant` is saved, too."""
+        """Save `participant` from now on, too."""
         with self._condition:
             self._participants = [each for each in self._participants if each.engine() is not None]
             self._check(participant)
@@ -113,13 +115,13 @@ class Coordinator:
         if len(self._participants) == 1 and not self._signals.install():
             log.warning(
                 "checkpoint.preemption_save_dir: xds.initialize does not run in the main thread, so this "
-                "process hears no signals; it saves when another rank does"
+                "process does not receive signals; it saves when another rank does"
             )
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="xds-preemption", daemon=True)
             self._thread.start()
-            atexit.register(self._stop)  # a thread must not ask a store while the interpreter ends
-        self._ask_for_grace(max(each.seconds for each in self._participants) + MARGIN_SECONDS)
+            atexit.register(self._stop)  # a thread must not use a store while the interpreter exits
+        self._write_grace(max(each.seconds for each in self._participants) + MARGIN_SECONDS)
 
     def _check(self, participant: Participant) -> None:
         setting = f'checkpoint.preemption_save_dir = "{participant.save_dir}"'
@@ -138,13 +140,13 @@ class Coordinator:
                 )
 
     def leave(self, participant: Participant) -> bool:
-        """`participant` takes no more steps. True: it was the last, and nothing is to be waited for."""
+        """`participant` takes no more steps. True: it was the last, and no save is pending."""
         with self._condition:
             if participant not in self._participants:
                 return not self._participants
             is_first = participant is self._leader()
             self._participants.remove(participant)
-            if is_first and self._posted is not participant:
+            if is_first and self._leading is not participant:
                 self._set(participant, participant.collectives.rank, LEFT)
             if self._participants:
                 return False
@@ -154,43 +156,43 @@ class Coordinator:
         self._stop()
         atexit.unregister(self._stop)
         self._signals.close()
-        self._ask_for_grace(0)
+        self._write_grace(0)
         return True
 
     def _stop(self) -> None:
-        """Nobody listens any more."""
+        """Stop the thread."""
         self._is_closing = True
         if self._thread is not None and self._thread.is_alive():
             self._signals.wake()
             self._thread.join()
 
     def boundary(self, participant: Participant) -> None:
-        """A step of `participant`'s engine is over. Saves, if it is the step that was agreed on."""
+        """A step of `participant`'s engine has ended. Save if the ranks agreed on this step."""
         with self._condition:
             participant.count += 1
             if not self._reason or self._saved or participant is not self._leader():
                 return
-            while not (self._target and self._posted is participant) and not self._is_off:
+            while not (self._target and self._leading is participant) and not self._is_off:
                 self._condition.wait(1.0)
             if self._is_off or participant.count < self._target:
                 return
         begun_seconds = time.monotonic()
         self._save()
         engine = participant.engine()
-        assert engine is not None  # it called
+        assert engine is not None  # it called this method
         self._saved = os.path.join(participant.save_dir, f"global_step{engine.global_steps}")
         if participant.collectives.rank == 0:
             seconds = time.monotonic() - begun_seconds
-            _tell(f"{self._reason}: saved {self._saved} in {seconds:.1f} s; leaving")
+            _report(f"{self._reason}: saved {self._saved} in {seconds:.1f} s; exiting")
 
     def check(self) -> None:
-        """A new step begins: raises Preempted once all is saved."""
+        """A new step begins. Raises Preempted if all states are saved."""
         if self._saved:
             self._has_raised = True
             raise Preempted(f"{self._reason}: all states are saved in {self._saved}", self._saved)
 
     def _save(self) -> None:
-        """Every engine, as far as it goes; then raises what went wrong with one, the same on all ranks."""
+        """Save every engine. Then raise the first failure, which is the same on all ranks."""
         failures: list[XdsError] = []
         for participant in self._participants:
             engine = participant.engine()
@@ -198,8 +200,8 @@ class Coordinator:
                 continue
             try:
                 engine.wait_for_checkpoint()
-            except XdsError as error:  # an older one: this one is another matter
-                _tell(str(error))
+            except XdsError as error:  # the failure of an earlier save does not prevent this one
+                _report(str(error))
             try:
                 engine.save_checkpoint(participant.save_dir)
                 engine.wait_for_checkpoint()
@@ -217,17 +219,17 @@ class Coordinator:
                     if signum:
                         self._on_signal(signum)
                 if not self._reason:
-                    self._look()
+                    self._check_other_ranks()
                 if self._reason and not self._saved:
-                    self._settle()
+                    self._agree()
                 is_late = self._reason and time.monotonic() > self._deadline_seconds
                 if is_late and not self._has_raised:
                     self._give_up("checkpoint.preemption_seconds are over")
-        except Exception:  # nobody would answer a main thread that waits
+        except Exception:  # the main thread may wait for this thread: wake it
             with self._condition:
                 self._is_off = True
                 self._condition.notify_all()
-            log.exception("the thread that waits for signals has failed")
+            log.exception("the thread that waits for signals failed")
 
     def _pause_seconds(self) -> float:
         if self._reason and not (self._target or self._is_off):
@@ -238,54 +240,54 @@ class Coordinator:
 
     def _on_signal(self, signum: int) -> None:
         now = time.monotonic()
-        since_seconds = self._heard.setdefault(signum, now)
+        since_seconds = self._received.setdefault(signum, now)
         if now - since_seconds > REPEATED_SECONDS and not self._has_raised:
-            self._give_up("asked again")
+            self._give_up("the signal came again")
         if not self._reason:
             leader = self._leader()
             rank = leader.collectives.rank if leader is not None else 0
-            self._notice(f"{signal.Signals(signum).name} on rank {rank}")
+            self._request(f"{signal.Signals(signum).name} on rank {rank}")
 
-    def _look(self) -> None:
-        """Has another rank been asked?"""
+    def _check_other_ranks(self) -> None:
+        """Look in the store for a signal that another rank received."""
         leader = self._leader()
         if leader is not None and self._has(leader, ["notice"]):
-            self._notice(self._get(leader, "notice") or "a signal on another rank")
+            self._request(self._get(leader, "notice") or "a signal on another rank")
 
-    def _notice(self, reason: str) -> None:
-        """From here on the main thread waits at its next boundary."""
+    def _request(self, reason: str) -> None:
+        """From now on the main thread waits at its next boundary."""
         with self._condition:
             longest = max((participant.seconds for participant in self._participants), default=0.0)
             self._deadline_seconds = time.monotonic() + longest
             self._reason = reason
-            self._freeze()
+            self._fix_post()
 
-    def _freeze(self) -> None:
-        """Settle what this rank posts, for the engine that leads now."""
+    def _fix_post(self) -> None:
+        """Fix this rank's post for the engine that leads now."""
         leader = self._leader()
-        if leader is not None and self._posted is not leader:
-            self._posted, self._post, self._is_told = leader, leader.count + 1, False
+        if leader is not None and self._leading is not leader:
+            self._leading, self._post, self._is_posted = leader, leader.count + 1, False
             self._target, self._is_off = 0, False
 
-    def _settle(self) -> None:
-        """Post this rank's next boundary; when all have, the largest is the target."""
+    def _agree(self) -> None:
+        """Post this rank's next boundary. Once all ranks have posted, the largest post is the target."""
         with self._condition:
-            self._freeze()
-            leader, post, is_told = self._posted, self._post, self._is_told
-            self._is_told = True
+            self._fix_post()
+            leader, post, is_posted = self._leading, self._post, self._is_posted
+            self._is_posted = True
         if leader is None or self._is_off or self._target:
             return
-        if not is_told:
+        if not is_posted:
             self._set(leader, "notice", self._reason)
             self._set(leader, leader.collectives.rank, str(post))
         target = self._agreed(leader, post)
         with self._condition:
-            if target is not None and self._posted is leader:
+            if target is not None and self._leading is leader:
                 self._target, self._is_off = target, not target
             self._condition.notify_all()
 
     def _agreed(self, leader: Participant, post: int) -> int | None:
-        """The largest post; None: not all are there; 0: there will be none."""
+        """The largest post; None: some are missing still; 0: the ranks cannot agree."""
         world_size = leader.collectives.world_size
         if world_size == 1:
             return post
@@ -300,16 +302,16 @@ class Coordinator:
         return max(map(int, posts))
 
     def _go_on(self, why: str) -> int:
-        _tell(f"{self._reason}: {why}, so nothing can be saved; going on until the deadline")
+        _report(f"{self._reason}: {why}, so nothing can be saved; continuing until the deadline")
         return 0
 
     def _give_up(self, why: str) -> NoReturn:
-        """The main thread may be blocked for good: only this ends the process."""
+        """End the process from this thread: the main thread may be blocked forever."""
         saved = f"saved in {self._saved}" if self._saved else "nothing saved"
-        _tell(f"{self._reason}: {why}, {saved}; leaving with code {EXIT_CODE}")
+        _report(f"{self._reason}: {why}, {saved}; exiting with code {EXIT_CODE}")
         os._exit(EXIT_CODE)
 
-    # -- both -----------------------------------------------------------------------------------------------
+    # -- called by both -------------------------------------------------------------------------------------
 
     def _leader(self) -> Participant | None:
         return next(
@@ -343,8 +345,8 @@ class Coordinator:
             participant.store = None
             return ""
 
-    def _ask_for_grace(self, seconds: float) -> None:
-        """Tell the launcher how long it should wait before it kills; 0 takes it back."""
+    def _write_grace(self, seconds: float) -> None:
+        """Write for the launcher how long it must wait before it kills; 0 removes the file."""
         if not self._grace_file:
             return
         part = f"{self._grace_file}.{os.getpid()}"
@@ -359,6 +361,6 @@ class Coordinator:
             log.debug("XDS_GRACE_FILE: %s", error)
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     """Nobody may read: the save and the end come first."""
     write_stderr(f"xds: {text}\n")

@@ -1,7 +1,7 @@
-"""Signals as bytes in a pipe: a thread can read them while the main thread is blocked in a collective.
+"""Delivers signals as bytes in a pipe, which a thread reads while the main thread is blocked in a collective.
 
-Python runs a handler between two steps of the main thread, so one that waits in a collective for minutes hears
-nothing. The byte that Python's own C code writes into the "wakeup" pipe comes at once.
+Python runs signal handlers only between two bytecode instructions of the main thread. A main thread that
+waits in a collective for minutes runs none. Python's C code writes to the "wakeup" pipe immediately.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ import threading
 from types import FrameType
 from typing import Any, final
 
-ASKING = (
-    signal.SIGTERM,
-    signal.SIGUSR1,
-)  # SIGUSR1 is what Slurm's --signal is usually told to send
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: usually sent by Slurm's --signal
 _READ_BYTES = 4096
 _living: Signals | None = None
 
 
 @final
 class Signals:
-    """The handlers of one process while they are installed. What was there before is called as well.
+    """The signal handlers of one process. The former handlers are called as well.
 
     A signal that is ignored, as under nohup, stays ignored. Forked children get the former handlers.
     """
@@ -34,17 +31,16 @@ class Signals:
         os.set_blocking(self._read_fd, False)
         os.set_blocking(self._write_fd, False)
         self._before: dict[int, Any] = {}
-        self._wakes = (
-            False  # the C code writes into our pipe; else the handlers do, when Python gets to it
-        )
+        # True: Python's C code writes to our pipe. False: the handlers do, when Python runs them.
+        self._wakes = False
         self._is_installed = False
 
     def install(self) -> bool:
-        """False: only the main thread can, and this is another one."""
+        """Install the handlers. Returns False outside of the main thread, the only one that can."""
         global _living
         if threading.current_thread() is not threading.main_thread():
             return False
-        for signum in ASKING:
+        for signum in STOP_SIGNALS:
             former = signal.getsignal(signum)
             if former is not signal.SIG_IGN and former is not None:  # None: it belongs to C code
                 self._before[signum] = former
@@ -57,16 +53,15 @@ class Signals:
         return True
 
     def restore(self) -> None:
-        """Put back what was there, unless somebody else has come since."""
+        """Restore the former handlers, except where other code has installed its own since."""
         global _living
         if not self._is_installed:
             return
         self._is_installed = False
         if _living is self:
             _living = None
-        with contextlib.suppress(
-            ValueError
-        ):  # from another thread: `_handle` does as the former ones
+        # ValueError: not the main thread; `_handle` then acts like the former handler
+        with contextlib.suppress(ValueError):
             if self._wakes:
                 current = signal.set_wakeup_fd(-1)
                 if current not in (-1, self._write_fd):
@@ -87,23 +82,22 @@ class Signals:
             os.kill(os.getpid(), signum)
 
     def read(self, timeout_seconds: float) -> list[int]:
-        """The numbers of the signals that have come, as soon as there is one; 0 is `wake`."""
+        """Wait for signals and return their numbers; 0 stands for `wake`."""
         ready, _, _ = select.select([self._read_fd], [], [], timeout_seconds)
         if not ready:
             return []
         with contextlib.suppress(BlockingIOError):
-            return [
-                byte for byte in os.read(self._read_fd, _READ_BYTES) if not byte or byte in ASKING
-            ]
+            received = os.read(self._read_fd, _READ_BYTES)
+            return [byte for byte in received if not byte or byte in STOP_SIGNALS]
         return []
 
     def wake(self) -> None:
-        """Let `read` return."""
+        """Make `read` return."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._write_fd, b"\0")
 
     def close(self) -> None:
-        """After `restore`, and when nobody reads any more."""
+        """Close the pipe. Call it after `restore`, when no thread reads any more."""
         os.close(self._read_fd)
         os.close(self._write_fd)
 
@@ -112,9 +106,9 @@ _forking = threading.local()
 
 
 def _before_fork() -> None:
-    """A signal to the child must wait until it is the child's own: its byte would go into our pipe."""
+    """Block the signals until the child has left our pipe: their bytes would go into it."""
     if _living is not None:
-        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def _in_parent() -> None:
@@ -124,7 +118,7 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    """A worker of a data loader that is told to stop must not stop the training."""
+    """Restore the former handlers: a signal to a data-loader worker must not stop the training."""
     if _living is not None:
         _living.restore()
     _in_parent()

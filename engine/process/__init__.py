@@ -1,1 +1,1 @@
-"""This process: its rank, its group, its device."""
+"""The process's rank, process group and device."""

@@ -1,4 +1,4 @@
-"""Which rank this process is, where srun or mpirun started it instead of xds: from the variables they set.
+"""Reads the rank from the variables that srun or mpirun sets, when they start the process instead of xds.
 
 Nothing here imports torch: the launcher reads the same variables.
 """
@@ -13,12 +13,12 @@ from typing import final
 
 from ...utils.errors import UsageError
 
-USUAL_PORT = 29500  # torch's and DeepSpeed's
-_FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below the kernel's own range of passing ports
-_LAST_STEP = 0xFFFF_0000  # above are Slurm's marks for batch scripts and interactive shells
+USUAL_PORT = 29500  # the default of torch and DeepSpeed
+_FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below the kernel's range of ephemeral ports
+_LAST_STEP = 0xFFFF_0000  # higher step ids stand for batch scripts and interactive shells
 _MAX_NODES = 1_000_000
 _PART = re.compile(r"[^\[\],]*(?:\[[\d,-]+\][^\[\],]*)*")
-_KEYS = {  # of one family: how many, which, which on its machine, how many there
+_KEYS = {  # for each MPI: world size, then rank, local rank, local size
     "OMPI_COMM_WORLD_SIZE": (
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ),
@@ -32,9 +32,11 @@ _KEYS = {  # of one family: how many, which, which on its machine, how many ther
 @final
 @dataclass(frozen=True)
 class Place:
-    """One process among those that srun or mpirun started together; by: the variable that says so.
+    """One of the processes that srun or mpirun started together.
 
-    master: the first machine's name, "" where the launcher does not tell; port: where they can meet.
+    by: the variable that holds the world size.
+    master: the first node's name; "" if the launcher does not provide it.
+    port: the port of the rendezvous.
     """
 
     rank: int
@@ -47,7 +49,7 @@ class Place:
 
 
 def place(environ: Mapping[str, str]) -> Place | None:
-    """This process's place; None where it is alone, or where xds or torchrun has said it already.
+    """This process's place; None for a single process, or if xds or torchrun has set RANK or WORLD_SIZE.
 
     Raises:
         UsageError: the variables contradict one another, or some are missing.
@@ -55,7 +57,7 @@ def place(environ: Mapping[str, str]) -> Place | None:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return None
     for size_key, keys in _KEYS.items():
-        # srun --mpi=pmi2 sets PMI_SIZE too, without what hydra tells about the machine
+        # srun --mpi=pmi2 sets PMI_SIZE too, without the local rank and size that hydra sets
         is_srun = size_key == "PMI_SIZE" and "MPI_LOCALRANKID" not in environ and in_step(environ)
         if not is_srun and _number(environ, size_key, 1) > 1:
             return _of_mpi(environ, size_key, keys)
@@ -65,12 +67,12 @@ def place(environ: Mapping[str, str]) -> Place | None:
 
 
 def fill(environ: MutableMapping[str, str]) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as xds would; nothing if alone.
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as xds does; nothing for a single process.
 
-    What of them is set already stays.
+    Variables that are already set keep their values.
 
     Raises:
-        UsageError: the machine of rank 0 is not known.
+        UsageError: the node of rank 0 is not known.
     """
     found = place(environ)
     if found is None:
@@ -78,8 +80,8 @@ def fill(environ: MutableMapping[str, str]) -> None:
     master = environ.get("MASTER_ADDR") or found.master
     if not master:
         raise UsageError(
-            f"{found.by} = {found.world_size}, on several machines, but MASTER_ADDR is not set: mpirun does not"
-            " tell where rank 0 is; give that machine's address, as in"
+            f"{found.by} = {found.world_size}, on several nodes, but MASTER_ADDR is not set: mpirun does not"
+            " provide the node of rank 0; give that node's address, as in"
             " `mpirun -x MASTER_ADDR=10.0.0.1 ... python train.py`, or start with `xds --launcher openmpi`"
         )
     settings = {
@@ -95,13 +97,13 @@ def fill(environ: MutableMapping[str, str]) -> None:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process, and not sbatch or salloc, whose variables are much the same."""
+    """Whether srun started this process, and not sbatch or salloc, which set similar variables."""
     step = environ.get("SLURM_STEP_ID", "")
     return step.isascii() and step.isdigit() and int(step) < _LAST_STEP
 
 
 def slurm_nodes(environ: Mapping[str, str]) -> list[str]:
-    """The machines of this step of Slurm's, or else of this job, in Slurm's order; empty outside of one."""
+    """The nodes of this Slurm step, or else of this job, in Slurm's order; empty outside of a job."""
     for key in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if environ.get(key) and (key != "SLURM_STEP_NODELIST" or in_step(environ)):
             return expand_nodes(environ[key])
@@ -109,13 +111,13 @@ def slurm_nodes(environ: Mapping[str, str]) -> list[str]:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The names in a list of Slurm's.
+    """The names in a Slurm node list.
 
     >>> expand_nodes("n[009-011,7],login,r[1-2]s[0-1]")
     ['n009', 'n010', 'n011', 'n7', 'login', 'r1s0', 'r1s1', 'r2s0', 'r2s1']
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not a node list.
     """
     names: list[str] = []
     position = 0
@@ -133,12 +135,12 @@ def expand_nodes(text: str) -> list[str]:
 
 
 def job_port(name: str) -> int:
-    """A port that all processes of one job find alike, from the job's name."""
+    """A port that all processes of one job compute equally from the job's name."""
     return _FIRST_PORT + zlib.crc32(name.encode()) % _NUM_PORTS
 
 
 def slurm_name(environ: Mapping[str, str]) -> str:
-    """The name of this job of Slurm's and its step."""
+    """The ids of this Slurm job and step, as one name."""
     return f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
 
 
@@ -192,7 +194,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Place:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's way to say how many each machine has.
+    """The number of tasks on each node, from Slurm's notation.
 
     >>> tasks_per_node("2(x3),1")
     [2, 2, 2, 1]

@@ -1,4 +1,4 @@
-"""The process and its place among the ranks: process group, device, local rank. Called once, first."""
+"""Sets up the process: local rank, device and process group."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def local_rank() -> int:
-    """This process's number on its machine; 0 when nothing says otherwise."""
+    """This process's number on its node; 0 if the environment does not define it."""
     if "LOCAL_RANK" not in os.environ:
-        with contextlib.suppress(UsageError):  # `join` tells it, where nobody else has made a group
+        with contextlib.suppress(UsageError):  # `join` raises it if it has to create the group
             found = place(os.environ)
             return found.local_rank if found is not None else 0
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def pick_device() -> torch.device:
-    """The GPU of this local rank, made current; the CPU on a machine without one."""
+    """The GPU of this local rank, which becomes the current device; the CPU on a node without GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank() % torch.cuda.device_count())
@@ -37,15 +37,16 @@ def pick_device() -> torch.device:
 
 
 def join(device: torch.device) -> dist.ProcessGroup:
-    """The world's process group: the one that exists, or one made from the launcher's environment.
+    """The default process group; created from the launcher's environment if it does not exist.
 
-    Where srun or mpirun started one process for each rank, their variables are read. Without a launcher's
-    environment the process is alone, and gets a group of one.
-    `XDS_BACKEND` asks for nccl, gloo or mpi; default is nccl on GPUs, gloo on CPUs. `XDS_TIMEOUT_SECONDS`
-    is how long a rank waits for the others before it fails; a group that exists keeps its own.
+    - If srun or mpirun started one process per rank, their variables are read. Without a launcher's
+      environment the group has one rank.
+    - `XDS_BACKEND` selects nccl, gloo or mpi; the default is nccl on GPUs and gloo on CPUs.
+    - `XDS_TIMEOUT_SECONDS` is how long a rank waits for the others before it fails. An existing group keeps
+      its own timeout.
 
     Raises:
-        UsageError: the backend is not there, the timeout is no time, or the environment is incomplete.
+        UsageError: the backend is not available, the timeout is invalid, or the environment is incomplete.
     """
     if not dist.is_initialized():
         backend = _backend(device)
@@ -73,7 +74,7 @@ def join(device: torch.device) -> dist.ProcessGroup:
 
 
 def timeout_seconds() -> float:
-    """How long a rank waits for another one: XDS_TIMEOUT_SECONDS, or ten minutes."""
+    """How long a rank waits for another rank: XDS_TIMEOUT_SECONDS, or ten minutes."""
     asked = os.environ.get("XDS_TIMEOUT_SECONDS", "")
     try:
         seconds = float(asked) if asked else TIMEOUT_SECONDS
@@ -90,14 +91,14 @@ def timeout_seconds() -> float:
 def _backend(device: torch.device) -> str:
     asked = os.environ.get("XDS_BACKEND", "")
     backend = asked or ("nccl" if device.type == "cuda" else "gloo")
-    there = {
+    is_available = {
         "nccl": dist.is_nccl_available(),
         "gloo": dist.is_gloo_available(),
         "mpi": dist.is_mpi_available(),
     }
-    if not there.get(backend, False):
-        have = ", ".join(name for name, is_there in there.items() if is_there)
+    if not is_available.get(backend, False):
+        names = ", ".join(name for name in is_available if is_available[name])
         raise UsageError(
-            f'XDS_BACKEND = "{backend}": this torch has {have}; choose one of them or leave it unset'
+            f'XDS_BACKEND = "{backend}": this torch has {names}; choose one of them or leave it unset'
         )
     return backend

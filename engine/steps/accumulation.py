@@ -1,8 +1,8 @@
-"""Which micro-batch is the last of its optimizer step, and what the loss of each is divided by.
+"""Gradient accumulation: which micro-batch is the last of its step, and by what losses are divided.
 
     set_train_batch_size ──> steps ──first backward of a step──> steps_now, until the update
 
-A new number of micro-batches counts from the next optimizer step on: losses of one step are all divided by
+A new number of micro-batches takes effect with the next optimizer step: all losses of one step are divided by
 the same number.
 """
 
@@ -20,60 +20,60 @@ class Accumulation:
     """Counts forwards, backwards and calls of step() since the last update."""
 
     def __init__(self, steps: int, *, is_managed: bool) -> None:
-        """`is_managed`: the engine counts; else every step() is an update."""
-        self.steps = steps  # micro-batches of the steps to come
+        """`is_managed`: the engine counts micro-batches; otherwise every step() is an update."""
+        self.steps = steps  # micro-batches of the following steps
         self.is_managed = is_managed
         self.in_no_sync = False
-        self.done = 0  # micro-batches of the step under way that step() has counted
-        self._fixed: int | None = None  # micro-batches of the step under way; None: none is
+        self.done = 0  # micro-batches of the current step that step() has counted
+        self._fixed: int | None = None  # micro-batches of the current step; None: none has begun
         self._forced: bool | None = None
         self._forwards = 0  # since the last step()
         self._backwards = 0
 
     @property
     def steps_now(self) -> int:
-        """Micro-batches of the step under way, or of the next one."""
+        """Micro-batches of the current step, or of the next one if none has begun."""
         return self.steps if self._fixed is None else self._fixed
 
     def forward(self) -> None:
-        """A forward with a graph has begun."""
+        """Count a forward with a graph that begins."""
         self._forwards += 1
 
     def backward(self) -> None:
-        """A backward has begun."""
+        """Count a backward that begins."""
         self._fixed = self.steps_now
         self._backwards += 1
 
     def is_last(self) -> bool:
-        """The micro-batch under way is the last of its step (DeepSpeed's rule and override)."""
+        """Whether the current micro-batch is the last of its step (DeepSpeed's rule and override)."""
         if self._forced is not None:
             return self._forced
         return self.done + 1 >= self.steps_now
 
     def ends_step(self) -> bool:
-        """The next step() updates the parameters."""
+        """Whether the next step() updates the parameters."""
         return self.is_last() if self.is_managed else True
 
     def reduces_now(self, *, shards_grads: bool) -> bool:
-        """Gradients of a backward that starts now are reduced before it ends."""
+        """Whether the gradients of a backward that starts now are reduced before it ends."""
         if self.in_no_sync:
             return False
         return shards_grads or (self.is_managed and self.is_last())
 
     def force(self, is_last: bool) -> None:
-        """`is_last` gives this answer until called again."""
+        """Override what `is_last` returns, until the next call of `force`."""
         if not self.is_managed:
             raise UsageError(
-                "set_gradient_accumulation_boundary() with managed_gradient_accumulation = false: there every "
-                "step() is a boundary; remove the call or set the key to true"
+                "set_gradient_accumulation_boundary() with managed_gradient_accumulation = false: every step() "
+                "is then a boundary; remove the call or set the key to true"
             )
         self._forced = is_last
 
     def count(self) -> int:
-        """step() was called: how many micro-batches it stands for.
+        """Count a call of step(), and return the number of micro-batches it stands for.
 
-        One, where step() follows each. Where the script says when a step ends, several backward passes may
-        lie before it; those of one forward are one micro-batch.
+        Usually step() follows each micro-batch: one. If the script decides when a step ends, several backward
+        passes may precede step(); those of one forward are one micro-batch.
         """
         seen = 1
         if not self.is_managed or self._forced is not None:
@@ -83,25 +83,25 @@ class Accumulation:
         return seen
 
     def end_step(self) -> None:
-        """The parameters were updated, or the step was skipped."""
+        """End the step: the parameters were updated, or the step was skipped."""
         self.done = 0
         self._fixed = None
 
     def forget(self) -> None:
-        """The gradients since the last call of step() were dropped."""
+        """Forget the micro-batches since the last step(): their gradients were dropped."""
         self._forwards = self._backwards = 0
         if self.done == 0:
             self._fixed = None
 
     def resume(self, done: int) -> None:
-        """Go on behind `done` micro-batches of a step."""
+        """Continue a step after its first `done` micro-batches."""
         self.done = done
         self._forwards = self._backwards = 0
         self._fixed = self.steps if done else None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing is reduced inside."""
+        """Inside the context no gradients are reduced."""
         if self.in_no_sync:
             raise UsageError("no_sync() inside no_sync(): leave the outer context first")
         self.in_no_sync = True

@@ -1,1 +1,1 @@
-"""What a run tells: counters, timers, log lines, monitors."""
+"""Counters, timers, log lines and monitors of a training run."""

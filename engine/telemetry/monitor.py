@@ -1,7 +1,7 @@
-"""Writers that carry (name, value, global_samples) events to files or services, on rank 0 only.
+"""Monitors: rank 0 writes (name, value, global_samples) events to files or services.
 
-Optional packages are looked for on every rank before training starts, so that all ranks stop
-together where one is missing.
+Every rank checks for the optional packages before training starts, so all ranks stop together if one is
+missing.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CometSection(Protocol):
 
 
 class MonitorConfig(Protocol):
-    """What `build_monitor` reads of a config."""
+    """The part of a config that `build_monitor` reads."""
 
     @property
     def tensorboard(self) -> FileSection: ...
@@ -97,22 +97,22 @@ class MonitorConfig(Protocol):
 
 
 class Writer(ABC):
-    """One place that events go to."""
+    """One destination of events."""
 
     @abstractmethod
     def write(self, events: Sequence[Event]) -> None:
-        """Hand over `events`; they survive a crash that comes after the return."""
+        """Write `events`; after the return they survive a crash of the process."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what is open; nothing is written afterwards."""
+        """Close files and connections; nothing is written afterwards."""
 
 
 @final
 class CsvWriter(Writer):
-    """One file for each name in `output_path/job_name`: 'Train/Samples/lr' in Train_Samples_lr.csv.
+    """One CSV file per name in `output_path/job_name`: Train_Samples_lr.csv for 'Train/Samples/lr'.
 
-    The header is `step,<last part of the name>`. A resumed job appends, with no second header.
+    The header is `step,<last part of the name>`. A resumed job appends without a second header.
     """
 
     def __init__(self, section: FileSection) -> None:
@@ -152,7 +152,7 @@ class TensorBoardWriter(Writer):
 
 @final
 class WandbWriter(Writer):
-    """A Weights & Biases run of its own, so that one that the user has open is left alone."""
+    """A separate Weights & Biases run; a run that the user has open is not changed."""
 
     def __init__(self, section: WandbSection) -> None:
         import wandb
@@ -162,7 +162,7 @@ class WandbWriter(Writer):
         )
 
     def write(self, events: Sequence[Event]) -> None:
-        # One log call for all names of a step: W&B drops a step that comes back after a later one.
+        # One log call for all names of a step: W&B drops values of a step that is older than the last one.
         by_step: dict[int, dict[str, float]] = {}
         for name, value, num_samples in events:
             by_step.setdefault(num_samples, {})[name] = value
@@ -175,7 +175,7 @@ class WandbWriter(Writer):
 
 @final
 class CometWriter(Writer):
-    """A Comet experiment; a name is sent again only after `samples_log_interval` samples."""
+    """A Comet experiment; each name is sent at most once per `samples_log_interval` samples."""
 
     def __init__(self, section: CometSection) -> None:
         import comet_ml
@@ -206,18 +206,18 @@ class CometWriter(Writer):
 
 @final
 class Monitor:
-    """All writers that a config asks for; without any, writing does nothing."""
+    """All writers that a config enables; without writers, writing does nothing."""
 
     def __init__(self, writers: Sequence[Writer] = ()) -> None:
         self._writers = tuple(writers)
 
     @property
     def enabled(self) -> bool:
-        """False where nothing would be written: skip the work of making events."""
+        """False if nothing would be written; the caller can then skip building events."""
         return bool(self._writers)
 
     def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
-        """Write events; a value is anything that float() takes, a tensor of one element as well."""
+        """Write events; a value is anything that float() accepts, including a tensor of one element."""
         if self._writers:
             plain = [(name, float(value), int(samples)) for name, value, samples in events]
             for writer in self._writers:
@@ -231,7 +231,7 @@ class Monitor:
 
 
 def build_monitor(config: MonitorConfig, rank: int) -> Monitor:
-    """Open the writers that `config` enables, on global rank 0; elsewhere a monitor that is off.
+    """Open the writers that `config` enables on global rank 0; a disabled monitor on other ranks.
 
     Raises:
         UsageError: on every rank, when the package that an enabled section needs is missing.

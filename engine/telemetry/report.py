@@ -1,4 +1,4 @@
-"""What a step tells: log lines every `steps_per_print`, monitor events, timings, memory, throughput."""
+"""Reports training steps: log lines every `steps_per_print`, monitor events, timings, memory, throughput."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 class Reported(Protocol):
-    """What a report reads of an engine."""
+    """The part of an engine that a report reads."""
 
     global_steps: int
     global_samples: int
@@ -37,7 +37,7 @@ class Reported(Protocol):
 
 @final
 class StepReport:
-    """Collects what happens during a step and says it after the step."""
+    """Collects losses and timings during a step and reports them after it."""
 
     def __init__(
         self, config: Config, monitor: Monitor, timers: Timers, throughput: Throughput
@@ -50,20 +50,20 @@ class StepReport:
         self._collects = monitor.enabled or config.steps_per_print is not None
 
     def region(self, name: str) -> AbstractContextManager[None]:
-        """Time what runs inside, if the config asks for it."""
+        """Time the `with` block, if the config enables timers."""
         return self._timers.region(name)
 
     def add_loss(self, loss: Tensor) -> None:
-        """A micro-batch's share of the step's loss."""
+        """Add a micro-batch's share of the step's loss."""
         if self._collects:
             self._losses.append(loss)
 
     def repeat(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches, over and over."""
+        """The loader's batches, repeated without end."""
         return iter(RepeatingLoader(loader))
 
     def step(self, engine: Reported) -> None:
-        """An optimizer step is over, applied or skipped."""
+        """Report an optimizer step that has ended, applied or skipped."""
         self._throughput.step(engine.train_batch_size())
         losses, self._losses = self._losses, []
         milliseconds = self._timers.take_milliseconds()
@@ -71,9 +71,7 @@ class StepReport:
         prints = every is not None and engine.global_steps % every == 0 and engine.global_rank == 0
         if not prints and not self._monitor.enabled:
             return
-        loss = float(
-            sum(float(loss) for loss in losses)
-        )  # waits for the device: only when it is told
+        loss = float(sum(float(loss) for loss in losses))  # waits for the device
         if self._monitor.enabled:
             self._monitor.write_events(self._events(engine, loss, milliseconds))
         if prints:
@@ -96,7 +94,7 @@ class StepReport:
         ]
 
     def _line(self, engine: Reported, loss: float, milliseconds: dict[str, float]) -> str:
-        words = [
+        parts = [
             f"step {engine.global_steps}",
             f"skipped {engine.skipped_steps}",
             f"loss {loss:.4f}",
@@ -105,12 +103,12 @@ class StepReport:
         ]
         rates = self._throughput.read()
         if rates is not None:
-            words.append(f"{rates.last:.1f} samples/s")
+            parts.append(f"{rates.last:.1f} samples/s")
         if milliseconds:
-            words.append(", ".join(f"{n} {value:.1f} ms" for n, value in milliseconds.items()))
+            parts.append(", ".join(f"{n} {value:.1f} ms" for n, value in milliseconds.items()))
         if self._config.memory_breakdown:
             use = memory_use(engine.device)
-            words.append(
+            parts.append(
                 f"memory {use.now_bytes / MIB:.0f} MiB, peak {use.peak_bytes / MIB:.0f} MiB"
             )
-        return ", ".join(words)
+        return ", ".join(parts)

@@ -1,7 +1,7 @@
-"""Where the time and the memory of a step go: named regions, samples per second, bytes in use.
+"""Measures a step: time in named regions, samples per second, memory in use.
 
-Each has an object that does nothing for a config that leaves it off, so that the engine holds no
-conditions and a step that nobody watches pays next to nothing.
+For a config that disables a measurement there is a class that does nothing. The engine needs no conditions,
+and a step without measurements costs almost nothing extra.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TimersSection(Protocol):
 
 
 class TimersConfig(Protocol):
-    """What `build_timers` and `build_throughput` read of a config."""
+    """The part of a config that `build_timers` and `build_throughput` read."""
 
     @property
     def wall_clock_breakdown(self) -> bool: ...
@@ -60,7 +60,7 @@ class Timers(ABC):
     @property
     @abstractmethod
     def enabled(self) -> bool:
-        """False where nothing is measured."""
+        """False if nothing is measured."""
 
     @abstractmethod
     def region(self, name: str) -> AbstractContextManager[None]:
@@ -68,7 +68,7 @@ class Timers(ABC):
 
     @abstractmethod
     def take_milliseconds(self) -> dict[str, float]:
-        """Time in each region since the last call, in order of first use; goes back to zero."""
+        """Return the time in each region since the last call, in order of first use, and reset it."""
 
 
 @final
@@ -91,10 +91,10 @@ class NoTimers(Timers):
 
 @final
 class RegionTimers(Timers):
-    """Wall-clock time of regions; waits for a CUDA device at both ends of each.
+    """Wall-clock time of regions; synchronizes a CUDA device at both ends of each region.
 
-    The waiting makes the times those of the work itself, and the step slower: computation and
-    communication no longer overlap across the edge of a region.
+    With the synchronization a region's time includes its device work. It slows the step down: computation
+    and communication no longer overlap across the edges of a region.
     """
 
     def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
@@ -115,7 +115,7 @@ class RegionTimers(Timers):
         return milliseconds
 
     def now(self) -> float:
-        """Seconds, once the device has done all that it was given."""
+        """The time in seconds, after the device has finished all queued work."""
         _synchronize(self._device)
         return self._clock()
 
@@ -138,7 +138,7 @@ class _Region(AbstractContextManager[None]):
 
 
 def build_timers(config: TimersConfig, device: torch.device) -> Timers:
-    """Region timers if `wall_clock_breakdown` is on."""
+    """Region timers if `wall_clock_breakdown` is true."""
     return RegionTimers(device) if config.wall_clock_breakdown else NoTimers()
 
 
@@ -147,7 +147,7 @@ def build_timers(config: TimersConfig, device: torch.device) -> Timers:
 
 @dataclass(frozen=True)
 class Rates:
-    """Samples per second: since the reading before, and since warm-up ended."""
+    """Samples per second: since the previous reading, and since warm-up ended."""
 
     last: float
     overall: float
@@ -158,13 +158,13 @@ class Throughput(ABC):
 
     @abstractmethod
     def step(self, num_samples: int) -> None:
-        """One optimizer step has gone by, with `num_samples` samples over all ranks."""
+        """Count one optimizer step with `num_samples` samples over all ranks."""
 
     @abstractmethod
     def read(self) -> Rates | None:
-        """The rates up to now; None when off, and in the first two steps, which do not count.
+        """The rates so far; None when disabled, and during the first two steps, which do not count.
 
-        Read after each step, `last` is that step's rate; read every 10 steps, that of the 10.
+        `last` covers all steps since the previous reading.
         """
 
 
@@ -181,11 +181,11 @@ class NoThroughput(Throughput):
 
 @final
 class SampleThroughput(Throughput):
-    """Counts samples, and looks at the clock only when read: a step costs two additions.
+    """Counts samples, and reads the clock only in `read`: a step costs two additions.
 
     Args:
-        synchronized: wait for a CUDA device before looking at the clock (once a reading, not once
-            a step), so that work that was only queued is not counted as done.
+        synchronized: synchronize a CUDA device before reading the clock (once per reading, not per
+            step), so that queued work is not counted as done.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class SampleThroughput(Throughput):
 
 
 def build_throughput(config: TimersConfig, device: torch.device) -> Throughput:
-    """A sample counter unless `timers.throughput.enabled` is off."""
+    """A sample counter unless `timers.throughput.enabled` is false."""
     section = config.timers.throughput
     if not section.enabled:
         return NoThroughput()
@@ -238,7 +238,7 @@ def build_throughput(config: TimersConfig, device: torch.device) -> Throughput:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes in use now and at most so far: tensors of a CUDA device, or the process on a CPU."""
+    """Current and peak bytes in use: of tensors on a CUDA device, or of the process on a CPU."""
 
     now_bytes: int
     peak_bytes: int
@@ -252,11 +252,11 @@ def memory_use(device: torch.device) -> MemoryUse:
         )
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:  # no /proc: the peak is all that is known
+    except OSError:  # no /proc: only the peak is known
         unit_bytes = 1 if sys.platform == "darwin" else 1024
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
         return MemoryUse(peak_bytes, peak_bytes)
-    # not ru_maxrss here: a child starts with its parent's
+    # not ru_maxrss: a child process inherits its parent's value
     kib = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Vm")}
     return MemoryUse(int(kib["VmRSS"]) * 1024, int(kib["VmHWM"]) * 1024)
 

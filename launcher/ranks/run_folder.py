@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import final
 
-from ...ops.build.cache import default_folder
+from ...ops.build.build_cache import default_folder
 from ...utils.trust import make_folders, why_not_trusted
 
 _RUNS_KEPT = 20

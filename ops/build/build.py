@@ -23,8 +23,8 @@ from importlib import import_module
 from pathlib import Path
 
 from ...utils.errors import BuildError
-from . import cache as build_cache
-from .cache import Entry, Info, KeyLock
+from . import build_cache
+from .build_cache import Entry, Info, KeyLock
 from .plan import Library, Plan, Source, ninja_file, plan
 
 __all__ = ["BuildError", "Library", "Source", "build", "compile_objects", "find", "find_or_build"]

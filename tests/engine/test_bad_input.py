@@ -147,7 +147,7 @@ BAD = {
     "nothing_to_train": "this engine only infers: every parameter of its model was frozen",
     "twice": "already belongs to another engine: call destroy",
     "no_optimizer": 'optimizer is missing: write e.g. {"type": "AdamW"',
-    "used_optimizer": "AdamW has made steps already",
+    "used_optimizer": "AdamW has already taken steps",
     "vector_loss": "must be a scalar; reduce it with .mean()",
     "loss_without_graph": "a loss without a graph",
     "loss_is_a_number": "needs the loss, a scalar tensor",
@@ -162,7 +162,7 @@ BAD = {
     "wrong_unit": "no module of the model has this class name",
     "no_config": "xds.initialize needs a config",
     "impossible_batch": "train_batch_size",
-    "shape_seeing_optimizer": "Adafactor: this optimizer may look at the shape",
+    "shape_seeing_optimizer": "Adafactor: this optimizer may use the shape",
 }
 
 

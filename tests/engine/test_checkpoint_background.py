@@ -355,9 +355,9 @@ def test_a_rank_that_is_not_heard_any_more_is_given_up(monkeypatch: pytest.Monke
         folder = Path("folder")
 
     monkeypatch.setattr(background, "MAX_POLL_SECONDS", 0.02)
-    meeting = background._Meeting(Job(), 0.1)  # type: ignore[arg-type]
-    answers = meeting.collect({"told": None})
-    assert answers[1] == {"error": "rank 1 was not heard for 0 s"}
+    exchange = background._StoreExchange(Job(), 0.1)  # type: ignore[arg-type]
+    answers = exchange.collect({"told": None})
+    assert answers[1] == {"error": "rank 1 did not respond for 0 s"}
     assert store.beats == 0
 
 
@@ -399,11 +399,11 @@ def test_what_others_may_be_reading_stays_in_the_store_until_the_next_save() -> 
         collectives = Ranks()
         folder = Path("folder")
 
-    meeting = background._Meeting(Job(), 10.0)  # type: ignore[arg-type]
+    exchange = background._StoreExchange(Job(), 10.0)  # type: ignore[arg-type]
     threading.Timer(0.2, store.set, ("checkpoint/folder/1", '{"told": 7}')).start()
-    assert meeting.collect({"told": 5}) == [{"told": 5}, {"told": 7}]
-    keys = meeting.close("")
+    assert exchange.collect({"told": 5}) == [{"told": 5}, {"told": 7}]
+    keys = exchange.close("")
     assert store.check(["checkpoint/folder/0/alive"]) and store.check(["checkpoint/folder/done"])
     for key in keys:
-        meeting.forget(key)
+        exchange.delete(key)
     assert store.num_keys() == 0

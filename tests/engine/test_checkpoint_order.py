@@ -86,7 +86,7 @@ def test_without_latest_a_fallback_takes_the_newest(
         engine.global_steps = step
         engine.save_checkpoint(tmp_path, save_latest=False)
     assert engine.load_checkpoint(tmp_path) == (None, None)
-    assert "fallback=True takes the newest that is there" in caplog.text
+    assert "fallback=True loads the newest checkpoint there" in caplog.text
     assert engine.load_checkpoint(tmp_path, fallback=True)[0] == f"{tmp_path}/global_step3"
     assert f"no file `latest` in {tmp_path}; falling back to global_step3" in caplog.text
     next((tmp_path / "global_step3").glob("rank_*")).write_bytes(b"")

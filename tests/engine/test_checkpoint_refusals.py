@@ -133,7 +133,7 @@ def refuse_on_one_rank(folder: str) -> None:
     weight = engine.full_state_dict(rank0_only=False)["weight"].clone()
     before = (engine.get_lr(), engine._parts.scheduler.state_dict(), engine.global_steps)
     with pytest.raises(
-        xds.UsageError, match="rank 1.* lr_scheduler is not taken here; nothing was changed"
+        xds.UsageError, match="rank 1.* lr_scheduler is refused here; nothing was changed"
     ):
         engine.load_checkpoint(folder, "global_step1")
     assert (engine.get_lr(), engine._parts.scheduler.state_dict(), engine.global_steps) == before

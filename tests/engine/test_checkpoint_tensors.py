@@ -227,7 +227,9 @@ def test_values_in_themselves_are_refused(tmp_path: Path) -> None:
     engine = engine_of({})
     loop: list[Any] = []
     loop.append(loop)
-    with pytest.raises(xds.UsageError, match="lies more than 100 values deep, or in itself"):
+    with pytest.raises(
+        xds.UsageError, match="is nested more than 100 levels deep, or contains itself"
+    ):
         engine.save_checkpoint(tmp_path / "new", client_state={"loop": loop})
     deep: Any = (torch.arange(3),)
     for _ in range(49):

@@ -50,14 +50,14 @@ REFUSED = [
     ),
     (
         (0, 0, 4, 2),
-        "train_batch_size: no batch size is given (gradient_accumulation_steps = 4 alone is too "
-        "little); write train_batch_size (samples a step over all ranks) or "
-        "train_micro_batch_size_per_gpu (samples a rank and forward)",
+        "train_batch_size: no batch size is given (gradient_accumulation_steps = 4 alone is not "
+        "enough); write train_batch_size (samples per step over all ranks) or "
+        "train_micro_batch_size_per_gpu (samples per rank and forward)",
     ),
     (
         (0, 0, 0, 2),
-        "train_batch_size: no batch size is given; write train_batch_size (samples a step over all "
-        "ranks) or train_micro_batch_size_per_gpu (samples a rank and forward)",
+        "train_batch_size: no batch size is given; write train_batch_size (samples per step over all "
+        "ranks) or train_micro_batch_size_per_gpu (samples per rank and forward)",
     ),
 ]
 

@@ -9,9 +9,9 @@ from helpers import run_ranks
 from torch import nn
 
 import xds
-from xds.engine.config import optimizer as config_optimizer
-from xds.engine.config import scheduler as config_scheduler
 from xds.engine.config.config import parse_config
+from xds.engine.config.optimizer import OPTIMIZERS
+from xds.engine.config.scheduler import SCHEDULERS
 from xds.engine.optim import schedules
 from xds.engine.optim.optimizers import read_groups, split_for_muon
 from xds.ops.optim.adam import Adam
@@ -61,7 +61,7 @@ def test_optimizer_names_in_any_case(given, canonical):
         ("ZeroOneAdam", "not supported yet"),
         ("OneBitLamb", "not supported yet"),
         ("MuAdam", "muP"),
-        ("LBFGS", "several evaluations"),
+        ("LBFGS", "several loss evaluations"),
         ("SparseAdam", "use Adam"),
         ("qqqqqq", "use Adam, AdamW, SGD"),
     ],
@@ -72,24 +72,24 @@ def test_optimizers_that_are_refused(type_, says):
     assert says in complaint
 
 
-@pytest.mark.parametrize("name", config_optimizer.BUILT_IN)
+@pytest.mark.parametrize("name", OPTIMIZERS.built_in)
 def test_every_argument_that_takes_effect_is_one_of_the_optimizer(name):
     own = {"Adam": Adam, "AdamW": Adam, "Lamb": Lamb, "Lion": Lion, "Muon": Muon}
     built = own.get(name) or getattr(torch.optim, name)
-    table = config_optimizer.BUILT_IN[name]
+    table = OPTIMIZERS.built_in[name]
     read = {key for key, entry in table.items() if isinstance(entry, Rule)}
     assert read <= set(inspect.signature(built).parameters)
 
 
-@pytest.mark.parametrize("name", config_scheduler.BUILT_IN)
+@pytest.mark.parametrize("name", SCHEDULERS.built_in)
 def test_every_argument_of_a_schedule_is_known(name):
     parameters = set(inspect.signature(getattr(schedules, name)).parameters)
-    assert set(config_scheduler.BUILT_IN[name]) == parameters - {"optimizer"}
+    assert set(SCHEDULERS.built_in[name]) == parameters - {"optimizer"}
 
 
 def test_the_named_classes_of_torch_exist():
-    assert all(hasattr(torch.optim, name) for name in config_optimizer.TORCH_OPTIMIZERS)
-    names = config_scheduler.TORCH_SCHEDULERS
+    assert all(hasattr(torch.optim, name) for name in OPTIMIZERS.from_torch)
+    names = SCHEDULERS.from_torch
     assert all(hasattr(torch.optim.lr_scheduler, name) for name in names)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import xds
 from xds.engine.config.config import parse_config
-from xds.engine.elastic.rules import Wish, candidates, highly_composite, plan
+from xds.engine.elastic.rules import Limits, candidates, highly_composite, plan
 from xds.engine.elastic.world_sizes import compute_elastic_config, fits, valid_world_sizes
 from xds.launcher import elasticity as command
 
@@ -28,11 +28,11 @@ def complaints(source, **kwargs):
 
 
 @st.composite
-def wishes(draw):
+def limit_cases(draw):
     micros = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True))
     per_node, parallel = draw(st.sampled_from([(1, 1), (2, 1), (4, 2), (8, 8), (8, 1)]))
     least = draw(st.integers(1, 60))
-    return Wish(
+    return Limits(
         max_batch_size=draw(st.integers(max(micros) * per_node, 5000)),
         micro_batch_sizes=tuple(micros),
         min_gpus=least,
@@ -43,9 +43,9 @@ def wishes(draw):
     )
 
 
-def planned(wish):
+def planned(limits):
     try:
-        return plan(wish)
+        return plan(limits)
     except ValueError:
         return None
 
@@ -64,60 +64,60 @@ def test_factors_have_more_divisors_than_every_smaller_number():
     assert highly_composite()[-1] == 720_720
 
 
-@given(wishes())
-def test_every_valid_number_of_ranks_can_share_the_batch(wish):
-    found = planned(wish)
+@given(limit_cases())
+def test_every_valid_number_of_ranks_can_share_the_batch(limits):
+    found = planned(limits)
     if found is None:
         return
-    assert 0 < found.batch_size <= wish.max_batch_size
+    assert 0 < found.batch_size <= limits.max_batch_size
     for replicas, world_size in zip(found.replicas, found.world_sizes, strict=True):
         micro, steps = found.split(replicas)
-        assert micro in wish.micro_batch_sizes
+        assert micro in limits.micro_batch_sizes
         assert micro * steps * replicas == found.batch_size
-        assert wish.min_gpus <= world_size <= wish.max_gpus
-        assert world_size % wish.ranks_per_node == 0
+        assert limits.min_gpus <= world_size <= limits.max_gpus
+        assert world_size % limits.ranks_per_node == 0
         assert found.fits(world_size)
 
 
-@given(wishes())
-def test_no_number_of_ranks_that_could_is_missing(wish):
-    found = planned(wish)
+@given(limit_cases())
+def test_no_number_of_ranks_that_could_is_missing(limits):
+    found = planned(limits)
     if found is None:
         return
-    for world_size in range(wish.min_gpus, min(wish.max_gpus, 300) + 1):
-        nodes, left = divmod(world_size, wish.ranks_per_node)
-        each, rest = divmod(found.batch_size, max(1, nodes * wish.replicas_per_node))
-        can = not left and not rest and any(each % m == 0 for m in wish.micro_batch_sizes)
+    for world_size in range(limits.min_gpus, min(limits.max_gpus, 300) + 1):
+        nodes, left = divmod(world_size, limits.ranks_per_node)
+        each, rest = divmod(found.batch_size, max(1, nodes * limits.replicas_per_node))
+        can = not left and not rest and any(each % m == 0 for m in limits.micro_batch_sizes)
         assert found.fits(world_size) == can
 
 
-@given(wishes())
-def test_no_candidate_serves_more_numbers_of_ranks(wish):
-    found = planned(wish)
+@given(limit_cases())
+def test_no_candidate_serves_more_numbers_of_ranks(limits):
+    found = planned(limits)
     if found is None:
         return
-    limit = wish.max_batch_size // wish.replicas_per_node
-    for batch in candidates(wish.micro_batch_sizes, limit):
-        total = batch * wish.replicas_per_node
+    limit = limits.max_batch_size // limits.replicas_per_node
+    for batch in candidates(limits.micro_batch_sizes, limit):
+        total = batch * limits.replicas_per_node
         count = sum(
             any(
-                total % (micro * nodes * wish.replicas_per_node) == 0
-                for micro in wish.micro_batch_sizes
+                total % (micro * nodes * limits.replicas_per_node) == 0
+                for micro in limits.micro_batch_sizes
             )
-            for nodes in range(1, min(wish.max_gpus, total) // wish.ranks_per_node + 1)
-            if nodes * wish.ranks_per_node >= wish.min_gpus
+            for nodes in range(1, min(limits.max_gpus, total) // limits.ranks_per_node + 1)
+            if nodes * limits.ranks_per_node >= limits.min_gpus
         )
         assert count <= len(found.replicas)
         if count == len(found.replicas):
-            assert total <= found.batch_size if wish.prefers_larger else total >= found.batch_size
+            assert total <= found.batch_size if limits.prefers_larger else total >= found.batch_size
 
 
-@given(wishes(), st.integers(0, 500))
-def test_wider_bounds_never_lose_numbers_of_ranks(wish, more):
-    found = planned(wish)
+@given(limit_cases(), st.integers(0, 500))
+def test_wider_bounds_never_lose_numbers_of_ranks(limits, more):
+    found = planned(limits)
     if found is None:
         return
-    wider = Wish(**{**vars(wish), "min_gpus": 1, "max_gpus": wish.max_gpus + more})
+    wider = Limits(**{**vars(limits), "min_gpus": 1, "max_gpus": limits.max_gpus + more})
     assert len(plan(wider).replicas) >= len(found.replicas)
 
 
@@ -135,21 +135,21 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(("wish", "answer", "split"), MEASURED)
-def test_the_answers_are_deepspeeds(wish, answer, split):
-    found = plan(Wish(*wish))
+@pytest.mark.parametrize(("limits", "answer", "split"), MEASURED)
+def test_the_answers_are_deepspeeds(limits, answer, split):
+    found = plan(Limits(*limits))
     sizes = found.replicas
     assert (found.batch_size, len(sizes), sizes[0], sizes[-1]) == answer
     assert (split[0], found.split(split[0])[0]) == split
 
 
 def test_a_batch_never_exceeds_the_maximum_where_the_multiple_of_all_would():
-    found = plan(Wish(2798, (54, 32, 41)))  # 54 x 32 x 41 / 2 = 35424, which DeepSpeed takes
+    found = plan(Limits(2798, (54, 32, 41)))  # 54 x 32 x 41 / 2 = 35424, which DeepSpeed takes
     assert found.batch_size <= 2798
 
 
 def test_bounds_that_end_inside_a_node_leave_the_node_out():
-    found = plan(Wish(1024, (4,), min_gpus=12, max_gpus=30, ranks_per_node=8))
+    found = plan(Limits(1024, (4,), min_gpus=12, max_gpus=30, ranks_per_node=8))
     assert set(found.world_sizes) <= {16, 24}
     assert found.nodes == tuple(size // 8 for size in found.world_sizes)
 
@@ -207,7 +207,11 @@ def test_another_batch_size_beside_it_is_an_error_unless_it_is_to_be_ignored(key
         ({"version": 0.3}, "elasticity.version = 0.3", "0.1 or 0.2"),
         ({"min_gpus": 3, "max_gpus": 2}, "elasticity.max_gpus = 2", "at least elasticity.min_gpus"),
         ({"min_gpus": 97}, "elasticity.min_gpus = 97", "lower min_gpus"),
-        ({"model_parallel_size": 2, "num_gpus_per_node": 2}, "elasticity.model", "not there yet"),
+        (
+            {"model_parallel_size": 2, "num_gpus_per_node": 2},
+            "elasticity.model",
+            "not supported yet",
+        ),
         ({"min_gpu": 1}, "elasticity.min_gpu = 1", 'did you mean "min_gpus"?'),
     ],
 )

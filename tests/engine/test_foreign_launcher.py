@@ -81,7 +81,7 @@ def test_mpirun_tells_each_process_its_rank() -> None:
 
 
 def test_mpirun_on_several_machines_needs_the_address_of_the_first() -> None:
-    with pytest.raises(UsageError, match="MASTER_ADDR is not set: mpirun does not tell"):
+    with pytest.raises(UsageError, match="MASTER_ADDR is not set: mpirun does not provide"):
         fill(dict(HYDRA))
 
 

@@ -262,5 +262,5 @@ def test_a_package_that_is_missing_is_named_with_its_install_line():
 
 
 def test_a_filled_config_cannot_be_filled_again(tmp_path):
-    with pytest.raises(xds.UsageError, match="pass what it was read"):
+    with pytest.raises(xds.UsageError, match="pass its source"):
         trainer(tmp_path, xds_config=xds.Config.load(config_of(0)))

@@ -72,7 +72,7 @@ def test_a_rank_blocked_in_a_collective_gives_up_when_it_is_asked_again(tmp_path
     ranks.send(0, signal.SIGTERM)
     ranks.processes[0].join(20)
     assert ranks.processes[0].exitcode == 143
-    assert "asked again, nothing saved" in ranks.said()
+    assert "the signal came again, nothing saved" in ranks.said()
     ranks.processes[1].kill()
     ranks.codes()
 

@@ -12,8 +12,7 @@ import pytest
 from xds.launcher.cli import main as xds_main
 from xds.launcher.native_ops import main
 from xds.ops import libraries
-from xds.ops.build import build
-from xds.ops.build import cache as build_cache
+from xds.ops.build import build, build_cache
 from xds.ops.build import compilers as build_compilers
 from xds.ops.build.plan import Library
 

@@ -19,8 +19,7 @@ import pytest
 import torch
 
 from xds.ops import libraries
-from xds.ops.build import build
-from xds.ops.build import cache as build_cache
+from xds.ops.build import build, build_cache
 from xds.ops.build import compilers as build_compilers
 from xds.ops.build import plan as build_plan
 from xds.ops.build.plan import Library, Source

@@ -10,7 +10,7 @@ import pytest
 from xds.utils import small_files
 from xds.utils.errors import BuildError, ConfigError, DamagedError, PeerError, UsageError, XdsError
 from xds.utils.quoting import escaped, plain_lines, printable, quoted
-from xds.utils.schema import keys as config_keys
+from xds.utils.schema import keys
 from xds.utils.schema.keys import Report, joined, unknown_key
 from xds.utils.schema.rules import shown
 from xds.utils.small_files import read_small_file
@@ -57,9 +57,7 @@ def test_a_config_error_lists_the_first_of_many_and_carries_all():
 
 def test_keys_and_values_are_cut_and_only_the_first_unknown_ones_are_compared(monkeypatch):
     compared = []
-    monkeypatch.setattr(
-        config_keys, "get_close_matches", lambda key, *_, **__: compared.append(key) or []
-    )
+    monkeypatch.setattr(keys, "get_close_matches", lambda key, *_, **__: compared.append(key) or [])
     report = Report()
     unknown_key(joined("fp16", "x" * 10**7), "v" * 10**7, ["enabled"], report)
     for number in range(1000):

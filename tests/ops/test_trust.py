@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import native_sources as tiny
 import pytest
 
-from xds.ops.build import build
-from xds.ops.build import cache as build_cache
+from xds.ops.build import build, build_cache
 from xds.ops.build import plan as build_plan
 from xds.utils import trust
 from xds.utils.trust import make_folders, why_not_trusted

@@ -148,7 +148,7 @@ def test_units_in_another_order_are_named() -> None:
 def test_ranks_with_other_shapes_are_refused_by_name(stage: int) -> None:
     for found in run_ranks(stalled_runs.other_shapes, 2, stage):
         assert found["error"] == (
-            "UsageError: rank 1 brings another model than rank 0: parameter 1.weight float32[7, 8] on rank 1, "
+            "UsageError: rank 1 has another model than rank 0: parameter 1.weight float32[7, 8] on rank 1, "
             "parameter 1.weight float32[4, 8] on rank 0; build the same model, with the same config, on every "
             "rank"
         )

@@ -1,1 +1,1 @@
-"""A checkpoint becomes what other programs read: safetensors, a torch file, torch.distributed.checkpoint."""
+"""Exports checkpoints to safetensors, a torch file, or torch.distributed.checkpoint."""

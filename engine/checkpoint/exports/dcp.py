@@ -1,7 +1,7 @@
-"""What a checkpoint is for torch.distributed.checkpoint: a folder that `dcp.load` reads into any layout.
+"""Exports a checkpoint as a folder of torch.distributed.checkpoint, which `dcp.load` reads into any layout.
 
-torch's own writer writes it, so the format is torch's. It gets one tensor at a time, each in a file of its
-own (it keeps the tensors of a file until the file is done), and their memory is taken back behind it.
+torch's own writer writes it, so the format is torch's. The writer keeps the tensors of a file until the file
+is complete. It therefore gets one tensor per file, and the memory of each is freed after it is written.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .publish import published
 
 @final
 class _OneByOne(DefaultSavePlanner):
-    """Plans with tensors that have no memory, and reads each when it is written."""
+    """Plans with tensors on the meta device, and reads each tensor when it is written."""
 
     def __init__(
         self,
         reader: CheckpointReader,
-        homes: Mapping[int, Saved],
+        sources: Mapping[int, Saved],
         on_written: Callable[[int], None],
     ) -> None:
         super().__init__()
         self._reader = reader
-        self._homes = homes
+        self._sources = sources
         self._on_written = on_written
         self._last: Tensor | None = None
 
@@ -44,33 +44,35 @@ class _OneByOne(DefaultSavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             return super().resolve_data(write_item)
         tensor: Tensor = self.lookup_object(write_item.index)
-        saved = self._homes.get(id(tensor))
+        saved = self._sources.get(id(tensor))
         if saved is None:
             return tensor
         if self._last is not None:
-            self._last.untyped_storage().resize_(
-                0
-            )  # it is on the disk, but the writer still holds it
+            # it is on the disk, but the writer still references it
+            self._last.untyped_storage().resize_(0)
         self._last = self._reader.read(saved, tensor.dtype)
         self._on_written(self._last.nbytes)
         return self._last
 
 
 def export_dcp(reader: CheckpointReader, out: Path, options: ExportOptions) -> list[str]:
-    """Write a folder for `dcp.load`: the names of a state dict, tied ones each with a copy.
+    """Write a folder for `dcp.load` with the names of a state dict; each tied name gets a copy.
 
-    Memory:  the largest tensor. The names of the files written.
+    Memory:  the largest tensor.
+    Returns: the names of the files written.
     """
-    tree, homes = state_tree(reader, options, "meta")
+    tree, sources = state_tree(reader, options, "meta")
     with published(out, is_folder=True, overwrite=options.overwrite) as part:
         writer = FileSystemWriter(
             part, single_file_per_rank=False, sync_files=False, thread_count=1
         )
-        with warnings.catch_warnings():  # that there is no process group: it is meant
+        with warnings.catch_warnings():  # about the missing process group, which is intended
             warnings.simplefilter("ignore")
-            planner = _OneByOne(reader, homes, options.on_written)
+            planner = _OneByOne(reader, sources, options.on_written)
             try:
                 save(tree, storage_writer=writer, planner=planner, no_dist=True)
-            except CheckpointException as error:  # not even an Exception; what is in it says more
+            except (
+                CheckpointException
+            ) as error:  # a BaseException; the error inside of it is more specific
                 raise next(iter(error.failures.values()))[0] from None
         return sorted(path.name for path in part.iterdir())

@@ -1,8 +1,8 @@
-"""What a checkpoint is for others: safetensors files as `transformers` loads them, or a plain torch state dict.
+"""Exports a checkpoint as safetensors files, as `transformers` loads them, or as a plain torch state dict.
 
-    reader  --a piece at a time, cast-->  file       nothing is ever held whole
+    reader  --a piece at a time, cast-->  file       no tensor is held whole
 
-torch.distributed.checkpoint's folders are in export_dcp.py, the state dict's file in torch_file.py.
+dcp.py writes folders of torch.distributed.checkpoint, torch_file.py the file of a state dict.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ OnWritten = Callable[[int], None]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What is to be written, and how.
+    """What to write, and how.
 
-    dtype: of every floating tensor of the model; None: the fp32 masters, and the rest as it was saved.
-    max_shard_bytes: of one safetensors or .bin file; a larger tensor has a file of its own.
+    dtype: of every floating-point tensor of the model; None: the fp32 masters, and all else as it was saved.
+    max_shard_bytes: of one safetensors or .bin file; a larger tensor gets its own file.
     with_optimizer: torch and dcp: {"model": ..., "optimizer": {"state", "param_groups"}} by names.
-    on_written: told the bytes of each piece.
+    on_written: called with the bytes of each piece.
     """
 
     dtype: torch.dtype | None = None
@@ -46,8 +46,8 @@ class ExportOptions:
     overwrite: bool = False
     on_written: OnWritten = lambda count: None
 
-    def told(self, on_written: OnWritten) -> ExportOptions:
-        """The same, and `on_written` is told."""
+    def reporting_to(self, on_written: OnWritten) -> ExportOptions:
+        """These options with another `on_written`."""
         return replace(self, on_written=on_written)
 
     def dtype_of(self, saved: Saved) -> torch.dtype:
@@ -58,7 +58,7 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class Weights:
-    """The file names of one way to keep a model in a folder, and how one of them is written."""
+    """The file names of one format for a model in a folder, and the function that writes a file."""
 
     stem: str
     suffix: str
@@ -94,21 +94,21 @@ def _size(saved: Saved, options: ExportOptions) -> int:
 def state_tree(
     reader: CheckpointReader, options: ExportOptions, device: str
 ) -> tuple[dict[str, Any], dict[int, Saved]]:
-    """The state dict with empty tensors, and by id() of those what is to be in them.
+    """The state dict with empty tensors, and a table from id() of each to the tensor it will hold.
 
-    Tied names have the same tensor. Small tensors that are there already are not in the table.
+    Tied names have the same tensor. Small tensors that already have their values are not in the table.
     """
-    homes: dict[int, Saved] = {}
+    sources: dict[int, Saved] = {}
 
     def put(saved: Saved, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(saved.shape, dtype=dtype, device=device)
-        homes[id(tensor)] = saved
+        sources[id(tensor)] = saved
         return tensor
 
     model = {one.name: put(one, options.dtype_of(one)) for one in _values(reader, options)}
     model.update({o: model[name] for o, name in reader.tied.items() if name in model})
     if not options.with_optimizer:
-        return model, homes
+        return model, sources
     saved = reader.state()["optimizer"]
     if saved is None:
         raise UsageError(f"{reader.folder} holds no optimizer; export without --with-optimizer")
@@ -127,12 +127,12 @@ def state_tree(
         }
         for name in numbers
     }
-    return {"model": model, "optimizer": {"state": state, "param_groups": groups}}, homes
+    return {"model": model, "optimizer": {"state": state, "param_groups": groups}}, sources
 
 
 def _torch_group(optimizer: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters that torch's optimizer of that name has; all where torch has no such optimizer."""
-    # xds's own Adam decouples the weight decay unless told otherwise
+    """The hyperparameters that torch's optimizer of that name has; all, if torch has no such optimizer."""
+    # Adam of xds decouples the weight decay by default
     is_own = optimizer == "Adam" and "bias_correction" in group
     kind = getattr(torch.optim, "AdamW" if is_own else optimizer, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
@@ -142,7 +142,7 @@ def _torch_group(optimizer: str, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_torch(key: str, value: Any) -> Any:
-    """torch's optimizers keep step counts as tensors."""
+    """Convert step counts to tensors, as torch's optimizers store them."""
     is_count = key == "step" and isinstance(value, int | float)
     return torch.tensor(float(value), dtype=torch.float32) if is_count else value
 
@@ -153,7 +153,7 @@ def _as_torch(key: str, value: Any) -> Any:
 def export_safetensors(reader: CheckpointReader, out: Path, options: ExportOptions) -> list[str]:
     """Write a folder that `from_pretrained` opens, or one file if `out` ends with .safetensors.
 
-    Each tied tensor is written once, under the first of its names. The names of the files written.
+    Each tied tensor is written once, under the first of its names. Returns the names of the files written.
     """
     if out.suffix == ".safetensors":
         with published(out, is_folder=False, overwrite=options.overwrite) as part:
@@ -165,7 +165,7 @@ def export_safetensors(reader: CheckpointReader, out: Path, options: ExportOptio
 def export_folder(
     reader: CheckpointReader, out: Path, weights: Weights, options: ExportOptions
 ) -> list[str]:
-    """Write a folder of one file, or of several and an index. The names of the files written."""
+    """Write a folder with one file, or with several and an index. Returns the names of the files written."""
     shards = split_by_size(_values(reader, options), lambda one: _size(one, options), options)
     names = [weights.file_name(number, len(shards)) for number in range(len(shards))]
     with published(out, is_folder=True, overwrite=options.overwrite) as part:
@@ -211,7 +211,7 @@ def _write_safetensors(
 
 def _header(ordered: Sequence[Saved], tied: Mapping[str, str], options: ExportOptions) -> bytes:
     names = {one.name for one in ordered}
-    # `safetensors.torch.save_model` says in the same way which names were left out, and what they are
+    # `safetensors.torch.save_model` stores the names of tied tensors in the same way
     metadata = {other: name for other, name in tied.items() if name in names}
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
@@ -235,29 +235,29 @@ def _header(ordered: Sequence[Saved], tied: Mapping[str, str], options: ExportOp
 
 def export_torch(reader: CheckpointReader, out: Path, options: ExportOptions) -> list[str]:
     """Write one file that `torch.load(out, weights_only=True)` opens: the state dict with all its names."""
-    tree, homes = state_tree(reader, options, "cpu")
+    tree, sources = state_tree(reader, options, "cpu")
     with published(out, is_folder=False, overwrite=options.overwrite) as part:
-        write_torch_file(part, tree, _filler(reader, homes, options))
+        write_torch_file(part, tree, _filler(reader, sources, options))
     return [out.name]
 
 
 def _write_bin(
     reader: CheckpointReader, path: Path, values: Sequence[Saved], options: ExportOptions
 ) -> None:
-    tree, homes = state_tree(reader, options, "cpu")
+    tree, sources = state_tree(reader, options, "cpu")
     names = {one.name for one in values}
     names.update(other for other, name in reader.tied.items() if name in names)
     part = {name: tensor for name, tensor in tree.items() if name in names}
-    write_torch_file(path, part, _filler(reader, homes, options))
+    write_torch_file(path, part, _filler(reader, sources, options))
 
 
 def _filler(
-    reader: CheckpointReader, homes: Mapping[int, Saved], options: ExportOptions
+    reader: CheckpointReader, sources: Mapping[int, Saved], options: ExportOptions
 ) -> Callable[[Tensor], Iterator[memoryview]]:
-    """Gives the bytes of a tensor of `state_tree`, a piece at a time."""
+    """A function that gives the bytes of a tensor of `state_tree`, a piece at a time."""
 
     def pieces(tensor: Tensor) -> Iterator[memoryview]:
-        saved = homes.get(id(tensor))
+        saved = sources.get(id(tensor))
         parts = (
             [dense(tensor).view(-1)]
             if saved is None

@@ -1,11 +1,11 @@
-"""A file or folder that is there whole or not at all: written under another name, fsynced, renamed.
+"""Publishes a file or folder atomically: it is written under another name, fsynced, and renamed.
 
     write     .<name>.part-1a2b3c4d        removed when writing fails; after a kill the next export removes it
     publish   .<name>.part-1a2b3c4d -> <name>
-    or, where there is such a folder:  its old entry file goes, new files are moved in, the entry file last
+    or, if the folder exists:  its old entry file is removed, new files are moved in, the entry file last
 
-The entry file is what readers look for first: an index, the only file, or dcp's .metadata. In a folder without
-it they find no model, never parts of two.
+Readers look for the entry file first: an index, the only file, or dcp's .metadata. Without it they find no
+model, so they never see a mixture of two exports.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FAMILIES = (
 
 @contextmanager
 def published(out: Path, *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
-    """A fresh path beside `out` to write to. In the end it is made durable and becomes `out`.
+    """A new path beside `out` to write to. At the end it is fsynced and renamed to `out`.
 
-    With `overwrite` a file is replaced; in a folder an older export is, its other files stay.
+    With `overwrite` a file is replaced; in a folder an older export is replaced, and other files stay.
     Raises:
-        UsageError: `out` is there and may not be replaced; nothing was changed.
+        UsageError: `out` exists and may not be replaced; nothing was changed.
     """
     out = Path(os.path.abspath(out))
     _check(out, is_folder=is_folder, overwrite=overwrite)
@@ -62,7 +62,7 @@ def _check(out: Path, *, is_folder: bool, overwrite: bool) -> None:
     if out.is_dir() != is_folder:
         kinds = ("a folder", "a file") if out.is_dir() else ("a file", "a folder")
         raise UsageError(
-            f"{out} is {kinds[0]}, and {kinds[1]} is to be written; choose another name"
+            f"{out} is {kinds[0]}, but {kinds[1]} must be written; choose another name"
         )
     is_empty = is_folder and not any(out.iterdir())
     if not (overwrite or is_empty):

@@ -1,8 +1,8 @@
-"""Writes a file that torch.load opens, with tensors that are never held whole.
+"""Writes a file that torch.load opens, without holding any tensor whole.
 
-    torch.save without the tensors' bytes  ->  a zip archive with room for them  ->  each record is filled in
+    torch.save without the tensors' bytes  ->  a zip archive with space for them  ->  each record is filled in
 
-A record's place and its CRC-32 are those of the zip format, so `unzip` is content, too.
+A record's offset and its CRC-32 follow the zip format, so `unzip` also accepts the file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_torch_file(
 ) -> None:
     """Write `tree` (dicts, lists, tuples, plain values, contiguous CPU tensors) to a new file.
 
-    The tensors' own memory is not read: `bytes_of_tensor` gives what is to be in the file.
+    The tensors' own memory is not read: `bytes_of_tensor` gives the bytes for the file.
     """
     tensors = list({id(tensor): tensor for tensor in _tensors(tree)}.values())
     with open(path, "xb") as file, torch.serialization.skip_data():
@@ -53,7 +53,7 @@ def write_torch_file(
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """In the order in which pickle meets them."""
+    """The tensors in the order in which pickle visits them."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):
@@ -65,7 +65,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _records(path: Path, count: int) -> tuple[list[_Record], int]:
-    """The records of the tensors, in pickle's order, and where the archive's directory begins."""
+    """The records of the tensors, in pickle's order, and the offset of the archive's directory."""
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         root = archive.infolist()[0].filename.partition("/")[0]
         found = []
@@ -79,7 +79,7 @@ def _records(path: Path, count: int) -> tuple[list[_Record], int]:
 
 
 def _check_places(path: Path, records: list[_Record]) -> None:
-    """torch must find every tensor where it is going to be written."""
+    """Check that torch reads every tensor from the offset at which it will be written."""
     mapped = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     loaded = list(
         {tensor.data_ptr(): tensor for tensor in _tensors(mapped) if tensor.numel()}.values()
@@ -92,13 +92,13 @@ def _check_places(path: Path, records: list[_Record]) -> None:
     )
     if wrong:
         raise XdsError(
-            f"torch {torch.__version__} lays out its files in a way that this xds does not know; export to "
+            f"torch {torch.__version__} uses a file layout that this xds does not know; export to "
             "safetensors instead"
         )
 
 
 def _fill(fd: int, record: _Record, pieces: Iterable[memoryview]) -> int:
-    """The CRC-32 of what was written."""
+    """Write the pieces of a record; returns their CRC-32."""
     at, crc = record.start, 0
     for piece in pieces:
         crc = zlib.crc32(piece, crc)
@@ -110,7 +110,7 @@ def _fill(fd: int, record: _Record, pieces: Iterable[memoryview]) -> int:
 
 
 def _write_sums(fd: int, at: int, records: list[_Record], sums: Mapping[str, int]) -> None:
-    """Put the sums behind the records, and into the archive's directory, which begins at `at`."""
+    """Write the checksums after the records, and into the archive's directory, which begins at `at`."""
     for record in records:
         behind = record.start + record.size_bytes
         if os.pread(fd, 4, behind) == b"PK\x07\x08":

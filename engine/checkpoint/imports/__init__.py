@@ -1,1 +1,1 @@
-"""Other engines' checkpoints and plain weights become a checkpoint. Nothing in their files is executed."""
+"""Imports checkpoints of other engines and plain weights. Nothing in their files is executed."""

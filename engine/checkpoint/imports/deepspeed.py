@@ -4,8 +4,8 @@
     zero_pp_rank_{r}_mp_rank_00_model_states.pt           stage 3: the same; frozen parameters in parts
     [bf16_]zero_pp_rank_{r}_mp_rank_00_optim_states.pt    stages 1 to 3: masters, states, loss scale
 
-Masters and optimizer states are taken as they are, bit for bit. What DeepSpeed does not save (random
-generators, the data position) begins anew.
+Master weights and optimizer states are imported bit for bit. Random generators and the data position, which
+DeepSpeed does not save, start from the beginning.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def is_deepspeed(folder: Path) -> bool:
 
 
 def read_deepspeed(folder: Path) -> Imported:
-    """The checkpoint in `folder`, which is one tag's; its tensors stay in the files.
+    """The checkpoint in `folder`, the folder of one tag; its tensors stay in the files.
 
     Raises:
-        UsageError: files are missing or damaged, name something to execute, or have a layout that is not
-            read (tensor, pipeline or expert parallel, NVMe); the sentence says which.
+        UsageError: files are missing or damaged, name code to execute, or have an unsupported layout
+            (tensor, pipeline or expert parallel, NVMe); the message gives the reason.
     """
     model_files, optim_files = _files(folder)
     models = [read_pickle(path) for path in model_files]
@@ -95,7 +95,7 @@ def _files(folder: Path) -> tuple[list[Path], list[Path]]:
             if match and int(match[2]):
                 raise UsageError(
                     f"{folder} cannot be imported: it was written by several tensor-parallel ranks "
-                    f"({path.name}), whose cut of each parameter the files do not tell; save it there with one"
+                    f"({path.name}), and the files do not show how parameters are split; save it there with one"
                 )
             if match:
                 by_rank[int(match[1] or 0)] = path
@@ -103,7 +103,7 @@ def _files(folder: Path) -> tuple[list[Path], list[Path]]:
         missing = [rank for rank in range(max(there, default=needed - 1) + 1) if rank not in there]
         if missing:
             raise UsageError(
-                f"{folder} is not whole: the {kind} states of rank {missing[0]} are missing"
+                f"{folder} is not complete: the {kind} states of rank {missing[0]} are missing"
             )
     return [model[rank] for rank in sorted(model)], [optim[rank] for rank in sorted(optim)]
 
@@ -126,7 +126,7 @@ def _buffers(state: Named) -> list[str]:
 
 
 def _aliases(state: Named) -> dict[str, str]:
-    """Other name -> name of tied parameters: those that DeepSpeed noted, and tensors that share memory."""
+    """Other name -> name of tied parameters: those that DeepSpeed recorded, and tensors that share memory."""
     aliases: dict[str, str] = dict(state.get("shared_params") or {})
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     for name, value in state["module"].items():
@@ -138,7 +138,7 @@ def _aliases(state: Named) -> dict[str, str]:
 
 
 def _all_names(state: Named) -> dict[str, list[str]]:
-    """Of every tensor of the model by its first name: all its names, that one first."""
+    """All names of every tensor of the model, by its first name; that name comes first."""
     aliases = _aliases(state)
     names = {name: [name] for name in state["module"] if name not in aliases}
     for other, first in aliases.items():
@@ -154,7 +154,7 @@ def _training(folder: Path, state: Named, optim_files: Sequence[Path]) -> Traini
         return read_shards(folder, state, optim_files)
     if state.get("param_shapes") is not None:
         raise UsageError(
-            f"{folder} is not whole: there are no optimizer states (*_optim_states.pt)"
+            f"{folder} is not complete: there are no optimizer states (*_optim_states.pt)"
         )
     optimizer = state.get("optimizer")
     if not isinstance(optimizer, dict):
@@ -173,7 +173,7 @@ def _add_trained(
 ) -> set[str]:
     """Flats, masters and states of every trained parameter; the keys of the states."""
     keys: set[str] = set()
-    # ours has its step where the masters are, torch's on the CPU
+    # an optimizer of xds keeps its step on the device of the masters, torch's on the CPU
     on_device = isinstance(state["ds_config"].get("optimizer"), dict)
     for one in () if training is None else training.trained:
         value = state["module"].get(one.name)
@@ -197,7 +197,7 @@ def _add_trained(
 def _add_state(
     found: Imported, flat: int, key: str, held: Held, value: Any, *, on_device: bool
 ) -> bool:
-    """One state of a range: a tensor of its elements, or one number for all. Whether it could be added."""
+    """Add one state of a range: a tensor of its elements, or one number for all. False: not possible."""
     numel = held.master.numel()
     if isinstance(value, Tensor) and value.ndim == 1 and value.numel() == numel and key != STEP:
         found.add_range(flat, f"state/{key}", held.start, value)
@@ -206,9 +206,11 @@ def _add_state(
     if isinstance(value, Tensor) and value.numel() == 1:
         dtype, value = name_of(value.dtype), value.item()
     if not isinstance(value, bool | int | float | str):
-        found.note(f"the optimizer state {key!r} is not per element: left out, it begins anew")
+        found.note(f"the optimizer state {key!r} is not per element: left out, it starts from zero")
         return False
-    if key == STEP:  # a number in some of DeepSpeed's optimizers; torch's and ours keep a tensor
+    if (
+        key == STEP
+    ):  # a number in some of DeepSpeed's optimizers; a tensor in torch's and in those of xds
         dtype, value = "float32", float(value)
     start, stop = held.start, held.start + numel
     one = ConstantRange(flat, f"state/{key}", start, stop, value, dtype, on_device)
@@ -216,7 +218,7 @@ def _add_state(
     return True
 
 
-# -- what is not --------------------------------------------------------------------------------------------
+# -- frozen parameters and values ---------------------------------------------------------------------------
 
 
 def _add_frozen(
@@ -226,7 +228,7 @@ def _add_frozen(
     training: Training | None,
     names: Mapping[str, list[str]],
 ) -> None:
-    """Parameters that nothing trains: whole at stages 0 to 2, in parts at stage 3."""
+    """Add frozen parameters: whole at stages 0 to 2, in parts at stage 3."""
     first = models[0]
     if training is not None and training.stage == 3:
         for name, shape in (first.get("frozen_param_shapes") or {}).items():
@@ -242,7 +244,7 @@ def _add_frozen(
         if isinstance(value, Tensor):
             found.add_whole("param", all_names, value)
         else:
-            found.note(f"{name} in the model's state is no tensor: left out")
+            found.note(f"{name} in the model's state is not a tensor: left out")
 
 
 def _add_parts(
@@ -256,7 +258,7 @@ def _add_parts(
         at += here.numel()
     if at != numel:
         raise UsageError(
-            f"{folder} is not whole: there are {at} elements of {names[0]}, of {numel}"
+            f"{folder} is not complete: there are {at} of {numel} elements of {names[0]}"
         )
 
 
@@ -276,11 +278,11 @@ def _set_values(
     found.set_state("loss_scale", loss_scale(None if training is None else training.raw, config))
     kind = optimizer_type(config, keys)
     if training is None:
-        found.note("there is no optimizer in it: its states begin anew")
+        found.note("there is no optimizer in it: optimizer states start from zero")
     elif kind is None:
         raise UsageError(
-            f"{folder} cannot be imported: its config names no optimizer, and none is known by the states "
-            f"{', '.join(sorted(keys)) or '(there are none)'}; import the weights alone: zero_to_fp32 there, "
+            f"{folder} cannot be imported: its config names no optimizer, and none is known with the states "
+            f"{', '.join(sorted(keys)) or '(there are none)'}; import only the weights: zero_to_fp32 there, "
             "then --from torch here"
         )
     else:
@@ -291,7 +293,9 @@ def _set_values(
     scheduler = scheduler_state(found, state.get("lr_scheduler"), config)
     found.set_state("lr_scheduler", scheduler)
     found.set_state("client_state", client_values(found, state))
-    found.note("DeepSpeed saves no random generators and no data position: they begin anew")
+    found.note(
+        "DeepSpeed saves no random generators and no data position: they start from the beginning"
+    )
 
 
 def _accumulation_steps(state: Named, config: Mapping[str, Any]) -> int:

@@ -1,12 +1,12 @@
-"""Where DeepSpeed's files have the elements of a parameter. Pure arithmetic.
+"""Locates the elements of a parameter in DeepSpeed's files. Pure arithmetic.
 
-    ZeRO 1, 2   a group's parameters in one row, the row cut into equal parts, one for each rank
+    ZeRO 1, 2   a group's parameters in one row, the row divided into equal parts, one per rank
                 row      |--- a ---|- b -|.|-------- c --------|..|       . = alignment
                 ranks    |------- 0 -------|-------- 1 -----------|
-    ZeRO 3      every parameter cut into equal parts; a rank has its parts in one row over all sub-groups
+    ZeRO 3      every parameter divided into equal parts; a rank has its parts in one row over all sub-groups
                 rank 0   | a0 | b0 | c0 |       rank 1   | a1 | b1 | c1.|
 
-Stage 0 has no shards, but no names either: they are found by order, shape and, where there are, values.
+Stage 0 has no shards and no names: names are determined from order, shapes and, if available, values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import accumulate
 from ....ops.flat import numel_of, overlap
 
 Shape = tuple[int, ...]
-MAX_WAYS = 4096  # places of a search for names that are kept at a time
+MAX_WAYS = 4096  # states that the search for names keeps at a time
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ def places_in_parts(
 def order_names(
     names: Sequence[str], groups: Sequence[int], fits: Callable[[str, int, int], bool]
 ) -> list[list[str]] | None:
-    """The names of the members of groups, where only their order is known.
+    """The names of the groups' members, if only their order is known.
 
     Args:
-        names: in the order of the model. groups: how many members each has; in each group they follow the
-            model's order, and names may be left over.
-        fits: of a name, a group's number and a member's number: whether it can be that member.
+        names: in the order of the model.
+        groups: the number of members of each group. Members follow the model's order; names may be left over.
+        fits: (name, group number, member number) -> whether the name can be that member.
     Returns:
-        names by group and member, None where there is no way or more than one.
+        names by group and member; None if no assignment fits, or several do.
     """
     spare = len(names) - sum(groups)
     # by (members named so far in each group): the number of ways, and the first one

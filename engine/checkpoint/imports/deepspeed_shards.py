@@ -1,4 +1,4 @@
-"""Reads the optimizer files of DeepSpeed's ZeRO stages 1 to 3: masters and states, by name and range."""
+"""Reads the optimizer files of DeepSpeed's ZeRO stages 1 to 3: master weights and states, by name and range."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A parameter that the optimizer updates, of hyperparameter group `group`. `held` covers it."""
+    """A parameter that the optimizer updates, in parameter group `group`; `held` covers all its elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Trained:
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """What an optimizer has. groups: hyperparameters. raw: DeepSpeed's own values beside them."""
+    """The content of an optimizer. groups: hyperparameters. raw: DeepSpeed's other values."""
 
     stage: int
     trained: Sequence[Trained]
@@ -58,7 +58,7 @@ class _Flat:
 
 @dataclass(frozen=True, eq=False)
 class _Rank:
-    """What one rank's optimizer file holds."""
+    """The content of one rank's optimizer file."""
 
     flats: Sequence[_Flat]
     groups: Sequence[Mapping[str, Any]]
@@ -68,14 +68,14 @@ class _Rank:
 def read_shards(folder: Path, model: Mapping[str, Any], files: Sequence[Path]) -> Training:
     """All ranks' shards, by the names and shapes in rank 0's `model` states.
 
-    Raises UsageError: a file is missing, damaged, of a form that is not there, or contradicts the others.
+    Raises UsageError: a file is missing, damaged, of an unknown form, or contradicts the others.
     """
     ranks = [_read_rank(path) for path in files]
     first = ranks[0]
     shapes = _shapes(folder, model, ranks)
     stage = 3 if FP32_PARTS in first.raw else _stage(first, model)
     lengths = [
-        # the last ranks' parts of ZeRO 1 and 2 are saved without what pads them
+        # the last ranks' parts of ZeRO 1 and 2 are saved without padding
         max(rank.flats[part].master.numel() for rank in ranks)
         for part in range(len(shapes))
     ]
@@ -104,7 +104,7 @@ def _read_rank(path: Path) -> _Rank:
         raise UsageError(f"{path} is not an optimizer file of DeepSpeed")
     if raw.get("ds_zero_partition_groups") is not None:
         raise UsageError(
-            f"{path} cannot be imported: its shards are cut over groups of ranks (experts, MiCS), not over all"
+            f"{path} cannot be imported: it is sharded over groups of ranks (experts, MiCS), not over all ranks"
         )
     masters = raw.get(FP32_PARTS, raw.get(FP32_ROWS))
     base = raw.get("optimizer_state_dict" if FP32_PARTS in raw else "base_optimizer_state")
@@ -127,7 +127,7 @@ def _read_rank(path: Path) -> _Rank:
 
 
 def states_of(states: Mapping[Any, Any], key: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of tensor `key`. DeepSpeed's Adam for GPUs keeps the step in the group: it is put back."""
+    """The states of tensor `key`. DeepSpeed's Adam for GPUs keeps the step in the group; it is added here."""
     here = dict(states.get(key, {}))
     if here and STEP not in here and STEP in group:
         here[STEP] = group[STEP]
@@ -143,7 +143,7 @@ def _shapes(
     count = max(counts) if isinstance(counts, list | tuple) else counts
     if count != len(ranks):
         raise UsageError(
-            f"{folder} is not whole: it was written by {count} ranks, and has optimizer states of {len(ranks)}"
+            f"{folder} is not complete: {count} ranks wrote it, but it has optimizer states of {len(ranks)}"
         )
     groups = model.get("param_shapes")
     if not isinstance(groups, list) or any(len(r.flats) != len(groups) for r in ranks):

@@ -1,4 +1,4 @@
-"""What DeepSpeed saves beside tensors, in our terms: loss scale, hyperparameters, schedule, client state."""
+"""Converts DeepSpeed's values besides tensors: loss scale, hyperparameters, schedule, client state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RESERVED = {
 }
 NOT_READ = {"data_sampler": "curriculum data sampler", "random_ltd": "random layer token drop"}
 
-# choices of an implementation, not hyperparameters; what is false changes nothing
+# implementation choices, not hyperparameters; false values change nothing
 IMPLEMENTATION = {
     *("params", "step", "foreach", "capturable", "differentiable", "fused", "param_names"),
     "decoupled_weight_decay",
@@ -52,7 +52,7 @@ TYPES_BY_STATES = (
     ({"sum"}, "Adagrad"),
     ({"square_avg"}, "RMSprop"),
 )
-# a schedule's state does not say whose it is, but for the keys that only one has
+# a schedule's state does not contain its class; these keys identify it
 SCHEDULES_BY_KEYS = (
     ("lr_lambdas", "LambdaLR"),
     ("T_mult", "CosineAnnealingWarmRestarts"),
@@ -85,7 +85,7 @@ def loss_scale(raw: Mapping[str, Any] | None, config: Mapping[str, Any]) -> dict
 
 
 def optimizer_type(config: Mapping[str, Any], keys: Set[str]) -> str | None:
-    """What xds calls the optimizer: by the config, or by the states it keeps."""
+    """The name of the optimizer in xds, from the config or from its states."""
     section = config.get("optimizer")
     name = section.get("type") if isinstance(section, dict) else None
     if isinstance(name, str):
@@ -108,7 +108,7 @@ def group_values(group: Mapping[str, Any]) -> dict[str, Any]:
 def scheduler_state(
     found: Imported, state: Any, config: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The schedule's type and state, where the type can be told."""
+    """The schedule's type and state, if the type can be determined."""
     if not isinstance(state, dict):
         return None
     section = config.get("scheduler")
@@ -117,14 +117,15 @@ def scheduler_state(
         kind = next((name for key, name in SCHEDULES_BY_KEYS if key in state), None)
     if kind is None:
         found.note(
-            f"the lr schedule (of {', '.join(map(str, state))}) does not say its class: it begins anew"
+            f"the class of the lr schedule (keys {', '.join(map(str, state))}) is not known: it starts "
+            "from the beginning"
         )
         return None
     return {"type": kind, "state": found.storable(state, "of the lr schedule")}
 
 
 def client_values(found: Imported, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user gave to save_checkpoint(client_state=...), as far as it is JSON and tensors."""
+    """The user's client_state of save_checkpoint, restricted to JSON values and tensors."""
     for key, what in NOT_READ.items():
         if state.get(key) is not None:
             found.note(f"the state of the {what} is left out: xds has none")

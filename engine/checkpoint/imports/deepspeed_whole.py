@@ -1,4 +1,4 @@
-"""Reads the optimizer of DeepSpeed's stage 0: whole parameters under numbers, and how they get their names."""
+"""Reads the optimizer of DeepSpeed's stage 0, which numbers whole parameters, and assigns their names."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def read_whole(folder: Path, optimizer: Mapping[str, Any], values: Values) -> Tr
     """The optimizer of a checkpoint without shards.
 
     Args:
-        values: the model's parameters by name, each once, as they compute.
-    Raises UsageError: the numbers fit the names in no way, or in more than one.
+        values: the model's parameters by name, each once, in the dtype of forward.
+    Raises UsageError: no assignment of numbers to names fits, or several do.
     """
     base = optimizer.get("optimizer_state_dict", optimizer)
     groups, states = base["param_groups"], base["state"]
@@ -33,14 +33,14 @@ def read_whole(folder: Path, optimizer: Mapping[str, Any], values: Values) -> Tr
         raise UsageError(
             f"{folder} cannot be imported: at stage 0 DeepSpeed numbers the optimizer's parameters, and "
             "here their shapes fit the model's names in no order or in several; save it there with stage 1, or "
-            "import its weights alone: --from torch with the file mp_rank_00_model_states.pt"
+            "import only its weights: --from torch with the file mp_rank_00_model_states.pt"
         )
     return Training(0, trained, groups, optimizer)
 
 
 @final
 class _Fits:
-    """Whether a name can be a member of a group: by its states' shapes, by its master's shape and values."""
+    """Whether a name can be a member of a group, by the shapes of its states and the values of its master."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ def _from_tensors(
     states: Mapping[Any, Any],
     values: Values,
 ) -> list[Trained] | None:
-    """Every parameter has its own states; masters are there where it computes in 16 bits."""
+    """Every parameter has its own states; there are masters if the model computes in 16 bits."""
     members = [[states_of(states, key, group) for key in group["params"]] for group in groups]
     counts = [len(one) for one in members]
     names = None
-    for by_value in (True, False):  # values tell parameters of one shape apart
+    for by_value in (True, False):  # values distinguish parameters of equal shape
         if names is None:
             fits = _Fits(values, members, masters, by_value=by_value)
             names = order_names(list(values), counts, fits)
@@ -109,7 +109,7 @@ def _from_flats(
     states: Mapping[Any, Any],
     values: Values,
 ) -> list[Trained] | None:
-    """Each group is one flat tensor: a name belongs where its values are."""
+    """Each group is one flat tensor; a parameter's position is where its values are found."""
     ends = [0] * len(groups)
     trained = []
     for name, value in values.items():

@@ -1,7 +1,7 @@
-"""What an importer found in another program's files, as flats and values of ours; and how it is committed.
+"""Collects what an importer reads from another program's files, and commits it as a checkpoint of xds.
 
-Every parameter lies alone, in a flat of its own. Its elements stay where they were found (tensors mapped from
-the files) until they are written, in one stream.
+Every parameter has its own flat buffer. Its elements stay mapped from the source files until they are written
+in one stream.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ..manifest import FORMAT, VERSION, FileRecord, Manifest
 from ..packing import pack
 from .safe_pickle import StandIn
 
-MAX_EXPANSION_BYTES = 1 << 30  # more than its part of the file
-EITHER = "either"  # the kind of a tensor of which the source does not say whether it is a parameter
+MAX_EXPANSION_BYTES = 1 << 30  # that an expanded tensor may have beyond its bytes in the file
+EITHER = "either"  # the kind of a tensor if the source does not show whether it is a parameter
 
 
 @final
 class Imported:
-    """A checkpoint of somebody else's, named in our terms.
+    """The content of a foreign checkpoint, in the terms of xds.
 
-    stage: of ZeRO, where it was written. tag: its name there. notes: sentences about what was left out.
+    stage: the ZeRO stage that wrote it. tag: its name there. notes: sentences about what was left out.
     """
 
     def __init__(self, origin: str, tag: str, stage: int = 0) -> None:
@@ -66,7 +66,7 @@ class Imported:
         trains: bool = False,
         group: int = 0,
     ) -> int:
-        """A flat for one tensor, which may have several names; its number."""
+        """Add a flat buffer for one tensor, which may have several names; returns its number."""
         name, *others = map(plain, names)
         slot = Slot(name, shape, group, 0)
         tied = tuple((other, name) for other in others)
@@ -74,7 +74,7 @@ class Imported:
         return len(self.flats) - 1
 
     def add_whole(self, kind: str, names: list[str], tensor: Tensor) -> None:
-        """A tensor that nothing trains, or of which only the values are known.
+        """Add a tensor without optimizer states.
 
         Raises UsageError: a checkpoint cannot hold it.
         """
@@ -84,7 +84,7 @@ class Imported:
         self.add_range(flat, "value", 0, tensor)
 
     def add_range(self, flat: int, key: str, start: int, tensor: Tensor) -> None:
-        """Elements [start, start + numel) of `flat`, of what `key` names, are those of `tensor`."""
+        """Add `tensor` as elements [start, start + numel) of `flat`, for the value or state `key`."""
         name = f"{key}/{flat}/{start}"
         stop = start + tensor.numel()
         if tensor.numel():
@@ -92,18 +92,18 @@ class Imported:
             self._ranges.append(Range(flat, key, start, stop, 0, name, name_of(tensor.dtype)))
 
     def add_constant(self, one: ConstantRange) -> None:
-        """A number that stands for a range of elements."""
+        """Add a number that holds for a range of elements."""
         self._constants.append(one)
 
     # -- values -----------------------------------------------------------------------------------------
 
     def note(self, sentence: str) -> None:
-        """Tell the user, once."""
+        """Add a note for the user, unless it is there already."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 
     def set_state(self, key: str, value: Any) -> None:
-        """One of the engine's values. Raises UsageError: it is neither JSON nor tensors."""
+        """Set one of the engine's values. Raises UsageError: it is neither JSON nor tensors."""
         put: list[Entry] = []
         self._state[key] = pack(value, key, partial(self._put, put))
         self._entries += put
@@ -114,7 +114,7 @@ class Imported:
         return name
 
     def storable(self, values: Mapping[Any, Any], where: str) -> dict[str, Any]:
-        """Those of `values` that a checkpoint can hold; the others are noted by name."""
+        """The `values` that a checkpoint can hold; notes name the others."""
         found = {}
         for key, value in values.items():
             try:
@@ -133,17 +133,17 @@ class Imported:
     # -- writing ----------------------------------------------------------------------------------------
 
     def write(self, save_dir: Path, tag: str) -> Path:
-        """Commit it as the checkpoint save_dir/tag, and point `latest` there; its folder.
+        """Commit the checkpoint save_dir/tag, update `latest`, and return the folder.
 
-        Memory:  no tensor is copied, but those whose elements are not in order.
+        Memory:  only tensors whose elements are not contiguous are copied.
         Raises:
-            UsageError: there is such a checkpoint already. OSError: as the file system does; nothing is left.
+            UsageError: the checkpoint already exists. OSError: from the file system; nothing remains.
         """
         check_tag(tag)
         if (save_dir / tag).exists():
             what = "checkpoint" if (save_dir / tag / MANIFEST).exists() else "folder"
             raise UsageError(
-                f"{save_dir / tag} is there already, a {what}: import into another folder, or remove it"
+                f"{save_dir / tag} already exists, a {what}: import into another folder, or remove it"
             )
         claim = make_folder(save_dir, tag)
         try:
@@ -186,7 +186,7 @@ class Imported:
 
 
 def _check_expansion(name: str, tensor: Tensor) -> None:
-    """An expanded tensor is written whole: of a small file it must not fill a disk."""
+    """Refuse huge expanded tensors: they are written whole, and a small file must not fill a disk."""
     held_bytes = tensor.untyped_storage().nbytes()
     if tensor.nbytes - held_bytes > MAX_EXPANSION_BYTES:
         raise UsageError(

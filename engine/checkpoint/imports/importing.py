@@ -1,4 +1,4 @@
-"""Makes an xds checkpoint of another program's: what the source is, what of it is taken, where it goes."""
+"""Imports the checkpoint of another program as a checkpoint of xds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .weights import find_weights, read_weights
 
 AUTO, DEEPSPEED, HUGGINGFACE, TORCH = "auto", "deepspeed", "huggingface", "torch"
 SOURCES = (AUTO, DEEPSPEED, HUGGINGFACE, TORCH)
-WEIGHTS_TAG = "imported"  # where the source has no tags
+WEIGHTS_TAG = "imported"  # the tag if the source has none
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import made. notes: a sentence for everything that the source has and the checkpoint has not."""
+    """The result of an import. notes: a sentence for each part of the source that was not imported."""
 
     folder: Path
     origin: str
@@ -30,21 +30,21 @@ class ImportReport:
 def import_checkpoint(
     source: str | Path, save_dir: str | Path, tag: str | None = None, kind: str = AUTO
 ) -> ImportReport:
-    """Commit what `source` holds as a checkpoint in `save_dir`; `engine.load_checkpoint(save_dir)` goes on.
+    """Commit the content of `source` as a checkpoint in `save_dir`, for `engine.load_checkpoint(save_dir)`.
 
     Args:
-        source: a DeepSpeed checkpoint (the folder with `latest`, or one tag's), a Hugging Face folder, or a
-            file of safetensors or torch.save. Nothing in it is executed.
-        tag: which of DeepSpeed's tags (default: `latest`); of weights: the tag to import as.
+        source: a DeepSpeed checkpoint (the folder with `latest`, or the folder of a tag), a Hugging Face
+            folder, or a file of safetensors or torch.save. Nothing in it is executed.
+        tag: which of DeepSpeed's tags (default: `latest`); for plain weights: the tag of the new checkpoint.
         kind: auto, deepspeed, huggingface or torch.
     Memory:  tensors are mapped from the files and written in one stream.
     Raises:
-        UsageError: the source is not there, not whole, or cannot be read safely; save_dir has the tag.
-        OSError: as the file system does. Either way save_dir is as it was.
+        UsageError: the source is missing, incomplete, or cannot be read safely; or save_dir has the tag.
+        OSError: from the file system. In both cases save_dir is not changed.
     """
     source, save_dir = Path(source), Path(save_dir)
     if kind not in SOURCES:
-        raise UsageError(f"--from {kind}: there is {', '.join(SOURCES)}")
+        raise UsageError(f"--from {kind}: must be one of {', '.join(SOURCES)}")
     if not source.exists():
         raise UsageError(f"{source} does not exist")
     found = _read(source, tag, kind)
@@ -57,7 +57,7 @@ def _read(source: Path, tag: str | None, kind: str) -> Imported:
     folder = _tag_folder(source, tag) if source.is_dir() and kind in (AUTO, DEEPSPEED) else None
     if folder is not None and (kind == DEEPSPEED or is_deepspeed(folder)):
         if not is_deepspeed(folder):
-            raise UsageError(f"{folder} is no DeepSpeed checkpoint: it has no *_model_states.pt")
+            raise UsageError(f"{folder} is not a DeepSpeed checkpoint: it has no *_model_states.pt")
         return _deepspeed(folder)
     if kind == DEEPSPEED:
         raise UsageError(f"{source} is a file: a DeepSpeed checkpoint is a folder")
@@ -68,12 +68,12 @@ def _read(source: Path, tag: str | None, kind: str) -> Imported:
 
 
 def _deepspeed(folder: Path) -> Imported:
-    """Raises UsageError: also where a value has another form than DeepSpeed gives it."""
+    """Read a DeepSpeed checkpoint. Raises UsageError, also if a value does not have DeepSpeed's form."""
     try:
         return read_deepspeed(folder)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise UsageError(
-            f"{folder} has another form than DeepSpeed 0.19's checkpoints, for which this was written: "
+            f"{folder} does not have the form of DeepSpeed 0.19's checkpoints, which xds reads: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -95,6 +95,6 @@ def _what_is(source: Path) -> str:
     if list(source.glob(f"*/{MANIFEST}")) or (source / MANIFEST).exists():
         return f"{source} is a checkpoint of xds already: load it as it is"
     return (
-        f"{source} is nothing that can be imported: no DeepSpeed checkpoint (latest, *_model_states.pt), no "
-        "Hugging Face folder (model.safetensors, pytorch_model.bin, or an index of them), no file of weights"
+        f"{source} cannot be imported: it is not a DeepSpeed checkpoint (latest, *_model_states.pt), not a "
+        "Hugging Face folder (model.safetensors, pytorch_model.bin, or an index of them), not a file of weights"
     )

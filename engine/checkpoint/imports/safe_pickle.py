@@ -1,8 +1,8 @@
-"""Reads torch.save's files of other programs and executes nothing: classes become stand-ins without code.
+"""Reads files of torch.save without executing anything: unknown classes become stand-ins without code.
 
-torch's weights-only reader builds tensors, numbers, text, lists and dicts, and what it is told to allow. It is
-told one empty class for each name that it does not know, so an object's fields come out as data. A name that
-is a means to run something (os.system, builtins.eval) makes the file an attack: it is refused.
+torch's weights-only reader builds tensors, numbers, text, lists, dicts, and classes on its allow list. Here
+the list has an empty class for each unknown name, so an object's fields are read as data. A file that names
+something executable (os.system, builtins.eval) is treated as an attack and refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from ....utils.errors import UsageError
 
-# of Python's own library these are data; any other name of it has no place in a checkpoint
+# names of Python's standard library that are data; all other names of it are refused
 DATA_MODULES = ("collections", "datetime", "decimal", "enum", "fractions", "pathlib", "uuid")
 DATA_NAMES = {
     "argparse.Namespace",
@@ -54,11 +54,11 @@ class StandIn:
 
 
 def read_pickle(path: Path) -> Any:
-    """What torch.save wrote to `path`, on the CPU, its tensors mapped from the file.
+    """The object that torch.save wrote to `path`, on the CPU, its tensors mapped from the file.
 
-    Memory:  nothing but the structure; elements are read when they are used.
+    Memory:  only the structure; elements are read when they are used.
     Raises:
-        UsageError: it is no such file or is damaged, or names something that can be executed.
+        UsageError: the file is of another kind or damaged, or names something that can be executed.
     """
     try:
         if not zipfile.is_zipfile(path):
@@ -68,13 +68,13 @@ def read_pickle(path: Path) -> Any:
             )
         with zipfile.ZipFile(path) as archive:
             _refuse_bomb(path, archive)
-            rotten = archive.testzip()
+            damaged = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as error:
         raise UsageError(f"{path} is damaged: {error}") from None
-    if rotten is not None:
+    if damaged is not None:
         raise UsageError(
-            f"{path} is damaged: {rotten} in it does not match its checksum; use another copy, or, where it "
-            "was saved without checksums (set_crc32_options), load it and save it again with them"
+            f"{path} is damaged: {damaged} in it does not match its checksum; use another copy, or, if it "
+            "was saved without checksums (set_crc32_options), load it and save it again with checksums"
         )
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -91,7 +91,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def _refuse_bomb(path: Path, archive: zipfile.ZipFile) -> None:
-    """torch.save compresses nothing, so what an archive holds is never more than its own bytes."""
+    """Refuse compressed archives: torch.save compresses nothing, so content never exceeds the file size."""
     entries = archive.infolist()
     is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
     size_bytes = path.stat().st_size
@@ -109,13 +109,13 @@ def _refuse_code(path: Path, names: list[str]) -> None:
     bad = [name for name in map(_current, names) if _is_code(name)]
     if bad:
         raise UsageError(
-            f"{path} names {', '.join(sorted(bad))}, which is no data but something to execute: a checkpoint "
-            "has no reason to; it is not read"
+            f"{path} names {', '.join(sorted(bad))}, which is not data but code to execute: a checkpoint "
+            "never needs it, so the file is not read"
         )
 
 
 def _current(name: str) -> str:
-    """A name as Python 3 has it; torch.save writes Python 2's: "commands.call" for subprocess.call."""
+    """The Python 3 name; torch.save writes Python 2 names: "commands.call" for subprocess.call."""
     module, _, rest = name.rpartition(".")
     return ".".join(NAME_MAPPING.get((module, rest), (IMPORT_MAPPING.get(module, module), rest)))
 

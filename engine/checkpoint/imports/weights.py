@@ -1,13 +1,12 @@
-"""Reads weights alone: a Hugging Face folder, a safetensors file, a state dict of torch.save.
+"""Reads plain weights: a Hugging Face folder, a safetensors file, a state dict of torch.save.
 
-Such files have names and values. They do not say which are parameters and which are buffers, nor which of a
-tied parameter's names the model goes by: both are found out when the checkpoint is loaded.
+Such files contain names and values. They do not show which tensors are parameters and which are buffers, nor
+which name of a tied parameter the model uses. Both are determined when the checkpoint is loaded.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....utils.errors import UsageError
-from ..io.tensor_table import Located, read_table
+from ..io.tensor_table import Located, read_header
 from .imported import EITHER, Imported
 from .safe_pickle import StandIn, read_pickle
 
@@ -32,13 +31,13 @@ WRAPPERS = (
     "model_state_dict",
     "model",
     "module",
-)  # keys that others put the weights under
-DISTRIBUTED = "module."  # what DistributedDataParallel puts before every name
+)  # keys for weights in trainers' files
+DISTRIBUTED = "module."  # the prefix that DistributedDataParallel adds to every name
 MAX_HEADER_BYTES = 100 << 20
 
 
 def find_weights(source: Path) -> Path | None:
-    """The file that `source` is, or the one to begin with in a Hugging Face folder; None: neither."""
+    """`source` if it is a file, or the file to read first in a Hugging Face folder; None: neither."""
     if source.is_file():
         return source
     found = [source / name for name in FOLDER_FILES if (source / name).is_file()]
@@ -46,10 +45,10 @@ def find_weights(source: Path) -> Path | None:
 
 
 def read_weights(path: Path, tag: str) -> Imported:
-    """The tensors of a file, or of all files that an index names; they stay in the files.
+    """The tensors of a file, or of all files that an index names, mapped from the files.
 
     Raises:
-        UsageError: a file is missing or damaged, holds no tensors by name, or names something to execute.
+        UsageError: a file is missing or damaged, contains no named tensors, or names code to execute.
     """
     found = Imported(path.name, tag)
     if path.name.endswith(INDEX):
@@ -61,7 +60,7 @@ def read_weights(path: Path, tag: str) -> Imported:
     for names in _by_memory(tensors):
         found.add_whole(EITHER, names, tensors[names[0]])
     found.note(
-        "there are weights alone: optimizer states, counters and random generators begin anew"
+        "there are only weights: optimizer states, counters and random generators start from the beginning"
     )
     return found
 
@@ -99,7 +98,7 @@ def _read_file(path: Path, found: Imported) -> dict[str, Tensor]:
 
 
 def _state_dict(path: Path, content: Any, found: Imported) -> dict[str, Tensor]:
-    """The tensors by name in a state dict, or in the one dict of them that a trainer's file holds."""
+    """The tensors by name in a state dict, or in the state dict inside of a trainer's file."""
     if not isinstance(content, Mapping):
         raise UsageError(f"{path} holds a {type(content).__name__}, and no tensors by name")
     inner = [key for key in WRAPPERS if _has_tensors(content.get(key))]
@@ -114,7 +113,7 @@ def _state_dict(path: Path, content: Any, found: Imported) -> dict[str, Tensor]:
             tensors[str(name)] = value
         else:
             kind = value.name if isinstance(value, StandIn) else type(value).__name__
-            found.note(f"{name} is no tensor but a {kind}: left out")
+            found.note(f"{name} is not a tensor but a {kind}: left out")
     return tensors
 
 
@@ -125,14 +124,14 @@ def _has_tensors(value: Any) -> bool:
 def _plain_names(tensors: dict[str, Tensor], found: Imported) -> dict[str, Tensor]:
     if tensors and all(name.startswith(DISTRIBUTED) for name in tensors):
         found.note(
-            f"every name began with {DISTRIBUTED!r}, as DistributedDataParallel does it: taken off"
+            f"every name began with {DISTRIBUTED!r}, which DistributedDataParallel adds: removed"
         )
         return {name.removeprefix(DISTRIBUTED): tensor for name, tensor in tensors.items()}
     return tensors
 
 
 def _by_memory(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names in order; those of one and the same memory together."""
+    """The names in order, grouped by equal memory."""
     found: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         bits = (tensor.is_conj(), tensor.is_neg())
@@ -146,24 +145,25 @@ def _by_memory(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of a safetensors file, mapped from it."""
-    size = path.stat().st_size
+    size_bytes = path.stat().st_size
     with open(path, "rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-            raise UsageError(f"{path} is not a safetensors file, or is cut off")
+
+        def read(start: int, size: int) -> bytes:
+            file.seek(start)
+            return file.read(size)
+
         try:
-            table = read_table(file.read(length), size - 8 - length)
+            table, data_at = read_header(read, size_bytes, MAX_HEADER_BYTES)
         except ValueError as error:
             raise UsageError(f"{path} is damaged: {error}") from None
-    memory = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
+    memory = torch.from_file(str(path), shared=False, size=size_bytes, dtype=torch.uint8)[data_at:]
     return {name: _tensor(memory, there) for name, there in table.items()}
 
 
 def _tensor(memory: Tensor, there: Located) -> Tensor:
-    if not there.numel:  # wherever it lies: it has no bytes
+    if not there.numel:  # it has no bytes, so its offset does not matter
         return torch.empty(there.shape, dtype=there.dtype)
     part = memory[there.start : there.stop]
     if part.data_ptr() % there.dtype.itemsize:
-        part = part.clone()  # rare: its writer did not align it
+        part = part.clone()  # rare: the writer did not align it
     return part.view(there.dtype).view(there.shape)

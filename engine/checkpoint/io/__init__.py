@@ -1,1 +1,1 @@
-"""Bytes of checkpoints: files, their sums, how they are written, committed and read."""
+"""Files of checkpoints: their checksums, and how they are written, committed and read."""

@@ -1,11 +1,11 @@
-"""Saving while training goes on: the states are copied, another process writes, a thread sees to the commit.
+"""Saves in the background: the states are copied, another process writes them, a thread commits.
 
-    step loop   prepare | copy |  step  step  step  step (or: raises what went wrong)  ...
+    step loop   prepare | copy |  step  step  step  step (or: raises the failure)  ...
     process                    |  write, sum, fsync |
-    thread                     |       waits        | tell the others | rank 0 commits | all know
+    thread                     |       waits        | share records | rank 0 commits | share the result
 
-The ranks meet in the store of their group: no collective runs beside those of the training. A rank that ends
-before the commit leaves a folder that is never loaded. At most one save is under way.
+The ranks communicate through the store of their group: no collective runs beside those of the training. If a
+rank ends before the commit, the uncommitted folder is never loaded. At most one save runs at a time.
 """
 
 from __future__ import annotations
@@ -36,27 +36,29 @@ from .writer_process import WriterProcess
 log = logging.getLogger("xds")
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.01, 0.2
 BEAT_SECONDS = 1.0
-LOST_SECONDS = 60.0  # a process that writes is heard once a second, however slow the disk is
+LOST_SECONDS = 60.0  # a rank that writes updates its key once a second, however slow the disk is
 
 
 @final
 class Background(Saver):
-    """`save` returns when the states are copied to host memory, which stays taken until `close`."""
+    """`save` returns after the states are copied to host memory, which is held until `close`."""
 
     def __init__(self, keep_last: int, timeout_seconds: float, collectives: Collectives) -> None:
-        """Raises UsageError: the ranks have no store to meet in."""
+        """Raises UsageError: the process group has no store."""
         super().__init__(keep_last)
         if collectives.world_size > 1 and collectives.store() is None:
             raise UsageError(
-                "checkpoint.async_save = true: the ranks meet in the store of their process group, and this "
-                "one has none; set it to false"
+                "checkpoint.async_save = true: the ranks communicate through the store of their process group, "
+                "and this group has none; set it to false"
             )
         self._timeout_seconds = min(timeout_seconds, LOST_SECONDS)
         self._writer = WriterProcess()
         self._thread: threading.Thread | None = None
         self._progress: Progress | None = None
         self._failure = ""
-        self._old_keys: list[str] = []  # of the last save: by the next every rank has read them
+        self._old_keys: list[
+            str
+        ] = []  # of the last save; every rank has read them before the next one
         self._exit: Callable[[], None] | None = None
 
     def save(self, job: Job) -> None:
@@ -64,8 +66,8 @@ class Background(Saver):
         try:
             size_bytes = image_bytes(job.entries)
             copy_image(job.entries, self._writer.memory(size_bytes))
-        except Exception as error:  # told like a write that fails: nobody waits for it here
-            failure = _said(error)
+        except Exception as error:  # reported like a failed write: no collective runs here
+            failure = _message(error)
         except BaseException:
             job.end(discards=True)
             raise
@@ -84,44 +86,45 @@ class Background(Saver):
     # -- in the thread ----------------------------------------------------------------------------------
 
     def _run(self, job: Job, size_bytes: int, failure: str) -> None:
-        meeting = _Meeting(job, self._timeout_seconds)
+        exchange = _StoreExchange(job, self._timeout_seconds)
 
         def on_written(written_bytes: int) -> None:
             self._progress = Progress(job.tag, written_bytes, size_bytes)
-            meeting.beat(round(1000 * time.monotonic()))
+            exchange.beat(round(1000 * time.monotonic()))
 
         try:
             mine: dict[str, Any] = {"error": failure}
             try:
                 if not failure:
-                    mine = {"told": job.told(self._writer.write(job.path, size_bytes, on_written))}
+                    sums = self._writer.write(job.path, size_bytes, on_written)
+                    mine = {"record": job.record_json(sums)}
             except Exception as error:
-                mine = {"error": _said(error)}
+                mine = {"error": _message(error)}
             if job.is_first:
-                failure = self._commit(job, meeting, mine)
+                failure = self._commit(job, exchange, mine)
             else:
-                failure = meeting.report(mine)
+                failure = exchange.report(mine)
         except Exception as error:
-            failure = _said(error)
+            failure = _message(error)
         self._progress = None
         self._failure = (
             failure and f"{DOING}, in the background: {printable(job.tag)} was not saved: {failure}"
         )
 
-    def _commit(self, job: Job, meeting: _Meeting, mine: dict[str, Any]) -> str:
-        """Rank 0, once every rank has written. What went wrong, or ""."""
-        answers = meeting.collect(mine)
-        for key in self._old_keys:  # who answered has read them
-            meeting.forget(key)
+    def _commit(self, job: Job, exchange: _StoreExchange, mine: dict[str, Any]) -> str:
+        """Commit on rank 0, after every rank has written. Returns the failure, or ""."""
+        answers = exchange.collect(mine)
+        for key in self._old_keys:  # every rank that answered has read them
+            exchange.delete(key)
         failed = [(rank, one["error"]) for rank, one in enumerate(answers) if "error" in one]
         failure = f"rank {failed[0][0]} failed: {failed[0][1]}" if failed else ""
         if not failure:
             try:
-                self.finish(job, [one["told"] for one in answers])
+                self.finish(job, [one["record"] for one in answers])
             except Exception as error:
-                failure = f"rank 0 failed: {_said(error)}"
+                failure = f"rank 0 failed: {_message(error)}"
         job.end(discards=bool(failure))
-        self._old_keys = meeting.close(failure)
+        self._old_keys = exchange.close(failure)
         return failure
 
     # -- in the step loop -------------------------------------------------------------------------------
@@ -148,34 +151,34 @@ class Background(Saver):
             if self._exit is not None:
                 atexit.unregister(self._exit)
 
-    def last_words(self) -> str:
-        """A failure that nobody was told of."""
+    def unreported_failure(self) -> str:
+        """A failure that `check` has not raised yet, or ""."""
         return self._failure
 
 
 def _at_exit(saver: weakref.ref[Background], pid: int) -> None:
-    """A script that ends well although its last checkpoint is not there must not look so."""
+    """Exit with code 1 if the script ends normally although its last checkpoint was not saved."""
     found = saver()
-    if found is None or os.getpid() != pid or not found.last_words():
+    if found is None or os.getpid() != pid or not found.unreported_failure():
         return
-    print(f"xds: {found.last_words()}", file=sys.stderr)
+    print(f"xds: {found.unreported_failure()}", file=sys.stderr)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)  # nothing else changes the exit code this late
+    os._exit(1)  # the only way to change the exit code this late
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, XdsError) else f"{type(error).__name__}: {error}"
 
 
 @final
-class _Meeting:
-    """What the ranks tell each other about one save, through a store.
+class _StoreExchange:
+    """The ranks' messages about one save, in the store of their group.
 
-    <save>/<rank>         how it ended there
-    <save>/<rank>/alive   a number that changes as long as the rank is there
-    <save>/done           rank 0's last word
+    <save>/<rank>         the rank's record, or its failure
+    <save>/<rank>/alive   a number that changes while the rank is alive
+    <save>/done           the result of the save, from rank 0
     """
 
     def __init__(self, job: Job, timeout_seconds: float) -> None:
@@ -191,38 +194,38 @@ class _Meeting:
         return f"{self._name}/{what}"
 
     def beat(self, number: int) -> None:
-        """Any other number than before says: this rank is there."""
+        """Show that this rank is alive; `number` must differ from the one before."""
         now = time.monotonic()
         if self._store is not None and now - self._last_beat_seconds > BEAT_SECONDS:
             self._last_beat_seconds = now
             try:
                 self._store.set(self._key(f"{self._rank}/alive"), str(number))
             except RuntimeError:
-                pass  # whoever misses it will say so
+                pass  # the ranks that wait for it report it
 
     def collect(self, mine: dict[str, Any]) -> list[Any]:
         """Every rank's answer, in rank order; rank 0's is `mine`."""
         answers = [mine]
         for rank in range(1, self._world_size):
             answers.append(self._await(self._key(rank), rank))
-            self.forget(self._key(rank))
+            self.delete(self._key(rank))
         return answers
 
     def close(self, failure: str) -> list[str]:
-        """Tell the others. The keys that they may be reading still: a store waits for one that is gone."""
+        """Send the result. Returns the keys that other ranks may still read and that must be deleted later."""
         if self._store is None:
             return []
-        with suppress(RuntimeError):  # without a store they look for themselves
+        with suppress(RuntimeError):  # without a store they look for the committed files
             self._store.set(self._key("done"), json.dumps({"error": failure}))
         return [self._key("done"), *(self._key(f"{r}/alive") for r in range(self._world_size))]
 
     def report(self, mine: dict[str, Any]) -> str:
-        """Tell rank 0, wait for its last word: what went wrong, or ""."""
+        """Send `mine` to rank 0 and wait for the result: the failure, or ""."""
         try:
             if self._store is not None:
                 self._store.set(self._key(self._rank), json.dumps(mine))
             failure: str = self._await(self._key("done"), 0)["error"]
-        except RuntimeError:  # the store went with rank 0, which may have been done
+        except RuntimeError:  # the store ended with rank 0, perhaps after the commit
             failure = "" if self._is_committed() else "rank 0 ended before it was committed"
         return failure
 
@@ -231,19 +234,19 @@ class _Meeting:
         return (folder / self._job.path.name).exists() and (folder / MANIFEST).exists()
 
     def _await(self, key: str, rank: int) -> Any:
-        """What `key` says, as soon as it is there."""
+        """Wait for `key` and return its value; an error if `rank` shows no sign of life."""
         assert self._store is not None
         pause_seconds = MIN_POLL_SECONDS
         seen, since = b"", time.monotonic()
         while not self._store.check([key]):
             time.sleep(pause_seconds)
             pause_seconds = min(pause_seconds * 1.5, MAX_POLL_SECONDS)
-            self.beat(round(1000 * time.monotonic()))  # who waits is heard as well
+            self.beat(round(1000 * time.monotonic()))  # a waiting rank is alive, too
             alive = self._alive(rank)
             if alive != seen:
                 seen, since = alive, time.monotonic()
             if time.monotonic() - since > self._timeout_seconds:
-                return {"error": f"rank {rank} was not heard for {self._timeout_seconds:.0f} s"}
+                return {"error": f"rank {rank} did not respond for {self._timeout_seconds:.0f} s"}
         return json.loads(self._store.get(key))
 
     def _alive(self, rank: int) -> bytes:
@@ -251,7 +254,7 @@ class _Meeting:
         key = self._key(f"{rank}/alive")
         return self._store.get(key) if self._store.check([key]) else b""
 
-    def forget(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         if self._store is not None:
             try:
                 self._store.delete_key(key)

@@ -1,17 +1,16 @@
-"""Reads what a rank needs of one file of a checkpoint: every byte once, summed on the way.
+"""Reads the parts of a checkpoint file that a rank needs, and verifies their checksums.
 
-    chunks     |--------|--------|--------|--------|      each has its sum in the manifest
+    chunks     |--------|--------|--------|--------|      each has its checksum in the manifest
     wanted         |~~~~~~~~~~~~~~~~~~~~|
-                   edge | straight to   | edge            an edge is read whole, its part is copied
+                   edge | direct        | edge            the chunk of an edge is read whole, its part is copied
 
-What is not alive yet (fresh tensors) is filled while it is checked. What is alive is checked first, and
-filled when every rank has found its part whole: the second reading comes from the page cache.
+New tensors are filled while they are checked. Live tensors are checked first, and filled after every rank has
+verified its part: the second read comes from the page cache.
 """
 
 from __future__ import annotations
 
 import os
-import struct
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -28,17 +27,17 @@ from ....utils.errors import DamagedError
 from ....zero.checkpoint.ranges import Copy
 from ..manifest import FileRecord
 from .tensor_file import bytes_of
-from .tensor_table import Located, read_table, shown
+from .tensor_table import Located, read_header, shown
 
-SEGMENT_BYTES = 1 << 20  # read at a time; the next is read while it is summed
-MAX_PENDING = 16  # segments that wait to be summed: others may need the cores for a while
-AHEAD_BYTES = 16 << 20  # how far ahead the disk is asked
-ASK_BYTES = 4 << 20  # in what pieces
+SEGMENT_BYTES = 1 << 20  # read at a time; the next one is read while this one is summed
+MAX_PENDING = 16  # segments that wait to be summed
+AHEAD_BYTES = 16 << 20  # how far ahead reads are requested
+ADVISE_BYTES = 4 << 20  # in pieces of this size
 
 
 @dataclass(frozen=True, eq=False)
 class _Span:
-    """Bytes [start, stop) of the file, elements of `dtype`; they go to `target`, None: they are checked."""
+    """Bytes [start, stop) of the file, elements of `dtype`, for `target`; None: they are only checked."""
 
     start: int
     stop: int
@@ -55,15 +54,15 @@ class _Span:
 
 @final
 class CheckedFile:
-    """One file of a checkpoint. `table`: its tensors; `read_bytes` counts what was read of it.
+    """One file of a checkpoint. `table`: its tensors; `read_bytes`: the bytes read from it.
 
     Raises:
-        DamagedError: the file is missing, has another length than the manifest says, a sum is wrong, or the
-            disk cannot read it.
+        DamagedError: the file is missing, its length or a checksum differs from the manifest, or the disk
+            cannot read it.
     """
 
     def __init__(self, folder: Path, record: FileRecord, pool: Executor) -> None:
-        """`pool` sums; its threads may be shared by many files."""
+        """`pool` computes checksums; many files can share it."""
         self.path = folder / record.path
         self.read_bytes = 0
         self._record = record
@@ -72,7 +71,9 @@ class CheckedFile:
         self._fd = -1
         self._edge: tuple[int, Tensor | None] = (-1, None)  # the last chunk that was read whole
         self._ring: deque[Tensor] = deque()
-        self._asked = self._wanted = 0  # up to where the disk was asked, and will be read on
+        self._advised = self._wanted = (
+            0  # ends of the requested read-ahead, and of the wanted bytes
+        )
         self._pending: deque[Future[int | None]] = deque()
         self._open()
         try:
@@ -89,7 +90,7 @@ class CheckedFile:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """The file was closed; inside it is open. A load opens few at a time."""
+        """Open the closed file inside the context. A load opens few files at a time."""
         self._open()
         try:
             yield
@@ -97,9 +98,9 @@ class CheckedFile:
             self.close()
 
     def close(self) -> None:
-        """Let go of the file and of all memory; harmless when it is closed."""
+        """Close the file and free all memory; does nothing if it is closed."""
         for future in self._pending:
-            future.result()  # it reads memory that may go now
+            future.result()  # it reads memory that may be freed after this
         self._pending.clear()
         self._ring.clear()
         self._edge = (-1, None)
@@ -113,34 +114,32 @@ class CheckedFile:
             raise DamagedError(
                 f"{self.path} has {size} bytes and should have {expected}: the checkpoint is damaged"
             )
-        length = struct.unpack("<Q", self._checked(0, min(size, 8)).ljust(8, b"\0"))[0]
-        self._data_at = 8 + length
         try:
-            self.table = read_table(self._checked(8, length), size - self._data_at)
+            self.table, self._data_at = read_header(self._checked, size)
         except ValueError as error:
             raise DamagedError(f"{self.path} contradicts itself: {error}") from None
         for name, there in self.table.items():
             if there.numel and (self._data_at + there.start) % there.dtype.itemsize:
                 raise DamagedError(
-                    f"{self.path} contradicts itself: {shown(name)} begins at an uneven byte"
+                    f"{self.path} contradicts itself: {shown(name)} begins at an unaligned byte"
                 )
 
-    # -- what a load asks for ---------------------------------------------------------------------------
+    # -- reading for a load -----------------------------------------------------------------------------
 
     def check(self, copies: Iterable[tuple[Copy, Tensor | None]]) -> None:
-        """Check everything that the copies will read; those with a receiver are done on the way."""
+        """Check everything that the copies read; copies with a receiver are also performed."""
         spans = sorted(
             (self._span(copy, receiver) for copy, receiver in copies), key=lambda span: span.start
         )
         for number, span in enumerate(spans):
             if span.start >= self._wanted:
-                self._asked = span.start
+                self._advised = span.start
                 self._wanted = self._end_of_run(spans, number)
             self._take(span)
         self._settle()
 
     def fill(self, receiver: Tensor, copy: Copy) -> None:
-        """Do what a checked `copy` says; elements are converted where the receiver has another dtype."""
+        """Perform a checked `copy`; elements are cast to the receiver's dtype."""
         span = self._span(copy, receiver)
         memory = _memory_of(span)
         if memory is not None:
@@ -174,7 +173,7 @@ class CheckedFile:
         stop = start + copy.numel * dtype.itemsize
         if stop > self._data_at + there.stop:
             raise DamagedError(
-                f"{self.path}: {shown(copy.tensor)} does not lie where the manifest says: the checkpoint "
+                f"{self.path}: {shown(copy.tensor)} is shorter than the manifest says: the checkpoint "
                 "contradicts itself"
             )
         target = None if receiver is None else receiver[copy.target : copy.target + copy.numel]
@@ -196,7 +195,7 @@ class CheckedFile:
         self.read_bytes += done
 
     def _end_of_run(self, spans: list[_Span], number: int) -> int:
-        """Where the first gap of a chunk or more comes after span `number`."""
+        """The position of the first gap of a chunk or more after span `number`."""
         stop = spans[number].stop
         for span in spans[number + 1 :]:
             if span.start > stop + self._chunk_bytes:
@@ -204,17 +203,15 @@ class CheckedFile:
             stop = max(stop, span.stop)
         return stop
 
-    def _ask_ahead(self, at: int) -> None:
-        """Tell the system what will be read soon: the disk works while what is here is summed."""
+    def _advise_ahead(self, at: int) -> None:
+        """Request read-ahead from the system: the disk then works while checksums are computed."""
         stop = min(at + AHEAD_BYTES, self._wanted)
-        if stop - self._asked >= ASK_BYTES or (stop == self._wanted > self._asked):
-            os.posix_fadvise(self._fd, self._asked, stop - self._asked, os.POSIX_FADV_WILLNEED)
-            self._asked = stop
+        if stop - self._advised >= ADVISE_BYTES or (stop == self._wanted > self._advised):
+            os.posix_fadvise(self._fd, self._advised, stop - self._advised, os.POSIX_FADV_WILLNEED)
+            self._advised = stop
 
     def _checked(self, start: int, size: int) -> bytes:
-        """`size` bytes from `start`: the header, before any tensor is known."""
-        if not 0 <= size <= self._record.size_bytes - start:
-            raise DamagedError(f"{self.path} is damaged: its header is too long")
+        """`size` bytes from `start`, checked: for the header."""
         out = torch.empty(size, dtype=torch.uint8)
         self._take(_Span(start, start + size, torch.uint8, out))
         self._settle()
@@ -236,7 +233,7 @@ class CheckedFile:
             self._take_edge(span, outer, span.stop)
 
     def _take_edge(self, span: _Span, low: int, high: int) -> None:
-        """Bytes [low, high) of the file, which lie in one chunk; it is kept for the next span."""
+        """Read bytes [low, high) of one chunk; the chunk is kept for the next span."""
         number = low // self._chunk_bytes
         first = number * self._chunk_bytes
         kept, here = self._edge
@@ -249,7 +246,7 @@ class CheckedFile:
         _deliver(span, here[low - first : high - first], low, high)
 
     def _take_chunks(self, span: _Span, low: int, high: int) -> None:
-        """Whole chunks, bytes [low, high) of the file: into the target's own memory where that goes."""
+        """Read whole chunks, bytes [low, high) of the file, directly into the target's memory if possible."""
         step = max(SEGMENT_BYTES // self._chunk_bytes, 1) * self._chunk_bytes
         memory = _memory_of(span)
         for at in range(low, high, step):
@@ -262,14 +259,14 @@ class CheckedFile:
                 _deliver(span, here, at, stop)
 
     def _next_buffer(self, size: int) -> Tensor:
-        """The one that was given longest ago: no sum of what it held is pending."""
+        """The least recently used buffer: no checksum of its content is pending."""
         while len(self._ring) <= MAX_PENDING:
             self._ring.append(torch.empty(size, dtype=torch.uint8))
         self._ring.rotate(-1)
         return self._ring[-1]
 
     def _fetch(self, at: int, memory: Tensor) -> None:
-        self._ask_ahead(at)
+        self._advise_ahead(at)
         self._read(at, bytes_of(memory))
         while len(self._pending) >= MAX_PENDING:
             self._refuse(self._pending.popleft().result())
@@ -279,7 +276,7 @@ class CheckedFile:
         )
 
     def _settle(self) -> None:
-        """Wait until everything that was read is summed."""
+        """Wait for all pending checksums."""
         while self._pending:
             self._refuse(self._pending.popleft().result())
 
@@ -294,7 +291,7 @@ class CheckedFile:
 
 
 def _wrong(memory: Tensor, sums: tuple[int, ...], first: int, chunk_bytes: int) -> int | None:
-    """The first chunk of `memory`, which begins with chunk `first`, whose sum is not the file's."""
+    """The first chunk of `memory`, which begins with chunk `first`, whose checksum is wrong."""
     view = bytes_of(memory)
     for number, at in enumerate(range(0, len(view), chunk_bytes), start=first):
         if zlib.crc32(view[at : at + chunk_bytes]) != sums[number]:
@@ -303,7 +300,7 @@ def _wrong(memory: Tensor, sums: tuple[int, ...], first: int, chunk_bytes: int) 
 
 
 def _memory_of(span: _Span) -> Tensor | None:
-    """Where the bytes can go as they are, [stop - start]."""
+    """The target's memory as bytes [stop - start], if no copy or cast is needed."""
     target = span.target
     if target is None or target.device.type != "cpu" or target.dtype != span.dtype:
         return None
@@ -311,7 +308,7 @@ def _memory_of(span: _Span) -> Tensor | None:
 
 
 def _deliver(span: _Span, found: Tensor, low: int, high: int) -> None:
-    """`found` [high - low], bytes [low, high) of the file, are elements of the target."""
+    """Copy `found` [high - low], bytes [low, high) of the file, to the target."""
     target = span.cut(low, high)
     if target is not None:
         target.copy_(found.view(span.dtype))

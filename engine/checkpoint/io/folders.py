@@ -1,10 +1,10 @@
-"""Folders of checkpoints: made by rank 0, committed by one rename, found again by name.
+"""Folders of checkpoints: rank 0 creates them, commits them with one rename, and finds them by name.
 
     write   .<tag>.tmp-1a2b3c4d/rank_00000-1a2b3c4d.safetensors, ...      every rank, fsync
             .<tag>.tmp-1a2b3c4d/manifest.json                             rank 0, fsync
     commit  .<tag>.tmp-1a2b3c4d -> <tag>        a new tag: the folder is renamed
-            <tag>/manifest.json                 a tag saved before: new files beside the old, then this rename
-    point   latest                              replaced by a rename, last
+            <tag>/manifest.json                 an existing tag: new files beside the old, then this rename
+    latest  latest                              replaced by a rename, last
 
 A folder without manifest.json is not a checkpoint.
 """
@@ -39,12 +39,12 @@ log = logging.getLogger("xds")
 MANIFEST, LATEST = "manifest.json", "latest"
 TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{8}")
 STEP = re.compile(r"global_step([0-9]+)")
-UNWRITTEN = ("Cc", "Cs", "Zl", "Zp")  # control characters, half characters, ends of lines
-MAX_TAG_BYTES = 255 - len("..tmp-01234567")  # while it is written the name is longer
+UNWRITTEN = ("Cc", "Cs", "Zl", "Zp")  # control characters, surrogates, line separators
+MAX_TAG_BYTES = 255 - len("..tmp-01234567")  # the temporary name is longer than the tag
 
 
 def check_tag(tag: Any) -> str:
-    """The folder's name that `tag`, text or a whole number, is. Raises UsageError: it cannot be one."""
+    """The folder name for `tag`, text or a whole number. Raises UsageError: it cannot be a folder name."""
     is_number = hasattr(tag, "__index__") and not isinstance(tag, bool | Tensor)
     if not isinstance(tag, str) and not is_number:
         raise UsageError(
@@ -60,23 +60,23 @@ def check_tag(tag: Any) -> str:
     ):
         raise UsageError(
             f"tag = {shown(name)}: it names a folder inside save_dir, so it must not be empty, {LATEST!r} or "
-            f"{MANIFEST!r}, begin with a dot or hold a slash"
+            f"{MANIFEST!r}, begin with a dot or contain a slash; rename it"
         )
     if name != name.strip() or any(unicodedata.category(one) in UNWRITTEN for one in name):
         raise UsageError(
-            f"tag = {shown(name)}: it names a folder, so it must not begin or end with a space, nor hold "
+            f"tag = {shown(name)}: it names a folder, so it must not begin or end with a space, nor contain "
             "control characters; rename it"
         )
     if len(name.encode()) > MAX_TAG_BYTES:
         raise UsageError(
-            f"tag = {shown(name)} has {len(name.encode())} bytes, and a folder's name holds {MAX_TAG_BYTES} "
-            "of it; shorten it"
+            f"tag = {shown(name)} has {len(name.encode())} bytes, but it can have at most {MAX_TAG_BYTES}; "
+            "shorten it"
         )
     return name
 
 
 def check_folder(setting: str, folder: Any) -> Path:
-    """The path that `folder` is. Raises UsageError: it is none; `setting` is its name."""
+    """`folder` as a path. Raises UsageError: it is not a path; `setting` is the name of the argument."""
     is_path = isinstance(folder, str | os.PathLike)
     text = os.fspath(folder) if is_path else None
     if not isinstance(text, str) or not text.strip() or "\0" in text:
@@ -88,7 +88,7 @@ def check_folder(setting: str, folder: Any) -> Path:
 
 
 def make_folder(save_dir: Path, tag: str) -> Claim:
-    """A fresh folder for `tag`, and what killed saves left behind is removed. Rank 0 alone."""
+    """Create a new folder for `tag`, and remove the folders of killed saves. Only on rank 0."""
     made = [path for path in (save_dir, *save_dir.parents) if not path.exists()]
     save_dir.mkdir(parents=True, exist_ok=True)
     for path in made:
@@ -102,15 +102,15 @@ def make_folder(save_dir: Path, tag: str) -> Claim:
 
 
 def _hidden(tag: str) -> str:
-    """A name that nothing else has, and that no loader looks at."""
+    """A unique name that no loader reads."""
     return f".{tag}.tmp-{secrets.token_hex(4)}"
 
 
 @final
 class Claim:
-    """A folder that a save writes to, locked so that no other save takes it for a dead one's.
+    """The folder of a running save, locked so that no other save removes it as a leftover.
 
-    The lock goes with the process. On a file system without locks nothing is held.
+    The lock ends with the process. On a file system without locks there is no lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -144,12 +144,12 @@ def _is_claimed(path: Path) -> bool:
 
 
 def file_name(folder: Path, rank: int) -> str:
-    """The name of a rank's file; two saves never use the same, so old and new may lie side by side."""
+    """The name of a rank's file; it is unique per save, so old and new files can be in one folder."""
     return f"rank_{rank:05d}-{folder.name[-8:]}.safetensors"
 
 
 def discard(folder: Path) -> None:
-    """Remove what an uncommitted save has written, as far as that works."""
+    """Remove the files of an uncommitted save; errors are ignored."""
     if folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
     else:
@@ -158,7 +158,7 @@ def discard(folder: Path) -> None:
 
 
 def commit(folder: Path, save_dir: Path, manifest: Manifest) -> Path:
-    """Make the files in `folder` the checkpoint `manifest.tag`. Rank 0 alone, after every rank's fsync."""
+    """Make the files in `folder` the checkpoint `manifest.tag`. Only on rank 0, after every rank's fsync."""
     _write_durably(folder / MANIFEST, dump(manifest))
     _sync_folder(folder)
     final_folder = save_dir / manifest.tag
@@ -175,7 +175,7 @@ def commit(folder: Path, save_dir: Path, manifest: Manifest) -> Path:
 
 
 def _move_files(folder: Path, final_folder: Path, manifest: Manifest) -> None:
-    """New files beside the old ones, durably, or none of them."""
+    """Move all new files beside the old ones and fsync, or none of them."""
     try:
         for record in manifest.files:
             os.rename(folder / record.path, final_folder / record.path)
@@ -187,7 +187,7 @@ def _move_files(folder: Path, final_folder: Path, manifest: Manifest) -> None:
 
 
 def _discard_others(final_folder: Path, manifest: Manifest) -> None:
-    """Remove files of other saves under this tag. What cannot be removed is by the next one."""
+    """Remove files of other saves under this tag. On an error the next save removes them."""
     current = {record.path for record in manifest.files}
     with suppress(OSError):
         for path in final_folder.iterdir():
@@ -196,14 +196,14 @@ def _discard_others(final_folder: Path, manifest: Manifest) -> None:
 
 
 def write_latest(save_dir: Path, tag: str) -> None:
-    """`latest` names `tag` from now on; at every instant it names the old one or the new one."""
+    """Set `latest` to `tag` atomically."""
     for is_last in (False, False, True):
         fresh = save_dir / _hidden(LATEST)
         try:
             _write_durably(fresh, tag.encode())
             os.replace(fresh, save_dir / LATEST)
             break
-        except FileNotFoundError:  # another engine's save took it for a dead one's
+        except FileNotFoundError:  # another engine's save removed it as a leftover
             if is_last:
                 raise
         except OSError:
@@ -214,9 +214,9 @@ def write_latest(save_dir: Path, tag: str) -> None:
 
 
 def read_latest(load_dir: Path) -> str | None:
-    """The tag that `latest` names; None without one.
+    """The tag in `latest`; None without this file.
 
-    Raises DamagedError: what it holds is no tag, or there is no folder of that name.
+    Raises DamagedError: the content is not a tag, or there is no folder of that name.
     """
     path = load_dir / LATEST
     try:
@@ -229,7 +229,7 @@ def read_latest(load_dir: Path) -> str | None:
         if (load_dir / tag).is_dir():
             return tag
     raise DamagedError(
-        f"{path} is damaged, or the checkpoint is gone: it names {quoted(tag)}, and {_there(load_dir)}"
+        f"{path} is damaged, or the checkpoint is missing: it names {quoted(tag)}, and {_there(load_dir)}"
     )
 
 
@@ -237,7 +237,7 @@ def read_manifest(load_dir: Path, tag: str) -> Manifest:
     """The manifest of a committed checkpoint.
 
     Raises:
-        DamagedError: it is damaged, or there is a folder without one. UsageError: there is no such folder.
+        DamagedError: the manifest is damaged, or missing in its folder. UsageError: there is no such folder.
     """
     path = load_dir / tag / MANIFEST
     try:
@@ -260,8 +260,8 @@ def _there(load_dir: Path) -> str:
 def committed(save_dir: Path) -> list[Manifest]:
     """The manifests of all committed checkpoints, newest first: see `newest_first`.
 
-    Each has the folder's name as its tag. Hidden and uncommitted folders are left out; with a warning also
-    those whose manifest cannot be read, or of which a file is missing or has another length.
+    Each has the folder's name as its tag. Hidden and uncommitted folders are left out. Checkpoints whose
+    manifest is unreadable, or with a missing file or a wrong file length, are left out with a warning.
     """
     return [
         manifest for manifest in newest_first(_manifests(save_dir)) if _is_there(save_dir, manifest)
@@ -297,18 +297,19 @@ def _length(path: Path) -> int | None:
 
 
 def newest_checkpoint(save_dir: str | Path) -> str | None:
-    """The tag of the newest committed checkpoint in `save_dir`; None without one. Not a collective.
+    """The tag of the newest committed checkpoint in `save_dir`; None if there is none. Not a collective.
 
-    It may be newer than what `latest` names: a save can be killed after its commit and before `latest`.
+    It can be newer than the tag in `latest`: a save can be killed before it updates `latest`.
     """
     found = committed(Path(save_dir))
     return found[0].tag if found else None
 
 
 def older_checkpoint(save_dir: Path, tag: str, left_out: Collection[str]) -> str | None:
-    """The newest committed checkpoint before `tag`, none of `left_out`; None where there is none.
+    """The newest committed checkpoint before `tag` that is not in `left_out`; None if there is none.
 
-    Where the manifest of `tag` cannot say which those are, its name does (`global_step300`), else all are.
+    If the manifest of `tag` is unreadable, the step in its name decides (`global_step300`). Without a step in
+    the name, all checkpoints qualify.
     """
     found = committed(save_dir)
     order = [one.tag for one in newest_first(_manifests(save_dir))]
@@ -321,11 +322,11 @@ def older_checkpoint(save_dir: Path, tag: str, left_out: Collection[str]) -> str
 
 
 def prune(save_dir: Path, tag: str, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` checkpoints whose tags are `tag` but for the numbers in it.
+    """Keep the newest `keep_last` checkpoints whose tags differ from `tag` only in numbers; remove the others.
 
-    What `latest` names, `tag` itself, and what is further in its training than `tag` always stay: a run that
-    begins anew in an old one's folder takes nothing away. A folder is hidden before its files go: it is
-    whole, or not there.
+    These are never removed: the tag in `latest`, `tag` itself, and checkpoints with more steps than `tag`. So
+    a new run in the folder of an old one removes nothing. A folder is renamed to a hidden name before its
+    files are removed, so a visible checkpoint is always complete.
     """
     kind = kind_of(tag)
     there = [found for found in committed(save_dir) if kind_of(found.tag) == kind]

@@ -1,9 +1,9 @@
-"""Reads a committed checkpoint in one process: no engine, no ranks, any tensor by its name.
+"""Reads tensors of a committed checkpoint by name, in one process without engine or ranks.
 
     folder, tag  ->  manifest  ->  name and key  ->  the ranks' ranges of it  ->  one tensor on the CPU
 
-Every byte is checked against its sum before it is used. Nothing is held but what the caller asked for, and a
-chunk of a file.
+Every byte is verified against its checksum before use. Memory holds only the requested tensors and one chunk
+of a file.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from .folders import MANIFEST, check_tag, committed, read_latest, read_manifest
 from .tensor_table import BY_NAME
 
 log = logging.getLogger("xds")
-MAX_OPEN = 64  # files; the one that was used longest ago is closed
+MAX_OPEN = 64  # files; the least recently used one is closed
 
 
 @dataclass(frozen=True)
 class Saved:
-    """One tensor of a checkpoint, that `CheckpointReader.read` finds.
+    """One tensor of a checkpoint, for `CheckpointReader.read`.
 
-    kind: "param", "buffer", "either" (imported weights do not say which) or "state" (an optimizer's tensor
+    kind: "param", "buffer", "either" (imported weights do not show which) or "state" (an optimizer's tensor
         that is not per element; its name is "param/key").
     key: "value", or "state/" and the optimizer's key.
-    dtype: as it lies in the files; `compute_dtype`: as the model has it in forward.
+    dtype: in the files; `compute_dtype`: in the model's forward.
     """
 
     kind: str
@@ -67,10 +67,11 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
     """The folder of checkpoints and the tag that `path` and `tag` mean.
 
     Args:
-        path: a folder of checkpoints; without `tag` also the folder of one.
-        tag: None is what `latest` names.
+        path: a folder of checkpoints; without `tag` also the folder of one checkpoint.
+        tag: None means the tag in `latest`.
     Raises:
-        UsageError: there is no such folder, or nothing says which checkpoint. DamagedError: `latest` is.
+        UsageError: there is no such folder, or neither `tag` nor `latest` names a checkpoint.
+        DamagedError: `latest` is damaged.
     """
     folder = Path(os.path.abspath(path))
     if not folder.is_dir():
@@ -94,10 +95,11 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
 class CheckpointReader:
     """One checkpoint, open for reading.
 
-    values: parameters and buffers, by name. left_out: frozen parameters that were not saved, on request.
+    values: parameters and buffers, by name.
+    left_out: frozen parameters that were excluded from the save.
     tied: other name of a parameter or buffer -> its name in `values` (or in `left_out`).
     Raises:
-        DamagedError: a file is missing or changed, when it is first used; the sentence names it.
+        DamagedError: a file is missing or changed; raised when the file is first used, and names it.
     """
 
     def __init__(self, path: str | Path, tag: str | None = None) -> None:
@@ -105,8 +107,8 @@ class CheckpointReader:
         self.folder = self.save_dir / self.tag
         self.manifest = read_manifest(self.save_dir, self.tag)
         self._catalogue = catalogue_of(self.manifest, str(self.folder / MANIFEST))
-        self._pool = ThreadPoolExecutor(1)  # sums; it starts with the first file
-        self._files: dict[int, CheckedFile] = {}  # open; the one used longest ago comes first
+        self._pool = ThreadPoolExecutor(1)  # for checksums; starts with the first file
+        self._files: dict[int, CheckedFile] = {}  # open files, the least recently used first
         self.values: dict[str, Saved] = {}
         self.left_out: list[str] = []
         self.tied: dict[str, str] = {}
@@ -132,7 +134,7 @@ class CheckpointReader:
                 flat.kind, slot.name, "value", slot.shape, dtype, computes, flat.trains
             )
 
-    # -- what else there is -----------------------------------------------------------------------------
+    # -- other content ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Counters, loss scale, optimizer (type and groups), scheduler, data position, client_state."""
@@ -140,7 +142,7 @@ class CheckpointReader:
         return found
 
     def states(self, name: str) -> dict[str, Any]:
-        """The optimizer's states of a parameter by key: `Saved`, or a number or a 0-d tensor."""
+        """The optimizer's states of a parameter by key: `Saved`, a number, or a 0-d tensor."""
         value = self.values.get(name)
         if value is None or value.kind != "param":
             return {}
@@ -165,30 +167,30 @@ class CheckpointReader:
         return {key.removeprefix("state/"): one for key, one in found.items()}
 
     def groups(self) -> dict[str, int]:
-        """The number of the hyperparameter group of every parameter that trains."""
+        """The number of the parameter group of every trainable parameter."""
         flats = [flat for flat in self.manifest.flats if flat.kind == "param" and flat.trains]
         slots = [slot for flat in flats for slot in flat.slots]
         return {slot.name: slot.group for slot in slots if slot.name not in self.tied}
 
     def uncovered(self) -> list[str]:
-        """Names of which elements are in no file, though they should be."""
+        """Names whose elements are missing in all files."""
         return self._catalogue.uncovered()
 
     # -- tensors ----------------------------------------------------------------------------------------
 
     def read(self, saved: Saved, dtype: torch.dtype | None = None) -> Tensor:
-        """A whole tensor on the CPU, in `dtype` (default: as it was saved)."""
+        """A whole tensor on the CPU, in `dtype` (default: the saved dtype)."""
         out = torch.empty(saved.shape, dtype=dtype or saved.dtype)
         self.read_into(out.view(-1), saved, 0)
         return out
 
     def read_into(self, out: Tensor, saved: Saved, start: int) -> None:
-        """Elements [start, start + n) of the flattened tensor into `out` [n], in `out`'s dtype."""
+        """Read elements [start, start + n) of the flattened tensor into `out` [n], in `out`'s dtype."""
         for copy in self._copies(saved, start, start + out.numel()):
             self.file(copy.file).check([(copy, out)])
 
     def pieces(self, saved: Saved, dtype: torch.dtype, piece_bytes: int) -> Iterator[Tensor]:
-        """The same, piece by piece, [n] each; a piece is overwritten when the next is asked for."""
+        """The flattened tensor in pieces of [n]; a piece is overwritten when the next one is requested."""
         step = max(piece_bytes // dtype.itemsize, 1)
         buffer = torch.empty(min(step, saved.numel), dtype=dtype)
         for start in range(0, saved.numel, step):
@@ -218,7 +220,7 @@ class CheckpointReader:
     # -- closing ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let the files go."""
+        """Close all files."""
         while self._files:
             self._files.popitem()[1].close()
         self._pool.shutdown()
@@ -236,9 +238,9 @@ class CheckpointReader:
 
 
 def open_file(folder: Path, manifest: Manifest, number: int, pool: Executor) -> CheckedFile:
-    """A file of a checkpoint, which holds what the manifest says of it.
+    """Open a file of a checkpoint and check it against the manifest.
 
-    Raises DamagedError: it does not, or `CheckedFile` says so.
+    Raises DamagedError: the file does not match the manifest, or is damaged.
     """
     file = CheckedFile(folder, manifest.files[number], pool)
     try:
@@ -254,7 +256,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def chosen(reader: CheckpointReader, *, exclude_frozen: bool) -> Mapping[str, Saved]:
-    """The values that a state dict is made of. Says in the log what was not saved."""
+    """The values of a state dict. Logs a warning if frozen parameters were not saved."""
     if reader.left_out and not exclude_frozen:
         log.warning(
             "%s was saved without its frozen parameters: %d names, such as %s, are not in the result",
@@ -272,16 +274,16 @@ def chosen(reader: CheckpointReader, *, exclude_frozen: bool) -> Mapping[str, Sa
 def get_fp32_state_dict(
     dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor]:
-    """The model's whole state dict out of a checkpoint, on the CPU, without an engine or other ranks.
+    """The model's whole state dict from a checkpoint, on the CPU, without an engine or other ranks.
 
-    Every floating tensor is fp32: the masters, where there are some. Tied names share one tensor.
+    Every floating-point tensor is fp32: the master weights, if there are any. Tied names share one tensor.
     Memory:  the result, and one chunk of a file.
     Args:
-        dir: what `save_checkpoint` got, or the folder of one checkpoint.
-        tag: default: what `latest` names.
-        exclude_frozen_parameters: leave out parameters that did not train.
+        dir: the save_dir of `save_checkpoint`, or the folder of one checkpoint.
+        tag: default: the tag in `latest`.
+        exclude_frozen_parameters: leave out frozen parameters.
     Raises:
-        UsageError: there is no such checkpoint. DamagedError: a file of it is damaged; it is named.
+        UsageError: there is no such checkpoint. DamagedError: a file of it is damaged; the message names it.
     """
     with CheckpointReader(dir, tag) as reader:
         found = {

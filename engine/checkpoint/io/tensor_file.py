@@ -1,7 +1,7 @@
-"""One rank's tensors in a safetensors file: written as a stream, summed on the way.
+"""Writes one rank's tensors to a safetensors file as a stream, with checksums.
 
-The format is 8 bytes with the length of a JSON header, the header, then the tensors' bytes. It is written
-here because the package's own writer would hold a copy of everything; `CheckedFile` reads it.
+The format is 8 bytes with the length of a JSON header, the header, then the tensors' bytes. The writer of the
+package safetensors is not used because it would hold a copy of everything. `CheckedFile` reads the file.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Sums:
 
 
 def write_tensors(path: Path, entries: Sequence[Entry]) -> Sums:
-    """Write a safetensors file and make it durable.
+    """Write a safetensors file and fsync it.
 
-    Memory:  one chunk where tensors lie on a device; one tensor where its elements are not in order.
-    Raises OSError: as the file system does; the file may be there in part.
+    Memory:  one block for tensors on a device; one tensor if its elements are not contiguous.
+    Raises OSError: from the file system; a partial file may remain.
     """
     size_bytes = image_bytes(entries)
     return Sums(size_bytes, tuple(write_summed(path, size_bytes, _pieces_of(_in_order(entries)))))
@@ -87,7 +87,7 @@ def _in_order(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _pieces_of(entries: Sequence[Entry]) -> Iterator[memoryview]:
-    """The file's bytes, in order. A view is valid until the next one is asked for."""
+    """The file's bytes, in order. A view is valid until the next one is requested."""
     yield memoryview(_header(entries))
     for entry in entries:
         flat = _part(entry)
@@ -101,7 +101,7 @@ def _pieces_of(entries: Sequence[Entry]) -> Iterator[memoryview]:
 
 
 def _part(entry: Entry) -> Tensor:
-    """The elements [n] of an entry, side by side or not: `reshape` gives strided and expanded views."""
+    """The elements [n] of an entry, contiguous or not: `reshape` also handles strided and expanded views."""
     whole = entry.tensor.detach().resolve_conj().resolve_neg()
     return whole.reshape(-1)[entry.start : entry.stop]
 
@@ -111,7 +111,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The same elements in order in host memory; `tensor` itself where they are."""
+    """The elements contiguous in host memory; `tensor` itself if they already are."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 

@@ -1,16 +1,16 @@
-"""The header of a safetensors file: what tensor lies where. Made for a file of ours, checked for anybody's.
+"""The header of a safetensors file: writes it for files of xds, and reads it with checks from any file.
 
     8 bytes: the header's length | {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}} | data
 
-Offsets count from the end of the header. The format has no word for some of torch's dtypes: their elements lie
-there as pairs of a dtype that it has, and the header's metadata says which dtype they are.
+Offsets count from the end of the header. The format lacks some of torch's dtypes. Elements of these are stored
+as pairs of a dtype that it has; the header's metadata contains their real dtype.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -23,7 +23,8 @@ from ....utils.errors import UsageError
 from ....utils.quoting import printable
 
 HEADER_ALIGN = 64
-MAX_NUMEL = 1 << 58  # of a shape, zeros not counted: torch's arithmetic overflows behind it
+LENGTH_BYTES = 8  # before the header: its length
+MAX_NUMEL = 1 << 58  # of a shape, without zeros: torch's arithmetic overflows beyond it
 MAX_DIMS = 64
 METADATA = "__metadata__"
 DTYPES = {
@@ -54,7 +55,7 @@ BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES, *PAIR
 
 @dataclass(frozen=True)
 class Located:
-    """A tensor of a file: bytes [start, stop) of the data behind the header."""
+    """A tensor of a file: bytes [start, stop) of the data after the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -67,7 +68,7 @@ class Located:
 
 
 def check_storable(where: str, tensor: Tensor) -> None:
-    """Raises UsageError: a checkpoint cannot hold `tensor`; the sentence begins with `where`."""
+    """Raises UsageError: a checkpoint cannot hold `tensor`; the message begins with `where`."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         kind = "on the meta device" if tensor.is_meta else f"of the layout {tensor.layout}"
         raise UsageError(
@@ -87,7 +88,7 @@ def check_storable(where: str, tensor: Tensor) -> None:
 def make_header(
     tensors: Iterable[tuple[str, torch.dtype, list[int]]], align: int = HEADER_ALIGN
 ) -> bytes:
-    """The first bytes of a file of these names, dtypes and shapes, whose data lie one after another."""
+    """The first bytes of a file with tensors of these names, dtypes and shapes, stored one after another."""
     table: dict[str, Any] = {}
     pairs: dict[str, str] = {}
     at = 0
@@ -109,10 +110,29 @@ def make_header(
 # -- reading ------------------------------------------------------------------------------------------------
 
 
+def read_header(
+    read: Callable[[int, int], bytes], size_bytes: int, max_header_bytes: int | None = None
+) -> tuple[dict[str, Located], int]:
+    """The tensors of a file of `size_bytes`, and the offset of its data.
+
+    Args:
+        read: (start, size) -> the bytes of the file.
+        max_header_bytes: refuse longer headers; None allows any length within the file.
+    Raises ValueError: it is not a safetensors file, or it is damaged; the message gives the reason.
+    """
+    first = read(0, min(size_bytes, LENGTH_BYTES)).ljust(LENGTH_BYTES, b"\0")
+    length = struct.unpack("<Q", first)[0]
+    limit = size_bytes - LENGTH_BYTES
+    if not 2 <= length <= (limit if max_header_bytes is None else min(limit, max_header_bytes)):
+        raise ValueError("it is not a safetensors file, or is cut off")
+    data_at = LENGTH_BYTES + length
+    return read_table(read(LENGTH_BYTES, length), size_bytes - data_at), data_at
+
+
 def read_table(text: bytes, data_bytes: int) -> dict[str, Located]:
     """The tensors that the header `text` names, all of them within `data_bytes`.
 
-    Raises ValueError: it is not such a header; the text says why.
+    Raises ValueError: it is not a valid header; the message gives the reason.
     """
     try:
         raw = json.loads(text)
@@ -136,12 +156,12 @@ def _located(name: str, entry: Any, pairs: Mapping[str, Any], data_bytes: int) -
     if not is_possible(shape) or offsets[1] - offsets[0] != numel_of(shape) * dtype.itemsize:
         raise ValueError(f"{shown(name)} has offsets that do not fit its shape")
     if offsets[1] > data_bytes:
-        raise ValueError(f"{shown(name)} ends behind the end of the file")
+        raise ValueError(f"{shown(name)} ends after the end of the file")
     whole = pairs.get(name)
     dtype_there = BY_NAME.get(whole) if isinstance(whole, str) else None
     if dtype_there in PAIRS:
         if text != PAIRS[dtype_there] or shape[-1:] != [2]:
-            raise ValueError(f"{shown(name)} is said to be {whole}, and is not stored as such")
+            raise ValueError(f"{shown(name)} is declared as {whole}, but is not stored as such")
         dtype, shape = dtype_there, shape[:-1]
     return Located(dtype, tuple(shape), offsets[0], offsets[1])
 
@@ -151,10 +171,10 @@ def _are_sizes(value: Any) -> bool:
 
 
 def is_possible(shape: Sequence[int]) -> bool:
-    """torch can count the elements of such a tensor."""
+    """Whether torch can count the elements of a tensor of this shape."""
     return len(shape) <= MAX_DIMS and prod(one or 1 for one in shape) <= MAX_NUMEL
 
 
 def shown(value: Any) -> str:
-    """A value of somebody's file in a sentence: quoted, and short."""
+    """A value from a file for a message: quoted and shortened."""
     return printable(repr(value), 100)

@@ -1,9 +1,9 @@
-"""Writes bytes to a file, sums them on the way, makes them durable: as a function, and as a process.
+"""Writes a file, computes checksums at the same time, and fsyncs it: as a function, and as a process.
 
-The process (`python writer.py FD PARENT_PID`) writes what lies in memory that it shares with a rank, while the
-rank goes on. It needs nothing but Python, has the lowest priority, and gives up when the rank is gone.
+The process (`python writer.py FD PARENT_PID`) writes from memory that it shares with a rank, while the rank
+continues. It needs only Python's library, has the lowest priority, and exits when the rank has ended.
 
-    stdin   {"path": "...", "size_bytes": n}            one job a line
+    stdin   {"path": "...", "size_bytes": n}            one job per line
     stdout  {"written_bytes": n}, ...                   then {"crc32": [...]} or {"error": "..."}
 """
 
@@ -28,22 +28,22 @@ from pathlib import Path
 from typing import Any, final
 
 BLOCK_BYTES = 8 << 20  # written at a time
-DEPTH = 3  # blocks under way
-ALIGN_BYTES = 4096  # of memory, place and length, where the page cache is gone around
-MIN_DIRECT_BYTES = 4 << 20  # a smaller file is quicker through the page cache
-REPORT_BYTES = 8 * BLOCK_BYTES  # between two lines about progress
+DEPTH = 3  # blocks that are written at the same time
+ALIGN_BYTES = 4096  # of memory, offset and length, for direct I/O
+MIN_DIRECT_BYTES = 4 << 20  # smaller files are faster through the page cache
+REPORT_BYTES = 8 * BLOCK_BYTES  # between two progress lines
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 4 << 10, 4 << 20
-MAX_SUMS = 4096  # of one file, until its chunks are as large as they get
+MAX_SUMS = 4096  # per file, unless its chunks have the maximum size
 POLL_SECONDS = 1.0
 BEAT_SECONDS = 1.0
 
 
 class Abandoned(Exception):
-    """Nobody waits for the file any more."""
+    """The rank has ended; no process waits for the file."""
 
 
 def chunk_bytes_of(size_bytes: int) -> int:
-    """What has a sum of its own in a file of `size_bytes`; a rank that needs some of it reads little else."""
+    """The size of the chunks that have a checksum each, in a file of `size_bytes`."""
     chunk_bytes = MIN_CHUNK_BYTES
     while chunk_bytes < MAX_CHUNK_BYTES and chunk_bytes * MAX_SUMS < size_bytes:
         chunk_bytes *= 2
@@ -52,7 +52,7 @@ def chunk_bytes_of(size_bytes: int) -> int:
 
 @final
 class Crcs:
-    """The CRC-32 of every `chunk_bytes` of what was added."""
+    """Computes the CRC-32 of every `chunk_bytes` of the added bytes."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
@@ -80,15 +80,15 @@ def write_summed(
     pieces: Iterable[memoryview],
     on_written: Callable[[int], None] | None = None,
 ) -> list[int]:
-    """Write `pieces`, `size_bytes` in all, to a new file and fsync it.
+    """Write `pieces`, `size_bytes` in total, to a new file and fsync it.
 
-    What is large goes around the page cache, some blocks at a time, and is summed while the disk works.
+    Large files are written with direct I/O, several blocks at a time, while checksums are computed.
     Args:
-        pieces: each is valid until the next is asked for.
-        on_written: told, after each block, how many bytes the file has.
+        pieces: each is valid until the next one is requested.
+        on_written: called after each block with the number of bytes written.
     Returns:
-        the CRC-32 of every `chunk_bytes_of(size_bytes)` of it.
-    Raises OSError: as the file system does; the file may be there in part.
+        the CRC-32 of every `chunk_bytes_of(size_bytes)` of the file.
+    Raises OSError: from the file system; a partial file may remain.
     """
     return write_blocks(path, size_bytes, _packed(pieces, size_bytes), on_written)
 
@@ -99,24 +99,24 @@ def write_blocks(
     blocks: Iterable[memoryview],
     on_written: Callable[[int], None] | None = None,
 ) -> list[int]:
-    """Like `write_summed`, of blocks that begin at pages and have BLOCK_BYTES, all but the last.
+    """Like `write_summed`, for page-aligned blocks of BLOCK_BYTES; the last one may be shorter.
 
-    blocks: each is valid until DEPTH more are asked for.
+    blocks: each is valid until DEPTH more are requested.
     """
     sums, at = Crcs(chunk_bytes_of(size_bytes)), 0
     fd = _open_new(path, is_direct=size_bytes >= MIN_DIRECT_BYTES)
     try:
         with ThreadPoolExecutor(DEPTH) as pool:
-            under_way: deque[Future[int]] = deque()
+            pending: deque[Future[int]] = deque()
             for block in blocks:
-                under_way.append(pool.submit(_write_at, fd, block, at))
-                sums.add(block)  # both let go of the interpreter lock
+                pending.append(pool.submit(_write_at, fd, block, at))
+                sums.add(block)  # both release the GIL
                 at += len(block)
-                if len(under_way) == DEPTH:
-                    written_bytes = under_way.popleft().result()
+                if len(pending) == DEPTH:
+                    written_bytes = pending.popleft().result()
                     if on_written is not None:
                         on_written(written_bytes)
-            for last in under_way:
+            for last in pending:
                 last.result()
         os.fsync(fd)
     finally:
@@ -125,7 +125,7 @@ def write_blocks(
 
 
 def _packed(pieces: Iterable[memoryview], size_bytes: int) -> Iterator[memoryview]:
-    """The same bytes in blocks, in DEPTH buffers that take turns."""
+    """The same bytes in blocks, in DEPTH buffers that are reused in turn."""
     block_bytes = min(BLOCK_BYTES, -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES) or ALIGN_BYTES
     buffers = cycle([memoryview(mmap.mmap(-1, block_bytes)) for _ in range(DEPTH)])
     buffer, filled = next(buffers), 0
@@ -148,20 +148,20 @@ def _open_new(path: Path, *, is_direct: bool) -> int:
         try:
             return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # that is: this file system has no such way
+            if error.errno != errno.EINVAL:  # EINVAL: this file system has no direct I/O
                 raise
-            with suppress(FileNotFoundError):  # some make the file first and refuse then
+            with suppress(FileNotFoundError):  # some create the file before they refuse
                 path.unlink()
     return os.open(path, flags, 0o666)
 
 
 def _write_at(fd: int, block: memoryview, at: int) -> int:
-    """Write all of `block` at byte `at`; where it ends. The system may take less at a time."""
+    """Write all of `block` at byte `at` and return its end. One system call may write only a part."""
     was_refused = False
     while block:
         whole = len(block) - len(block) % ALIGN_BYTES
         if not whole or at % ALIGN_BYTES:
-            _use_page_cache(fd)  # the file's last bytes, or after a write that was cut short
+            _use_page_cache(fd)  # the file's last bytes, or after a partial write
             whole = len(block)
         try:
             count = os.pwrite(fd, block[:whole], at)
@@ -176,7 +176,7 @@ def _write_at(fd: int, block: memoryview, at: int) -> int:
 
 
 def _use_page_cache(fd: int) -> None:
-    """From now on any length and place can be written."""
+    """Switch off direct I/O: any length and offset can be written from now on."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
 
@@ -185,21 +185,21 @@ def _use_page_cache(fd: int) -> None:
 
 
 def main(memory_fd: int, parent: int) -> None:
-    """Serve one job after the other until stdin ends or the parent is gone."""
-    for name in (signal.SIGINT, signal.SIGTERM):  # meant for the ranks; with them this one ends
+    """Process jobs until stdin ends or the parent has ended."""
+    for name in (signal.SIGINT, signal.SIGTERM):  # meant for the ranks; this process ends with them
         signal.signal(name, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(19)
-    if hasattr(os, "SCHED_IDLE"):  # a rank that wakes takes the core back at once
+    if hasattr(os, "SCHED_IDLE"):  # a rank that wakes gets the core immediately
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     for line in _lines(parent):
         job = json.loads(line)
         path = Path(job["path"])
         try:
-            _say(_serve(memory_fd, path, job["size_bytes"], parent))
+            _send(_serve(memory_fd, path, job["size_bytes"], parent))
         except OSError as error:
-            _say({"error": f"{type(error).__name__}: {error}"})
+            _send({"error": f"{type(error).__name__}: {error}"})
         except Abandoned:
             with suppress(OSError):
                 path.unlink()
@@ -209,20 +209,20 @@ def main(memory_fd: int, parent: int) -> None:
 def _serve(memory_fd: int, path: Path, size_bytes: int, parent: int) -> dict[str, Any]:
     reported = written = 0
 
-    def watch(written_bytes: int) -> None:
+    def on_written(written_bytes: int) -> None:
         nonlocal reported, written
         written = written_bytes
         if written_bytes - reported >= REPORT_BYTES:
             reported = written_bytes
             if os.getppid() != parent or _has_ended():
                 raise Abandoned
-            _say({"written_bytes": written_bytes})
+            _send({"written_bytes": written_bytes})
 
     def beat() -> None:
-        """The disk may be slow: whoever waits hears that somebody is there."""
+        """Send regular signs of life, even if the disk is slow."""
         while not is_over.wait(BEAT_SECONDS):
             with suppress(Abandoned):
-                _say({"written_bytes": written})
+                _send({"written_bytes": written})
 
     everything = memoryview(mmap.mmap(memory_fd, size_bytes, prot=mmap.PROT_READ))
     is_over = threading.Event()
@@ -230,14 +230,14 @@ def _serve(memory_fd: int, path: Path, size_bytes: int, parent: int) -> dict[str
     beats.start()
     blocks = (everything[at : at + BLOCK_BYTES] for at in range(0, size_bytes, BLOCK_BYTES))
     try:
-        crcs = write_blocks(path, size_bytes, blocks, watch)
+        crcs = write_blocks(path, size_bytes, blocks, on_written)
     finally:
         is_over.set()
         beats.join()
     return {"crc32": crcs}
 
 
-def _say(answer: dict[str, Any]) -> None:
+def _send(answer: dict[str, Any]) -> None:
     try:
         os.write(1, json.dumps(answer).encode() + b"\n")  # whole lines, from two threads
     except OSError:
@@ -245,13 +245,13 @@ def _say(answer: dict[str, Any]) -> None:
 
 
 def _has_ended() -> bool:
-    """stdin was closed: while a job runs nothing else is sent."""
+    """Whether stdin was closed: nothing else is sent while a job runs."""
     ready, _, _ = select.select([0], [], [], 0)
     return bool(ready)
 
 
 def _lines(parent: int) -> Iterator[bytes]:
-    """Lines of stdin until it ends, or until the parent does."""
+    """The lines of stdin until it ends or the parent has ended."""
     text = b""
     while True:
         ready, _, _ = select.select([0], [], [], POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""The rank's end of a process that writes a file from memory both of them see."""
+"""The rank's side of the process that writes a file from memory that both share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLOSE_SECONDS = 5.0
 
 @final
 class WriterProcess:
-    """Started with the first file; writes one file at a time. Its memory stays for the next one."""
+    """Writes one file at a time. The process starts with the first file; its memory is reused."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
@@ -34,7 +34,7 @@ class WriterProcess:
         self._end: weakref.finalize[Any, WriterProcess] | None = None
 
     def memory(self, size_bytes: int) -> Tensor:
-        """`size_bytes` of shared memory, uint8, on the CPU; what was in it before may still be there."""
+        """`size_bytes` of shared memory, uint8, on the CPU; not initialized."""
         if self._memory is None or len(self._memory) < size_bytes:
             self._memory = None
             self._fd = _new_memory() if self._fd is None else self._fd
@@ -44,10 +44,10 @@ class WriterProcess:
         return self._memory[:size_bytes]
 
     def write(self, path: Path, size_bytes: int, on_written: Callable[[int], None]) -> Sums:
-        """Write the first bytes of the memory to a new file and make it durable. Blocks.
+        """Write the first bytes of the memory to a new file and fsync it. Blocks.
 
         Raises:
-            XdsError: the file system refused, or the process was killed.
+            XdsError: writing failed, or the process was killed.
         """
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
@@ -83,7 +83,7 @@ class WriterProcess:
         return self._process
 
     def close(self) -> None:
-        """End the process, give the memory back. A file that is being written is given up."""
+        """End the process and free the memory. A file that is being written is abandoned."""
         if self._end is not None:
             self._end()
         self._process = self._memory = None
@@ -92,12 +92,12 @@ class WriterProcess:
             self._fd = None
 
 
-# pages are made at once, which is much quicker than one fault for each
+# pages are allocated at once, which is much faster than one page fault each
 _POPULATE: int = getattr(mmap, "MAP_POPULATE", 0)
 
 
 def _new_memory() -> int:
-    """A file descriptor of memory without a name, or of an unlinked file where the system has no such."""
+    """A file descriptor of anonymous memory, or of an unlinked file if the system has no memfd."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("xds-checkpoint")
     with tempfile.TemporaryFile() as file:

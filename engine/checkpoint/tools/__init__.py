@@ -1,1 +1,1 @@
-"""What can be asked of checkpoints without training: are they whole, what differs."""
+"""Tools for checkpoints without training: verify and compare."""

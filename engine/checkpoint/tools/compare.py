@@ -1,4 +1,4 @@
-"""Says how two checkpoints differ, element by element, whatever layouts they were saved in."""
+"""Compares two checkpoints element by element, independent of the layouts they were saved in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not the same: its name, and a sentence about it."""
+    """One difference: the name of the value, and a description."""
 
     name: str
     text: str
@@ -30,10 +30,10 @@ def compare_bytes(a: CheckpointReader, b: CheckpointReader) -> int:
 def differences(
     a: CheckpointReader, b: CheckpointReader, on_read: Callable[[int], None]
 ) -> Iterator[Difference]:
-    """What `a` and `b` do not share: names, shapes, dtypes, elements, optimizer states, the engine's state.
+    """Differences of `a` and `b` in names, shapes, dtypes, elements, optimizer states and engine state.
 
     Elements are the same if they are equal or both NaN. Memory: a few pieces of 4 MiB.
-    `on_read` is told the bytes of each piece of `a`.
+    `on_read` is called with the bytes of each piece of `a`.
     """
     yield from _only(a.values, b.values)
     for name, one, two in _pairs(a, b):
@@ -50,7 +50,7 @@ def _only(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
 
 
 def _pairs(a: CheckpointReader, b: CheckpointReader) -> Iterator[tuple[str, Any, Any]]:
-    """Values and optimizer states of the names that both have. A key that one lacks is None there."""
+    """Values and optimizer states of the names that both have. A key that one lacks is None."""
     for name, one in a.values.items():
         if name not in b.values:
             continue
@@ -91,7 +91,7 @@ def _compare(  # noqa: PLR0913
 
 
 def _pieces(reader: CheckpointReader, saved: Saved) -> Iterator[Tensor]:
-    """Pieces of the same number of elements, whatever the dtype; narrow floats as fp32."""
+    """Pieces with the same number of elements for every dtype; 16-bit and 8-bit floats as fp32."""
     is_narrow = saved.dtype.is_floating_point and saved.dtype.itemsize < 4
     dtype = torch.float32 if is_narrow else saved.dtype
     return reader.pieces(saved, dtype, PIECE_BYTES // 8 * dtype.itemsize)

@@ -1,7 +1,7 @@
-"""Reads all of a checkpoint and says what is wrong with it, by the same rules that a load goes by.
+"""Verifies a whole checkpoint, by the same rules as a load.
 
-The manifest was checked when the reader parsed it. Here come the sums of every byte, what each file holds, and
-the values that are in tensors.
+The reader has checked the manifest when it parsed it. This module checks the checksums of all bytes, the
+tensors of each file, and the values that are stored in tensors.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ..manifest import FileRecord
 from ..packing import unpack
 from ..random_state import check_random_state
 
-MAX_NAMES = 20  # of a sentence
+MAX_NAMES = 20  # in one message
 
 
 def size_bytes(reader: CheckpointReader) -> int:
-    """Of all files but the manifest."""
+    """The bytes of all files except the manifest."""
     return sum(record.size_bytes for record in reader.manifest.files)
 
 
 def damage(reader: CheckpointReader, on_read: Callable[[int], None]) -> Iterator[str]:
-    """A sentence for each file that is not as it was written, and for elements that are in none.
+    """A message for each damaged file, and one for elements that are in no file.
 
-    Memory: one chunk. `on_read` is told the bytes of each.
+    Memory: one chunk. `on_read` is called with the bytes of each chunk.
     """
     for number, record in enumerate(reader.manifest.files):
         path = reader.folder / record.path
@@ -67,7 +67,7 @@ def _check_sums(path: Path, record: FileRecord, on_read: Callable[[int], None]) 
         stop = min(start + record.chunk_bytes, record.size_bytes)
         others = f", and of {len(wrong) - 1} more chunks" if len(wrong) > 1 else ""
         raise DamagedError(
-            f"{path} is damaged: the sum of bytes {start} to {stop}{others} is another"
+            f"{path} is damaged: the checksum of bytes {start} to {stop}{others} does not match"
         )
 
 

@@ -142,7 +142,7 @@ def _is_low(value: int, least: int) -> bool:
 
 def disks() -> Iterator[Line]:
     """Free space for temporary files and compiled ops."""
-    from ....ops.build import cache as build_cache
+    from ....ops.build import build_cache
 
     temporary = tempfile.gettempdir()
     yield Line("temporary files", temporary)

@@ -1,6 +1,6 @@
-"""What an engine does when its process is asked to stop: nothing, or save first.
+"""What an engine does when its process gets a signal to stop: nothing, or save a checkpoint first.
 
-There is one coordinator (coordinator.py) for all engines of a process that save.
+All engines of a process that save share one coordinator (coordinator.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _coordinator: Coordinator | None = None  # of this process, while an engine need
 
 
 class Preemption(ABC):
-    """One engine's part."""
+    """How one engine reacts to a signal to stop."""
 
     @abstractmethod
     def begin(self, engine: Saving) -> None:
@@ -27,11 +27,11 @@ class Preemption(ABC):
 
     @abstractmethod
     def boundary(self) -> None:
-        """A step is over. After a signal it may be the last one; then all states are saved here."""
+        """A step has ended. If it is the last step after a signal, all states are saved here."""
 
     @abstractmethod
     def check(self) -> None:
-        """A step begins. Raises Preempted, once all states are saved."""
+        """A step begins. Raises Preempted if all states are saved."""
 
     @abstractmethod
     def end(self) -> None:
@@ -39,8 +39,8 @@ class Preemption(ABC):
 
 
 @final
-class NotAsked(Preemption):
-    """A signal does what it does without an engine."""
+class NoPreemptionSave(Preemption):
+    """A signal has its usual effect on the process."""
 
     def begin(self, engine: Saving) -> None:
         return
@@ -56,17 +56,17 @@ class NotAsked(Preemption):
 
 
 @final
-class SavesFirst(Preemption):
-    """After a signal to any rank, all ranks save at the same step and leave."""
+class SaveOnPreemption(Preemption):
+    """After a signal to any rank, all ranks save at the same step and exit."""
 
     def __init__(self, section: Checkpoint, collectives: Collectives) -> None:
-        """Raises UsageError: the ranks have no store to agree in."""
+        """Raises UsageError: the process group has no store, in which the ranks agree on the step."""
         self._section, self._collectives = section, collectives
         store = collectives.store() if collectives.world_size > 1 else None
         if collectives.world_size > 1 and store is None:
             raise UsageError(
                 f'checkpoint.preemption_save_dir = "{section.preemption_save_dir}": the ranks agree in the '
-                "store of their process group, and this one has none; leave it empty"
+                "store of their process group, and this group has none; leave it empty"
             )
         self._store = own_connection(store) if store is not None else None
         self._coordinator: Coordinator | None = None
@@ -106,4 +106,4 @@ class SavesFirst(Preemption):
             _coordinator = None
 
 
-__all__ = ["NotAsked", "Preempted", "Preemption", "SavesFirst"]
+__all__ = ["NoPreemptionSave", "Preempted", "Preemption", "SaveOnPreemption"]
