@@ -64,7 +64,7 @@ class Accelerator(accelerate.Accelerator):
             ConfigError: the config cannot be read.
         """
         self._engine_model: EngineModel | None = None
-        self._asked_precision: str | None = None
+        self._requested_precision: str | None = None
         self.xds_config = xds_config
         self.xds_source: Source | None = None
         if xds_config is None:
@@ -77,8 +77,8 @@ class Accelerator(accelerate.Accelerator):
                 raise UsageError(f"{name} and xds_config are both given: keep one of them")
         if len(args) > 2:
             raise UsageError("Accelerator(xds_config=...): pass the other arguments by name")
-        asked = kwargs.pop("mixed_precision", None)
-        self._asked_precision = asked or os.environ.get("ACCELERATE_MIXED_PRECISION")
+        requested = kwargs.pop("mixed_precision", None)
+        self._requested_precision = requested or os.environ.get("ACCELERATE_MIXED_PRECISION")
         if not torch.cuda.is_available():
             kwargs.setdefault("cpu", True)  # otherwise accelerate counts one process
         # the engine handles precision: no autocast and no scaler around it
@@ -107,7 +107,7 @@ class Accelerator(accelerate.Accelerator):
         if self.xds_config is None:
             return str(super().mixed_precision)
         if self.engine is None:
-            return self._asked_precision or "no"
+            return self._requested_precision or "no"
         config = self.engine.config
         autocast = config.torch_autocast.dtype if config.torch_autocast.enabled else "no"
         return "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else str(autocast)
@@ -183,10 +183,12 @@ class Accelerator(accelerate.Accelerator):
             **optimizer_values(optimizer),
             **sized_by(hidden_size_of(model)),
         }
-        asked = self._asked_precision
+        requested = self._requested_precision
         switches = {
             name: Given(
-                asked == name, f'Accelerator(mixed_precision="{asked}")', is_checked=bool(asked)
+                requested == name,
+                f'Accelerator(mixed_precision="{requested}")',
+                is_checked=bool(requested),
             )
             for name in ("bf16", "fp16")
         }

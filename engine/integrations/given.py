@@ -167,12 +167,12 @@ def precision(
     known = {"bf16": bf16, "fp16": fp16}
     autocast = source.get("torch_autocast.enabled")
     if autocast is True or (autocast is not None and _is_auto(autocast)):
-        asked = [name for name, given in known.items() if given is not None and given.value]
+        requested = [name for name, given in known.items() if given is not None and given.value]
         values = {f"{name}.enabled": Given(False, is_checked=False) for name in known}
-        values["torch_autocast.enabled"] = Given(bool(asked), is_checked=False)
-        if asked:
+        values["torch_autocast.enabled"] = Given(bool(requested), is_checked=False)
+        if requested:
             full = {"bf16": "bfloat16", "fp16": "float16"}
-            values["torch_autocast.dtype"] = Given(full[asked[0]], is_checked=False)
+            values["torch_autocast.dtype"] = Given(full[requested[0]], is_checked=False)
         return values
     chosen = any(source.get(f"{name}.enabled") is True for name in known)
     return {

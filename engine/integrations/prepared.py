@@ -69,13 +69,13 @@ class EngineModel(nn.Module):
     def clip(self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float) -> Tensor:
         """The gradients' norm over all ranks, [] fp32; the next step clips to `max_norm`."""
         engine = self.engine
-        asked = {
+        requested = {
             id(p) for p in ([parameters] if isinstance(parameters, Tensor) else list(parameters))
         }
         left_out = [
             name
             for name, p in self.module.named_parameters()
-            if p.requires_grad and id(p) not in asked
+            if p.requires_grad and id(p) not in requested
         ]
         if left_out:
             raise UsageError(

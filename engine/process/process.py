@@ -75,22 +75,22 @@ def join(device: torch.device) -> dist.ProcessGroup:
 
 def timeout_seconds() -> float:
     """How long a rank waits for another rank: XDS_TIMEOUT_SECONDS, or ten minutes."""
-    asked = os.environ.get("XDS_TIMEOUT_SECONDS", "")
+    requested = os.environ.get("XDS_TIMEOUT_SECONDS", "")
     try:
-        seconds = float(asked) if asked else TIMEOUT_SECONDS
+        seconds = float(requested) if requested else TIMEOUT_SECONDS
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= MAX_TIMEOUT_SECONDS:
         raise UsageError(
-            f'XDS_TIMEOUT_SECONDS = "{asked}": must be a number of seconds above 0, at most '
+            f'XDS_TIMEOUT_SECONDS = "{requested}": must be a number of seconds above 0, at most '
             f"{MAX_TIMEOUT_SECONDS:.0f}; {TIMEOUT_SECONDS:.0f} is the default when it is unset"
         )
     return seconds
 
 
 def _backend(device: torch.device) -> str:
-    asked = os.environ.get("XDS_BACKEND", "")
-    backend = asked or ("nccl" if device.type == "cuda" else "gloo")
+    requested = os.environ.get("XDS_BACKEND", "")
+    backend = requested or ("nccl" if device.type == "cuda" else "gloo")
     is_available = {
         "nccl": dist.is_nccl_available(),
         "gloo": dist.is_gloo_available(),

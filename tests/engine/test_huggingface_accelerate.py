@@ -242,7 +242,7 @@ def test_calls_that_cannot_work_say_why_and_what_to_do():
         "norm type": "only 2 is supported",
         "by value": "use clip_grad_norm_",
         "closure": "does not support a closure; remove it",
-        "dtype": "choose the precision in the config",
+        "dtype": "set the precision in the config",
         "state dict": "engine.state_dict()",
         "no gradients": "without engine.backward",
         "nothing saved": "save with save_state first",
