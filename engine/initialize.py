@@ -141,7 +141,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     monitor = build_monitor(config, dist.get_rank())
     report = _report(config, monitor, device)
     loader = _loader(given.training_data, given.collate_fn, config, group)
-    if policy.shards_params:
+    if device.type == "cpu":
         keep_freed_blocks()  # training takes and frees the same blocks in every step
     skips = bool(config.bf16.enabled and config.bf16.check_grad_overflow)
     return Parts(
