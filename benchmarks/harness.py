@@ -252,14 +252,14 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """PASS, PASS (aim), FAIL, VOID or SKIP; `note` when nothing is demanded."""
+        """met, met (aim), target missed, VOID or SKIP; `note` where there is no target."""
         if self.void:
             return self.void
         if self.value is None or self.must is None:
             return "note"
         if not self._reaches(self.must):
-            return "FAIL"
-        return "PASS (aim)" if self.aim is not None and self._reaches(self.aim) else "PASS"
+            return "target missed"
+        return "met (aim)" if self.aim is not None and self._reaches(self.aim) else "met"
 
     def _reaches(self, bar: float) -> bool:
         assert self.value is not None
@@ -278,7 +278,7 @@ class Row:
         return [self.name, show(self.value) + spread, *bars, self.verdict, note]
 
 
-HEADERS = ["name", "median (min-max)", "must", "aim", "verdict", "note"]
+HEADERS = ["name", "measured: median (min-max)", "target", "aim", "result", "note"]
 
 
 def ratio_row(name: str, ours: list[float], theirs: list[float], **rest: Any) -> Row:
@@ -402,7 +402,7 @@ def finish(folder: Path, rows: Sequence[Row], *, keeps: bool) -> int:
 
 def exit_code(rows: Sequence[Row]) -> int:
     """1 where a target is missed or a row is void."""
-    return int(any(row.verdict.startswith(("FAIL", "VOID")) for row in rows))
+    return int(any(row.verdict.startswith(("target missed", "FAIL", "VOID")) for row in rows))
 
 
 def _fill_readme(readme: Path, result: dict[str, Any], source: str) -> None:

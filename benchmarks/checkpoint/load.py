@@ -158,7 +158,7 @@ def main() -> int:
     print_rows(rows)
     if not given.warm:
         print(f"kept in {save(HERE, rows)}")
-    return int(any(row.verdict == "FAIL" for row in rows))
+    return int(any(row.verdict == "target missed" for row in rows))
 
 
 if __name__ == "__main__":
