@@ -167,7 +167,7 @@ def _prepare(
 ) -> _Content:
     """Collect the content. All refusals happen here, before any file is written."""
     training.saver.wait()
-    if training.sharded.has_seen_backward:
+    if training.sharded.backwards.has_seen_one:
         raise UsageError(
             "save_checkpoint() between backward() and step(): the gradients of this micro-batch would be "
             "incomplete; call step() first"

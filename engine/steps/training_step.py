@@ -41,7 +41,7 @@ class TrainingStep:
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         takes_mean = parts.config.gradient_allreduce_op == "mean"
         self._mean = 1.0 / parts.sharded.collectives.world_size if takes_mean else 1.0
-        parts.sharded.set_script_backward_callbacks(
+        parts.sharded.backwards.set_script_callbacks(
             self._own_backward_begins, self._factor_of_own_backward
         )
 
@@ -71,7 +71,7 @@ class TrainingStep:
         divisor = self._accumulation.steps_now if divides else 1
         self._clipping = None  # measured before these gradients
         with self._report.region("backward"):
-            self._sharded.begin_backward(reduces=self._reduces_now())
+            self._sharded.backwards.begin(reduces=self._reduces_now())
             try:
                 factor = self._scale.value / divisor
                 scaled = loss if factor == 1.0 else loss * factor
@@ -81,9 +81,9 @@ class TrainingStep:
                 ):
                     torch.autograd.backward(scaled, retain_graph=retain_graph)
             except BaseException:
-                self._sharded.abandon_backward()
+                self._sharded.backwards.abandon()
                 raise
-            self._sharded.end_backward()
+            self._sharded.backwards.end()
         result = loss.detach() / divisor if divisor > 1 else loss.detach()
         self._report.add_loss(result)
         return result
@@ -98,7 +98,7 @@ class TrainingStep:
 
     def step(self, scheduler: Scheduler | None) -> bool:
         """Count a micro-batch; on the boundary update the parameters. Returns whether it was the boundary."""
-        if not self._sharded.has_seen_backward:
+        if not self._sharded.backwards.has_seen_one:
             raise UsageError(
                 "engine.step() without engine.backward(loss) before it: every step needs the gradients of a "
                 "loss; call backward once for each forward"
@@ -110,7 +110,7 @@ class TrainingStep:
             )
         is_boundary = self._accumulation.ends_step()
         self.was_applied = False
-        self._sharded.clear_seen_backward()
+        self._sharded.backwards.clear_seen()
         self._counters.count_micro_batches()
         if is_boundary:
             self._accumulation.end_step()

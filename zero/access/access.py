@@ -96,11 +96,11 @@ class Access(Owner):
         return self._places[id(param)].number
 
     def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
-        self._model.end_script_backward()  # its collectives come before those of the access
+        self._model.backwards.end_script_backward()  # its collectives come before those of the access
         super().agree(doing, param, value)
 
     def value(self, param: nn.Parameter) -> Stored:
-        self._model.end_script_backward()
+        self._model.backwards.end_script_backward()
         place = self._places.get(id(param))
         if place is None or place.master is None:
             return self.compute(param)
@@ -113,7 +113,7 @@ class Access(Owner):
         return stored
 
     def compute(self, param: nn.Parameter) -> Stored:
-        self._model.end_script_backward()
+        self._model.backwards.end_script_backward()
         place = self._places.get(id(param))
         if place is None:
             return Stored(tuple(param.shape), param.data.reshape(-1), (), is_whole=True)

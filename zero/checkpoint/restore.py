@@ -259,7 +259,7 @@ class Restore:
         sharded = self._snapshot.sharded
         sharded.settle_reductions()
         sharded.reset()
-        sharded.clear_seen_backward()
+        sharded.backwards.clear_seen()
         sharded.before_update()
 
     @torch.no_grad()

@@ -1,0 +1,249 @@
+"""Backward passes: who started the running one, when it ends, and what happens to its gradients.
+
+engine.backward(loss)    begin ──gradients──> end          all of it known beforehand
+loss.backward()          the first gradient, or the gradient of an output, begins it; the next call of
+                         the engine ends it (at stage 3 autograd does)
+torch.autograd.grad      leaves no gradients in parameters: nothing is reduced
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from ...utils.errors import UsageError
+from .flat_grads import FlatGrads
+from .gather import Gatherer
+from .reduction import Reduction
+from .unit import Unit
+
+
+@final
+class Backwards:
+    """Takes the gradients of backward passes. Owns the hooks on gradients and the state of the running pass."""
+
+    def __init__(
+        self,
+        trainable: Sequence[tuple[Unit, FlatGrads]],
+        reduction: Reduction,
+        *,
+        shards_grads: bool,
+        diverges: bool,
+    ) -> None:
+        """diverges: ranks may run different units."""
+        self.has_seen_one = False  # since `clear_seen`
+        self._trainable = trainable
+        self._reduction = reduction
+        self._diverges = diverges
+        self._gatherer: Gatherer | None = None
+        self._is_running = False
+        self._has_factor = True  # the factor on this backward's gradients is known
+        self._had_seen_one = False  # before the backward that is running
+        self._script_begins: Callable[[], bool] = lambda: shards_grads
+        self._script_factor: Callable[[], float] = lambda: 1.0
+        self._in_other = False  # a backward runs that leaves no gradients in parameters
+        self._hooks: list[tuple[Node, RemovableHandle]] = []
+
+    def attach(self, gatherer: Gatherer) -> None:
+        """From now on units are gathered for backward as well."""
+        self._gatherer = gatherer
+
+    def set_script_callbacks(self, begins: Callable[[], bool], factor: Callable[[], float]) -> None:
+        """For loss.backward() by the script: its argument of `begin`, and the gradient factor.
+
+        `factor` is called at the first gradient. If it raises, no gradient is taken.
+        """
+        self._script_begins, self._script_factor = begins, factor
+
+    # -- begin and end ----------------------------------------------------------------------------------
+
+    def begin(self, *, reduces: bool) -> None:
+        """A backward is about to start. With `reduces` its gradients are reduced before it ends."""
+        if self._gatherer is not None and self._gatherer.is_uneven:
+            raise UsageError(
+                "backward inside uneven_forwards(): ranks that run unequal numbers of forwards cannot reduce "
+                "gradients together; leave the context first"
+            )
+        self.end_script_backward()
+        self._reduction.begin_backward(reduces=reduces)
+        self._is_running = True
+        self._has_factor = True
+        self.has_seen_one = True
+        if self._gatherer is not None:
+            if self._diverges:
+                self._gatherer.begin_uneven()
+            self._gatherer.begin_backward(is_own=True)
+
+    def end(self) -> None:
+        """Backward is over: reduce the rest, with zeros for parameters that it did not use."""
+        if self._is_running:
+            self._close(self._reduction.end_backward)
+
+    def abandon(self) -> None:
+        """Backward raised: drop its gradients, so that the next one starts from zero."""
+        self._close(self._reduction.settle)
+        if self._gatherer is not None:
+            self._gatherer.begin_update()
+        self._reduction.reset()
+
+    def end_script_backward(self) -> None:
+        """End a backward that the script started, unless it is still running (a checkpoint's recompute)."""
+        if torch._C._current_graph_task_id() != -1 or not (self._is_running or self._in_other):
+            return
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # buffers outlive an evaluation that ends it
+            if self._in_other:  # it raised
+                self._end_other()
+            self.end()
+
+    def clear_seen(self) -> None:
+        """The engine has counted the backward passes until now."""
+        self.has_seen_one = False
+
+    def drop(self) -> None:
+        """Drop the gradients of all passes, at any time outside of a backward."""
+        if self._is_running:
+            self.abandon()
+        self._reduction.settle()
+        self._reduction.reset()
+        self.has_seen_one = False
+
+    def _close(self, end: Callable[[], None]) -> None:
+        """End the running backward; `end` reduces or drops its gradients."""
+        self._is_running = False
+        if self._diverges and self._gatherer is not None:
+            self._gatherer.end_uneven()  # first: this rank serves those whose backward goes on
+        end()
+        if self._gatherer is not None:
+            self._gatherer.end_backward()
+
+    # -- gradients --------------------------------------------------------------------------------------
+
+    def _hook_gradient(self, unit: Unit, grads: FlatGrads, position: int) -> None:
+        """Take the gradient in slot `position` after the script's own hooks have run.
+
+        The hook is on the autograd node, not on the tensor: hooks of tensors always run before it.
+        """
+        this = weakref.ref(self)
+
+        def arrived(*_: object) -> None:
+            backwards = this()
+            if backwards is not None:
+                backwards._on_grad(unit, grads, position)
+
+        # keep a reference to the node: torch drops the hooks of a node without references
+        node = get_gradient_edge(grads.params[position]).node
+        self._hooks.append((node, node.register_hook(arrived)))
+
+    def hook_gradients(self) -> None:
+        """Take gradients from now on.
+
+        Called again where dtypes have changed: torch makes new autograd nodes for such parameters.
+        """
+        held = {id(node) for node, _ in self._hooks}
+        for unit, grads in self._trainable:
+            for position, param in enumerate(grads.params):
+                if param.requires_grad and id(get_gradient_edge(param).node) not in held:
+                    self._hook_gradient(unit, grads, position)
+
+    def remove_hooks(self) -> None:
+        """Take no more gradients."""
+        for _, handle in self._hooks:
+            handle.remove()
+        self._hooks = []
+
+    def _on_grad(self, unit: Unit, grads: FlatGrads, position: int) -> None:
+        if not (self._is_running and self._has_factor):
+            self._on_first_grad(grads.params[position])
+        if grads.is_sent:  # late: it must not be written into a buffer that is being sent
+            self._reduction.settle(grads)
+        if grads.add_grad(position):
+            self._completed(unit)
+
+    def _on_first_grad(self, param: nn.Parameter) -> None:
+        """The first gradient has arrived: begin the script's backward if none runs, and set the factor."""
+        try:
+            if not self._is_running:
+                self._begin_script_backward()
+            factor = self._script_factor()
+        except BaseException:
+            param.grad = None
+            if self._is_running:  # no gradient of this backward is taken
+                self._close(self._reduction.end_without_reducing)
+                self.has_seen_one = self._had_seen_one
+            raise
+        self._has_factor = True
+        self._reduction.scale_by(factor)
+
+    def _completed(self, unit: Unit) -> None:
+        if self._gatherer is not None and unit.is_complete:
+            self._gatherer.after_grads(unit)
+        if not self._diverges:  # there no rank waits for a reduction while others gather
+            self._reduction.start_complete()
+
+    def on_call_done(self, unit: Unit) -> None:
+        """Backward has finished a call of `unit`: gradients that cannot arrive any more are complete."""
+        if not self._is_running:  # torch.autograd.grad leaves no gradients
+            return
+        missing = [grads for grads in unit.grads if not grads.is_complete]
+        if missing and not any(grads.expects_more() for grads in missing):
+            for grads in missing:
+                grads.expect_no_more()
+            self._completed(unit)
+
+    # -- passes that the script starts ------------------------------------------------------------------
+
+    def on_output_grad(self) -> None:
+        """A gradient has arrived at an output of the model, possibly of a backward that the script started.
+
+        - The gradients of a loss.backward() are reduced; those of torch.autograd.grad are not.
+        - With create_graph the new graph needs full parameters until the next update.
+        """
+        assert self._gatherer is not None
+        if self._is_running or self._in_other:
+            return
+        if torch.is_grad_enabled():
+            self._gatherer.keep_all()
+        elif self._brings_gradients():
+            self._begin_script_backward()
+            return
+        self._in_other = True
+        self._gatherer.begin_backward(is_own=False)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_other)
+
+    def _brings_gradients(self) -> bool:
+        """The running backward leaves gradients in parameters."""
+        try:
+            return any(torch._C._will_engine_execute_node(node) for node, _ in self._hooks)
+        except RuntimeError:  # torch raises it if torch.autograd.grad computes some of them
+            return False
+
+    def _end_other(self) -> None:
+        assert self._gatherer is not None
+        self._in_other = False
+        self.end()
+        self._gatherer.end_backward()
+
+    def _begin_script_backward(self) -> None:
+        """The script called loss.backward() itself. The next call of the engine ends this backward.
+
+        Callbacks of autograd cannot end it: they run at the end of the innermost backward, and a reentrant
+        checkpoint runs a nested one for each call. At stage 3 they can: the hook on the model's output has
+        already run in the outermost backward.
+        """
+        before = self.has_seen_one
+        self.begin(reduces=self._script_begins())
+        self._has_factor, self._had_seen_one = False, before
+        if self._gatherer is not None and not self._in_other:
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+
+__all__ = ["Backwards"]

@@ -1,0 +1,62 @@
+"""Checks in every forward that the script has not changed dtypes or unfrozen parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import final
+
+from torch import nn
+
+from ...utils.errors import UsageError
+from .backwards import Backwards
+from .flat_params import FlatParams
+
+
+@final
+class Unchanged:
+    """What has to stay as it was at `initialize`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        flats: Sequence[FlatParams],
+        trained: Collection[int],
+        backwards: Backwards,
+    ) -> None:
+        """trained: ids of the parameters that the optimizer updates."""
+        self._flats = flats
+        self._backwards = backwards
+        self._frozen = [
+            (name, param, param.dtype)
+            for name, param in model.named_parameters()
+            if id(param) not in trained and not param.requires_grad
+        ]
+
+    def check(self) -> None:
+        """Check dtypes, which are restored where they differ, and frozen parameters.
+
+        Raises:
+            UsageError: a dtype was changed, or a parameter that no optimizer updates was unfrozen.
+        """
+        changed = [(flat, at) for flat in self._flats for at in flat.other_dtypes()]
+        if changed:
+            self._backwards.hook_gradients()
+            for _, param, dtype in self._frozen:
+                param.data = param.data.to(dtype)
+            flat, at = changed[0]
+            raise UsageError(
+                f"{flat.layout.slots[at].name} and {len(changed) - 1} more parameters changed their dtype "
+                f"after xds.initialize (module.float(), .half(), .to(dtype)): the engine computes in "
+                f"{flat.dtype}, and they are {flat.dtype} again; choose the precision by fp16, bf16 or "
+                "torch_autocast in the config"
+            )
+        for name, param, _ in self._frozen:
+            if param.requires_grad:
+                raise UsageError(
+                    f"{name}.requires_grad_(True) after xds.initialize: it was frozen there, so the engine "
+                    "keeps no gradient and no optimizer state for it; leave it trainable in xds.initialize and "
+                    "freeze it afterwards (that may be undone), or engine.destroy() and initialize again"
+                )
+
+
+__all__ = ["Unchanged"]
