@@ -203,7 +203,10 @@ def fail_in_the_middle(stage: int, path: str) -> str:
     return "not told"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3],
+)
 def test_a_rank_that_fails_is_reported_on_the_others(stage: int, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="died with exit code"):
         run_ranks(fail_in_the_middle, 2, stage, str(tmp_path / "told"))

@@ -373,6 +373,7 @@ def peak_of_exports(folder: str) -> dict[str, float]:
     return peaks
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does"
 )

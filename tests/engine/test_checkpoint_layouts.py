@@ -292,6 +292,7 @@ def read_deep(
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_reads_its_share_and_little_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

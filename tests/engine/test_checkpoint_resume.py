@@ -243,6 +243,7 @@ def read_kinds(folder: str) -> list[list[list[list[int]]]]:
     return [read_both(f"{folder}/{kind.__name__}", kind, 5, 27) for kind in (Points, Stream)]
 
 
+@pytest.mark.slow
 def test_workers_that_read_ahead_do_not_move_the_position(tmp_path: Path) -> None:
     for kinds in run_ranks(read_kinds, 2, str(tmp_path)):
         for without, with_workers in kinds:

@@ -109,7 +109,7 @@ def check_equal(eager: dict[str, Any], compiled: dict[str, Any]) -> None:
     assert all(map(torch.equal, compiled["params"], eager["params"]))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_stage_has_eager_numbers_one_graph_and_no_break(world_size, recompute):
     more = {"activation_checkpointing": {"enabled": recompute}}
@@ -120,6 +120,7 @@ def test_every_stage_has_eager_numbers_one_graph_and_no_break(world_size, recomp
         assert compiled["breaks"] == [0] * STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "torch_autocast"])
 def test_16_bits_have_eager_numbers_and_no_break(precision):
     more = {precision: {"enabled": True}}
@@ -143,6 +144,7 @@ def compile_what_the_script_compiled() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_what_the_script_compiled_stays_as_it_is():
     for eager, compiled in run_ranks(both_at_stage_3, 2, "compiled", "compiled_blocks")[0]:
         check_equal(eager, compiled)

@@ -29,7 +29,10 @@ KINDS = {
 # -- real ranks -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if kind == "two ranks" else ()) for kind in KINDS],
+)
 def test_all_ranks_save_at_one_step_and_go_on_with_the_same_bits(kind, tmp_path):
     kind, signum = KINDS[kind]
     runs = [replace(kind, folder=str(tmp_path / name)) for name in ("undisturbed", "asked")]
@@ -106,6 +109,7 @@ def test_handlers_and_wakeup_pipes_of_the_script_are_kept(tmp_path):
     assert ranks.said().count("the script's own handler") == 1
 
 
+@pytest.mark.slow
 def test_an_elastic_run_keeps_its_batches_and_its_curve_as_ranks_come_and_go(tmp_path):
     runs = [Run(str(tmp_path / name), 4, steps=14, elasticity=True) for name in ("whole", "parts")]
     for run in runs:

@@ -49,6 +49,7 @@ def start(folder: Path, environ: dict[str, str], *words: str) -> subprocess.Comp
     )
 
 
+@pytest.mark.slow
 def test_srun_that_numbers_hosts_in_its_own_order_runs_the_ranks_of_each(tmp_path: Path) -> None:
     environ = prepare(tmp_path)
     record = make_stub(tmp_path, "srun")
@@ -59,6 +60,7 @@ def test_srun_that_numbers_hosts_in_its_own_order_runs_the_ranks_of_each(tmp_pat
     assert "--nodelist=127.0.0.2,127.0.0.3" in call["argv"]  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_srun_outside_of_an_allocation_asks_for_machines_and_starts_xds_on_each(
     tmp_path: Path,
 ) -> None:
@@ -77,6 +79,7 @@ def test_srun_outside_of_an_allocation_asks_for_machines_and_starts_xds_on_each(
     assert done.returncode == 2 and "--num_nodes N" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("pdsh"), reason="no pdsh here")
 def test_the_real_pdsh_runs_and_its_failures_are_told_once(tmp_path: Path) -> None:
     environ = prepare(tmp_path)

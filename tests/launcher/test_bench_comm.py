@@ -229,6 +229,7 @@ def test_unknown_words_are_refused_by_the_launcher(capsys):
     assert cli.main(["bench"]) == 2
 
 
+@pytest.mark.slow
 def test_the_command_starts_ranks_and_prints_a_table():
     words = [sys.executable, "-m", "xds.launcher.cli", "bench", "comm", "--nproc-per-node", "2"]
     words += ["--backend", "gloo", "--op", "all_gather", "--max-size", "1KiB", "--trials", "1"]

@@ -17,6 +17,7 @@ def hosts():
         yield made
 
 
+@pytest.mark.slow
 def test_hosts_are_asked_over_ssh_and_the_one_that_differs_is_named(hosts):
     with hosts.hidden("host2", torch_folder()):
         file = hosts.hostfile(1, [*hosts.names, NOWHERE], file="env")
@@ -44,6 +45,7 @@ def torch_folder():
     return torch.__path__[0]
 
 
+@pytest.mark.slow
 def test_collectives_are_timed_between_hosts_over_their_link(hosts):
     file = hosts.hostfile(1, hosts.names[:2], file="bench")
     words = ["bench", "comm", "--hostfile", str(file), "--op", "all_reduce", "--max-size", "4KiB"]

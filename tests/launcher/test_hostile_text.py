@@ -150,7 +150,14 @@ def test_environment_files(folder, capsys):
         assert "environment file" in said(["--hostfile", "hosts", "--dry-run", "t.py"], capsys)
 
 
-@pytest.mark.parametrize("words", ["check {}", "elastic {}", "--hostfile {} t.py"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "check {}",
+        pytest.param("elastic {}", marks=pytest.mark.slow),
+        pytest.param("--hostfile {} t.py", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("path", ["/dev/zero", "pipe", "."])
 def test_what_is_no_file(words, path, folder):
     """With little memory, in a process that can be killed: it may not be read at all."""

@@ -289,6 +289,7 @@ def test_what_ranks_had_started_dies_with_a_killed_launcher(start, tmp_path, who
     wait_until(lambda: not marked(start.mark), "no process is left")
 
 
+@pytest.mark.slow
 def test_what_a_failed_rank_had_started_is_swept_in_whatever_group_it_is(start, tmp_path):
     process = start("sys.exit(3)", before=HAS_CHILDREN)
     assert finish(process)[0] == 3

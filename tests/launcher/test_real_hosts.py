@@ -149,7 +149,13 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize(
+    "how",
+    [
+        how if how in ("raise", "kill") else pytest.param(how, marks=pytest.mark.slow)
+        for how in FAILURES
+    ],
+)
 def test_a_failure_on_another_host_is_told_once_and_ends_every_rank(how, hosts, two, start):
     act, code, words = FAILURES[how]
     process = start(
@@ -171,6 +177,7 @@ def test_a_failure_on_another_host_is_told_once_and_ends_every_rank(how, hosts, 
     assert err.count(words) == 1, err
 
 
+@pytest.mark.slow
 def test_a_rank_that_lost_its_peer_is_not_the_reason(two, start):
     process = start(
         """
@@ -316,6 +323,7 @@ def test_folder_script_and_arguments_arrive_literally(two, start, tmp_path):
     assert not (Path.home() / "pwned").exists()
 
 
+@pytest.mark.slow
 def test_a_restart_starts_every_rank_again_and_tells_why(two, start, tmp_path):
     process = start(
         """
@@ -336,6 +344,7 @@ def test_a_restart_starts_every_rank_again_and_tells_why(two, start, tmp_path):
     assert names == {f"began{again}.{rank}" for again in (0, 1) for rank in range(3)}
 
 
+@pytest.mark.slow
 def test_failures_beyond_the_restarts_end_the_run_with_the_code(two, start, tmp_path):
     script = 'here(f"began{AGAIN}")\nif RANK == 2: sys.exit(7)\nuntil("never")'
     code, _, err = end(start(script, "--hostfile", str(two), "--max-restarts", "1"))
@@ -347,6 +356,7 @@ def test_failures_beyond_the_restarts_end_the_run_with_the_code(two, start, tmp_
     ]
 
 
+@pytest.mark.slow
 def test_an_elastic_run_goes_on_with_fewer_hosts_and_grows_again(hosts, start, tmp_path):
     file = hosts.hostfile(1, file="three")
     process = start(

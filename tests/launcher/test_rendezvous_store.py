@@ -94,6 +94,7 @@ def test_nothing_of_a_run_on_one_machine_listens_to_the_network(tmp_path):
     assert addresses == {"127.0.0.1"} and out == ["127.0.0.1"]
 
 
+@pytest.mark.slow
 @needs_network
 def test_machines_that_find_one_another_listen_on_the_network_in_use(tmp_path):
     meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{OUTSIDE}:{free_port()}")

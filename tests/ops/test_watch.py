@@ -208,7 +208,7 @@ def barrier_alone(native: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_barrier_that_nobody_joins_is_named(native: bool) -> None:
     for text in run_ranks(barrier_alone, 2, native, timeout_seconds=4):
         assert "rank 0 waits in barrier of all ranks, for the 2nd time" in text

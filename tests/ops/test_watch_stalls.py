@@ -154,6 +154,7 @@ def test_ranks_with_other_shapes_are_refused_by_name(stage: int) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_wait_that_cannot_raise_ends_its_process_and_tells_the_launcher(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 died with exit code 1"):
         run_ranks(stalled_runs.never_raise, 2, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS)
@@ -165,6 +166,7 @@ def test_a_wait_that_cannot_raise_ends_its_process_and_tells_the_launcher(tmp_pa
     assert record["xds"]["text"] == f"{text}\n"
 
 
+@pytest.mark.slow
 def test_a_store_over_tcp_is_asked_through_a_connection_of_its_own(tmp_path: Path) -> None:
     context = mp.get_context("forkserver")
     with socket.socket() as free:

@@ -107,6 +107,7 @@ def slow_rank() -> list[str]:
     return [line for line in heard.lines if "slower" in line]
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_in_its_steps_is_named_by_rank_0() -> None:
     first, second = run_ranks(slow_rank, 2)
     assert len(first) == 1 and first[0].startswith("xds: rank 1 (host "), first

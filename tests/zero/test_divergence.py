@@ -59,7 +59,7 @@ def train(kind: str, cases: list[tuple[int, dict[str, Any]]]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", TOGETHER)
 def test_ranks_with_different_graphs_train_as_plain_pytorch(kind: str, world_size: int) -> None:
     apart = {"unit_min_numel": 0, "stage3_max_reuse_distance": 0, "divergent_graphs": True}
@@ -333,7 +333,13 @@ GATHERS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", GATHERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "experts apart" else ())
+        for name in GATHERS
+    ],
+)
 def test_every_rank_names_the_ranks_and_units_that_differ(name: str, runs: Runs) -> None:
     for text in runs[name].result():
         assert text.startswith("PeerError: ")
@@ -373,7 +379,7 @@ def test_a_rank_without_more_data_is_named(runs: Runs) -> None:
     assert "rank 1 raised StopIteration in the data iterator of train_batch" in texts[0]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_that_ends_its_process_is_named(stage: int, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 died with exit code 0"):
         run_ranks(leave, 2, stage, str(tmp_path / "said"), timeout_seconds=TIMEOUT_SECONDS)

@@ -235,6 +235,7 @@ def from_transformers(folder: str) -> None:
             engine.destroy()
 
 
+@pytest.mark.slow
 def test_transformers_models_are_built_and_loaded_in_slices(tmp_path: Any) -> None:
     pytest.importorskip("transformers")
     run_ranks(from_transformers, 2, str(tmp_path))

@@ -158,7 +158,11 @@ def train(kind: type[Net], width: int, steps: int) -> list[list[float]]:
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     ("world_size", "width"),
-    [(2, NARROW), pytest.param(2, WIDE, marks=pytest.mark.slow), (3, WIDE)],
+    [
+        pytest.param(2, NARROW, marks=pytest.mark.slow),
+        pytest.param(2, WIDE, marks=pytest.mark.slow),
+        (3, WIDE),
+    ],
 )
 def test_norms_are_those_of_plain_torch(kind: type[Net], world_size: int, width: int) -> None:
     steps = 2
