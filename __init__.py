@@ -8,10 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import zero as zero
 from .utils.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from . import zero as zero
     from .engine.checkpoint.io.folders import newest_checkpoint as newest_checkpoint
     from .engine.checkpoint.io.reader import get_fp32_state_dict as get_fp32_state_dict
     from .engine.config.config import Config as Config
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .utils.errors import UsageError as UsageError
     from .utils.errors import XdsError as XdsError
 
-_HOMES = {
+_LOCATIONS = {
     "initialize": ".engine.initialize",
     "Engine": ".engine.engine",
     "Config": ".engine.config.config",
@@ -34,7 +34,8 @@ _HOMES = {
     "UsageError": ".utils.errors",
 }
 
-_MODULES = ("zero",)
+# it reads the whole config, so it is part of the engine; zero must not import the engine
+zero.provide("Init", f"{__name__}.engine.model.zero_init")
 
 __all__ = [
     "Config",
@@ -50,12 +51,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f".{name}", __name__)
-    if name not in _HOMES:
+    if name not in _LOCATIONS:
         raise AttributeError(f"module 'xds' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    return getattr(import_module(_LOCATIONS[name], __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES, *_MODULES])
+    return sorted([*globals(), *_LOCATIONS])

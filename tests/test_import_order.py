@@ -11,6 +11,7 @@ Lower packages never import higher ones:
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,14 @@ def imported_modules(source, file):
     return found
 
 
+def modules_in_text(source):
+    """Modules of the package that strings of `source` name, as a lazy table does."""
+    texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    names = {text for text in texts if re.fullmatch(r"xds(\.\w+)+", str(text))}
+    paths = {name: ROOT.joinpath(*name.split(".")[1:]) for name in names}
+    return {n for n, path in paths.items() if path.is_dir() or path.with_suffix(".py").exists()}
+
+
 def folders_of(modules):
     """The folders of the package among `modules`."""
     parts = [module.split(".") for module in modules]
@@ -127,7 +136,8 @@ def test_lower_packages_never_import_higher_ones():
     wrong = []
     for file in package_files()[1:]:
         folder = file.parts[0]
-        modules = imported_modules((ROOT / file).read_text(), file)
+        source = (ROOT / file).read_text()
+        modules = imported_modules(source, file) | modules_in_text(source)
         for other in sorted(folders_of(modules) - folders_below(folder) - {folder}):
             wrong.append(f"{file} imports xds.{other}")
     assert not wrong, "import order: lower packages must not import higher ones:\n" + "\n".join(
@@ -242,6 +252,12 @@ LAZY = (
 )
 def test_an_import_is_found_in_every_form(source, folders):
     assert folders_of(imported_modules(source, Path("zero/file.py"))) == folders
+
+
+def test_a_module_in_a_lazy_table_is_found():
+    assert modules_in_text("TABLE = {'Init': 'xds.engine.engine', 'no': 'xds.engine.nothing'}") == {
+        "xds.engine.engine"
+    }
 
 
 @pytest.mark.parametrize(

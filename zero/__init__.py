@@ -29,23 +29,28 @@ _FULL = tuple(
     for what in ("grad", "optimizer_state", "fp32_param" if prefix else "param")
 )
 # loaded on first use: reading a config imports xds.zero.config and must not import torch
-# (Init reads the whole config, so it is part of the engine package and is only exported here)
 _LOCATIONS = {
     **dict.fromkeys(_FULL, ".access.full"),
     "GatheredParameters": ".access.gathered",
     "load_weights": ".construction.weights",
     "register_external_parameter": ".core.outside",
-    "Init": "xds.engine.model.zero_init",
 }
+_provided: dict[str, str] = {}  # by `provide`
 
-__all__ = sorted(_LOCATIONS)
+__all__ = [*sorted(_LOCATIONS), "provide"]
+
+
+def provide(name: str, module: str) -> None:
+    """Export `name` of `module` here: a higher package's, which only the package's root may add."""
+    _provided[name] = module
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LOCATIONS:
+    locations = _LOCATIONS | _provided
+    if name not in locations:
         raise AttributeError(f"module 'xds.zero' has no attribute {name!r}")
-    return getattr(import_module(_LOCATIONS[name], __name__), name)
+    return getattr(import_module(locations[name], __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LOCATIONS])
+    return sorted([*globals(), *_LOCATIONS, *_provided])
