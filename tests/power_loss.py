@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pathlib
 import random
 import threading
 from collections.abc import Iterator
@@ -98,6 +99,14 @@ class Recorder:
         """Meanwhile the calls of `os`, and `open` in `modules`, are followed."""
         with mock.patch.multiple(os, **{name: self._on(name) for name in CALLS}):
             doubles = [mock.patch.object(one, "open", self._open, create=True) for one in modules]
+            accessor = getattr(
+                pathlib, "_NormalAccessor", None
+            )  # Python 3.10: paths keep os's functions
+            doubles += [
+                mock.patch.object(accessor, name, staticmethod(self._on(name)))
+                for name in CALLS
+                if name != "open" and hasattr(accessor, name)
+            ]
             for double in doubles:
                 double.start()
             try:
