@@ -1,5 +1,6 @@
 """Tests of the public names of `xds`, and that reading a config does not import torch."""
 
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,17 @@ def test_the_public_names_are_the_documented_ones():
 def test_every_public_name_imports(name):
     assert getattr(xds, name).__name__ == name
     assert name in dir(xds)
+
+
+def test_help_describes_the_engine_and_its_counters():
+    text = pydoc.render_doc(xds.Engine)
+    assert "save_checkpoint" in text and "global_steps" in text
+
+
+def test_the_process_package_has_its_functions():
+    from xds.engine.process import join, local_rank, pick_device
+
+    assert callable(join) and callable(local_rank) and callable(pick_device)
 
 
 def test_an_unknown_name_is_an_attribute_error():

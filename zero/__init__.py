@@ -37,7 +37,7 @@ _LOCATIONS = {
 }
 _provided: dict[str, str] = {}  # by `provide`
 
-__all__ = [*sorted(_LOCATIONS), "provide"]
+__all__ = sorted(_LOCATIONS)
 
 
 def provide(name: str, module: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, final
+from typing import Protocol, final, overload
 
 from ...utils.errors import UsageError
 from .accumulation import Accumulation
@@ -62,7 +62,13 @@ class CounterAttribute:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, engine: _HasCounters, owner: type) -> int:
+    @overload
+    def __get__(self, engine: None, owner: type) -> CounterAttribute: ...
+    @overload
+    def __get__(self, engine: _HasCounters, owner: type) -> int: ...
+    def __get__(self, engine: _HasCounters | None, owner: type) -> int | CounterAttribute:
+        if engine is None:  # the class is asked, as by inspect and pydoc
+            return self
         value: int = getattr(engine._counters, self._name)
         return value
 

@@ -7,7 +7,6 @@ when the next run begins, unless its launcher still holds the lock on the file `
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import final
 
 from ...ops.build.build_cache import default_folder
+from ...utils.file_lock import try_lock
 from ...utils.trust import make_folders, why_not_trusted
 
 _RUNS_KEPT = 20
@@ -121,15 +121,13 @@ def _locked(folder: Path) -> Iterator[None]:
     except OSError:
         yield
         return
-    with contextlib.suppress(OSError):  # a file system without locks: see _is_over
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    try_lock(lock, shared=True)
     try:
         yield
     finally:
-        # another host still holds it, and removes the file later
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (folder / _LOCK).unlink()
+        if try_lock(lock):  # else another host still holds it, and removes the file later
+            with contextlib.suppress(OSError):
+                (folder / _LOCK).unlink()
         os.close(lock)
 
 
@@ -172,12 +170,10 @@ def _is_over(folder: Path) -> bool:
     except FileNotFoundError:  # the run has ended
         return True
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        newest = max(file.stat().st_mtime for file in (folder, *folder.iterdir()))
-        return time.time() - newest > _DAY_SECONDS
+        is_free = try_lock(lock)
     finally:
         os.close(lock)
-    return True
+    if is_free is None:
+        newest = max(file.stat().st_mtime for file in (folder, *folder.iterdir()))
+        return time.time() - newest > _DAY_SECONDS
+    return is_free

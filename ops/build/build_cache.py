@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import final
 
 from ...utils.errors import BuildError
+from ...utils.file_lock import try_lock
 from ...utils.trust import make_folders, why_not_trusted
 
 log = logging.getLogger("xds")
@@ -171,8 +172,7 @@ def keys(folder: Path) -> list[Path]:
 def use(entry: Entry) -> int:
     """A file descriptor that protects the library from `remove` while it is open. It ends with the process."""
     fd = os.open(entry.folder / INFO, os.O_RDONLY)
-    with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    try_lock(fd, shared=True)
     return fd
 
 
@@ -199,7 +199,7 @@ def _held(path: Path) -> Iterator[bool]:
         yield True
         return
     try:
-        yield _try_lock(fd) is not False
+        yield try_lock(fd) is not False
     finally:
         os.close(fd)
 
@@ -244,7 +244,7 @@ class KeyLock:
             time.sleep(POLL_SECONDS)
 
     def _try(self) -> bool:
-        if _try_lock(self._fd) is False:
+        if try_lock(self._fd) is False:
             return False
         with suppress(OSError):
             if os.path.sameopenfile(self._fd, fresh := self._open()):
@@ -277,17 +277,6 @@ class KeyLock:
             os.pwrite(self._fd, text.encode(), 0)
 
 
-def _try_lock(fd: int) -> bool | None:
-    """Whether this process holds the lock now; None where the file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
 @contextmanager
 def temporary(folder: Path, key: str) -> Iterator[Path]:
     """A new folder to build in. It is removed after the block, or by the next build if this one is killed."""
@@ -295,7 +284,7 @@ def temporary(folder: Path, key: str) -> Iterator[Path]:
     with _sweeping(folder):
         _discard_dead(folder)
         fd = os.open(_lock_of(path), os.O_RDWR | os.O_CREAT, 0o644)
-        _try_lock(fd)
+        try_lock(fd)
         path.mkdir(mode=0o700)
     try:
         yield path
@@ -342,7 +331,7 @@ def _is_dead(path: Path) -> bool:
     except OSError:  # it belongs to another user
         return False
     try:
-        is_ours = _try_lock(fd)
+        is_ours = try_lock(fd)
         if is_ours is None:
             return time.time() - os.fstat(fd).st_mtime > OLD_SECONDS
         return is_ours

@@ -165,13 +165,16 @@ class Collectives(ABC):
     ) -> tuple[Tensor, Handle]:
         """Start `gather_small`. Returns the table that will hold the values, and the handle to wait for."""
 
-    @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite `tensor` on every rank with that of rank `source` (its rank within the group)."""
+        self._count("broadcast", tensor if self.rank == source else tensor.new_empty(0))
+        with self._watch.guard("broadcast", CONTROL_BUFFER, "rank 0's values", tensor):
+            dist.broadcast(tensor, group=self.group, group_src=source)
 
-    @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank has called this."""
+        with self._watch.guard("barrier", CONTROL_BUFFER, "all ranks"):
+            dist.barrier(self.group)
 
     def store(self) -> Store | None:
         """The store of the group; None where there is none."""

@@ -97,12 +97,3 @@ class Native(Collectives):
         mark = self._watch.start(kind, buffer, what, values)
         handle = self._all_gather(mark, table, values.contiguous(), "control")
         return table.view(self.world_size, -1), handle
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        self._count("broadcast", tensor if self.rank == source else tensor.new_empty(0))
-        with self._watch.guard("broadcast", CONTROL_BUFFER, "rank 0's values", tensor):
-            dist.broadcast(tensor, group=self.group, group_src=source)
-
-    def barrier(self) -> None:
-        with self._watch.guard("barrier", CONTROL_BUFFER, "all ranks"):
-            dist.barrier(self.group)

@@ -168,12 +168,3 @@ class PeerToPeer(Collectives):
         flat = table.view(-1)
         tag = self._small_tag(buffer, values)
         return table, self._all_gather(mark, flat, self.shard_of(flat), tag, "control")
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        self._count("broadcast", tensor if self.rank == source else tensor.new_empty(0))
-        with self._watch.guard("broadcast", CONTROL_BUFFER, "rank 0's values", tensor):
-            dist.broadcast(tensor, group=self.group, group_src=source)
-
-    def barrier(self) -> None:
-        with self._watch.guard("barrier", CONTROL_BUFFER, "all ranks"):
-            dist.barrier(self.group)

@@ -137,10 +137,14 @@ def test_a_tied_weight_is_found_by_any_of_its_names(tmp_path: Path) -> None:
 def load_other(folder: Path) -> dict[str, Tensor]:
     adagrad = {
         "type": "Adagrad",
-        "params": {"lr": 1e-2},
+        "params": {"lr": 1e-2, "initial_accumulator_value": 0.5},
     }  # it makes its states before the first step
     engine = xds.initialize(Other(), {"train_batch_size": 1, "optimizer": adagrad})
+    engine.backward(engine(torch.ones(1, 3)))
+    engine.step()
     engine.load_checkpoint(folder)
+    states = engine.optimizer.state.values()
+    assert states and all(state["step"] == 0 and (state["sum"] == 0.5).all() for state in states)
     found = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
     engine.backward(engine(torch.ones(1, 3)))
     engine.step()

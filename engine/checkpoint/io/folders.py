@@ -11,7 +11,6 @@ A folder without manifest.json is not a checkpoint.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -28,6 +27,7 @@ from typing import Any, final
 from torch import Tensor
 
 from ....utils.errors import DamagedError, UsageError
+from ....utils.file_lock import try_lock
 from ....utils.quoting import printable, quoted
 from ..format import dump, parse
 from ..manifest import Manifest
@@ -116,8 +116,7 @@ class Claim:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._fd: int | None = os.open(folder, os.O_RDONLY)
-        with suppress(OSError):
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try_lock(self._fd)
 
     def release(self) -> None:
         if self._fd is not None:
@@ -133,11 +132,7 @@ def _is_claimed(path: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+        return try_lock(fd) is False
     finally:
         os.close(fd)
     return False
