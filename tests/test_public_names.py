@@ -42,7 +42,7 @@ def test_every_public_name_imports(name):
 
 
 def test_help_describes_the_engine_and_its_counters():
-    text = pydoc.render_doc(xds.Engine)
+    text = pydoc.render_doc(xds.Engine, renderer=pydoc.plaintext)
     assert "save_checkpoint" in text and "global_steps" in text
 
 
