@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compression.reducer import ExactReducer
+from ..offload.homes import Homes, HostHome
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.opening import open_collectives
 from ..utils.errors import ConfigError, UsageError
@@ -128,11 +129,12 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     collectives = _collectives(config, group, device)
     check_same_model(model, config.zero_optimization, collectives)
     policy = _policy(config, group.size())
+    host = _host(config, device) if trains else None
     if policy.shards_params:
         return_freed_blocks()
     blocks = [module for _, module in found_blocks(model, config.zero_optimization.units)]
     compiler = Compiler(model, blocks, config)
-    sharded, groups = _sharded(model, config, given, policy, collectives, trains=trains)
+    sharded, groups = _sharded(model, config, given, policy, collectives, host, trains=trains)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
     undo = checkpoint_blocks(blocks) if config.activation_checkpointing.enabled else _nothing
@@ -184,6 +186,7 @@ def _sharded(
     given: _Given,
     policy: Policy,
     collectives: Collectives,
+    host: HostHome | None,
     *,
     trains: bool,
 ) -> tuple[ShardedModel, Groups]:
@@ -191,7 +194,8 @@ def _sharded(
     _give_values(model, given.weights, collectives, policy)
     groups = _groups(model, config, given.optimizer, given.model_parameters)
     check_model(model, groups.index, must_train=trains)
-    return _shard(model, groups, policy, config, collectives), groups
+    homes = _homes(model, groups, config, host)
+    return _shard(model, groups, policy, config, collectives, homes), groups
 
 
 def _report(config: Config, monitor: Monitor, device: torch.device) -> StepReport:
@@ -200,14 +204,19 @@ def _report(config: Config, monitor: Monitor, device: torch.device) -> StepRepor
 
 
 def _shard(
-    model: nn.Module, groups: Groups, policy: Policy, config: Config, collectives: Collectives
+    model: nn.Module,
+    groups: Groups,
+    policy: Policy,
+    config: Config,
+    collectives: Collectives,
+    homes: Homes,
 ) -> ShardedModel:
     """The model on this rank's device, in flat buffers; floating buffers follow the parameters' dtype."""
     move_model(model, collectives.device)
     following = buffers_that_follow(model)  # before the parameters change their dtype
     reducer = ExactReducer(collectives)
     zero = config.zero_optimization
-    sharded = ShardedModel(model, groups.index, policy, zero, collectives, reducer)
+    sharded = ShardedModel(model, groups.index, policy, zero, collectives, reducer, homes)
     if policy.compute is not None:
         for buffer in following:
             buffer.data = buffer.data.to(policy.compute)
@@ -288,10 +297,24 @@ def _policy(config: Config, world_size: int) -> Policy:
         config.zero_optimization.stage,
         world_size=world_size,
         accumulation_steps=config.gradient_accumulation_steps,
+        offloads=config.zero_optimization.offload_optimizer.device != "none",
         compute=compute,
         accumulate=DTYPES[accumulate] if accumulate else None,
         communicate=DTYPES[sent] if sent else None,
     )
+
+
+def _host(config: Config, device: torch.device) -> HostHome | None:
+    section = config.zero_optimization.offload_optimizer
+    if section.device == "none" or not section.ratio:
+        return None
+    adds = config.gradient_accumulation_steps > 1
+    return HostHome(device, pin=section.pin_memory, adds=adds)
+
+
+def _homes(model: nn.Module, groups: Groups, config: Config, host: HostHome | None) -> Homes:
+    total = sum(p.numel() for p in model.parameters() if id(p) in groups.index)
+    return Homes(host, ratio=config.zero_optimization.offload_optimizer.ratio, total_numel=total)
 
 
 def _groups(

@@ -1,15 +1,29 @@
-"""The offload keys of the config: where a shard is stored. Only the device is supported."""
+"""The offload keys of the config: where optimizer states and parameters are stored."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, final
+
+from pydantic import Field
+
 from ..utils.schema.keys import Detail, Entry, Group, NoEffect, Refused, details
-from ..utils.schema.rules import FLAG, NUMBER, TEXT, one_of, size, whole
+from ..utils.schema.rules import FLAG, NUMBER, TEXT, Rule, number, one_of, size, whole
+from ..utils.schema.section import Section
 
 _NOT_YET = "offloading is not supported yet; {} (a higher stage or more ranks also save memory)"
 _DEVICE = Refused(
     one_of("none", "cpu", "nvme"), _NOT_YET.format('set it to "none"'), harmless=("none",)
 )
+_OVERLAPS = "reads and writes always overlap with the update"
 _FLAG = Refused(FLAG, _NOT_YET.format("set it to false"), harmless=(False,))
+
+
+def _read_device(value: object) -> object:
+    if value == "nvme":
+        raise ValueError('offloading to NVMe is not supported yet; set it to "cpu" or "none"')
+    return one_of("none", "cpu").read(value)
+
 
 OFFLOAD_PARAM = Group(
     {
@@ -22,17 +36,39 @@ OFFLOAD_PARAM = Group(
     "where the parameters of stage 3 are stored",
 )
 
-OFFLOAD_OPTIMIZER = Group(
-    {
-        "device": _DEVICE,
+_SIZES = "buffers have the size of the largest unit, computed"
+
+Flag = Annotated[bool, FLAG]
+Device = Annotated[Literal["none", "cpu"], Rule('"none" or "cpu"', _read_device)]
+
+
+@final
+class OffloadOptimizer(Section):
+    """Where the optimizer state and the master weights are stored, and where the optimizer runs."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
         "nvme_path": Detail(TEXT),
-        "buffer_count": Detail(whole(0)),
-        **details(FLAG, "pin_memory", "pipeline_read", "pipeline_write", "fast_init"),
-        **details(NUMBER, "ratio", "cpuadam_cores_perc"),
-        "super_offload": _FLAG,
-    },
-    "where the optimizer state is stored",
-)
+        "buffer_count": NoEffect(whole(0), _SIZES),
+        "pipeline_read": NoEffect(FLAG, _OVERLAPS),
+        "pipeline_write": NoEffect(FLAG, _OVERLAPS),
+        "fast_init": NoEffect(FLAG, "states are never written before the first step"),
+        "cpuadam_cores_perc": NoEffect(NUMBER, "the update uses the threads of its process"),
+        "super_offload": Refused(
+            FLAG,
+            "updates during backward are not supported yet; set it to false",
+            harmless=(False,),
+        ),
+    }
+
+    device: Device = Field(
+        "none",
+        description='"cpu" stores optimizer states on the host, and the optimizer runs there',
+    )
+    ratio: Annotated[float, number(0, 1)] = Field(
+        1.0, description="share of the optimizer states on the host; the rest stays on the device"
+    )
+    pin_memory: Flag = Field(True, description="host memory for copies is pinned")
+
 
 ZENFLOW = Group(
     {
@@ -48,11 +84,8 @@ ZENFLOW = Group(
 
 ZERO_KEYS: dict[str, Entry] = {
     "offload_param": OFFLOAD_PARAM,
-    "offload_optimizer": OFFLOAD_OPTIMIZER,
-    "cpu_offload": _FLAG,
     "cpu_offload_param": _FLAG,
     "cpu_offload_params": _FLAG,
-    "cpu_offload_use_pin_memory": Detail(FLAG),
     "zenflow": ZENFLOW,
 }
 

@@ -162,6 +162,25 @@ class ZeroConfig(Section):
         description="DeepSpeed's names for units; merged into units",
     )
 
+    offload_optimizer: Annotated[offload.OffloadOptimizer, AsRead()] = Field(
+        default_factory=offload.OffloadOptimizer.model_construct
+    )
+    cpu_offload: Flag = Field(
+        False, description='DeepSpeed\'s old name of offload_optimizer.device = "cpu"'
+    )
+    cpu_offload_use_pin_memory: Flag = Field(
+        True, description="DeepSpeed's old name of offload_optimizer.pin_memory"
+    )
+
+    def with_old_names(self) -> ZeroConfig:
+        """A copy whose `offload_optimizer` also has the values of the old names."""
+        if not self.cpu_offload:
+            return self
+        section = self.offload_optimizer.model_copy(
+            update={"device": "cpu", "pin_memory": self.cpu_offload_use_pin_memory}
+        )
+        return self.model_copy(update={"offload_optimizer": section})
+
     def with_leaf_modules(self) -> ZeroConfig:
         """A copy whose `units` also contains the entries of `leaf_module`."""
         merged = tuple(dict.fromkeys((*self.units, *self.leaf_module.as_globs())))

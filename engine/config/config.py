@@ -235,7 +235,8 @@ def _prepare(data: dict[str, Any], report: Report) -> dict[str, Any]:
 
 def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Config:
     """Check what depends on several sections; make optimizer, scheduler and leaf modules canonical."""
-    changes: dict[str, Any] = {"zero_optimization": config.zero_optimization.with_leaf_modules()}
+    zero = config.zero_optimization.with_leaf_modules().with_old_names()
+    changes: dict[str, Any] = {"zero_optimization": zero}
     if config.optimizer is not None:
         changes["optimizer"] = check_optimizer(config.optimizer, report)
     if config.scheduler is not None:

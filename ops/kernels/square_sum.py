@@ -41,7 +41,7 @@ def is_in_range(square_norm: float, numel: int) -> bool:
     return math.isfinite(square_norm) and square_norm > numel * LEAST_SQUARE
 
 
-def exact_square_sum(flat: Tensor) -> Tensor:
+def exact_square_sum(flat: Tensor, param_dtype: torch.dtype | None = None) -> Tensor:
     """The same for elements of any magnitude, in fp64: for sums that are not `is_in_range`.
 
     The total is inf or nan only where an element is.
@@ -61,12 +61,14 @@ def _fake(flat: Tensor) -> Tensor:
 _square_sum = define("square_sum(Tensor flat) -> Tensor", square_sum_reference, _fake)
 
 
-def square_sum(flat: Tensor) -> Tensor:
+def square_sum(flat: Tensor, param_dtype: torch.dtype | None = None) -> Tensor:
     """The function that the engine calls: see `square_sum_reference`.
 
-    For 16-bit gradients it calls the op. For wider ones it calls the reference, which is at memory speed too.
-    So a run in fp32 has the same bits whether or not the process has loaded kernels.
+    For gradients of 16-bit parameters it calls the op, else the reference, which is at memory speed too.
+    So a run in fp32 has the same bits whether or not the process has loaded kernels. The result does not
+    depend on the dtype of `flat`: a value in 16 bits and in fp32 gives the same bits.
+    param_dtype: of the parameters; None takes `flat`'s.
     """
-    is_narrow = flat.dtype in (torch.float16, torch.bfloat16)
+    is_narrow = (param_dtype or flat.dtype) in (torch.float16, torch.bfloat16)
     found: Tensor = (_square_sum if is_narrow else square_sum_reference)(flat)
     return found

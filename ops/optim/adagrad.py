@@ -57,5 +57,5 @@ class Adagrad(OnePassOptimizer):
             group["lr_decay"],
             group["eps"],
             group["weight_decay"],
-            update.out is not None,
+            update.takes_edits,
         )

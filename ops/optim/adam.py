@@ -67,7 +67,7 @@ class Adam(ShardOptimizer):
                 state["exp_avg"] = torch.zeros_like(master)
                 state["exp_avg_sq"] = torch.zeros_like(master)
             state["step"] += 1
-            group = self.param_groups[update.item.group]
+            group = update.group
             if self._is_one_pass(update, group):
                 self._one_pass(update, state, group, scale)
             else:
@@ -98,7 +98,7 @@ class Adam(ShardOptimizer):
             group["weight_decay"],
             self._adam_w_mode,
             group["bias_correction"],
-            update.out is not None,
+            update.takes_edits,
         )
         mark_written(update)
 
@@ -116,7 +116,7 @@ class Adam(ShardOptimizer):
         grad = update.grad.to(master.dtype)
         tensors = (master, grad, state["exp_avg"], state["exp_avg_sq"])
         if world.collectives.world_size == 1:
-            if out is not None:
+            if update.takes_edits and out is not None:
                 take_edits(master, out)
             # one call per parameter, as in torch: its kernel rounds the last partial vector of a tensor
             # differently, and a single rank must equal plain torch bit for bit
@@ -128,7 +128,7 @@ class Adam(ShardOptimizer):
         on_cpu = master.device.type == "cpu"
         # a piece stays in the cache from the update to the cast; without a cast one call is fastest
         for piece in chunks(master.numel(), on_cpu and out is not None):
-            if out is not None:
+            if update.takes_edits and out is not None:
                 take_edits(master[piece], out[piece])
             self._fused([[t[piece]] for t in tensors], state["step"], group, divisor)
             if out is not None:

@@ -54,7 +54,7 @@ class Lamb(ShardOptimizer):
         ratios = self._ratios(updates, [norms for _, norms in directions], world)
         for update, (direction, _) in zip(updates, directions, strict=True):
             cuts = self._cuts_of(update.item)
-            lr = float(self.param_groups[update.item.group]["lr"])
+            lr = float(update.group["lr"])
             rates = torch.tensor(
                 [0.0 if name is None else lr * ratios[name] for name in cuts.names],
                 dtype=torch.float32,
@@ -73,7 +73,7 @@ class Lamb(ShardOptimizer):
             state["exp_avg"] = torch.zeros_like(master)
             state["exp_avg_sq"] = torch.zeros_like(master)
         state["step"] += 1
-        group = self.param_groups[update.item.group]
+        group = update.group
         cuts = self._cuts_of(update.item)
         direction = grad if grad.dtype == master.dtype else torch.empty_like(master)
         norms = torch.zeros(len(cuts.names), 2, dtype=torch.float64, device=master.device)
@@ -102,7 +102,7 @@ class Lamb(ShardOptimizer):
         # every rank holds different parts, so the table has a row for every parameter
         names = [part.name for flat in world.flats for part in flat.parts]
         rows = {name: at for at, name in enumerate(names)}
-        device = world.collectives.device
+        device = norms[0].device if norms else world.collectives.device
         table = torch.zeros(len(rows), 2, dtype=torch.float64, device=device)
         limits: dict[str, dict[str, Any]] = {}
         for update, found in zip(updates, norms, strict=True):
@@ -113,9 +113,10 @@ class Lamb(ShardOptimizer):
                 to = torch.tensor(theirs, device=device)
                 table.index_add_(0, to, found[torch.tensor(ours, device=device)])
             for part in update.item.parts:
-                limits[part.name] = self.param_groups[update.item.group]
+                limits[part.name] = update.group
         if world.is_sharded:
-            table = world.collectives.gather_small(table.view(-1)).sum(0).view(-1, 2)
+            sent = table.view(-1).to(world.collectives.device)
+            table = world.collectives.gather_small(sent).sum(0).view(-1, 2)
         found_norms = table.sqrt().tolist()
         return {name: _clamped(found_norms[rows[name]], group) for name, group in limits.items()}
 

@@ -46,5 +46,5 @@ class Lion(OnePassOptimizer):
             float(group["lr"]),
             *group["betas"],
             group["weight_decay"],
-            update.out is not None,
+            update.takes_edits,
         )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .adam import Adam
-from .shard_optimizer import Flat, Item, Part, ShardOptimizer, Update, World
+from .shard_optimizer import Flat, Part, ShardOptimizer, Update, World
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
@@ -74,11 +74,11 @@ class Muon(ShardOptimizer):
 
     @torch.no_grad()
     def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
-        plain = [u for u in updates if not self.param_groups[u.item.group]["use_muon"]]
+        plain = [u for u in updates if not u.group["use_muon"]]
         self._adam.update(plain, scale, world)
         mine: dict[int, list[Update]] = {}
         for update in updates:
-            if self.param_groups[update.item.group]["use_muon"]:
+            if update.group["use_muon"]:
                 mine.setdefault(update.item.flat, []).append(update)
         for flat in world.flats:
             if any(self.param_groups[part.group]["use_muon"] for part in flat.parts):
@@ -99,12 +99,12 @@ class Muon(ShardOptimizer):
         places = {part.name: part for part in flat.parts}
         for update in updates:
             for part in update.item.parts:
-                self._apply(update.item, part, whole[places[part.name].start :])
+                self._apply(update, part, whole[places[part.name].start :])
             if update.out is not None:
                 update.out.copy_(update.item.master)
 
     def _momentum(self, update: Update, scale: float) -> Tensor:
-        group = self.param_groups[update.item.group]
+        group = update.group
         state = self.state[update.item.master]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(update.item.master)
@@ -113,18 +113,18 @@ class Muon(ShardOptimizer):
         buffer.lerp_(grad, 1 - group["momentum"])
         return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
-    def _apply(self, item: Item, part: Part, direction: Tensor) -> None:
+    def _apply(self, update: Update, part: Part, direction: Tensor) -> None:
         """`direction` begins with the whole matrix of `part`, flattened."""
-        group = self.param_groups[item.group]
+        group = update.group
         lr = float(group["lr"])
         numel = math.prod(part.shape)
         matrix = direction[:numel].view(part.shape[0], -1)
         step = orthogonalize(matrix, group["ns_steps"]).reshape(-1)
         adjusted = lr * math.sqrt(max(1.0, matrix.shape[0] / matrix.shape[1]))
-        own = item.master[part.start : part.stop]
+        own = update.item.master[part.start : part.stop]
         own.mul_(1 - lr * group["weight_decay"])
         taken = step[part.param_start : part.param_start + own.numel()]
-        own.add_(taken.to(own.dtype), alpha=-adjusted)
+        own.add_(taken.to(own), alpha=-adjusted)
 
 
 def _first_given(*values: float | None) -> float:

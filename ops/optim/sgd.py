@@ -59,5 +59,5 @@ class SGD(OnePassOptimizer):
             group["dampening"],
             group["weight_decay"],
             group["nesterov"],
-            update.out is not None,
+            update.takes_edits,
         )

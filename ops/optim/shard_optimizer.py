@@ -76,13 +76,21 @@ class Item:
 class Update:
     """The input of one step for an item: `grad` [n] (may be overwritten), `out` [n] or None.
 
-    `out` receives the new values in the compute dtype. Before, it holds the old values and a script's changes
-    to them. None: forward uses the master weights themselves.
+    `out` receives the new values in the compute dtype. None: forward uses the master weights themselves.
+    group: the hyperparameters of this step. The update may run later, when a schedule has changed them.
+    has_old: `out` holds the old values and a script's changes to them; else its contents are undefined.
     """
 
     item: Item
     grad: Tensor
     out: Tensor | None
+    group: dict[str, Any]
+    has_old: bool = True
+
+    @property
+    def takes_edits(self) -> bool:
+        """Values in `out` that differ from the rounded master were written by a script: use them."""
+        return self.has_old and self.out is not None
 
 
 def factor(scale: float, device: torch.device) -> Tensor | None:
@@ -143,6 +151,6 @@ class OnePassOptimizer(ShardOptimizer, ABC):
     def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
         for update in updates:
             master = update.item.master
-            group = self.param_groups[update.item.group]
-            self.one_pass(update, self.state[master], group, factor(scale, master.device))
+            scale_tensor = factor(scale, master.device)
+            self.one_pass(update, self.state[master], update.group, scale_tensor)
             mark_written(update)

@@ -147,7 +147,7 @@ class Access(Owner):
         flat = place.flat
         with torch.no_grad():
             self.value(param).write(reader, rank)
-            if (place.master is not None and place.master.casts) or self._is_apart(place):
+            if (place.master is not None and place.master.is_apart) or self._is_apart(place):
                 self.compute(param).write(reader, rank)
             if flat.is_sharded and flat.is_unsharded:
                 whole = flat.raw[place.slot.offset : place.slot.stop]

@@ -54,8 +54,9 @@ class Stored:
         wanted = target in (None, collectives.rank)
         if self.is_whole:
             return self.local.clone().view(self.shape) if wanted else None
-        out = self.local.new_empty(numel_of(self.shape)) if wanted else None
-        collectives.collect(out, self.local, self.bounds, target=target)
+        local = self.local.to(collectives.device)  # it may be on the host
+        out = local.new_empty(numel_of(self.shape)) if wanted else None
+        collectives.collect(out, local, self.bounds, target=target)
         return None if out is None else out.view(self.shape)
 
     def write(self, reader: Reader, rank: int) -> None:

@@ -271,8 +271,7 @@ class Restore:
         for target in targets:
             target.finish()
         for master in self._snapshot.masters:
-            if master.casts:
-                master.compute.copy_(master.tensor)
+            master.write_compute()
         for new in self._states:
             self._snapshot.replace_state(new.held, new.values)
         for master in self._snapshot.masters if self._any_held else ():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...compression.reducer import GradientReducer
+from ...offload.homes import Homes
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.pool import BufferPool
 from ..config import ZeroConfig
@@ -45,12 +46,14 @@ class Builder:
         collectives: Collectives,
         reducer: GradientReducer,
         pool: BufferPool,
+        homes: Homes,
     ) -> None:
         self._groups = groups
         self._policy = policy
         self._collectives = collectives
         self._reducer = reducer
         self._pool = pool
+        self._homes = homes
         self._numbers = 0
 
     def build(self, model: nn.Module, config: ZeroConfig) -> list[Unit]:
@@ -112,8 +115,11 @@ class Builder:
             params.unshard()
         unit.params.append(params)
         if kind.trains:
+            home = self._homes.next(layout.numel)
+            sums = home.sums(self._policy.sum_dtype(kind.dtype))
             grads = (layout, ordered, self._policy, self._collectives, self._reducer, self._pool)
-            unit.grads.append(FlatGrads(*grads, index))
+            unit.grads.append(FlatGrads(*grads, sums, index))
+            unit.homes.append(home)
 
 
 __all__ = ["Builder"]

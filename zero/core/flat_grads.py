@@ -11,11 +11,14 @@
   call of a block. The arrivals in the previous backward determine when the buffer is complete.
 - A gradient that arrives after the buffer was sent is late: it stays in `local`, and the ranks agree on a
   second reduction.
+- Where the optimizer runs on the host, a reduced sum leaves for its home there, and its buffers return to
+  the pool. One rank sends its own sum in the parameters' dtype while each slot has one gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
@@ -23,9 +26,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ...compression.reducer import GradientReducer
+from ...offload.host_sums import SumHome
+from ...offload.lanes import Ticket
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle
 from ...ops.comm.pool import BufferPool
+from ...ops.kernels.square_sum import exact_square_sum, square_sum
 from .layout import FlatLayout
 from .policy import Policy
 
@@ -52,6 +58,7 @@ class FlatGrads:
         collectives: Collectives,
         reducer: GradientReducer,
         pool: BufferPool,
+        home: SumHome,
         index: int,
     ) -> None:
         self.layout = layout
@@ -76,7 +83,13 @@ class FlatGrads:
         self._local: Tensor | None = None
         self._views: list[Tensor] = []
         self._filled = [False] * len(layout.slots)
-        self._uses_sum_dtype = self.is_single_rank or policy.holds_grads
+        self._home = home
+        # a rank's buffers are freed when they are reduced, or when their sum has left
+        self._frees = policy.shards_grads or home.is_on_host
+        self._gathers_sums = not self.is_single_rank and not policy.shards_optimizer
+        self._keeps_local = self.is_single_rank and not home.is_on_host
+        self._uses_sum_dtype = self._keeps_local or policy.holds_grads
+        self._squares: Tensor | None = None  # of the only sum that has left since the last step
         self._was_held = False  # some rank held back gradients since the last step
         self._is_writable = False
         self._total: Tensor | None = None
@@ -99,7 +112,7 @@ class FlatGrads:
         self._factor = 1.0
         self._is_writable = False
         self._was_held |= hold  # all ranks must send the same dtype
-        self._uses_sum_dtype = self._was_held or self.is_single_rank or self._policy.holds_grads
+        self._uses_sum_dtype = self._was_held or self._keeps_local or self._policy.holds_grads
 
     def scale_by(self, factor: float) -> None:
         """Multiply the following gradients of this backward by `factor`."""
@@ -149,8 +162,13 @@ class FlatGrads:
 
     def _put(self, position: int, grad: Tensor) -> None:
         view = self._local_views()[position]
+        if self._filled[position] or self._factor != 1.0:
+            self._widen()
+            view = self._views[position]
         if self._filled[position]:
-            view.add_(grad, alpha=self._factor)
+            if self._factor != 1.0:
+                grad = grad.to(view.dtype).mul(self._factor)  # rounded as if it were stored
+            view.add_(grad)
         elif grad.layout == torch.strided:
             view.copy_(grad)
             if self._factor != 1.0:
@@ -163,6 +181,8 @@ class FlatGrads:
     def collect(self) -> None:
         """Copy `.grad` of all small parameters in one call."""
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
+        if self._factor != 1.0:
+            self._widen()
         for position in self._small:
             grad = self.params[position].grad
             if grad is None:
@@ -193,10 +213,21 @@ class FlatGrads:
             self._total = self._total.clone()
         return self._views
 
+    def _widen(self) -> None:
+        """A rank that sends its own sum to the host: more than a copy is computed in the dtype of sums."""
+        narrow = self._local
+        if not (self.is_single_rank and self._home.is_on_host) or narrow is None:
+            return
+        if narrow.dtype != self._sum_dtype:
+            self._allocate_local(self._sum_dtype)
+            self._local.copy_(narrow)
+            self._pool.give(narrow)
+        self._uses_sum_dtype = True
+
     def _allocate_local(self, dtype: torch.dtype) -> None:
         device = self.params[0].device
         numel = self.layout.numel
-        if self._policy.shards_grads:
+        if self._frees:
             local = self._pool.take(numel, dtype, device)
         else:
             local = torch.empty(numel, dtype=dtype, device=device)
@@ -241,23 +272,39 @@ class FlatGrads:
         local = self.settle()
         self.is_sent = True
         if self.is_single_rank:
+            if self._home.is_on_host:
+                self._leave(local, local)
+                self._forget_local()
             return
+        adds = self._has_total and self._total is not None
         if self._total is None:
             fits = local.dtype == self._sum_dtype and not self._policy.shards_grads
-            self._total = (
-                self._collectives.shard_of(local)
-                if fits
-                else local.new_empty(self.layout.shard_numel, dtype=self._sum_dtype)
-            )
+            self._total = self._collectives.shard_of(local) if fits else self._new_total()
         payload = local
         if local.dtype != self._sent_dtype:
             payload = self._pool.take(local.numel(), self._sent_dtype, local.device)
             payload.copy_(local)
             self._payload = payload
-        self._handle = self._reducer.reduce(
-            payload, self._total, add=self._has_total, buffer=self.index
-        )
+        self._handle = self._reducer.reduce(payload, self._total, add=adds, buffer=self.index)
         self._filled = [False] * len(self._filled)
+
+    def _new_total(self) -> Tensor:
+        numel, device = self.layout.shard_numel, self.params[0].device
+        if self._home.is_on_host and not self._gathers_sums:
+            return self._pool.take(numel, self._sum_dtype, device)
+        return torch.empty(numel, dtype=self._sum_dtype, device=device)
+
+    def _leave(self, source: Tensor, buffer: Tensor) -> None:
+        """Start to copy `source` to its home; then its `buffer` returns to the pool."""
+        is_only = not self._has_total
+        self._squares = self._squares_of(source, exact=False) if is_only else None
+        self._has_total = True
+        self._home.add(source, partial(self._pool.give, buffer))
+
+    def _forget_local(self) -> None:
+        self._local, self._views = None, []
+        self._filled = [False] * len(self._filled)
+        self._is_writable = False
 
     @torch.no_grad()
     def finish_reduce(self) -> None:
@@ -266,15 +313,28 @@ class FlatGrads:
             return
         handle, self._handle = self._handle, None
         handle.wait()
-        self._has_total = True
         self._is_writable = False
         if self._payload is not None:
             self._pool.give(self._payload)
             self._payload = None
-        if self._policy.shards_grads and self._local is not None:
+        if self._home.is_on_host and not self._gathers_sums:
+            self._leave_total()
+        elif self._policy.shards_grads and self._local is not None:
             self._pool.give(self._local)
-            self._local = None
-            self._views = []
+            self._forget_local()
+        self._has_total = True
+
+    def _leave_total(self) -> None:
+        """This rank's part of the sum leaves; `local` is free, unless it contains that part."""
+        total, local = self._total, self._local
+        assert total is not None and local is not None
+        if self._total_is_in_local():
+            self._leave(total, local)
+        else:
+            self._pool.give(local)
+            self._leave(total, total)
+        self._total = None
+        self._forget_local()
 
     @torch.no_grad()
     def start_gather(self) -> None:
@@ -293,34 +353,48 @@ class FlatGrads:
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
+            if self._home.is_on_host:
+                assert self._local is not None
+                self._home.put(self._local)
 
     # -- the optimizer's view ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def square_sums(self, square_sum: Callable[[Tensor], Tensor]) -> Tensor:
-        """`square_sum` of each shard of the sums that this rank has, [world_size] fp64; 0 for the others.
+    def square_sums(self, *, exact: bool) -> Tensor:
+        """The squared norm of each shard of the sums that this rank has, [world_size] fp64; 0 for the others.
 
         This rank has all shards at stage 0, none before any backward, else its own.
+        exact: see `exact_square_sum`.
         """
-        if self.is_single_rank and self.has_local:
+        if self._keeps_local and self.has_local:
             self.settle()  # a single rank sends nothing, so no gradient is late
+        if self._squares is not None and not exact:
+            return self._squares
+        if self._home.is_on_host and not self._gathers_sums:
+            held = self._home.total()
+        else:
+            sees_all = self.is_single_rank or not self._policy.shards_optimizer
+            held = self._local if sees_all else self._total
+        return self._squares_of(held, exact=exact)
+
+    def _squares_of(self, held: Tensor | None, *, exact: bool) -> Tensor:
+        compute = exact_square_sum if exact else square_sum
         sees_all = self.is_single_rank or not self._policy.shards_optimizer
         sums = torch.zeros(
             self._collectives.world_size, dtype=torch.float64, device=self.params[0].device
         )
-        held = self._local if sees_all else self._total
         if held is None:
             return sums
         for rank in range(len(sums)) if sees_all else ():
-            sums[rank] = square_sum(self._collectives.shard_of(held, rank))
+            sums[rank] = compute(self._collectives.shard_of(held, rank), self._param_dtype)
         if not sees_all:
-            sums[self._collectives.rank] = square_sum(held)
+            sums[self._collectives.rank] = compute(held, self._param_dtype)
         return sums
 
     @property
     def is_late(self) -> bool:
         """Gradients have arrived since the reduction, so the ranks must reduce again."""
-        return not self.is_single_rank and self.has_local
+        return not self._keeps_local and self.has_local
 
     def shard(self) -> Tensor:
         """This rank's reduced total [n], of which the norm is computed."""
@@ -332,16 +406,26 @@ class FlatGrads:
 
     def reduced(self) -> Tensor | None:
         """The sums over ranks that an update would read now; None: no backward since the last step."""
-        if self.is_single_rank:
+        if self._keeps_local:
             return self.settle() if self.has_local else None
+        if self.is_single_rank and self.has_local:
+            self.start_reduce()
         return self.for_update() if self._has_total else None
 
     def for_update(self) -> Tensor:
         """The sums that the optimizer reads: the shard if its state is sharded, else the whole buffer."""
+        if self._home.is_on_host:
+            total = self._home.total()
+            assert total is not None
+            return total
         if not self._policy.shards_optimizer:
             assert self._local is not None
             return self._local
         return self.shard()
+
+    def lend(self, reader: Ticket) -> None:
+        """The sums for the update, on the host, are read until `reader` is done."""
+        self._home.lend(reader)
 
     def reset(self) -> None:
         """Drop all gradients: the step is done, or skipped. Persistent buffers are kept."""
@@ -349,16 +433,19 @@ class FlatGrads:
         self._is_writable = False
         self._has_total = False
         self._was_held = False
+        self._squares = None
+        self._home.reset()
         for position in self._small:
             self.params[position].grad = None
-        if not self._policy.shards_grads and self._local is not None:
+        if not self._frees and self._local is not None:
             fits = self._local.dtype == self._sum_dtype
             if fits and not self.is_single_rank:
                 self._total = self._collectives.shard_of(self._local)
         elif self._local is not None:
+            if self._home.is_on_host and self._total_is_in_local():
+                self._total = None
             self._pool.give(self._local)
-            self._local = None
-            self._views = []
+            self._forget_local()
 
     def release(self) -> None:
         """Free the persistent buffers, which are unused between a step and the next backward."""
@@ -368,7 +455,7 @@ class FlatGrads:
     @property
     def held_bytes(self) -> int:
         """Bytes of gradients that stay allocated between steps; the pool counts its own buffers."""
-        kept = [] if self._policy.shards_grads or self._local is None else [self._local]
+        kept = [] if self._frees or self._local is None else [self._local]
         if self._total is not None and not self._total_is_in_local():
             kept.append(self._total)
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
@@ -379,7 +466,8 @@ class FlatGrads:
         """The sums as they lie in memory; None if there are none. No reduction may be in flight."""
         self.collect()
         local = self._local if any(self._filled) else None
-        return GradSums(local, list(self._filled), self._total if self._has_total else None)
+        total = self._home.total() if self._total is None else self._total
+        return GradSums(local, list(self._filled), total if self._has_total else None)
 
     @torch.no_grad()
     def mark_held(self) -> None:
@@ -394,5 +482,13 @@ class FlatGrads:
             self._local.copy_(saved.local)
             self._filled = list(saved.filled)
         if saved.total is not None:
-            self._total = saved.total
+            if self._home.is_on_host and not self._gathers_sums:
+                self._home.put(saved.total)
+            else:
+                self._total = saved.total.to(self.params[0].device)
             self._has_total = True
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of gradients in host memory."""
+        return self._home.host_bytes

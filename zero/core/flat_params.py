@@ -23,6 +23,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from ...offload.lanes import Ticket
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle
 from ...ops.flat import overlap
@@ -84,7 +85,8 @@ class FlatParams:
         self._placeholder_bytes = bytes(_bytes_of(self._placeholder).tolist())
         self._placeholders = [self._placeholder.expand(slot.shape) for slot in layout.slots]
         own = collectives.shard_of(self.raw)
-        self.shard = own.clone() if is_sharded else own
+        self._shard = own.clone() if is_sharded else own
+        self._arrival: Ticket | None = None
         self.is_unsharded = True
         if is_sharded:
             self.reshard()
@@ -115,6 +117,18 @@ class FlatParams:
     def may_be_resharded(self) -> bool:
         """The buffer does not stay gathered all the time."""
         return self._reshards
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part, [shard_numel]. Waits for values that an update is still sending from the host."""
+        if self._arrival is not None:
+            arrival, self._arrival = self._arrival, None
+            arrival.order()
+        return self._shard
+
+    def expect(self, arrival: Ticket) -> None:
+        """New values of the shard are complete when `arrival` is."""
+        self._arrival = arrival
 
     def keep_gathered(self) -> None:
         """From now on `reshard` does nothing: the full buffer stays gathered between steps."""

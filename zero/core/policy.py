@@ -35,20 +35,25 @@ class Policy:
         *,
         world_size: int,
         accumulation_steps: int = 1,
+        offloads: bool = False,
         compute: torch.dtype | None = None,
         accumulate: torch.dtype | None = None,
         communicate: torch.dtype | None = None,
     ) -> Policy:
-        """The policy of a ZeRO stage. With one rank nothing is sharded."""
+        """The policy of a ZeRO stage. With one rank nothing is sharded.
+
+        offloads: the optimizer runs on the host. Then also one rank frees gradients after each backward.
+        """
         effective = stage if world_size > 1 else 0
+        frees = effective >= 2 or (offloads and world_size == 1)
         return cls(
             shards_optimizer=effective >= 1,
-            shards_grads=effective >= 2,
+            shards_grads=frees,
             shards_params=effective >= 3,
             compute=compute,
             accumulate=accumulate,
             communicate=communicate,
-            holds_grads=effective < 2 and accumulation_steps > 1,
+            holds_grads=not frees and accumulation_steps > 1,
         )
 
     def param_dtype(self, original: torch.dtype) -> torch.dtype:

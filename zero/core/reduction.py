@@ -9,14 +9,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
-from ...ops.kernels.square_sum import exact_square_sum, is_in_range, square_sum
+from ...ops.kernels.square_sum import is_in_range
 from .flat_grads import FlatGrads
 
 REDUCTIONS_IN_FLIGHT = 2  # one is sent while the one before it is summed; 0 without overlap_comm
@@ -97,13 +96,13 @@ class Reduction:
         Sends 16 bytes to each rank beside the gradients, one byte at stage 0.
         """
         self.reduce_held()
-        square, is_late = self._agree(square_sum)
+        square, is_late = self._agree(exact=False)
         if is_late:
             self.reduce_late()
-            square, _ = self._agree(square_sum)
+            square, _ = self._agree(exact=False)
         if is_in_range(square, sum(grads.layout.numel for grads in self.order)):
             return square
-        return self._agree(exact_square_sum)[0]
+        return self._agree(exact=True)[0]
 
     @property
     def holds(self) -> bool:
@@ -116,7 +115,7 @@ class Reduction:
             self._reduce(self.order)
             self._holds = False
 
-    def _agree(self, square_sum: Callable[[Tensor], Tensor]) -> tuple[float, bool]:
+    def _agree(self, *, exact: bool) -> tuple[float, bool]:
         """The squared norm of the reduced sums, and whether any rank has gradients that arrived too late."""
         collectives = self._collectives
         is_late = any(grads.is_late for grads in self.order)
@@ -129,7 +128,7 @@ class Reduction:
         )
         for grads in self.order:  # the norm of one buffer is computed while the next is in flight
             grads.finish_gather()
-            squares += grads.square_sums(square_sum)
+            squares += grads.square_sums(exact=exact)
         if early is not None:
             late, handle = early
             handle.wait()

@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import nn
 
 from ...compression.reducer import GradientReducer
+from ...offload.homes import Homes
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.pool import BufferPool
 from ..config import ZeroConfig
@@ -34,17 +35,21 @@ class ShardedModel:
         config: ZeroConfig,
         collectives: Collectives,
         reducer: GradientReducer,
+        homes: Homes,
     ) -> None:
         """Move the parameters of `model`, which passed `check_model`, into flat buffers and hook them.
 
         Args:
             groups: id(parameter) -> index of its hyperparameter group, for every trainable parameter that
                 the optimizer is to update. Parameters that are not in it are treated as frozen.
+            homes: where masters and optimizer states are stored.
         """
         self.policy = policy
         self.collectives = collectives
         self._pool = BufferPool()
-        self.units = Builder(groups, policy, collectives, reducer, self._pool).build(model, config)
+        self.homes = homes
+        builder = Builder(groups, policy, collectives, reducer, self._pool, homes)
+        self.units = builder.build(model, config)
         self.trainable = [
             (unit, params, grads)
             for unit in self.units

@@ -7,6 +7,7 @@ from typing import final
 
 from torch import nn
 
+from ...offload.homes import Home
 from .flat_grads import FlatGrads
 from .flat_params import FlatParams
 
@@ -21,6 +22,7 @@ class Unit:
     Attributes:
         params: the flat parameter buffers, one for each (trainable, dtype).
         grads: the flat gradient buffers of the trainable ones.
+        homes: where the masters of the trainable ones are stored.
         is_root: holds the parameters outside of every block; its modules are called throughout a pass.
         stays_until_backward: stays gathered from its forward to its backward, which uses it first.
         is_running: one of its modules is being called; the unit stays gathered until that call ends.
@@ -38,6 +40,7 @@ class Unit:
     is_root: bool
     params: list[FlatParams] = field(default_factory=list)
     grads: list[FlatGrads] = field(default_factory=list)
+    homes: list[Home] = field(default_factory=list)
     stays_until_backward: bool = False
     is_running: bool = False
     entry: nn.Module | None = None

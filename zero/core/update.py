@@ -13,74 +13,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ...ops.optim.edits import take_edits
-from ...ops.optim.shard_optimizer import Flat, Item, Part, ShardOptimizer, Update, World
+from ...ops.optim.shard_optimizer import Flat, ShardOptimizer, Update, World
 from ...utils.errors import UsageError
-from .flat_grads import FlatGrads
-from .flat_params import FlatParams
-from .frozen import FrozenValues, clip, frozen_ranges
-from .layout import FlatLayout, Piece, Slot
-from .policy import master_dtype
+from .frozen import FrozenValues, Range, clip, frozen_ranges
+from .host_updates import Arrival, start_on_host
+from .layout import FlatLayout, Slot
+from .master import Master, parts_in
 from .sharded_model import ShardedModel
 
 
-@final
-class Master:
-    """The master weights of one flat buffer, or of this rank's shard of it, and their items."""
-
-    def __init__(
-        self, params: FlatParams, grads: FlatGrads, rank: int, *, is_sharded: bool
-    ) -> None:
-        layout = params.layout
-        self.params = params
-        self.grads = grads
-        self.is_sharded = is_sharded
-        self.compute = params.shard if is_sharded else params.raw
-        wide = master_dtype(params.dtype)
-        self.casts = params.dtype != wide
-        # without a cast the parameters themselves are the master: no copy is made
-        self.tensor = self.compute.to(wide) if self.casts else self.compute.detach()
-        start, stop = layout.shard_range(rank) if is_sharded else (0, layout.numel)
-        pieces = layout.pieces_in(start, stop)
-        self.items = [
-            Item(
-                master=self.tensor[segment.start : segment.stop],
-                group=segment.group,
-                parts=_parts(pieces, segment.start, segment.stop),
-                flat=params.index,
-                start=segment.start,
-            )
-            for segment in layout.segments_in(start, stop)
-        ]
-
-    @torch.no_grad()
-    def take_edits(self, start: int = 0, stop: int | None = None) -> None:
-        """Copy computed values [start, stop) that a script wrote: those that differ from the rounded master."""
-        if not self.casts:
-            return
-        stop = self.tensor.numel() if stop is None else stop
-        take_edits(self.tensor[start:stop], self.compute[start:stop])
-
-    def updates(self) -> list[Update]:
-        """The updates of this step: for each item its gradient and the place of its new values."""
-        grad = self.grads.for_update()
-        found = []
-        for item in self.items:
-            here = slice(item.start, item.start + item.master.numel())
-            found.append(Update(item, grad[here], self.compute[here] if self.casts else None))
-        return found
-
-
-def _parts(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Part, ...]:
-    return tuple(
-        Part(p.slot.name, p.slot.shape, p.slot.group, p.start - start, p.stop - start, p.slot_start)
-        for p in pieces
-        if start <= p.start < stop
-    )
-
-
 def _flat(layout: FlatLayout, index: int) -> Flat:
-    return Flat(index, layout.numel, _parts(layout.pieces_in(0, layout.numel), 0, layout.numel))
+    return Flat(index, layout.numel, parts_in(layout.pieces_in(0, layout.numel), 0, layout.numel))
 
 
 @final
@@ -92,8 +35,9 @@ class Updater:
         is_sharded = model.policy.shards_optimizer
         rank = model.collectives.rank
         self.masters = [
-            Master(params, grads, rank, is_sharded=is_sharded)
-            for _, params, grads in model.trainable
+            Master(params, grads, home, rank, is_sharded=is_sharded)
+            for unit in model.units
+            for params, grads, home in zip(unit.params, unit.grads, unit.homes, strict=False)
         ]
         flats = tuple(_flat(m.params.layout, m.params.index) for m in self.masters)
         self.world = World(model.collectives, flats, is_sharded)
@@ -156,14 +100,16 @@ class Updater:
         """
         assert self._optimizer is not None
         self._model.before_update()
-        if isinstance(self._optimizer, ShardOptimizer):
-            if not self._optimizer.takes_edits:
-                self._take_edits_into_masters()
-            self._step_shards(self._optimizer, scale)
-            self._optimizer.step()
-        else:
+        optimizer = self._optimizer
+        if not isinstance(optimizer, ShardOptimizer):
             self._take_edits_into_masters()
-            self._step_torch(self._optimizer, scale)
+            self._step_torch(optimizer, scale)
+        elif optimizer.is_elementwise:
+            self._step_elementwise(optimizer, scale)
+            optimizer.step()
+        else:
+            self._step_at_once(optimizer, scale)
+            optimizer.step()
         self._model.wait_published()
 
     def take_edits(self) -> None:
@@ -171,45 +117,107 @@ class Updater:
         self._model.take_edits()
         self._take_edits_into_masters()
 
-    def _take_edits_into_masters(self) -> None:
-        for master in self.masters:
-            master.take_edits()
+    def _take_edits_into_masters(self, *, also_device: bool = True) -> None:
+        """also_device: False leaves out the masters on the device."""
+        hosted = [master for master in self.masters if master.home.is_on_host]
+        written = [bool(value) for value in _values([master.written() for master in hosted])]
+        for master, is_written in zip(hosted, written, strict=True):
+            if is_written:
+                master.take_edits_to_host()
+        for master in self.masters if also_device else ():
+            if not master.home.is_on_host:
+                master.take_edits()
 
-    def _step_shards(self, optimizer: ShardOptimizer, scale: float) -> None:
-        if optimizer.is_elementwise:
-            for master in self.masters:
+    def _step_elementwise(self, optimizer: ShardOptimizer, scale: float) -> None:
+        """Masters on the host update in a thread, those on the device meanwhile."""
+        self._take_edits_into_masters(also_device=not optimizer.takes_edits)
+        groups = [dict(group) for group in optimizer.param_groups]
+        arrivals = [
+            (master, self._start_on_host(optimizer, master, groups, scale))
+            for master in self._in_order_of_use()
+            if master.home.is_on_host
+        ]
+        for master in self.masters:
+            if not master.home.is_on_host:
                 kept = self._keep_frozen([master])
-                optimizer.update(master.updates(), scale, self.world)
+                optimizer.update(self._updates(master, groups), scale, self.world)
                 kept.restore()
                 self._publish(master)
-            return
-        updates = [update for master in self.masters for update in master.updates()]
+        for master, arrival in arrivals:
+            if self.world.is_sharded and master.params.may_be_resharded:
+                master.params.expect(arrival)  # the unit's next use waits for it
+            else:
+                arrival.order()
+                self._publish(master)
+
+    def _in_order_of_use(self) -> list[Master]:
+        """First what is published in this step, then the root, then the blocks."""
+        roots = {id(params) for unit, params, _ in self._model.trainable if unit.is_root}
+        return sorted(
+            self.masters, key=lambda m: (m.params.may_be_resharded, id(m.params) not in roots)
+        )
+
+    def _start_on_host(
+        self,
+        optimizer: ShardOptimizer,
+        master: Master,
+        groups: Sequence[dict[str, Any]],
+        scale: float,
+    ) -> Arrival:
+        def update(grad: Tensor, values: Tensor | None) -> None:
+            optimizer.update(master.updates(groups, grad, values, has_old=False), scale, self.world)
+
+        def keep() -> tuple[FrozenValues, list[Range]]:
+            ranges = self._frozen_ranges(master)
+            kept = FrozenValues()
+            kept.keep(master.raw, ranges)
+            self._keep_states(kept, master, ranges)
+            return kept, ranges
+
+        return start_on_host(master, update, keep)
+
+    def _updates(self, master: Master, groups: Sequence[dict[str, Any]]) -> list[Update]:
+        out = master.compute if master.casts and not master.home.is_on_host else None
+        return master.updates(groups, master.grads.for_update(), out, has_old=True)
+
+    def _step_at_once(self, optimizer: ShardOptimizer, scale: float) -> None:
+        self._take_edits_into_masters(also_device=not optimizer.takes_edits)
+        groups = optimizer.param_groups
+        updates = [update for master in self.masters for update in self._updates(master, groups)]
         kept = self._keep_frozen(self.masters)
         optimizer.update(updates, scale, self.world)
         kept.restore()
         for master in self.masters:
+            if master.home.is_on_host:
+                master.write_compute()
             self._publish(master)
 
     def _keep_frozen(self, masters: Sequence[Master]) -> FrozenValues:
         """Save the values and states of parameters that were frozen after `initialize`."""
-        assert self._optimizer is not None
         kept = FrozenValues()
         for master in masters:
-            layout = master.params.layout
-            whole = (0, layout.numel)
-            bounds = layout.shard_range(self.world.collectives.rank) if master.is_sharded else whole
-            ranges = frozen_ranges(master.params, *bounds)
+            ranges = self._frozen_ranges(master)
             if not ranges:
                 continue
             kept.keep(master.tensor, ranges)
             if master.casts:
                 kept.keep(master.compute, ranges)
-            for tensor, at in self._tensors_in(master):
-                inside = clip(ranges, at, tensor.numel())
-                if inside:
-                    state = self._optimizer.state.get(tensor, {})
-                    kept.keep_state(state, tensor.numel(), inside)
+            self._keep_states(kept, master, ranges)
         return kept
+
+    def _frozen_ranges(self, master: Master) -> list[Range]:
+        layout = master.params.layout
+        whole = (0, layout.numel)
+        bounds = layout.shard_range(self.world.collectives.rank) if master.is_sharded else whole
+        return frozen_ranges(master.params, *bounds)
+
+    def _keep_states(self, kept: FrozenValues, master: Master, ranges: Sequence[Range]) -> None:
+        assert self._optimizer is not None
+        for tensor, at in self._tensors_in(master) if ranges else ():
+            inside = clip(ranges, at, tensor.numel())
+            if inside:
+                state = self._optimizer.state.get(tensor, {})
+                kept.keep_state(state, tensor.numel(), inside)
 
     def _step_torch(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
         """Step any torch optimizer, with `.grad` set on its tensors in the master's dtype."""
@@ -226,8 +234,7 @@ class Updater:
             for tensor in group["params"]:
                 tensor.grad = None
         for master in self.masters:
-            if master.casts:
-                master.compute.copy_(master.tensor)
+            master.write_compute()
             self._publish(master)
 
     def _set_grads(self, master: Master, grad: Tensor) -> None:
@@ -244,6 +251,7 @@ class Updater:
             buffer that the state tensors cover, or None if they have the parameter's own shape.
         """
         assert self._optimizer is not None
+        master.wait()
         start = master.params.layout.shard_range(self.world.collectives.rank)[0]
         first = slot.offset - (start if master.is_sharded else 0)
         for tensor, at in self._tensors_in(master):
@@ -272,8 +280,7 @@ class Updater:
 
     def _tensors_in(self, master: Master) -> Iterator[tuple[Tensor, int]]:
         """The optimizer's tensors that are ranges of `master`, and their first elements in it."""
-        assert self._optimizer is not None
-        for group in self._optimizer.param_groups:
+        for group in [] if self._optimizer is None else self._optimizer.param_groups:
             for tensor in group["params"]:
                 place = self.place_of(tensor)
                 if place is not None and place[0] is master:
@@ -283,12 +290,18 @@ class Updater:
         if self.world.is_sharded:
             master.params.start_publish()
 
+    def wait(self) -> None:
+        """Wait for all updates that run on the host."""
+        for master in self.masters:
+            master.wait()
+
     def master_tensors(self) -> list[Tensor]:
         """The masters that are separate copies of the parameters."""
-        return [master.tensor for master in self.masters if master.casts]
+        return [master.tensor for master in self.masters if master.is_apart]
 
     def state_tensors(self) -> list[Tensor]:
         """The optimizer's state tensors, without scalars."""
+        self.wait()
         states = [] if self._optimizer is None else self._optimizer.state.values()
         return [
             value
@@ -298,12 +311,32 @@ class Updater:
         ]
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of the masters that are separate copies, and of the optimizer's state tensors."""
-        masters = sum(m.tensor.numel() * m.tensor.element_size() for m in self.masters if m.casts)
-        state = 0
-        if self._optimizer is not None:
-            for values in self._optimizer.state.values():
-                state += sum(
-                    v.numel() * v.element_size() for v in values.values() if isinstance(v, Tensor)
-                )
-        return {"master": masters, "optimizer": state}
+        """Bytes of the masters that are separate copies, of the optimizer's state tensors, and on the host.
+
+        "host" has masters, states, gradients and buffers of flat buffers whose home is there.
+        """
+        found = {"master": 0, "optimizer": 0, "host": 0}
+        for master in self.masters:
+            own = master.tensor.nbytes if master.is_apart else 0
+            states = [
+                value.nbytes
+                for tensor, _ in self._tensors_in(master)
+                for value in self._states_of(tensor).values()
+                if isinstance(value, Tensor)
+            ]
+            if master.home.is_on_host:
+                found["host"] += own + sum(states) + master.grads.host_bytes
+            else:
+                found["master"] += own
+                found["optimizer"] += sum(states)
+        host = self._model.homes.host
+        found["host"] += 0 if host is None else host.sender.allocated_bytes
+        return found
+
+    def _states_of(self, tensor: Tensor) -> dict[str, Any]:
+        return {} if self._optimizer is None else self._optimizer.state.get(tensor, {})
+
+
+def _values(scalars: Sequence[Tensor]) -> list[int]:
+    """The values of scalars on one device, with one synchronization."""
+    return torch.stack(list(scalars)).tolist() if scalars else []

@@ -1,0 +1,107 @@
+"""Where the master weights and optimizer states of one flat buffer are stored: on the device or on the host.
+
+An optimizer makes its states beside the master, so the master's home is also theirs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import final
+
+import torch
+from torch import Tensor
+
+from .host_sums import OnDevice, OnHost, SumHome
+from .lanes import Lanes, Outbox
+from .sender import Sender
+
+
+class Home(ABC):
+    """The place of a master. `is_on_host`: forward's parameters are a copy on the device."""
+
+    is_on_host: bool
+
+    @abstractmethod
+    def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of `values` [n] at home, in `dtype`."""
+
+    @abstractmethod
+    def sums(self, sum_dtype: torch.dtype) -> SumHome:
+        """A home for the sum of gradients."""
+
+
+@final
+class DeviceHome(Home):
+    """The device."""
+
+    is_on_host = False
+
+    def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        return values.to(dtype, copy=True)
+
+    def sums(self, sum_dtype: torch.dtype) -> SumHome:
+        return OnDevice()
+
+
+@final
+class HostHome(Home):
+    """Host memory, with what its users share: lanes, the outbox of gradients and the sender of parameters."""
+
+    is_on_host = True
+
+    def __init__(self, device: torch.device, *, pin: bool, adds: bool) -> None:
+        """
+        Args:
+            pin: use pinned memory for copies; without effect where the device is a CPU.
+            adds: a step has several reductions.
+        """
+        self.pin = pin and device.type == "cuda"
+        self.lanes = Lanes.of(device)
+        self.sender = Sender(self.lanes, pin=self.pin)
+        self._outbox = Outbox()
+        self._adds = adds
+
+    def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        return values.to("cpu", dtype, copy=True)
+
+    def sums(self, sum_dtype: torch.dtype) -> SumHome:
+        return OnHost(self.lanes, self._outbox, sum_dtype, adds=self._adds, pin=self.pin)
+
+    def drain(self) -> None:
+        """Give back all device buffers whose copies are in flight."""
+        self._outbox.drain()
+
+    def close(self) -> None:
+        """End the threads."""
+        self.lanes.close()
+
+
+@final
+class Homes:
+    """Chooses the home of each flat buffer, in the order in which forward uses them.
+
+    The first ones stay on the device until it has its share. Backward reaches the others first, so their
+    updates on the host begin early.
+    """
+
+    def __init__(self, host: HostHome | None, *, ratio: float = 1.0, total_numel: int = 0) -> None:
+        """
+        Args:
+            host: None keeps everything on the device.
+            ratio: the share of all elements on the host, to within one buffer.
+            total_numel: elements of all trainable parameters.
+        """
+        self.host = host
+        self._device = DeviceHome()
+        self._device_numel = total_numel if host is None else round((1 - ratio) * total_numel)
+
+    def next(self, numel: int) -> Home:
+        """The home of the next buffer, of `numel` elements."""
+        if self.host is None or numel <= self._device_numel:
+            self._device_numel -= numel
+            return self._device
+        self._device_numel = 0  # the buffers after it are used later
+        return self.host
+
+
+__all__ = ["DeviceHome", "Home", "Homes", "HostHome"]

@@ -1,0 +1,172 @@
+"""Where the sum of one flat buffer's gradients is stored until the update: on the device, or on the host.
+
+    device: sum of one reduction ──to_host──> host sum of the step [n] ──> update on the host
+
+The first sum of a step is copied in its own dtype, so one reduction of 16-bit gradients takes 2 bytes an
+element. Later ones are added in the dtype of sums.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor
+
+from .lanes import Done, Lanes, Outbox, Ticket
+from .pinned import host_memory
+
+
+class SumHome(ABC):
+    """Stores the sum over ranks of one flat buffer's gradients since the last step."""
+
+    is_on_host: bool
+
+    @abstractmethod
+    def add(self, source: Tensor, give_back: Callable[[], None]) -> None:
+        """Start to add `source` [n], on the device; `give_back` is called when it may be overwritten."""
+
+    @abstractmethod
+    def put(self, total: Tensor) -> None:
+        """Replace the sum by `total` [n] of any device; returns when it is copied."""
+
+    @abstractmethod
+    def total(self) -> Tensor | None:
+        """The sum [n] in host memory; None if nothing was added since `reset`."""
+
+    @abstractmethod
+    def lend(self, ticket: Ticket) -> None:
+        """The sum is read until `ticket` is done: its memory is not written before."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget the sum."""
+
+    @property
+    @abstractmethod
+    def host_bytes(self) -> int:
+        """Bytes of host memory in use."""
+
+
+@final
+class OnDevice(SumHome):
+    """The sum stays in the buffers of the reduction."""
+
+    is_on_host = False
+
+    def add(self, source: Tensor, give_back: Callable[[], None]) -> None:
+        raise AssertionError("the sum stays on the device")
+
+    def put(self, total: Tensor) -> None:
+        raise AssertionError("the sum stays on the device")
+
+    def total(self) -> Tensor | None:
+        return None
+
+    def lend(self, ticket: Ticket) -> None:
+        raise AssertionError("the sum stays on the device")
+
+    def reset(self) -> None:
+        return
+
+    @property
+    def host_bytes(self) -> int:
+        return 0
+
+
+@final
+class OnHost(SumHome):
+    """The sum is in host memory, pinned if `pin`. Its memory is allocated once."""
+
+    is_on_host = True
+
+    def __init__(
+        self, lanes: Lanes, outbox: Outbox, sum_dtype: torch.dtype, *, adds: bool, pin: bool
+    ) -> None:
+        """adds: a step usually has several reductions, so the sum has `sum_dtype` from the start."""
+        self._lanes = lanes
+        self._outbox = outbox
+        self._sum_dtype = sum_dtype
+        self._adds = adds
+        self._pin = pin
+        self._memory: Tensor | None = None
+        self._sum: Tensor | None = None
+        self._ticket: Ticket | None = None
+        self._reader: Ticket = Done()
+
+    def add(self, source: Tensor, give_back: Callable[[], None]) -> None:
+        if self._sum is None:
+            dtype = self._sum_dtype if self._adds else source.dtype
+            self._sum = self._allocate(source.numel(), dtype)
+            ticket = self._copy(self._sum, source)
+        else:
+            ticket = self._add(self._widened(), source)
+        self._ticket = ticket
+        self._outbox.add(ticket, give_back)
+
+    def _copy(self, target: Tensor, source: Tensor) -> Ticket:
+        if target.dtype == source.dtype or source.device.type == "cpu":
+            return self._lanes.to_host.run(lambda: target.copy_(source, non_blocking=True))
+        return self._staged(source, target.copy_)
+
+    def _add(self, target: Tensor, source: Tensor) -> Ticket:
+        if source.device.type == "cpu":
+            return self._lanes.to_host.run(lambda: target.add_(source))
+        return self._staged(source, target.add_)
+
+    def _staged(self, source: Tensor, then: Callable[[Tensor], Tensor]) -> Ticket:
+        """Copy `source` to host memory of its dtype first: a copy between devices must not convert."""
+        stage = host_memory(source.numel() * source.element_size(), pin=self._pin)
+        stage = stage.view(source.dtype)
+        copied = self._lanes.to_host.run(lambda: stage.copy_(source, non_blocking=True))
+
+        def work() -> None:
+            copied.wait()
+            then(stage)
+
+        return self._lanes.updates.run(work)
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        reader, self._reader = self._reader, Done()
+        reader.wait()
+        need_bytes = numel * dtype.itemsize
+        if self._memory is None or self._memory.numel() < need_bytes:
+            self._memory = host_memory(need_bytes, pin=self._pin)
+        return self._memory[:need_bytes].view(dtype)
+
+    def _widened(self) -> Tensor:
+        """The sum in the dtype of sums."""
+        assert self._sum is not None
+        if self._sum.dtype != self._sum_dtype:
+            narrow = self.total()
+            assert narrow is not None
+            self._sum = narrow.to(self._sum_dtype)
+            self._memory = self._sum.view(torch.uint8)
+        return self._sum
+
+    def put(self, total: Tensor) -> None:
+        self.reset()
+        self._sum = self._allocate(total.numel(), total.dtype)
+        self._sum.copy_(total)
+
+    def total(self) -> Tensor | None:
+        if self._ticket is not None:
+            ticket, self._ticket = self._ticket, None
+            ticket.wait()
+        return self._sum
+
+    def lend(self, ticket: Ticket) -> None:
+        self._reader = ticket
+
+    def reset(self) -> None:
+        self.total()
+        self._sum = None
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self._memory is None else self._memory.numel()
+
+
+__all__ = ["OnDevice", "OnHost", "SumHome"]

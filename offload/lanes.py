@@ -1,0 +1,191 @@
+"""Lanes: ordered queues of copies between a device and the host, and of work on host memory.
+
+    device memory ──> to_host ──> host memory ──> updates ──> to_device ──> device memory
+
+- The jobs of one lane run one after the other. Jobs of different lanes run at the same time.
+- On a GPU a copy lane is a stream, and its jobs only enqueue copies; `updates` is a thread.
+- On a CPU every lane is a thread: its copies are real, so the order of everything is the same as on a GPU.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, final
+
+import torch
+
+IN_FLIGHT = (
+    2  # device buffers that wait for their copy to the host: one is copied while one is filled
+)
+
+
+Mark = torch.cuda.Event
+
+
+class Ticket(ABC):
+    """A job of a lane."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the job is done. Raises what the job raised."""
+
+    @abstractmethod
+    def order(self) -> None:
+        """Let work that is started on the device from now on run after the job."""
+
+
+@final
+class Done(Ticket):
+    """A job that was done at once."""
+
+    def wait(self) -> None:
+        return
+
+    def order(self) -> None:
+        return
+
+
+class Lane(ABC):
+    """Runs jobs one after the other."""
+
+    @abstractmethod
+    def run(self, job: Callable[[], Any], after: Mark | None = None) -> Ticket:
+        """Run `job` after all earlier jobs, and after the device's work that was started before `after`.
+
+        after: default: now.
+        """
+
+    @abstractmethod
+    def mark(self) -> Mark | None:
+        """A mark behind the device's work that was started before."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for all jobs, and end the lane. Jobs that raise are ignored."""
+
+
+@final
+class _ThreadTicket(Ticket):
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def order(self) -> None:
+        self._future.result()
+
+
+@final
+class ThreadLane(Lane):
+    """A thread that runs the jobs."""
+
+    def __init__(self, name: str) -> None:
+        num_threads = torch.get_num_threads()  # a new thread would use the default of OpenMP
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix=name, initializer=torch.set_num_threads, initargs=(num_threads,)
+        )
+
+    def run(self, job: Callable[[], Any], after: Mark | None = None) -> Ticket:
+        return _ThreadTicket(self._pool.submit(_without_grad, job))
+
+    def mark(self) -> Mark | None:
+        return None
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def _without_grad(job: Callable[[], Any]) -> None:
+    with torch.no_grad():  # the mode belongs to a thread
+        job()
+
+
+@final
+class _StreamTicket(Ticket):
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def order(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+@final
+class StreamLane(Lane):
+    """A CUDA stream. Jobs enqueue copies; their memory must not be freed before the ticket is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def mark(self) -> Mark | None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._stream.device))
+        return event
+
+    def run(self, job: Callable[[], Any], after: Mark | None = None) -> Ticket:
+        mark = self.mark() if after is None else after
+        assert mark is not None
+        self._stream.wait_event(mark)
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            job()
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return _StreamTicket(event)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+@final
+class Lanes:
+    """The lanes of one engine."""
+
+    def __init__(self, to_host: Lane, to_device: Lane, updates: Lane) -> None:
+        self.to_host = to_host
+        self.to_device = to_device
+        self.updates = updates
+
+    @classmethod
+    def of(cls, device: torch.device) -> Lanes:
+        """The lanes for `device`."""
+        if device.type == "cuda":
+            return cls(StreamLane(device), StreamLane(device), ThreadLane("xds-update"))
+        return cls(ThreadLane("xds-to-host"), ThreadLane("xds-to-device"), ThreadLane("xds-update"))
+
+    def close(self) -> None:
+        """End all lanes."""
+        for lane in (self.updates, self.to_host, self.to_device):
+            lane.close()
+
+
+@final
+class Outbox:
+    """Device buffers that are being copied to the host, each given back after its copy; at most `IN_FLIGHT`."""
+
+    def __init__(self) -> None:
+        self._leaving: deque[tuple[Ticket, Callable[[], None]]] = deque()
+
+    def add(self, ticket: Ticket, give_back: Callable[[], None]) -> None:
+        """Call `give_back` after `ticket`. Waits for the oldest copy if there are too many."""
+        self._leaving.append((ticket, give_back))
+        while len(self._leaving) > IN_FLIGHT:
+            self._end_oldest()
+
+    def drain(self) -> None:
+        """Give back all buffers."""
+        while self._leaving:
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        ticket, give_back = self._leaving.popleft()
+        ticket.order()
+        give_back()
+
+
+__all__ = ["Done", "Lane", "Lanes", "Mark", "Outbox", "StreamLane", "ThreadLane", "Ticket"]

@@ -1,0 +1,181 @@
+"""The master weights of one flat buffer, at their home, and the values that forward computes with.
+
+device home    master [n] ──cast──> compute [n]               one memory if there is no cast
+host home      master [n] (host) ──cast──> buffer ──to_device──> compute [n]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ...offload.homes import Home, HostHome
+from ...offload.lanes import Done, Mark, Ticket
+from ...ops.fingerprint import fingerprint
+from ...ops.optim.edits import take_edits
+from ...ops.optim.shard_optimizer import Item, Part, Update
+from .flat_grads import FlatGrads
+from .flat_params import FlatParams
+from .layout import Piece
+from .policy import master_dtype
+
+
+@final
+class Master:
+    """The master weights of one flat buffer, or of this rank's shard of it, and their items.
+
+    casts: forward computes in a narrower dtype.
+    is_apart: forward's values have memory of their own, because of a cast or on another device.
+    """
+
+    def __init__(
+        self, params: FlatParams, grads: FlatGrads, home: Home, rank: int, *, is_sharded: bool
+    ) -> None:
+        layout = params.layout
+        self.params = params
+        self.grads = grads
+        self.home = home
+        self.is_sharded = is_sharded
+        wide = master_dtype(params.dtype)
+        self.casts = params.dtype != wide
+        self.is_apart = self.casts or home.is_on_host
+        self._update: Ticket = Done()
+        # without a copy the parameters themselves are the master
+        self._tensor = home.store(self.compute, wide) if self.is_apart else self.compute.detach()
+        self._published: Tensor | None = None  # the fingerprint of the values that the engine wrote
+        self.remember()
+        start, stop = layout.shard_range(rank) if is_sharded else (0, layout.numel)
+        pieces = layout.pieces_in(start, stop)
+        self.items = [
+            Item(
+                master=self._tensor[segment.start : segment.stop],
+                group=segment.group,
+                parts=parts_in(pieces, segment.start, segment.stop),
+                flat=params.index,
+                start=segment.start,
+            )
+            for segment in layout.segments_in(start, stop)
+        ]
+
+    @property
+    def tensor(self) -> Tensor:
+        """The master weights [n]. Waits for the update that runs on the host."""
+        self.wait()
+        return self._tensor
+
+    @property
+    def raw(self) -> Tensor:
+        """The same without waiting, for the update itself."""
+        return self._tensor
+
+    @property
+    def compute(self) -> Tensor:
+        """The values that forward computes with, [n], on the device."""
+        return self.params.shard if self.is_sharded else self.params.raw
+
+    @property
+    def host(self) -> HostHome:
+        """Its home, which is on the host."""
+        assert isinstance(self.home, HostHome)
+        return self.home
+
+    def wait(self) -> None:
+        """Wait for the update that runs on the host."""
+        update, self._update = self._update, Done()
+        update.wait()
+
+    # -- a script's writes ------------------------------------------------------------------------------
+
+    def remember(self) -> None:
+        """The values that forward computes with are the engine's own: see `written`."""
+        if self.home.is_on_host:
+            self._published = fingerprint(self.compute)
+
+    def written(self) -> Tensor:
+        """Not 0 if a script has written to the values since `remember`; int64 [] on the device."""
+        assert self._published is not None
+        return fingerprint(self.compute) - self._published
+
+    @torch.no_grad()
+    def take_edits(self, start: int = 0, stop: int | None = None) -> None:
+        """Copy computed values [start, stop) that a script wrote: those that differ from the rounded master."""
+        if not self.is_apart:
+            return
+        stop = self._tensor.numel() if stop is None else stop
+        if not self.home.is_on_host:
+            take_edits(self.tensor[start:stop], self.compute[start:stop])
+        elif int(self.written()):
+            self.take_edits_to_host()
+
+    @torch.no_grad()
+    def take_edits_to_host(self) -> None:
+        """The same from the device to the host, for all values."""
+        values = self.compute.to("cpu")
+        if self.casts:
+            take_edits(self.tensor, values)
+        else:
+            self.tensor.copy_(values)
+        self.remember()
+
+    # -- an update --------------------------------------------------------------------------------------
+
+    def updates(
+        self, groups: Sequence[dict[str, Any]], grad: Tensor, out: Tensor | None, *, has_old: bool
+    ) -> list[Update]:
+        """For each item its gradient, the place of its new values and its hyperparameters."""
+        found = []
+        for item in self.items:
+            here = slice(item.start, item.start + item.master.numel())
+            values = None if out is None else out[here]
+            found.append(Update(item, grad[here], values, groups[item.group], has_old))
+        return found
+
+    def begin_update(self, ticket: Ticket) -> None:
+        """An update runs on the host until `ticket` is done; it reads the gradients until then."""
+        self._update = ticket
+        self.grads.lend(ticket)
+
+    @torch.no_grad()
+    def send(self, values: Tensor, compute: Tensor, after: Mark | None) -> Ticket:
+        """Start to copy `values`, a buffer of the sender, to `compute`. In the thread of updates.
+
+        compute: `self.compute`, which must not be asked in that thread: it may wait for this copy.
+        """
+
+        def remember() -> None:
+            self._published = fingerprint(compute)
+
+        return self.host.sender.send(values, compute, after, remember)
+
+    @torch.no_grad()
+    def write_compute(self) -> None:
+        """Set the values that forward computes with from the masters."""
+        if not self.home.is_on_host:
+            if self.casts:
+                self.compute.copy_(self.tensor)
+            return
+        tensor, compute = self.tensor, self.compute
+        mark = self.host.lanes.to_device.mark()
+        tickets: list[Ticket] = []
+
+        def work() -> None:
+            values = self.host.sender.buffer(tensor.numel(), self.params.dtype)
+            tickets.append(self.send(values.copy_(tensor), compute, mark))
+
+        self.host.lanes.updates.run(work).wait()
+        tickets[0].order()
+
+
+def parts_in(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Part, ...]:
+    """The pieces that begin in [start, stop), relative to `start`."""
+    return tuple(
+        Part(p.slot.name, p.slot.shape, p.slot.group, p.start - start, p.stop - start, p.slot_start)
+        for p in pieces
+        if start <= p.start < stop
+    )
+
+
+__all__ = ["Master", "parts_in"]
