@@ -85,7 +85,7 @@ class States:
             sharded.memory.release_gradients()
         if self._parts.device.type != "cpu":
             sharded.memory.hide_whole_params("lp_params" in names)
-            self._host_copies.move_to_host(tensors)
+            self._host_copies.move_to_host(t for t in tensors if t.device.type != "cpu")
 
     def reload(self) -> None:
         """Bring back what `offload` moved. Without one before it nothing happens."""

@@ -95,6 +95,11 @@ class Homes:
         self._device = DeviceHome()
         self._device_numel = total_numel if host is None else round((1 - ratio) * total_numel)
 
+    def close(self) -> None:
+        """End the threads of the host's home."""
+        if self.host is not None:
+            self.host.close()
+
     def next(self, numel: int) -> Home:
         """The home of the next buffer, of `numel` elements."""
         if self.host is None or numel <= self._device_numel:

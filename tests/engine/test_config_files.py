@@ -140,21 +140,12 @@ ACCEPTED = {
 }
 
 REFUSED = {
-    "zero_optimization.cpu_offload": {
-        **SIZES,
-        "zero_optimization": {"stage": 2, "cpu_offload": True},
-    },
     "zero_optimization.offload_param.device": {
         **SIZES,
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": "cpu", "pin_memory": True, "buffer_size": "auto"},
         },
-    },
-    "zero_optimization.offload_optimizer.device": {
-        **AUTO_SIZES,
-        "optimizer": AUTO_ADAM,
-        "zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}},
     },
     "optimizer.type": {
         **SIZES,

@@ -95,6 +95,7 @@ class Snapshot:
         self.rank = sharded.collectives.rank
         self.world_size = sharded.collectives.world_size
         self._updater = updater
+        updater.wait()
         self.masters = updater.masters
         self.sharded = sharded
         self.optimizer = optimizer

@@ -211,6 +211,7 @@ class ShardedModel:
             self._gatherer.remove()
             for unit in self.units:
                 unit.unshard()
+        self.homes.close()
 
     @property
     def has_gradients(self) -> bool:

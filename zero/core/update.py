@@ -177,8 +177,11 @@ class Updater:
         return start_on_host(master, update, keep)
 
     def _updates(self, master: Master, groups: Sequence[dict[str, Any]]) -> list[Update]:
-        out = master.compute if master.casts and not master.home.is_on_host else None
-        return master.updates(groups, master.grads.for_update(), out, has_old=True)
+        grad, is_on_host = master.grads.for_update(), master.home.is_on_host
+        out = master.compute if master.casts else None
+        if out is not None and is_on_host:
+            out = torch.empty_like(out, device="cpu")  # optimizers with and without a cast may round apart
+        return master.updates(groups, grad, out, has_old=not is_on_host)
 
     def _step_at_once(self, optimizer: ShardOptimizer, scale: float) -> None:
         self._take_edits_into_masters(also_device=not optimizer.takes_edits)
