@@ -124,6 +124,19 @@ def skip_an_access(stage: int) -> dict[str, Any]:
     return outcome_of(steps)
 
 
+def wait_and_go_on(stage: int) -> dict[str, Any]:
+    """Rank 1 is late, but not too late."""
+    engine = engine_of(stage, notice_seconds=0.5)
+
+    def steps() -> None:
+        one_step(engine, 0)
+        if engine.global_rank == 1:
+            time.sleep(2.0)
+        one_step(engine, 1)
+
+    return outcome_of(steps)
+
+
 def skip_own_collective(stage: int) -> dict[str, Any]:
     """The script has a collective of its own, which rank 1 leaves out."""
     engine = engine_of(stage)

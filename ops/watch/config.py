@@ -16,7 +16,13 @@ class WatchConfig(Section):
 
     enabled: Annotated[bool, FLAG] = Field(
         True,
-        description="a thread per rank reports its state when others wait; false: only failed waits",
+        description="a thread per rank reports its state when others wait; false: xds reports only waits that "
+        "failed",
+    )
+    notice_seconds: Annotated[float, number(0)] = Field(
+        60.0,
+        description="a rank that waits so long for others logs a warning, which names the rank that it waits "
+        "for and the line of its script; 0 for never. The wait goes on until the timeout of the group",
     )
     heartbeat_seconds: Annotated[float, number(0.05, 60)] = Field(
         1.0, description="how often a rank sends a heartbeat and checks whether others wait"
@@ -27,6 +33,6 @@ class WatchConfig(Section):
     )
     straggler_ratio: Annotated[float, number(0)] = Field(
         1.2,
-        description="a rank is reported if it computes so many times as long as the median of its peers while "
-        "they wait; 0 for never",
+        description="a rank is reported if its compute time exceeds this many times the median of the other "
+        "ranks while they wait; 0 for never",
     )

@@ -57,10 +57,11 @@ class WatchedEngine:
     """The sentinel's state for one watch. It holds the watch by a weak reference: the engine owns it."""
 
     def __init__(
-        self, watch: Watch, group: str, timeout_seconds: float, straggler_ratio: float
+        self, watch: Watch, group: str, timeout_seconds: float, section: WatchConfig
     ) -> None:
         self.watch = weakref.ref(watch)
         self.group = group
+        self.notice_seconds = section.notice_seconds
         self.timeout_seconds = timeout_seconds
         self.store = watch.open_store()
         self.exchange: Exchange | None = None
@@ -68,9 +69,9 @@ class WatchedEngine:
         self.answered = 0  # the newest alarm that was answered, and when
         self.answered_seconds = 0.0
         self.request: Request | None = None
-        self.detector = (
-            StragglerDetector(straggler_ratio) if straggler_ratio and watch.rank == 0 else None
-        )
+        self.lowest_waiting = -1  # the lowest rank that answered the last alarm, if it waits
+        ratio = section.straggler_ratio
+        self.detector = StragglerDetector(ratio) if ratio and watch.rank == 0 else None
         self.beats = 0
         self.wakes: threading.Event | None = None
 
@@ -238,9 +239,11 @@ class Sentinel:
         if self._has_request():  # a wait failed in the meantime: its error has the diagnosis
             return ""
         exchange.store.set(f"xds/read/{watch.rank}", "")
+        lowest = min(reports)
+        entry.lowest_waiting = lowest if reports[lowest].waits_in else -1  # else that rank logs it
         diagnosis = _explained(exchange, reports)
         will_raise = bool(mine.waits_in) and watch.probe is None
-        if watch.rank == min(reports) and not will_raise and not watch.is_failing:
+        if watch.rank == lowest and not will_raise and not watch.is_failing:
             log.error("xds: %s", diagnosis)
         return diagnosis
 
@@ -278,12 +281,22 @@ class Sentinel:
             self._idle_stall.update(None, 0.0)
             if seconds > found[0].timeout_seconds + OVERDUE_SECONDS:
                 self._end(found[0], found[1])
+            elif 0 < found[0].notice_seconds < seconds and not self._wait_stall.is_reported:
+                self._wait_stall.is_reported = True
+                self._notice(found[0], found[1], seconds)
             return
         if not waiting:
             return
         devices = [pair for pair in waiting if pair[1].probe is not None]
         if not (devices and self._look_at_device(*devices[0], elapsed_seconds)):
             self._look_at_script(*waiting[0], elapsed_seconds)
+
+    def _notice(self, entry: WatchedEngine, watch: Watch, seconds: float) -> None:
+        """Log what this rank waits for, once for all ranks that wait."""
+        diagnosis = self._raise_alarm(entry, watch)
+        if diagnosis and watch.rank == entry.lowest_waiting and not watch.is_failing:
+            left = entry.timeout_seconds - seconds
+            log.warning("xds: waiting for %.0f s (at most %.0f s more): %s", seconds, left, diagnosis)
 
     def _look_at_device(self, entry: WatchedEngine, watch: Watch, elapsed_seconds: float) -> bool:
         """Report a stuck device queue before torch's watchdog aborts the process. True: it is stuck."""
@@ -393,7 +406,7 @@ _sentinel: Sentinel | None = None
 def start_watching(watch: Watch, group: str, section: WatchConfig, timeout_seconds: float) -> None:
     """Let this process's watcher thread serve `watch` until `stop_watching`. Starts the thread if needed."""
     global _sentinel  # noqa: PLW0603 (one thread per process)
-    entry = WatchedEngine(watch, group, timeout_seconds, section.straggler_ratio)
+    entry = WatchedEngine(watch, group, timeout_seconds, section)
     if entry.store is None:
         return
     watch.diagnoser = entry

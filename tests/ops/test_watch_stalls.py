@@ -26,6 +26,7 @@ RUNS: dict[str, tuple[Callable[..., Any], int, int, bool]] = {
     "save left out": (stalled_runs.skip_a_save, 2, 2, False),
     "access left out": (stalled_runs.skip_an_access, 2, 3, False),
     "own collective": (stalled_runs.skip_own_collective, 2, 3, False),
+    "late": (stalled_runs.wait_and_go_on, 2, 3, False),
     "quiet": (stalled_runs.sleep_quietly, 2, 3, False),
 }
 Runs = dict[str, "Future[list[dict[str, Any]]]"]
@@ -125,7 +126,15 @@ def test_ranks_that_idle_and_wait_for_nobody_hear_nothing(runs: Runs) -> None:
         assert (found["error"], found["lines"]) == ("", [])
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "quiet"])
+def test_a_rank_that_waits_long_logs_for_whom(runs: Runs) -> None:
+    first, second = runs["late"].result()
+    assert (first["error"], second["error"], second["lines"]) == ("", "", [])
+    (line,) = first["lines"]
+    assert re.match(r"xds: waiting for [0-9]+ s \(at most [0-9]+ s more\): rank 0 waits in", line)
+    assert "rank 1 waits in no collective: the script is at tests/stalled_runs.py:" in line
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("late", "quiet")])
 def test_every_rank_ends_soon_after_the_timeout(name: str, runs: Runs) -> None:
     for rank, found in enumerate(runs[name].result()):
         if rank != 1:  # that one waited for the others' end

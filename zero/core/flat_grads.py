@@ -355,6 +355,7 @@ class FlatGrads:
             handle.wait()
             if self._home.is_on_host:
                 assert self._local is not None
+                self._squares = self._squares_of(self._local, exact=False)
                 self._home.put(self._local)
 
     # -- the optimizer's view ---------------------------------------------------------------------------
@@ -370,24 +371,27 @@ class FlatGrads:
             self.settle()  # a single rank sends nothing, so no gradient is late
         if self._squares is not None and not exact:
             return self._squares
-        if self._home.is_on_host and not self._gathers_sums:
+        if self._home.is_on_host:
             held = self._home.total()
         else:
-            sees_all = self.is_single_rank or not self._policy.shards_optimizer
-            held = self._local if sees_all else self._total
+            held = self._local if self._sees_all else self._total
         return self._squares_of(held, exact=exact)
+
+    @property
+    def _sees_all(self) -> bool:
+        """This rank has the sums of all shards."""
+        return self.is_single_rank or not self._policy.shards_optimizer
 
     def _squares_of(self, held: Tensor | None, *, exact: bool) -> Tensor:
         compute = exact_square_sum if exact else square_sum
-        sees_all = self.is_single_rank or not self._policy.shards_optimizer
         sums = torch.zeros(
             self._collectives.world_size, dtype=torch.float64, device=self.params[0].device
         )
         if held is None:
             return sums
-        for rank in range(len(sums)) if sees_all else ():
+        for rank in range(len(sums)) if self._sees_all else ():
             sums[rank] = compute(self._collectives.shard_of(held, rank), self._param_dtype)
-        if not sees_all:
+        if not self._sees_all:
             sums[self._collectives.rank] = compute(held, self._param_dtype)
         return sums
 
@@ -405,7 +409,11 @@ class FlatGrads:
         return self._total
 
     def reduced(self) -> Tensor | None:
-        """The sums over ranks that an update would read now; None: no backward since the last step."""
+        """The sums over ranks that an update would read now; None: no backward since the last step.
+
+        The caller may write to them, so their norm is computed again.
+        """
+        self._squares = None
         if self._keeps_local:
             return self.settle() if self.has_local else None
         if self.is_single_rank and self.has_local:
