@@ -296,7 +296,9 @@ class Sentinel:
         diagnosis = self._raise_alarm(entry, watch)
         if diagnosis and watch.rank == entry.lowest_waiting and not watch.is_failing:
             left = entry.timeout_seconds - seconds
-            log.warning("xds: waiting for %.0f s (at most %.0f s more): %s", seconds, left, diagnosis)
+            log.warning(
+                "xds: waiting for %.0f s (at most %.0f s more): %s", seconds, left, diagnosis
+            )
 
     def _look_at_device(self, entry: WatchedEngine, watch: Watch, elapsed_seconds: float) -> bool:
         """Report a stuck device queue before torch's watchdog aborts the process. True: it is stuck."""

@@ -180,7 +180,9 @@ class Updater:
         grad, is_on_host = master.grads.for_update(), master.home.is_on_host
         out = master.compute if master.casts else None
         if out is not None and is_on_host:
-            out = torch.empty_like(out, device="cpu")  # optimizers with and without a cast may round apart
+            out = torch.empty_like(
+                out, device="cpu"
+            )  # optimizers with and without a cast may round apart
         return master.updates(groups, grad, out, has_old=not is_on_host)
 
     def _step_at_once(self, optimizer: ShardOptimizer, scale: float) -> None:
