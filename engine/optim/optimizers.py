@@ -20,6 +20,7 @@ from ...ops.optim.sgd import SGD
 from ...ops.optim.shard_optimizer import ShardOptimizer
 from ...utils.errors import UsageError
 from ...zero.core.update import Updater
+from .trial import try_optimizer
 
 Named = dict[str, Any]
 ClientOptimizer = (
@@ -132,6 +133,7 @@ def named_optimizer(
     kind = getattr(torch.optim, section.type)
     if kind in FUSED:
         params["fused"] = True
+    try_optimizer(kind, params)
     return _over(kind, updater, groups, f'optimizer.type = "{section.type}"', params)
 
 

@@ -34,6 +34,7 @@ from .schedule_base import (
     group_lrs,
     whole_number,
 )
+from .trial import try_schedule
 
 # OneCycle sets this beta2 beside the cycled beta1, as DeepSpeed does.
 _ONE_CYCLE_BETA2 = 0.99
@@ -345,6 +346,8 @@ def build_scheduler(
             f"scheduler.params = {section.params!r} for {name}: {error}; it takes "
             f"{', '.join(known)}."
         ) from None
+    if issubclass(cls, lr_scheduler.LRScheduler):
+        try_schedule(lambda over: cls(over, **section.params), name, section.params)
     made: Schedule | lr_scheduler.LRScheduler = cls(optimizer, **section.params)
     return made
 

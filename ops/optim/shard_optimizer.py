@@ -18,6 +18,12 @@ from torch import Tensor
 from ...utils.errors import UsageError
 from ..comm.collectives import Collectives
 
+ADDED_GROUP = (
+    "optimizer.add_param_group after xds.initialize: the engine has fixed which parameters are trained. Give "
+    "all of them to initialize(model_parameters=...), each in its group; a part that trains later starts with "
+    "requires_grad_(False) after initialize"
+)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -112,6 +118,17 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
     takes_edits = (
         False  # True: `update` itself compares `out` with the masters, see ops/optim/edits.py
     )
+    is_bound = False  # True: an engine steps it, and its groups are complete
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch, until an engine uses the optimizer.
+
+        Raises:
+            UsageError: the engine has fixed which parameters are trained.
+        """
+        if self.is_bound:
+            raise UsageError(ADDED_GROUP)
+        super().add_param_group(param_group)
 
     def gains_from_kernels(self, *, casts: bool) -> bool:
         """Whether native kernels would be used. casts: parameters have a narrower dtype than their masters."""

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ...ops.optim.shard_optimizer import Flat, ShardOptimizer, Update, World
+from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World
 from ...utils.errors import UsageError
 from .frozen import FrozenValues, Range, clip, frozen_ranges
 from .host_updates import Arrival, start_on_host
@@ -42,6 +42,7 @@ class Updater:
         flats = tuple(_flat(m.params.layout, m.params.index) for m in self.masters)
         self.world = World(model.collectives, flats, is_sharded)
         self._optimizer: torch.optim.Optimizer | None = None
+        self._num_tensors = 0  # in the optimizer's groups
         # id of an optimizer's tensor -> the tensor, its master, its first element in the master
         self._places: dict[int, tuple[Tensor, Master, int]] = {}
 
@@ -91,6 +92,9 @@ class Updater:
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Use `optimizer`, whose param_groups hold `tensors_of` or `whole_params` of each group."""
         self._optimizer = optimizer
+        self._num_tensors = _num_tensors(optimizer)
+        if isinstance(optimizer, ShardOptimizer):
+            optimizer.is_bound = True
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
@@ -99,6 +103,8 @@ class Updater:
         Stages 1 and 2 send (world_size - 1) shards per rank, in the parameters' dtype.
         """
         assert self._optimizer is not None
+        if _num_tensors(self._optimizer) != self._num_tensors:
+            raise UsageError(ADDED_GROUP)
         self._model.before_update()
         optimizer = self._optimizer
         if not isinstance(optimizer, ShardOptimizer):
@@ -340,6 +346,10 @@ class Updater:
 
     def _states_of(self, tensor: Tensor) -> dict[str, Any]:
         return {} if self._optimizer is None else self._optimizer.state.get(tensor, {})
+
+
+def _num_tensors(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _values(scalars: Sequence[Tensor]) -> list[int]:
