@@ -121,10 +121,10 @@ class StreamLane(Lane):
     """A CUDA stream. Jobs enqueue copies; their memory must not be freed before the ticket is waited for."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Mark | None:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._stream.device))
         return event
 
@@ -134,7 +134,7 @@ class StreamLane(Lane):
         self._stream.wait_event(mark)
         with torch.cuda.stream(self._stream), torch.no_grad():
             job()
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return _StreamTicket(event)
 

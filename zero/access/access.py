@@ -18,8 +18,9 @@ from ...utils.errors import UsageError
 from ...utils.views import write
 from ..core.flat_params import FlatParams
 from ..core.layout import Slot
+from ..core.master import Master
 from ..core.sharded_model import ShardedModel
-from ..core.update import Master, Updater
+from ..core.update import Updater
 from .owners import Owner, Reader, Stored, clear_owner, set_owner
 
 

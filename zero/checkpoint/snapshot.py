@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ..core.layout import FlatLayout, Slot
+from ..core.master import Master
 from ..core.sharded_model import ShardedModel
-from ..core.update import Master, Updater
+from ..core.update import Updater
 from .ranges import ConstantRange, SavedFlat, share
 
 COMPILED = "_orig_mod."  # torch.compile adds it to names; a checkpoint omits it

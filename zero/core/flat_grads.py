@@ -219,12 +219,11 @@ class FlatGrads:
         if not (self.is_single_rank and self._home.is_on_host) or narrow is None:
             return
         if narrow.dtype != self._sum_dtype:
-            self._allocate_local(self._sum_dtype)
-            self._local.copy_(narrow)
+            self._allocate_local(self._sum_dtype).copy_(narrow)
             self._pool.give(narrow)
         self._uses_sum_dtype = True
 
-    def _allocate_local(self, dtype: torch.dtype) -> None:
+    def _allocate_local(self, dtype: torch.dtype) -> Tensor:
         device = self.params[0].device
         numel = self.layout.numel
         if self._frees:
@@ -237,6 +236,7 @@ class FlatGrads:
         self._views = [
             local.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in self.layout.slots
         ]
+        return local
 
     def _total_is_in_local(self) -> bool:
         if self._total is None or self._local is None:
@@ -485,9 +485,7 @@ class FlatGrads:
     def restore(self, saved: GradSums) -> None:
         """Continue from `saved`, directly after `reset`. Keeps `saved.total` and copies `saved.local`."""
         if saved.local is not None:
-            self._allocate_local(saved.local.dtype)
-            assert self._local is not None
-            self._local.copy_(saved.local)
+            self._allocate_local(saved.local.dtype).copy_(saved.local)
             self._filled = list(saved.filled)
         if saved.total is not None:
             if self._home.is_on_host and not self._gathers_sums:

@@ -1,0 +1,78 @@
+"""Tests: an optimizer on the host gives the bits of one on the device, however late its copies are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import offload_runs
+import pytest
+from offload_runs import CPU, check_equal
+from warm_ranks import warm
+
+STAGES, PRECISIONS = (0, 1, 2, 3), ("fp32", "bf16", "fp16")
+HALF: dict[str, Any] = {"device": "cpu", "ratio": 0.5}
+
+
+def check(world_size: int, case: tuple[Any, ...], offloads: list[dict[str, Any]]) -> None:
+    """case: stage, precision, accumulation, optimizer, model."""
+    stage, precision, accumulation, *rest = case
+    ranks = warm(world_size)
+    plain = ranks.run(offload_runs.train, stage, precision, accumulation, None, *rest)
+    for offload in offloads:
+        found = ranks.run(offload_runs.train, stage, precision, accumulation, offload, *rest)
+        for one, other in zip(plain, found, strict=True):
+            check_equal(one, other)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_two_ranks(stage: int, precision: str) -> None:
+    check(2, (stage, precision, 2 if precision == "bf16" else 1), [CPU, HALF])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_one_rank(precision: str, accumulation: int) -> None:
+    check(1, (2, precision, accumulation), [CPU, HALF])
+
+
+@pytest.mark.parametrize("optimizer", ["Lion", "Lamb", "Muon", "Adagrad", "RMSprop"])
+def test_other_optimizers(optimizer: str) -> None:
+    case = (1 if optimizer == "RMSprop" else 3, "bf16", 1, optimizer)
+    check(2, case, [CPU])
+
+
+@pytest.mark.parametrize("feature", ["tied", "reused", "checkpointed_reentrant", "frozen"])
+def test_gradients_that_arrive_twice_or_never(feature: str) -> None:
+    for world_size in (1, 2):
+        check(world_size, (2, "bf16", 2, "AdamW", feature), [CPU])
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_late_copies_and_updates(stage: int, seed: int) -> None:
+    ranks = warm(2)
+    plain = ranks.run(offload_runs.train, stage, "bf16", 2, None)
+    found = ranks.run(offload_runs.train_late, seed, stage, "bf16", 2, CPU)
+    for one, other in zip(plain, found, strict=True):
+        check_equal(one, other)
+
+
+def test_late_copies_and_updates_on_one_rank() -> None:
+    ranks = warm(1)
+    for precision, accumulation in (("bf16", 1), ("fp32", 2)):
+        (plain,) = ranks.run(offload_runs.train, 2, precision, accumulation, None)
+        (found,) = ranks.run(offload_runs.train_late, 0, 2, precision, accumulation, CPU)
+        check_equal(plain, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "feature", ["plain", "tied", "lora", "unused", "divergent", "mixed_shapes"]
+)
+def test_every_combination(feature: str, world_size: int) -> None:
+    for stage in STAGES:
+        for precision in PRECISIONS:
+            for accumulation in (1, 2):
+                check(world_size, (stage, precision, accumulation, "AdamW", feature), [CPU, HALF])
