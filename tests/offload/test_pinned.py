@@ -1,0 +1,158 @@
+"""Host memory: exact size, alignment, when it is registered and freed, and what a failure says."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import warnings
+
+import pytest
+import torch
+
+from xds.offload import pinned
+from xds.offload.pinned import PageableWarning, host_memory
+from xds.utils.errors import UsageError
+
+
+class Cudart:
+    """A stand-in for torch's CUDA runtime. Registered memory must be unregistered, while it is mapped."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        self.registered: dict[int, int] = {}
+        self.asked: list[int] = []
+        self.events: list[str] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.asked.append(num_bytes)
+        if self.code == 0:
+            self.registered[address] = num_bytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        assert is_mapped(address)
+        self.events.append("unregister")
+        del self.registered[address]
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+        return f"error {code}"
+
+
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as file:
+        ranges = [line.split()[0].split("-") for line in file]
+    return any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
+
+
+@pytest.fixture
+def cudart(monkeypatch):
+    runtime = Cudart()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: runtime.events.append("synchronize"))
+    pinned._failures.cache_clear()
+    return runtime
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 4097, 3_000_001])
+@pytest.mark.parametrize("pin", [False, True])
+def test_memory_has_the_exact_size_is_zeroed_and_aligned_to_a_page(num_bytes, pin, cudart):
+    memory = host_memory(num_bytes, pin=pin)
+    assert memory.shape == (num_bytes,) and memory.dtype == torch.uint8
+    assert memory.data_ptr() % 4096 == 0
+    assert memory.untyped_storage().nbytes() == num_bytes
+    assert not memory.any()
+    memory.fill_(7)
+    assert cudart.asked == ([num_bytes] if pin else [])
+
+
+def test_no_bytes_need_no_memory(cudart):
+    assert host_memory(0, pin=True).shape == (0,)
+    assert not cudart.asked
+
+
+def test_memory_is_unregistered_and_then_unmapped_with_the_last_tensor(cudart):
+    memory = host_memory(10_000, pin=True)
+    address = memory.data_ptr()
+    part = memory[4096:8192].view(torch.float32)
+    del memory
+    gc.collect()
+    part.fill_(2.0)
+    assert cudart.registered == {address: 10_000} and not cudart.events
+    storage = part.untyped_storage()
+    del part
+    assert cudart.registered
+    del storage
+    assert not cudart.registered and cudart.events == ["synchronize", "unregister"]
+    assert not is_mapped(address)
+
+
+def test_memory_that_is_not_registered_is_unmapped_as_well(cudart):
+    memory = host_memory(1 << 20, pin=False)
+    address = memory.data_ptr()
+    assert is_mapped(address)
+    del memory
+    assert not is_mapped(address) and not cudart.events
+
+
+def test_pinning_is_ignored_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("CUDA is not available"))
+    host_memory(4096, pin=True).fill_(1)
+
+
+@pytest.mark.parametrize(
+    "limit_bytes, limit, remedy",
+    [(8 << 20, "8192 KiB", "ulimit -l unlimited"), (-1, "unlimited", "free memory of the host")],
+)
+def test_a_failed_registration_warns_once_and_gives_pageable_memory(
+    cudart, monkeypatch, limit_bytes, limit, remedy
+):
+    monkeypatch.setattr(pinned.resource, "getrlimit", lambda _: (limit_bytes, limit_bytes))
+    cudart.code = 2
+    with pytest.warns(PageableWarning) as said:
+        memory = host_memory(3_000_000_000, pin=True)
+        others = [host_memory(5000 + more, pin=True) for more in range(3)]
+    (text,) = [str(one.message) for one in said]
+    assert re.search(rf"3\.00 GB .*error 2.*ulimit -l, is {limit}\).*pin_memory", text)
+    assert remedy in text and "\n" not in text
+    memory[-1] = 3
+    del memory, others
+    assert not cudart.events  # what was not registered is not unregistered
+
+
+def test_a_failed_registration_leaves_no_error_for_the_next_kernel(cudart, monkeypatch):
+    launches = []
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *_, device: launches.append(device) or ones(1))
+    cudart.code = 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PageableWarning)
+        host_memory(4096, pin=True)
+    assert launches == ["cuda"]
+
+
+def test_too_much_memory_is_refused_with_a_remedy():
+    with pytest.raises(UsageError, match=r"cannot allocate 9007.20 TB of host memory.*more hosts"):
+        host_memory(1 << 53, pin=False)
+
+
+def test_a_forked_process_neither_unregisters_nor_unmaps(cudart):
+    memory = host_memory(1 << 20, pin=True)
+    address = memory.data_ptr()
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, Python 3.12
+        pid = os.fork()
+    if pid == 0:
+        was_mapped = is_mapped(address)
+        del memory
+        os.write(write, f"{was_mapped} {cudart.events}".encode())
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert os.read(read, 100) == b"False []"
+    os.close(read), os.close(write)
+    memory.fill_(1)
+    assert cudart.registered
