@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import re
 import warnings
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +21,9 @@ from xds.utils.errors import UsageError
 class Cudart:
     """A stand-in for torch's CUDA runtime. Registered memory must be unregistered, while it is mapped."""
 
-    def __init__(self) -> None:
+    def __init__(self, mappings: list[weakref.ref[mmap.mmap]]) -> None:
+        self.mappings = mappings
+        self.was_mapped: list[bool] = []
         self.code = 0
         self.registered: dict[int, int] = {}
         self.asked: list[int] = []
@@ -31,7 +36,7 @@ class Cudart:
         return self.code
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        assert is_mapped(address)
+        self.was_mapped.append(all(one() is not None for one in self.mappings))
         self.events.append("unregister")
         del self.registered[address]
         return 0
@@ -40,15 +45,23 @@ class Cudart:
         return f"error {code}"
 
 
-def is_mapped(address: int) -> bool:
-    with open("/proc/self/maps") as file:
-        ranges = [line.split()[0].split("-") for line in file]
-    return any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
+@pytest.fixture
+def mappings(monkeypatch):
+    """A weak reference to each mapping; a dead one is unmapped."""
+    made, mapped = [], pinned._mapped
+
+    def remember(num_bytes: int) -> mmap.mmap:
+        mapping = mapped(num_bytes)
+        made.append(weakref.ref(mapping))
+        return mapping
+
+    monkeypatch.setattr(pinned, "_mapped", remember)
+    return made
 
 
 @pytest.fixture
-def cudart(monkeypatch):
-    runtime = Cudart()
+def cudart(monkeypatch, mappings):
+    runtime = Cudart(mappings)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: runtime.events.append("synchronize"))
@@ -73,7 +86,7 @@ def test_no_bytes_need_no_memory(cudart):
     assert not cudart.asked
 
 
-def test_memory_is_unregistered_and_then_unmapped_with_the_last_tensor(cudart):
+def test_memory_is_unregistered_and_then_unmapped_with_the_last_tensor(cudart, mappings):
     memory = host_memory(10_000, pin=True)
     address = memory.data_ptr()
     part = memory[4096:8192].view(torch.float32)
@@ -86,15 +99,14 @@ def test_memory_is_unregistered_and_then_unmapped_with_the_last_tensor(cudart):
     assert cudart.registered
     del storage
     assert not cudart.registered and cudart.events == ["synchronize", "unregister"]
-    assert not is_mapped(address)
+    assert cudart.was_mapped == [True] and mappings[0]() is None
 
 
-def test_memory_that_is_not_registered_is_unmapped_as_well(cudart):
+def test_memory_that_is_not_registered_is_unmapped_as_well(cudart, mappings):
     memory = host_memory(1 << 20, pin=False)
-    address = memory.data_ptr()
-    assert is_mapped(address)
+    assert mappings[0]() is not None
     del memory
-    assert not is_mapped(address) and not cudart.events
+    assert mappings[0]() is None and not cudart.events
 
 
 def test_pinning_is_ignored_without_cuda(monkeypatch):
@@ -139,20 +151,20 @@ def test_too_much_memory_is_refused_with_a_remedy():
         host_memory(1 << 53, pin=False)
 
 
-def test_a_forked_process_neither_unregisters_nor_unmaps(cudart):
+def test_a_forked_process_neither_unregisters_nor_unmaps(cudart, mappings):
     memory = host_memory(1 << 20, pin=True)
-    address = memory.data_ptr()
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, Python 3.12
         pid = os.fork()
     if pid == 0:
-        was_mapped = is_mapped(address)
+        address = f"{memory.data_ptr():x}-"
+        has_memory = address in Path("/proc/self/maps").read_text()
         del memory
-        os.write(write, f"{was_mapped} {cudart.events}".encode())
+        os.write(write, f"{has_memory} {mappings[0]() is not None} {cudart.events}".encode())
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    assert os.read(read, 100) == b"False []"
+    assert os.read(read, 100) == b"False True []"
     os.close(read), os.close(write)
     memory.fill_(1)
     assert cudart.registered
