@@ -47,8 +47,9 @@ def host_memory(num_bytes: int, *, pin: bool) -> Tensor:
     array = (ctypes.c_ubyte * num_bytes).from_buffer(mapping)
     address = ctypes.addressof(array)
     is_pinned = pin and torch.cuda.is_available() and _register(address, num_bytes)
+    device = torch.cuda.current_device() if is_pinned else None
     # an mmap object unmaps before its own finalizers run; this one runs first, and holds the mapping
-    end = weakref.finalize(array, _release, mapping, address if is_pinned else None, os.getpid())
+    end = weakref.finalize(array, _release, mapping, address, device, os.getpid())
     end.atexit = False  # tensors may still be in use then, and the system frees everything
     return torch.frombuffer(array, dtype=torch.uint8)
 
@@ -68,15 +69,18 @@ def _mapped(num_bytes: int) -> mmap.mmap:
     return mapping
 
 
-def _release(mapping: mmap.mmap, registered: int | None, pid: int) -> None:
-    """Unregister the memory. Its mapping ends with the last reference, which is the caller's."""
+def _release(mapping: mmap.mmap, address: int, device: int | None, pid: int) -> None:
+    """Unregister the memory from `device`. The mapping ends with the last reference, the caller's."""
     if os.getpid() != pid:
         # A forked process has no such mapping; something else may be at the address. So never unmap it.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
-    elif registered is not None:
-        with suppress(RuntimeError):  # an earlier error of the device; nothing is left to do
+    elif device is not None:
+        # Any thread may be the last to use the memory. The current device of a new thread is device 0,
+        # where a call of CUDA would allocate a context.
+        with suppress(RuntimeError), torch.cuda.device(device):  # an earlier error of the device
             torch.cuda.synchronize()  # copies from or to this memory may be in flight
-        _runtime().cudaHostUnregister(registered)
+        with torch.cuda.device(device):
+            _runtime().cudaHostUnregister(address)
 
 
 def _register(address: int, num_bytes: int) -> bool:

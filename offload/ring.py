@@ -1,9 +1,11 @@
 """A bounded ring of page-aligned slots of host memory, through which states travel to and from a disk.
 
-slot = ring.take()                       # waits until a slot is free
-slot[:num_bytes].copy_(states)
-ticket = disk.write(extent, slot)
-ring.give(slot, after=ticket.wait)       # free when the write is done
+In use:
+
+    slot = ring.take()                       # waits until a slot is free
+    slot[:num_bytes].copy_(states)
+    ticket = disk.write(extent, slot)
+    ring.give(slot, after=ticket.wait)       # free when the write is done
 """
 
 from __future__ import annotations
@@ -62,17 +64,19 @@ class Ring:
                 return self._hand_out(self._free.popleft())
             index, after = self._pending.popleft()
             self._num_waited_for += 1
-        is_over = False
         try:
             after()
-            is_over = True
-        finally:
+        except BaseException as error:
             with self._changed:
                 self._num_waited_for -= 1
-                if not is_over:
+                if isinstance(error, Exception):
                     self._free.append(index)
-                    self._changed.notify()
+                else:  # interrupted: the slot is still in use
+                    self._pending.appendleft((index, after))
+                self._changed.notify()
+            raise
         with self._changed:
+            self._num_waited_for -= 1
             return self._hand_out(index)
 
     def give(self, slot: Tensor, after: Callable[[], object] | None = None) -> None:

@@ -1,9 +1,11 @@
 """One file of a rank, without a name, whose extents are read and written while the caller continues.
 
-extents = Extents()
-moments = extents.add("exp_avg", num_bytes)
-disk = DiskFile(folder, extents.total_bytes, DiskOptions(), rank)
-disk.write(moments, source).wait()
+In use:
+
+    extents = Extents()
+    moments = extents.add("exp_avg", num_bytes)
+    disk = DiskFile(folder, extents.total_bytes, DiskOptions(), rank)
+    disk.write(moments, source).wait()
 """
 
 from __future__ import annotations

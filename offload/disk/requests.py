@@ -44,9 +44,11 @@ class Request:
 
     def join(self, poll_seconds: float, on_poll: Callable[[], None]) -> None:
         """Wait until it is finished. Calls `on_poll` every `poll_seconds`."""
-        while not self._running.acquire(timeout=poll_seconds):
-            on_poll()
-        self._running.release()
+        while not self.is_finished:
+            if self._running.acquire(timeout=poll_seconds):
+                self._running.release()
+            else:
+                on_poll()
 
     def finish(self) -> None:
         """Give up the memory and wake those who wait."""

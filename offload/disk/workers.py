@@ -39,9 +39,7 @@ class Workers:
         self._active: list[Request] = []  # in the order of submission
         self._is_abandoned = False
         self._has_warned = False
-        self._in_flight: dict[
-            int, tuple[float, Request, int]
-        ] = {}  # thread -> start, request, begin
+        self._in_flight: dict[int, tuple[float, Request, int]] = {}  # by thread: start, what, begin
         self._num_alive = options.queue_depth
         self._threads = [
             threading.Thread(target=self._serve, name=f"xds-disk-{number}", daemon=True)

@@ -8,6 +8,8 @@ import os
 import re
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ class Cudart:
         self.mappings = mappings
         self.was_mapped: list[bool] = []
         self.code = 0
+        self.current = 0  # in a thread that has not set it
         self.registered: dict[int, int] = {}
         self.asked: list[int] = []
         self.events: list[str] = []
@@ -37,9 +40,19 @@ class Cudart:
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         self.was_mapped.append(all(one() is not None for one in self.mappings))
-        self.events.append("unregister")
+        self.record("unregister")
         del self.registered[address]
         return 0
+
+    @contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        """Like torch.cuda.device."""
+        self.current = index
+        yield
+        self.current = 0
+
+    def record(self, event: str) -> None:
+        self.events.append(f"{event} {self.current}")
 
     def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
         return f"error {code}"
@@ -64,7 +77,9 @@ def cudart(monkeypatch, mappings):
     runtime = Cudart(mappings)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: runtime.events.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", runtime.device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: runtime.record("synchronize"))
     pinned._failures.cache_clear()
     return runtime
 
@@ -98,8 +113,18 @@ def test_memory_is_unregistered_and_then_unmapped_with_the_last_tensor(cudart, m
     del part
     assert cudart.registered
     del storage
-    assert not cudart.registered and cudart.events == ["synchronize", "unregister"]
+    assert not cudart.registered and cudart.events == ["synchronize 3", "unregister 3"]
     assert cudart.was_mapped == [True] and mappings[0]() is None
+
+
+def test_memory_is_unregistered_where_the_device_has_failed(cudart, monkeypatch):
+    def fail():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    memory = host_memory(4096, pin=True)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    del memory
+    assert cudart.events == ["unregister 3"]
 
 
 def test_memory_that_is_not_registered_is_unmapped_as_well(cudart, mappings):

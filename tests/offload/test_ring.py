@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from time_limit import limit_time  # noqa: F401
 
 from xds.offload.ring import Ring
 from xds.utils.errors import XdsError
@@ -85,6 +86,22 @@ def test_a_failed_use_is_raised_once_and_frees_the_slot():
     with pytest.raises(XdsError, match="the disk failed"):
         ring.take()
     ring.take()
+
+
+def test_a_slot_stays_in_use_when_the_wait_for_it_is_interrupted():
+    interrupts = [KeyboardInterrupt(), None]
+
+    def interrupted():
+        error = interrupts.pop(0)
+        if error is not None:
+            raise error
+
+    ring = Ring(4096, 1, pin=False)
+    ring.give(ring.take(), after=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ring.take()
+    ring.take()
+    assert not interrupts
 
 
 def test_a_thread_waits_while_another_one_waits_for_a_pending_slot():
