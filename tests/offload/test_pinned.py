@@ -193,3 +193,20 @@ def test_a_forked_process_neither_unregisters_nor_unmaps(cudart, mappings):
     os.close(read), os.close(write)
     memory.fill_(1)
     assert cudart.registered
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_device_copies_from_and_to_pinned_memory_and_a_failure_leaves_it_usable():
+    memory = host_memory(3_000_001, pin=True)
+    assert memory.is_pinned() and memory[4096:].is_pinned()
+    memory.random_(0, 256)
+    there = memory.to("cuda", non_blocking=True)
+    back = host_memory(3_000_001, pin=True)
+    back.copy_(there, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(back, memory)
+    pinned._failures.cache_clear()
+    with pytest.warns(PageableWarning, match="cannot pin 3.00 MB"):  # it is registered already
+        assert not pinned._register(memory.data_ptr(), 3_000_001)
+    assert torch.arange(10, device="cuda").sum().item() == 45
