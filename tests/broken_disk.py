@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,28 +15,50 @@ from unittest import mock
 
 PATH_CALLS = ("rename", "replace", "mkdir", "unlink", "rmdir", "link")
 FD_CALLS = ("write", "pwrite", "writev", "pwritev", "fsync", "fdatasync", "ftruncate")
+READ_CALLS = ("pread", "preadv")  # only in tests that ask for them
+SPACE_CALLS = ("posix_fallocate",)  # the same
+TRANSFERS = ("write", "pwrite", "pwritev", *READ_CALLS)
 
 
 _OS_OPEN = os.open
+_NAMELESS = getattr(os, "O_TMPFILE", 0)
+
+
+def first_half(arg: Any) -> Any:
+    """The first half of what a call transfers: a buffer, a list of one buffer, or a length. None: too short."""
+    if isinstance(arg, int):
+        return arg // 2 or None
+    if isinstance(arg, (list, tuple)):
+        (buffer,) = arg
+        return [first_half(buffer)] if len(buffer) > 1 else None
+    return memoryview(arg)[: len(arg) // 2] if len(arg) > 1 else None
 
 
 class BrokenDisk:
     """The call with number `fails_at` fails, in one of these ways.
 
     eio: nothing of it is done. full: half of a write is done, and no later call can write or make anything.
-    short: half of a write is done, and it says so, as systems may; other calls succeed.
+    short: half of a read or write is done, and it says so, as systems may; other calls succeed.
+    `more_calls` are calls of `os` that fail as well: READ_CALLS, SPACE_CALLS. A full disk can be read.
     """
 
-    def __init__(self, folder: Path, fails_at: int, kind: str) -> None:
+    def __init__(
+        self, folder: Path, fails_at: int, kind: str, more_calls: tuple[str, ...] = ()
+    ) -> None:
         self.folder = str(folder)
         self.fails_at = fails_at
         self.kind = kind
+        self.more_calls = more_calls
         self.count = 0
         self.hit = ""  # the call that failed
+        self._counting = threading.Lock()
 
     def call(self, name: str, where: str, action: Any, half: Any = None) -> Any:
         """Do `action`, or fail. `half` does the first half of it."""
-        number, self.count = self.count, self.count + 1
+        with self._counting:
+            number, self.count = self.count, self.count + 1
+        if self.kind == "full" and name in READ_CALLS:
+            return action()
         is_hit = number == self.fails_at
         if is_hit and (half or self.kind == "eio"):
             self.hit = f"{name} {where}"
@@ -70,15 +93,16 @@ class BrokenDisk:
             if not path.startswith(self.folder):
                 return original(fd, *args)
             half = None
-            if name in ("write", "pwrite") and len(args[0]) > 1:
-                first = memoryview(args[0])[: len(args[0]) // 2]
+            first = first_half(args[0]) if name in TRANSFERS else None
+            if first is not None:
                 half = lambda: original(fd, first, *args[1:])  # noqa: E731
             return self.call(name, path, lambda: original(fd, *args), half)
 
         return call
 
     def _os_open(self, path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
-        if not flags & os.O_CREAT or not str(path).startswith(self.folder):
+        creates = flags & os.O_CREAT or (_NAMELESS and flags & _NAMELESS == _NAMELESS)
+        if not creates or not str(path).startswith(self.folder):
             return _OS_OPEN(path, flags, *args, **kwargs)
         return self.call("open", str(path), lambda: _OS_OPEN(path, flags, *args, **kwargs))
 
@@ -94,7 +118,9 @@ class BrokenDisk:
         doubles: list[Any] = [
             mock.patch.object(os, name, self._on_path(name)) for name in PATH_CALLS
         ]
-        doubles += [mock.patch.object(os, name, self._on_fd(name)) for name in FD_CALLS]
+        doubles += [
+            mock.patch.object(os, name, self._on_fd(name)) for name in (*FD_CALLS, *self.more_calls)
+        ]
         doubles += [mock.patch.object(os, "open", self._os_open)]
         doubles += [mock.patch.object(one, "open", self._open, create=True) for one in modules]
         for double in doubles:
