@@ -41,7 +41,7 @@ def config_of(
     if precision != "fp32":
         config[precision] = {"enabled": True}
     if precision == "fp16":
-        config["fp16"]["initial_scale_power"] = 24  # the first steps overflow
+        config["fp16"]["initial_scale_power"] = 19  # the first steps overflow
     if offload is not None:
         config["zero_optimization"]["offload_optimizer"] = offload
     return config
@@ -77,14 +77,17 @@ def train(
     numbers.append(engine.memory_plan()["host"] > 0)
     values = engine.full_state_dict(rank0_only=False, full_precision=True)
     computed = engine.full_state_dict(rank0_only=False)
-    moment = xds.zero.get_full_optimizer_state(params["blocks.0.up.weight"], "exp_avg")
+    states: dict[str, torch.Tensor] = {}
+    if optimizer == "AdamW":
+        trained = next(param for param in params.values() if param.requires_grad)
+        states["exp_avg"] = xds.zero.get_full_optimizer_state(trained, "exp_avg")
     engine.destroy()
-    return {"numbers": numbers, "values": values, "computed": computed, "moment": moment}
+    return {"numbers": numbers, "values": values, "computed": computed, "states": states}
 
 
 def _edit(engine: xds.Engine, params: dict[str, Any], step: int) -> None:
     """What a script may do between two steps."""
-    up, norm = params["blocks.1.up.weight"], params["blocks.1.norm.weight"]
+    up, norm = params["blocks.1.up.weight"], params["blocks.2.norm.weight"]
     if step == 2:
         with xds.zero.GatheredParameters([up], modifier_rank=0), torch.no_grad():
             up.mul_(0.9)
@@ -99,8 +102,7 @@ def check_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
     """`other` ran with offload: the same bits everywhere, and states on the host."""
     assert one["numbers"][:-1] == other["numbers"][:-1]
     assert (one["numbers"][-1], other["numbers"][-1]) == (False, True)
-    assert torch.equal(one["moment"], other["moment"])
-    for kind in ("values", "computed"):
+    for kind in ("values", "computed", "states"):
         for name, value in one[kind].items():
             assert torch.equal(value, other[kind][name]), name
 

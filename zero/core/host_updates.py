@@ -8,7 +8,7 @@ forward                                    unit 0 ...    stage 3: a unit waits f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -52,13 +52,14 @@ class Arrival(Ticket):
 def start_on_host(
     master: Master,
     update: Callable[[Tensor, Tensor | None], None],
-    keep: Callable[[], tuple[FrozenValues, list[Range]]],
+    keep: Callable[[], FrozenValues],
+    frozen: Sequence[Range],
 ) -> Arrival:
     """Start the update of `master`; the result completes when the device has the new values.
 
     Args:
         update: takes the gradient [n] and a place for the values in the compute dtype, if there is a cast.
-        keep: saves what the update must not change, and says which elements.
+        keep: saves what the update must not change: the elements `frozen`.
     """
     grad, host = master.grads.for_update(), master.host
     numel, dtype, casts = grad.numel(), master.params.dtype, master.casts
@@ -67,11 +68,11 @@ def start_on_host(
 
     def work() -> None:
         values = host.sender.buffer(numel, dtype)
-        kept, ranges = keep()
+        kept = keep()
         update(grad, values if casts else None)
         kept.restore()
         if casts:
-            for low, high in ranges:
+            for low, high in frozen:
                 values[low:high].copy_(tensor[low:high])
         else:
             values.copy_(tensor)

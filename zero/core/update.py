@@ -173,14 +173,15 @@ class Updater:
         def update(grad: Tensor, values: Tensor | None) -> None:
             optimizer.update(master.updates(groups, grad, values, has_old=False), scale, self.world)
 
-        def keep() -> tuple[FrozenValues, list[Range]]:
-            ranges = self._frozen_ranges(master)
-            kept = FrozenValues()
-            kept.keep(master.raw, ranges)
-            self._keep_states(kept, master, ranges)
-            return kept, ranges
+        frozen = self._frozen_ranges(master)  # now: the script may change it while the update runs
 
-        return start_on_host(master, update, keep)
+        def keep() -> FrozenValues:
+            kept = FrozenValues()
+            kept.keep(master.raw, frozen)
+            self._keep_states(kept, master, frozen)
+            return kept
+
+        return start_on_host(master, update, keep, frozen)
 
     def _updates(self, master: Master, groups: Sequence[dict[str, Any]]) -> list[Update]:
         grad, is_on_host = master.grads.for_update(), master.home.is_on_host
