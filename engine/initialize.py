@@ -19,6 +19,7 @@ from ..ops.comm.collectives import Collectives
 from ..ops.comm.opening import open_collectives
 from ..utils.errors import ConfigError, UsageError
 from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
+from ..zero.config import ZeroConfig
 from ..zero.construction.construction import Construction, materialise
 from ..zero.construction.slices import SliceStore
 from ..zero.construction.weights import load_weights
@@ -129,7 +130,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     collectives = _collectives(config, group, device)
     check_same_model(model, config.zero_optimization, collectives)
     policy = _policy(config, group.size())
-    host = _host(config, device) if trains else None
+    host = _host(config, device)
     if policy.shards_params:
         return_freed_blocks()
     blocks = [module for _, module in found_blocks(model, config.zero_optimization.units)]
@@ -297,7 +298,8 @@ def _policy(config: Config, world_size: int) -> Policy:
         config.zero_optimization.stage,
         world_size=world_size,
         accumulation_steps=config.gradient_accumulation_steps,
-        offloads=config.zero_optimization.offload_optimizer.device != "none",
+        offloads=_ratio(config.zero_optimization) > 0,
+        offloads_params=config.zero_optimization.offload_param.device != "none",
         compute=compute,
         accumulate=DTYPES[accumulate] if accumulate else None,
         communicate=DTYPES[sent] if sent else None,
@@ -305,16 +307,28 @@ def _policy(config: Config, world_size: int) -> Policy:
 
 
 def _host(config: Config, device: torch.device) -> HostHome | None:
-    section = config.zero_optimization.offload_optimizer
-    if section.device == "none" or not section.ratio:
+    zero = config.zero_optimization
+    sections = (zero.offload_optimizer, zero.offload_param)
+    if all(section.device == "none" for section in sections):
         return None
+    pins = all(section.pin_memory for section in sections if section.device != "none")
     adds = config.gradient_accumulation_steps > 1
-    return HostHome(device, pin=section.pin_memory, adds=adds)
+    return HostHome(device, pin=pins, adds=adds)
 
 
 def _homes(model: nn.Module, groups: Groups, config: Config, host: HostHome | None) -> Homes:
-    total = sum(p.numel() for p in model.parameters() if id(p) in groups.index)
-    return Homes(host, ratio=config.zero_optimization.offload_optimizer.ratio, total_numel=total)
+    zero = config.zero_optimization
+    return Homes(
+        host,
+        ratio=_ratio(zero),
+        total_numel=sum(p.numel() for p in model.parameters() if id(p) in groups.index),
+        offloads_params=zero.offload_param.device != "none",
+    )
+
+
+def _ratio(zero: ZeroConfig) -> float:
+    """The share of the optimizer's states on the host."""
+    return zero.offload_optimizer.ratio if zero.offload_optimizer.device != "none" else 0.0
 
 
 def _groups(

@@ -62,7 +62,10 @@ class States:
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes of model states on this rank."""
-        return {**self._parts.sharded.memory.state_bytes(), **self._parts.updater.state_bytes()}
+        memory = self._parts.sharded.memory
+        plan = {**memory.state_bytes(), **self._parts.updater.state_bytes()}
+        plan["host"] += memory.host_bytes()
+        return plan
 
     def offload(self, include: Iterable[Any] | None, device: Any, *, pin_memory: bool) -> None:
         """Move the included states to host memory."""

@@ -11,12 +11,7 @@ from ..utils.schema.keys import Detail, Entry, Group, NoEffect, Refused, details
 from ..utils.schema.rules import FLAG, NUMBER, TEXT, Rule, number, one_of, size, whole
 from ..utils.schema.section import Section
 
-_NOT_YET = "offloading is not supported yet; {} (a higher stage or more ranks also save memory)"
-_DEVICE = Refused(
-    one_of("none", "cpu", "nvme"), _NOT_YET.format('set it to "none"'), harmless=("none",)
-)
 _OVERLAPS = "reads and writes always overlap with the update"
-_FLAG = Refused(FLAG, _NOT_YET.format("set it to false"), harmless=(False,))
 
 
 def _read_device(value: object) -> object:
@@ -25,21 +20,28 @@ def _read_device(value: object) -> object:
     return one_of("none", "cpu").read(value)
 
 
-OFFLOAD_PARAM = Group(
-    {
-        "device": _DEVICE,
-        "nvme_path": Detail(TEXT),
-        **details(whole(0), "buffer_count"),
-        **details(size(), "buffer_size", "max_in_cpu"),
-        "pin_memory": Detail(FLAG),
-    },
-    "where the parameters of stage 3 are stored",
-)
-
 _SIZES = "buffers have the size of the largest unit, computed"
 
 Flag = Annotated[bool, FLAG]
 Device = Annotated[Literal["none", "cpu"], Rule('"none" or "cpu"', _read_device)]
+
+
+@final
+class OffloadParam(Section):
+    """Where the shards of the parameters are stored. For stage 3, on one rank as well."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
+        "nvme_path": Detail(TEXT),
+        "buffer_count": NoEffect(whole(0), _SIZES),
+        "buffer_size": NoEffect(size(), _SIZES),
+        "max_in_cpu": Detail(size()),
+    }
+
+    device: Device = Field(
+        "none",
+        description='"cpu" stores parameters on the host; a unit is on the device while it is in use',
+    )
+    pin_memory: Flag = Field(True, description="host memory for parameters is pinned")
 
 
 @final
@@ -83,9 +85,6 @@ ZENFLOW = Group(
 )
 
 ZERO_KEYS: dict[str, Entry] = {
-    "offload_param": OFFLOAD_PARAM,
-    "cpu_offload_param": _FLAG,
-    "cpu_offload_params": _FLAG,
     "zenflow": ZENFLOW,
 }
 

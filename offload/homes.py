@@ -14,6 +14,7 @@ from torch import Tensor
 from .host_sums import OnDevice, OnHost, SumHome
 from .lanes import Lanes, Outbox
 from .sender import Sender
+from .shards import ShardHome, ShardsOnDevice, ShardsOnHost
 
 
 class Home(ABC):
@@ -84,16 +85,28 @@ class Homes:
     updates on the host begin early.
     """
 
-    def __init__(self, host: HostHome | None, *, ratio: float = 1.0, total_numel: int = 0) -> None:
+    def __init__(
+        self,
+        host: HostHome | None,
+        *,
+        ratio: float = 0.0,
+        total_numel: int = 0,
+        offloads_params: bool = False,
+    ) -> None:
         """
         Args:
             host: None keeps everything on the device.
-            ratio: the share of all elements on the host, to within one buffer.
+            ratio: the share of all masters and states on the host, to within one buffer.
             total_numel: elements of all trainable parameters.
+            offloads_params: shards of parameters are on the host (stage 3).
         """
         self.host = host
+        self.shards: ShardHome = ShardsOnDevice()
+        if host is not None and offloads_params:
+            self.shards = ShardsOnHost(host.lanes, pin=host.pin)
         self._device = DeviceHome()
-        self._device_numel = total_numel if host is None else round((1 - ratio) * total_numel)
+        self._all_on_device = host is None or not ratio
+        self._device_numel = round((1 - ratio) * total_numel)
 
     def close(self) -> None:
         """End the threads of the host's home."""
@@ -102,7 +115,9 @@ class Homes:
 
     def next(self, numel: int) -> Home:
         """The home of the next buffer, of `numel` elements."""
-        if self.host is None or numel <= self._device_numel:
+        if self.host is None or self._all_on_device:
+            return self._device
+        if numel <= self._device_numel:
             self._device_numel -= numel
             return self._device
         self._device_numel = 0  # the buffers after it are used later

@@ -19,7 +19,10 @@ from xds.offload import host_sums, lanes, sender
 from xds.ops.comm.pool import BufferPool
 
 SAMPLES, STEPS = 4, 8
-CPU: dict[str, Any] = {"device": "cpu"}
+ON_CPU = {"device": "cpu"}
+CPU: dict[str, Any] = {"offload_optimizer": ON_CPU}
+HALF: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+PARAMS: dict[str, Any] = {"offload_param": ON_CPU}
 
 
 def config_of(
@@ -43,7 +46,7 @@ def config_of(
     if precision == "fp16":
         config["fp16"]["initial_scale_power"] = 19  # the first steps overflow
     if offload is not None:
-        config["zero_optimization"]["offload_optimizer"] = offload
+        config["zero_optimization"] |= offload
     return config
 
 

@@ -121,7 +121,10 @@ class ZeroConfig(Section):
     """Which model states are sharded, and how. Sizes are numbers of elements, not bytes."""
 
     others: ClassVar[Mapping[str, Entry]] = _OTHERS
-    aliases: ClassVar[Mapping[str, str]] = {f"stage3_{name}": name for name in _PREFIXED}
+    aliases: ClassVar[Mapping[str, str]] = {
+        **{f"stage3_{name}": name for name in _PREFIXED},
+        "cpu_offload_params": "cpu_offload_param",
+    }
 
     stage: Annotated[int, Rule("0, 1, 2 or 3", _read_stage)] = Field(
         0, description="0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters"
@@ -165,6 +168,12 @@ class ZeroConfig(Section):
     offload_optimizer: Annotated[offload.OffloadOptimizer, AsRead()] = Field(
         default_factory=offload.OffloadOptimizer.model_construct
     )
+    offload_param: Annotated[offload.OffloadParam, AsRead()] = Field(
+        default_factory=offload.OffloadParam.model_construct
+    )
+    cpu_offload_param: Flag = Field(
+        False, description='DeepSpeed\'s old name of offload_param.device = "cpu"'
+    )
     cpu_offload: Flag = Field(
         False, description='DeepSpeed\'s old name of offload_optimizer.device = "cpu"'
     )
@@ -173,13 +182,14 @@ class ZeroConfig(Section):
     )
 
     def with_old_names(self) -> ZeroConfig:
-        """A copy whose `offload_optimizer` also has the values of the old names."""
-        if not self.cpu_offload:
-            return self
-        section = self.offload_optimizer.model_copy(
-            update={"device": "cpu", "pin_memory": self.cpu_offload_use_pin_memory}
-        )
-        return self.model_copy(update={"offload_optimizer": section})
+        """A copy whose offload sections also have the values of the old names."""
+        values = {"device": "cpu", "pin_memory": self.cpu_offload_use_pin_memory}
+        changes: dict[str, Section] = {}
+        if self.cpu_offload:
+            changes["offload_optimizer"] = self.offload_optimizer.model_copy(update=values)
+        if self.cpu_offload_param:
+            changes["offload_param"] = self.offload_param.model_copy(update=values)
+        return self.model_copy(update=changes)
 
     def with_leaf_modules(self) -> ZeroConfig:
         """A copy whose `units` also contains the entries of `leaf_module`."""

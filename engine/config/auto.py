@@ -27,7 +27,7 @@ MUST_BE_FILLED: dict[str, str] = {
     "amp.enabled": "true or false",
     "torch_autocast.enabled": "true or false",
     "zero_optimization.stage": "0, 1, 2 or 3",
-    "zero_optimization.offload_param.device": "none",
+    "zero_optimization.offload_param.device": "none or cpu",
     "zero_optimization.offload_optimizer.device": "none or cpu",
 }
 CLIPPING_OF_INTEGRATIONS = 1.0

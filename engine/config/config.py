@@ -242,6 +242,13 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     if config.scheduler is not None:
         changes["scheduler"] = check_scheduler(config.scheduler, report)
     _check_precision(config, report)
+    if zero.offload_param.device != "none" and zero.stage < 3:
+        report.complain(
+            "zero_optimization.offload_param.device",
+            zero.offload_param.device,
+            f"parameters are sharded at stage 3 only, and the stage is {zero.stage}: set stage to 3, or the "
+            'device to "none" (offload_optimizer works at every stage)',
+        )
     check_compile(config.compile, config.zero_optimization.stage, report)
     check_ops(config.ops, report)
     check_elasticity(config.elasticity, data, report)

@@ -6,11 +6,10 @@ from typing import Any
 
 import offload_runs
 import pytest
-from offload_runs import CPU, check_equal
+from offload_runs import CPU, HALF, PARAMS, check_equal
 from warm_ranks import warm
 
 STAGES, PRECISIONS = (0, 1, 2, 3), ("fp32", "bf16", "fp16")
-HALF: dict[str, Any] = {"device": "cpu", "ratio": 0.5}
 
 
 def check(world_size: int, case: tuple[Any, ...], offloads: list[dict[str, Any]]) -> None:
@@ -36,10 +35,19 @@ def test_one_rank(precision: str, accumulation: int) -> None:
     check(1, (2, precision, accumulation), [CPU, HALF])
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_on_the_host(world_size: int, precision: str) -> None:
+    accumulation = 2 if precision == "bf16" else 1
+    check(world_size, (3, precision, accumulation), [PARAMS, PARAMS | CPU, PARAMS | HALF])
+
+
 @pytest.mark.parametrize("optimizer", ["Lion", "Lamb", "Muon", "Adagrad", "RMSprop"])
 def test_other_optimizers(optimizer: str) -> None:
-    case = (1 if optimizer == "RMSprop" else 3, "bf16", 1, optimizer)
-    check(2, case, [CPU])
+    if optimizer == "RMSprop":
+        check(2, (1, "bf16", 1, optimizer), [CPU])
+    else:
+        check(2, (3, "bf16", 1, optimizer), [CPU, CPU | PARAMS])
 
 
 @pytest.mark.parametrize("feature", ["tied", "reused", "checkpointed_reentrant", "frozen"])
@@ -53,9 +61,10 @@ def test_gradients_that_arrive_twice_or_never(feature: str) -> None:
 def test_late_copies_and_updates(stage: int, seed: int) -> None:
     ranks = warm(2)
     plain = ranks.run(offload_runs.train, stage, "bf16", 2, None)
-    found = ranks.run(offload_runs.train_late, seed, stage, "bf16", 2, CPU)
-    for one, other in zip(plain, found, strict=True):
-        check_equal(one, other)
+    for offload in (CPU, CPU | PARAMS) if stage == 3 else (CPU,):
+        found = ranks.run(offload_runs.train_late, seed, stage, "bf16", 2, offload)
+        for one, other in zip(plain, found, strict=True):
+            check_equal(one, other)
 
 
 def test_late_copies_and_updates_on_one_rank() -> None:
@@ -75,4 +84,5 @@ def test_every_combination(feature: str, world_size: int) -> None:
     for stage in STAGES:
         for precision in PRECISIONS:
             for accumulation in (1, 2):
-                check(world_size, (stage, precision, accumulation, "AdamW", feature), [CPU, HALF])
+                offloads = [CPU, HALF, PARAMS, CPU | PARAMS] if stage == 3 else [CPU, HALF]
+                check(world_size, (stage, precision, accumulation, "AdamW", feature), offloads)

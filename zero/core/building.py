@@ -109,6 +109,7 @@ class Builder:
             self._collectives,
             index=index,
             is_sharded=self._policy.shards_params,
+            home=self._homes.shards,
         )
         if kind.is_single and self._policy.shards_params:
             params.keep_gathered()

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from ...offload.lanes import Ticket
+from ...offload.shards import Fetched, ShardHome
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle
+from ...ops.fingerprint import fingerprint
 from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ..access.owners import find_owner
@@ -62,6 +64,7 @@ class FlatParams:
         *,
         index: int,
         is_sharded: bool,
+        home: ShardHome,
     ) -> None:
         """Move `params` (in the order of `layout.slots`) into one buffer, with the values of rank 0.
 
@@ -85,7 +88,9 @@ class FlatParams:
         self._placeholder_bytes = bytes(_bytes_of(self._placeholder).tolist())
         self._placeholders = [self._placeholder.expand(slot.shape) for slot in layout.slots]
         own = collectives.shard_of(self.raw)
-        self._shard = own.clone() if is_sharded else own
+        self._home = home
+        self._gathered: Tensor | None = None  # the fingerprint of the part that was fetched
+        self._shard = home.store(own) if is_sharded else own
         self._arrival: Ticket | None = None
         self.is_unsharded = True
         if is_sharded:
@@ -145,9 +150,22 @@ class FlatParams:
         if storage.nbytes() == 0:
             self._check_not_written()
             storage.resize_(self.full_bytes)
-        self._handle = self._collectives.all_gather(
-            self.raw, self.shard, buffer=self.index, kind="all_gather"
-        )
+        self._handle = self._start_gather()
+
+    def _start_gather(self) -> Handle:
+        shard, own = self.shard, self._collectives.shard_of(self.raw)
+        if self.is_on_host:
+            fetched = self._home.fetch(shard, own)
+            if self._collectives.world_size == 1:
+                return Fetched(fetched)
+            fetched.order()
+            shard = own
+        return self._collectives.all_gather(self.raw, shard, buffer=self.index, kind="all_gather")
+
+    @property
+    def is_on_host(self) -> bool:
+        """The shard is in host memory."""
+        return self.is_sharded and self._home.is_on_host
 
     def serve(self, receivers: Sequence[int]) -> None:
         """Take part in a gather to the ranks `receivers` only, which may or may not include this one."""
@@ -155,10 +173,10 @@ class FlatParams:
         if receives:
             self._check_not_written()
             self.raw.untyped_storage().resize_(self.full_bytes)
-        self._collectives.serve(
-            self.raw if receives else None, self.shard, receivers, buffer=self.index
-        )
+        shard = self.shard.to(self._collectives.device)
+        self._collectives.serve(self.raw if receives else None, shard, receivers, buffer=self.index)
         if receives:
+            self._remember()
             self.is_unsharded = True
             self._point_to(self._views)
 
@@ -173,6 +191,7 @@ class FlatParams:
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
+            self._remember()
             self.is_unsharded = True
             if self.is_sharded:
                 self._point_to(self._views)
@@ -264,12 +283,25 @@ class FlatParams:
     def _write_back(self, only: int | None) -> None:
         """Copy this rank's part of the full buffer, or of one slot of it, into the shard."""
         start, stop = self.layout.shard_range(self._collectives.rank)
+        if self.is_on_host and not self._is_written():
+            return
         if only is not None:
             slot = self.layout.slots[only]
             start, stop = overlap((slot.offset, slot.stop), (start, stop))
         if start < stop:
             first = self.layout.shard_range(self._collectives.rank)[0]
             self.shard[start - first : stop - first].copy_(self.raw[start:stop])
+
+    @torch.no_grad()
+    def _remember(self) -> None:
+        """The gathered values are those of the shard: see `_is_written`."""
+        if self.is_on_host:
+            self._gathered = fingerprint(self._collectives.shard_of(self.raw))
+
+    def _is_written(self) -> bool:
+        """A script has written to this rank's part of the gathered values: copies to the host are rare."""
+        now = fingerprint(self._collectives.shard_of(self.raw))
+        return self._gathered is None or bool(now != self._gathered)
 
     def _copy_assigned(self, position: int) -> None:
         param, view, slot = (

@@ -49,7 +49,26 @@ class Arrival(Ticket):
 
 
 @torch.no_grad()
-def start_on_host(
+def start_near(
+    master: Master,
+    update: Callable[[Tensor, Tensor | None], None],
+    keep: Callable[[], FrozenValues],
+) -> Ticket:
+    """Start the update of a `master` whose values for forward are on the host as well. See `start_far`."""
+    grad, compute = master.grads.for_update(), master.compute if master.casts else None
+
+    def work() -> None:
+        kept = keep()
+        update(grad, compute)
+        kept.restore()
+
+    ticket = master.host.lanes.updates.run(work)
+    master.begin_update(ticket)
+    return ticket
+
+
+@torch.no_grad()
+def start_far(
     master: Master,
     update: Callable[[Tensor, Tensor | None], None],
     keep: Callable[[], FrozenValues],
@@ -84,4 +103,4 @@ def start_on_host(
     return arrival
 
 
-__all__ = ["Arrival", "start_on_host"]
+__all__ = ["Arrival", "start_far", "start_near"]

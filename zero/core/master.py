@@ -28,7 +28,8 @@ class Master:
     """The master weights of one flat buffer, or of this rank's shard of it, and their items.
 
     casts: forward computes in a narrower dtype.
-    is_apart: forward's values have memory of their own, because of a cast or on another device.
+    is_far: one of master and forward's values is on the host, the other one is not.
+    is_apart: forward's values have memory of their own, because of a cast or a distance.
     """
 
     def __init__(
@@ -41,7 +42,8 @@ class Master:
         self.is_sharded = is_sharded
         wide = master_dtype(params.dtype)
         self.casts = params.dtype != wide
-        self.is_apart = self.casts or home.is_on_host
+        self.is_far = home.is_on_host != params.is_on_host
+        self.is_apart = self.casts or self.is_far
         self._update: Ticket = Done()
         # without a copy the parameters themselves are the master
         self._tensor = home.store(self.compute, wide) if self.is_apart else self.compute.detach()
@@ -73,7 +75,7 @@ class Master:
 
     @property
     def compute(self) -> Tensor:
-        """The values that forward computes with, [n], on the device."""
+        """The values that forward computes with, [n]."""
         return self.params.shard if self.is_sharded else self.params.raw
 
     @property
@@ -91,11 +93,11 @@ class Master:
 
     def remember(self) -> None:
         """The values that forward computes with are the engine's own: see `written`."""
-        if self.home.is_on_host:
+        if self.is_far:
             self._published = fingerprint(self.compute)
 
     def written(self) -> Tensor:
-        """Not 0 if a script has written to the values since `remember`; int64 [] on the device."""
+        """If it is far: not 0 if a script has written to the values since `remember`; int64 []."""
         assert self._published is not None
         return fingerprint(self.compute) - self._published
 
@@ -105,15 +107,15 @@ class Master:
         if not self.is_apart:
             return
         stop = self._tensor.numel() if stop is None else stop
-        if not self.home.is_on_host:
+        if not self.is_far:
             take_edits(self.tensor[start:stop], self.compute[start:stop])
         elif int(self.written()):
-            self.take_edits_to_host()
+            self.take_far_edits()
 
     @torch.no_grad()
-    def take_edits_to_host(self) -> None:
-        """The same from the device to the host, for all values."""
-        values = self.compute.to("cpu")
+    def take_far_edits(self) -> None:
+        """The same where they are far, for all values."""
+        values = self.compute.to(self._tensor.device)
         if self.casts:
             take_edits(self.tensor, values)
         else:
@@ -153,9 +155,10 @@ class Master:
     @torch.no_grad()
     def write_compute(self) -> None:
         """Set the values that forward computes with from the masters."""
-        if not self.home.is_on_host:
-            if self.casts:
-                self.compute.copy_(self.tensor)
+        if not (self.is_far and self.home.is_on_host):
+            if self.is_apart:
+                self.compute.copy_(self.tensor.to(self.params.dtype))
+            self.remember()
             return
         tensor, compute = self.tensor, self.compute
         mark = self.host.lanes.to_device.mark()

@@ -29,6 +29,10 @@ class Memory:
         self._pool = pool
         self._collectives = collectives
 
+    def host_bytes(self) -> int:
+        """Bytes of shards of parameters in host memory."""
+        return sum(flat.shard.nbytes for flat in self._params if flat.is_on_host)
+
     def release_gradients(self) -> None:
         """Free all gradient buffers; the next backward allocates them again."""
         for grads in self._grads:
@@ -52,8 +56,9 @@ class Memory:
     def state_bytes(self) -> dict[str, int]:
         """Bytes on this rank: parameters, gradients, and the shared temporary buffers (buckets)."""
         params = sum(
-            flat.shard.numel() * flat.shard.element_size() if flat.is_sharded else flat.full_bytes
+            flat.shard.nbytes if flat.is_sharded else flat.full_bytes
             for flat in self._params
+            if not flat.is_on_host
         )
         gathered = sum(
             flat.full_bytes

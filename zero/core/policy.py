@@ -36,6 +36,7 @@ class Policy:
         world_size: int,
         accumulation_steps: int = 1,
         offloads: bool = False,
+        offloads_params: bool = False,
         compute: torch.dtype | None = None,
         accumulate: torch.dtype | None = None,
         communicate: torch.dtype | None = None,
@@ -43,8 +44,9 @@ class Policy:
         """The policy of a ZeRO stage. With one rank nothing is sharded.
 
         offloads: the optimizer runs on the host. Then also one rank frees gradients after each backward.
+        offloads_params: shards of stage 3 are on the host. Then also one rank drops its parameters.
         """
-        effective = stage if world_size > 1 else 0
+        effective = stage if world_size > 1 or offloads_params else 0
         frees = effective >= 2 or (offloads and world_size == 1)
         return cls(
             shards_optimizer=effective >= 1,

@@ -13,10 +13,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ...offload.lanes import Ticket
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World
 from ...utils.errors import UsageError
 from .frozen import FrozenValues, Range, clip, frozen_ranges
-from .host_updates import Arrival, start_on_host
+from .host_updates import start_far, start_near
 from .layout import FlatLayout, Slot
 from .master import Master, parts_in
 from .sharded_model import ShardedModel
@@ -123,20 +124,20 @@ class Updater:
         self._model.take_edits()
         self._take_edits_into_masters()
 
-    def _take_edits_into_masters(self, *, also_device: bool = True) -> None:
-        """also_device: False leaves out the masters on the device."""
-        hosted = [master for master in self.masters if master.home.is_on_host]
-        written = [bool(value) for value in _values([master.written() for master in hosted])]
-        for master, is_written in zip(hosted, written, strict=True):
+    def _take_edits_into_masters(self, *, also_near: bool = True) -> None:
+        """also_near: False leaves out the masters whose update takes edits itself."""
+        far = [master for master in self.masters if master.is_far]
+        written = [bool(value) for value in _values([master.written() for master in far])]
+        for master, is_written in zip(far, written, strict=True):
             if is_written:
-                master.take_edits_to_host()
-        for master in self.masters if also_device else ():
-            if not master.home.is_on_host:
+                master.take_far_edits()
+        for master in self.masters if also_near else ():
+            if not master.is_far:
                 master.take_edits()
 
     def _step_elementwise(self, optimizer: ShardOptimizer, scale: float) -> None:
         """Masters on the host update in a thread, those on the device meanwhile."""
-        self._take_edits_into_masters(also_device=not optimizer.takes_edits)
+        self._take_edits_into_masters(also_near=not optimizer.takes_edits)
         groups = [dict(group) for group in optimizer.param_groups]
         arrivals = [
             (master, self._start_on_host(optimizer, master, groups, scale))
@@ -148,6 +149,7 @@ class Updater:
                 kept = self._keep_frozen([master])
                 optimizer.update(self._updates(master, groups), scale, self.world)
                 kept.restore()
+                self._write_far(master)
                 self._publish(master)
         for master, arrival in arrivals:
             if self.world.is_sharded and master.params.may_be_resharded:
@@ -169,39 +171,51 @@ class Updater:
         master: Master,
         groups: Sequence[dict[str, Any]],
         scale: float,
-    ) -> Arrival:
+    ) -> Ticket:
+        is_near = not master.is_far
+
         def update(grad: Tensor, values: Tensor | None) -> None:
-            optimizer.update(master.updates(groups, grad, values, has_old=False), scale, self.world)
+            optimizer.update(
+                master.updates(groups, grad, values, has_old=is_near), scale, self.world
+            )
 
         frozen = self._frozen_ranges(master)  # now: the script may change it while the update runs
 
         def keep() -> FrozenValues:
             kept = FrozenValues()
             kept.keep(master.raw, frozen)
+            if is_near and master.casts:
+                kept.keep(compute, frozen)
             self._keep_states(kept, master, frozen)
             return kept
 
-        return start_on_host(master, update, keep, frozen)
+        compute = master.compute
+        if is_near:
+            return start_near(master, update, keep)
+        return start_far(master, update, keep, frozen)
 
     def _updates(self, master: Master, groups: Sequence[dict[str, Any]]) -> list[Update]:
-        grad, is_on_host = master.grads.for_update(), master.home.is_on_host
+        grad = master.grads.for_update()
         out = master.compute if master.casts else None
-        if out is not None and is_on_host:
-            out = torch.empty_like(
-                out, device="cpu"
-            )  # optimizers with and without a cast may round apart
-        return master.updates(groups, grad, out, has_old=not is_on_host)
+        if (
+            out is not None and master.is_far
+        ):  # with and without a cast an optimizer may round apart
+            out = torch.empty_like(out, device=master.raw.device)
+        return master.updates(groups, grad, out, has_old=not master.is_far)
+
+    def _write_far(self, master: Master) -> None:
+        if master.is_far:
+            master.write_compute()
 
     def _step_at_once(self, optimizer: ShardOptimizer, scale: float) -> None:
-        self._take_edits_into_masters(also_device=not optimizer.takes_edits)
+        self._take_edits_into_masters(also_near=not optimizer.takes_edits)
         groups = optimizer.param_groups
         updates = [update for master in self.masters for update in self._updates(master, groups)]
         kept = self._keep_frozen(self.masters)
         optimizer.update(updates, scale, self.world)
         kept.restore()
         for master in self.masters:
-            if master.home.is_on_host:
-                master.write_compute()
+            self._write_far(master)
             self._publish(master)
 
     def _keep_frozen(self, masters: Sequence[Master]) -> FrozenValues:
