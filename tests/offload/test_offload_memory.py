@@ -1,0 +1,115 @@
+"""Tests: bytes on the device and on the host are those of the formula, and units come and go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xds
+from xds.offload.sender import NUM_BUFFERS
+from xds.utils.errors import ConfigError
+
+WIDTH, DEPTH = 64, 6
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+
+
+def engine_of(stage: int, accumulation: int, **offload: Any) -> xds.Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "units": ["Linear"], "unit_min_numel": 0, **offload},
+    }
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return xds.initialize(model(), config)
+
+
+def train(engine: xds.Engine) -> None:
+    for _ in range(2 * engine.gradient_accumulation_steps()):
+        batch = torch.ones(2, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        loss = engine(batch).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+
+
+def numels(engine: xds.Engine) -> list[int]:
+    return [flat.layout.numel for unit in engine._parts.sharded.units for flat in unit.params]
+
+
+@pytest.mark.parametrize(("accumulation", "bytes_each"), [(1, 14), (3, 16)])
+def test_bytes_of_the_optimizer_on_the_host(accumulation: int, bytes_each: int) -> None:
+    engine = engine_of(2, accumulation, offload_optimizer={"device": "cpu"})
+    train(engine)
+    sizes, plan = numels(engine), engine.memory_plan()
+    steps = 4 * len(sizes)  # Adam's step counts
+    ring = NUM_BUFFERS * 2 * max(sizes)
+    assert plan["host"] == bytes_each * sum(sizes) + steps + ring
+    assert (plan["param"], plan["grad"]) == (2 * sum(sizes), 0)
+    assert (plan["master"], plan["optimizer"]) == (0, 0)
+    assert plan["buckets"] <= 4 * 2 * max(sizes)  # gradients of a few units, in bf16
+    engine.destroy()
+
+
+def test_bytes_of_parameters_on_the_host() -> None:
+    engine = engine_of(3, 1, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+    held = []
+
+    def count(*_: Any) -> None:
+        units = engine._parts.sharded.units
+        storages = [flat.raw.untyped_storage() for unit in units for flat in unit.params]
+        held.append(sum(storage.nbytes() for storage in storages))
+
+    for layer in engine.module:  # type: ignore[attr-defined]
+        layer.register_forward_hook(count)
+        layer.register_full_backward_hook(count)
+    train(engine)
+    sizes, plan = numels(engine), engine.memory_plan()
+    steps = 4 * len(sizes)
+    assert plan["host"] == 16 * sum(sizes) + steps
+    assert (plan["param"], plan["grad"], plan["master"], plan["optimizer"]) == (0, 0, 0, 0)
+    assert max(held) <= 2 * 2 * max(sizes)
+    engine.destroy()
+
+
+def test_a_ratio_is_met_to_one_unit() -> None:
+    for ratio in (0.0, 0.2, 0.5, 0.9, 1.0):
+        engine = engine_of(2, 1, offload_optimizer={"device": "cpu", "ratio": ratio})
+        train(engine)
+        homes = [home for unit in engine._parts.sharded.units for home in unit.homes]
+        sizes = numels(engine)
+        share = [s for s, home in zip(sizes, homes, strict=True) if home.is_on_host]
+        assert abs(sum(share) - ratio * sum(sizes)) <= max(sizes)
+        assert [home.is_on_host for home in homes] == sorted(home.is_on_host for home in homes)
+        engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, "at stage 3 only, and the stage is 2"),
+        ({"offload_optimizer": {"device": "disk"}}, "must be"),
+        ({"offload_optimizer": {"device": "nvme"}}, "NVMe is not supported yet"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "ratio = 1.5: must be"),
+        ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "not supported yet"),
+        ({"zenflow": {"topk_ratio": 0.1}}, "ZenFlow"),
+    ],
+)
+def test_wrong_sections_are_refused(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        xds.Config.load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
+
+
+def test_deepspeeds_old_names() -> None:
+    old = {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}
+    zero = xds.Config.load(
+        {"train_micro_batch_size_per_gpu": 1, "zero_optimization": old}
+    ).zero_optimization
+    assert (zero.offload_optimizer.device, zero.offload_param.device) == ("cpu", "cpu")
