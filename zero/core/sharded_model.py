@@ -88,9 +88,12 @@ class ShardedModel:
                     flat.keep_gathered()
                     flat.unshard()
         blocks = [unit for unit in self.units if not unit.is_root]
+        reuse_distance = config.max_reuse_distance
+        if self.homes.shards.is_on_host and "max_reuse_distance" not in config.model_fields_set:
+            reuse_distance = 0  # who stores parameters on the host wants the memory
         kept = 0  # elements; the units used last in forward are used first in backward
         for unit in reversed(blocks):
-            if 2 * kept > config.max_reuse_distance or kept > config.max_live_parameters:
+            if 2 * kept > reuse_distance or kept > config.max_live_parameters:
                 break
             unit.keep_until_backward()
             kept += unit.full_numel
