@@ -284,7 +284,7 @@ class Restore:
 
     def _publish(self) -> None:
         sharded = self._snapshot.sharded
-        if sharded.policy.shards_optimizer:
+        if sharded.policy.shards_optimizer or sharded.policy.shards_params:
             for unit in sharded.units:
                 for flat in unit.params:
                     flat.start_publish()

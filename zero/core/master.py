@@ -76,7 +76,8 @@ class Master:
     @property
     def compute(self) -> Tensor:
         """The values that forward computes with, [n]."""
-        return self.params.shard if self.is_sharded else self.params.raw
+        sharded = self.is_sharded or self.params.is_sharded
+        return self.params.shard if sharded else self.params.raw
 
     @property
     def host(self) -> HostHome:

@@ -49,7 +49,7 @@ class Policy:
         effective = stage if world_size > 1 or offloads_params else 0
         frees = effective >= 2 or (offloads and world_size == 1)
         return cls(
-            shards_optimizer=effective >= 1,
+            shards_optimizer=effective >= 1 and world_size > 1,
             shards_grads=frees,
             shards_params=effective >= 3,
             compute=compute,

@@ -152,7 +152,7 @@ class Updater:
                 self._write_far(master)
                 self._publish(master)
         for master, arrival in arrivals:
-            if self.world.is_sharded and master.params.may_be_resharded:
+            if master.params.may_be_resharded:
                 master.params.expect(arrival)  # the unit's next use waits for it
             else:
                 arrival.order()
@@ -313,7 +313,7 @@ class Updater:
                     yield tensor, place[1]
 
     def _publish(self, master: Master) -> None:
-        if self.world.is_sharded:
+        if self.world.is_sharded or master.params.is_sharded:
             master.params.start_publish()
 
     def wait(self) -> None:
