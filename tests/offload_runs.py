@@ -64,9 +64,10 @@ def train(
         build(feature), config_of(stage, precision, accumulation, offload, optimizer)
     )
     params = dict(engine.module.named_parameters())
+    trained = {name for name, param in params.items() if param.requires_grad}
     numbers: list[Any] = []
     for step in range(STEPS):
-        _edit(engine, params, step)
+        _edit(params, trained, step)
         for micro_step in range(accumulation):
             part = micro_batch(step, micro_step, SAMPLES).chunk(world_size)[rank]
             loss = engine(part, rank)
@@ -82,28 +83,29 @@ def train(
     computed = engine.full_state_dict(rank0_only=False)
     states: dict[str, torch.Tensor] = {}
     if optimizer == "AdamW":
-        trained = next(param for param in params.values() if param.requires_grad)
-        states["exp_avg"] = xds.zero.get_full_optimizer_state(trained, "exp_avg")
+        first = next(p for p in params.values() if p.requires_grad and p.numel())
+        states["exp_avg"] = xds.zero.get_full_optimizer_state(first, "exp_avg")
     engine.destroy()
     return {"numbers": numbers, "values": values, "computed": computed, "states": states}
 
 
-def _edit(engine: xds.Engine, params: dict[str, Any], step: int) -> None:
+def _edit(params: dict[str, Any], trained: set[str], step: int) -> None:
     """What a script may do between two steps."""
     up, norm = params["blocks.1.up.weight"], params["blocks.2.norm.weight"]
     if step == 2:
         with xds.zero.GatheredParameters([up], modifier_rank=0), torch.no_grad():
             up.mul_(0.9)
-    if step == 3:
+    if step == 3 and "blocks.2.norm.weight" in trained:
         norm.requires_grad_(False)
-    if step == 4:
+    if step == 4 and "blocks.2.norm.weight" in trained:
         norm.requires_grad_(True)
         xds.zero.set_full_param(norm, torch.full(norm.shape, 1.25))
 
 
 def check_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
     """`other` ran with offload: the same bits everywhere, and states on the host."""
-    assert one["numbers"][:-1] == other["numbers"][:-1]
+    # as text: norms that are nan are equal
+    assert repr(one["numbers"][:-1]) == repr(other["numbers"][:-1])
     assert (one["numbers"][-1], other["numbers"][-1]) == (False, True)
     for kind in ("values", "computed", "states"):
         for name, value in one[kind].items():
