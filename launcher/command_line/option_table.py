@@ -53,12 +53,12 @@ OPTIONS = (
         aliases=("-m",), is_torchrun=True),
     Option("--no-python", _RUN, help="the script is a program of any kind", is_torchrun=True),
     Option("--python", _RUN, "PATH",
-        "the interpreter on the other machines, a path there (default: the one that runs xds)"),
+        "the interpreter, a path on the other machines (default: the one that runs xds)"),
     Option("--dry-run", _RUN, help="print every command and the order of each host; start nothing"),
 
     Option("--nproc-per-node", _HERE, "N",
         "ranks: a number, gpu, cpu (cores), or auto: one for each GPU, without one 2; on hosts: the first N"
-        " slots of each. Also --num-gpus",
+        " slots of each",
         aliases=("--num-gpus", "--num-accelerators"), is_torchrun=True),
     Option("--backend", _HERE, "NAME", "nccl, gloo or mpi (default: nccl on GPUs, gloo on CPUs)",
         choices=("nccl", "gloo", "mpi")),
@@ -82,11 +82,11 @@ OPTIONS = (
     Option("--launcher-args", _HOSTS, "WORDS", "more arguments for ssh, srun, mpirun, ..., in one string",
         is_free=True),
     Option("--ssh-port", _HOSTS, "PORT", "the port of sshd on the hosts"),
-    Option("--venv-script", _HOSTS, "FILE", "script to source first on each host, a path there"),
+    Option("--venv-script", _HOSTS, "FILE", "script to source first on each host, a path on that host"),
     Option("--master-addr", _HOSTS, "ADDRESS",
         "address of the first host (default: the one that xds connects to)",
         is_torchrun=True),
-    Option("--master-port", _HOSTS, "PORT", "port there (default: a free one; torchrun's rendezvous: 29500)",
+    Option("--master-port", _HOSTS, "PORT", "port on the first host (default: a free one; torchrun's rendezvous: 29500)",
         is_torchrun=True),
     Option("--force-multi", _HOSTS, help="use the launcher even if the only host is this one"),
 
