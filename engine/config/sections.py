@@ -166,7 +166,7 @@ class Wandb(Section):
 
 @final
 class CsvMonitor(Section):
-    """Scalars as CSV files, written by rank 0. The column "step" has samples over all ranks, as in DeepSpeed."""
+    """Scalars as CSV files, written by rank 0. The column "step" holds global samples, as in DeepSpeed."""
 
     enabled: Flag = Field(
         False,

@@ -86,7 +86,8 @@ OPTIONS = (
     Option("--master-addr", _HOSTS, "ADDRESS",
         "address of the first host (default: the one that xds connects to)",
         is_torchrun=True),
-    Option("--master-port", _HOSTS, "PORT", "port on the first host (default: a free one; torchrun's rendezvous: 29500)",
+    Option("--master-port", _HOSTS, "PORT",
+        "port on the first host (default: a free one; torchrun's rendezvous: 29500)",
         is_torchrun=True),
     Option("--force-multi", _HOSTS, help="use the launcher even if the only host is this one"),
 
