@@ -165,8 +165,9 @@ def _table(rows: Iterator[tuple[str, str, str]]) -> str:
 
 
 def _classes() -> Iterator[str]:
-    from ..optim import schedules  # imported late: it imports torch
-    from ..optim.optimizers import CASTING, OWN, Adam
+    from ...ops.optim.adam import Adam  # imported late: these import torch
+    from ..optim import schedules
+    from ..optim.optimizers import CASTING, OWN
 
     yield _types(OPTIMIZERS, {**OWN, **CASTING, "Adam": Adam, "AdamW": Adam}, _OPTIMIZER_NOTES)
     yield _types(

@@ -29,7 +29,9 @@ class Elasticity(Section):
     }
 
     enabled: Annotated[bool, FLAG] = Field(
-        False, description="the batch sizes are computed from this section"
+        False,
+        description="the batch sizes are computed from this section. The last batch of an epoch of "
+        "training_data is filled up with samples of that epoch, or dropped with dataloader_drop_last",
     )
     max_train_batch_size: Annotated[int, whole(1)] = Field(
         2000, description="the largest batch; must be given if the section is enabled"
