@@ -58,6 +58,10 @@ from .telemetry.timers import build_throughput, build_timers
 
 log = logging.getLogger("xds")
 
+_LOAD_LATER = (
+    "to ignore missing and extra names, leave out weights= and call xds.zero.load_weights(engine.module, "
+    "weights, strict=False) afterwards"
+)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -247,7 +251,7 @@ def _give_values(model: nn.Module, weights: Any, collectives: Collectives, polic
     """Values for what is on the meta device, and `weights` for everything."""
     store = SliceStore(collectives) if policy.shards_params else None
     if weights is not None:
-        load_weights(model, weights, store=store)
+        load_weights(model, weights, store=store, remedy=_LOAD_LATER)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         materialise(model, Construction(store or SliceStore(collectives)))
 

@@ -55,11 +55,15 @@ def choices(config: Config) -> Iterator[str]:
     """Yield one sentence for each value that is not the default, in the order of the documentation."""
     yield (
         f"train_batch_size = {config.train_batch_size}: "
-        f"{config.train_micro_batch_size_per_gpu} a forward x "
-        f"{config.gradient_accumulation_steps} (accumulation) x {config.world_size} (ranks) "
-        "samples make one update"
+        f"{_counted(config.train_micro_batch_size_per_gpu, 'sample')} per forward x "
+        f"{_counted(config.gradient_accumulation_steps, 'accumulation step')} x "
+        f"{_counted(config.world_size, 'rank')} = {_counted(config.train_batch_size, 'sample')} per update"
     )
     yield from _differences(config, "")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _differences(section: Section, path: str) -> Iterator[str]:

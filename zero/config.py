@@ -146,9 +146,9 @@ class ZeroConfig(Section):
     )
     max_reuse_distance: Elements = Field(
         50_000_000,
-        description="stage 3: a unit stays gathered from forward to backward if at most this many elements "
-        "are used in between; 0 keeps the last unit only, and is the default with offload_param (DeepSpeed's "
-        "default is 1e9)",
+        description="stage 3: keep a unit gathered between forward and backward if at most this many other "
+        "elements are used in between; 0 keeps the last unit only, and is the default with offload_param "
+        "(DeepSpeed's default is 1e9)",
     )
     divergent_graphs: Flag = Field(
         False,

@@ -224,7 +224,8 @@ def _prepare(data: dict[str, Any], report: Report) -> dict[str, Any]:
         report.notes.append(f"zero_optimization = {shown(zero)}: means stage {int(zero)}")
     recompute = data.get("activation_checkpointing")
     if isinstance(recompute, dict):
-        recompute.setdefault("enabled", True)
+        if recompute.get("enabled") is None:
+            recompute["enabled"] = True
         if recompute["enabled"] is True:
             report.notes.append(
                 "activation_checkpointing: the model's blocks are recomputed in backward "
@@ -252,7 +253,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     check_compile(config.compile, config.zero_optimization.stage, report)
     check_ops(config.ops, report)
     check_elasticity(config.elasticity, data, report)
-    if "gradient_clipping" not in data:
+    if data.get("gradient_clipping") is None:
         report.notes.append(
             "gradient_clipping is not given: gradients are not clipped "
             "(DeepSpeed clips at 1.0 since version 0.19)"

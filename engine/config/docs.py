@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 from ...utils.schema.keys import Detail, Entry, Group, NoEffect, Refused
-from ...utils.schema.rules import shown
+from ...utils.schema.rules import Rule, shown
 from ...utils.schema.section import Section, rule_of, subsection
 from .auto import COMPUTED, MUST_BE_FILLED
 from .config import Config
@@ -19,28 +20,31 @@ INTRO = """\
 
 <!-- `python -m xds.engine.config.docs > docs/config.md` generates this page from the config classes. -->
 
-The JSON uses DeepSpeed's keys with DeepSpeed's meaning. `xds check FILE --world-size N` shows what
-a file means. `xds.Config.load` takes a path, JSON text, base64 of it, a dict (which is never
-changed) or a `Config`.
+- The keys are DeepSpeed's, with DeepSpeed's meaning.
+- `xds check FILE --world-size N` shows what a file means.
+- `xds.Config.load` takes a path, JSON text, base64 of it, a dict (which is never changed) or a `Config`.
 
 ## Rules
 
 - **Every key has a status.**
-  - *Supported*.
+  - *Supported*: it does what its description says.
   - *No effect*: xds accepts the key but does not need it. One warning names it with the reason, unless
     its value already describes what xds does.
   - *Refused*: an error with reason and remedy, unless the value changes nothing (`false`, `"none"`,
     size 1).
+  - *Detail*: it belongs to a feature that another key enables. xds checks only its type.
 - **Unknown keys are errors**; the message names the nearest key. Duplicate keys are errors too.
 - **All complaints are reported at once**, each with its full key path. For malformed JSON the message
   names line and column.
 - **Files** may contain `//`, `#` and `/* */` comments and trailing commas.
 - **Numbers.** `5e8` is a whole number. Sizes in elements are rounded (`0.9 * hidden * hidden`);
   counts such as batch sizes are not. `"1.0"` is text, and `true` is not a number.
-- **null** means "not set".
+- **null** means "not set": the default is used. For some keys null is a value of its own; their
+  descriptions name it.
 - **Batch sizes.** `train_batch_size` = `train_micro_batch_size_per_gpu` x
   `gradient_accumulation_steps` x data-parallel ranks. Any two give the third. `train_batch_size`
   alone, or the micro-batch alone, means no accumulation. At least one of these two must be given.
+  This is checked when the number of ranks is known: in `xds.initialize` and `xds check`.
 - **gradient_clipping**: without this key gradients are not clipped (DeepSpeed: 1.0 since version 0.19).
 - **Adam** decouples weight decay like AdamW unless `adam_w_mode` is false, as in DeepSpeed.
 - **activation_checkpointing**: the section alone enables it; `"enabled": false` disables it.
@@ -54,6 +58,17 @@ changed) or a `Config`.
 3. `gradient_clipping` becomes 1.0, the value that Trainer and Accelerate fill in by default.
 4. It is an error for these keys, which only the training script can know:
 """
+
+_OPTIMIZER_NOTES = (
+    "No argument is required.",
+    "Muon, for matrices: the first of `muon_lr`, `lr` and 0.02. For other parameters: the first of `adam_lr`, "
+    "`lr` and 3e-4.",
+    "`torch_adam`: the default of `weight_decay` is 0.01, unless `adam_w_mode` is false.",
+)
+_SCHEDULER_NOTES = (
+    "`warmup_max_lr` = null: the learning rate of each parameter group.",
+    "`cycle_second_step_size`, `cycle_second_stair_count` = null: as in the first half.",
+)
 
 AUTO_END = "5. For all other keys it means the default; the config's notes list them.\n"
 
@@ -150,27 +165,49 @@ def _table(rows: Iterator[tuple[str, str, str]]) -> str:
 
 
 def _classes() -> Iterator[str]:
-    yield _types(OPTIMIZERS)
-    yield _types(SCHEDULERS)
+    from ...ops.optim.adam import Adam  # imported late: these import torch
+    from ..optim import schedules
+    from ..optim.optimizers import CASTING, OWN
+
+    yield _types(OPTIMIZERS, {**OWN, **CASTING, "Adam": Adam, "AdamW": Adam}, _OPTIMIZER_NOTES)
+    yield _types(
+        SCHEDULERS,
+        {name: getattr(schedules, name) for name in SCHEDULERS.built_in},
+        _SCHEDULER_NOTES,
+    )
 
 
-def _types(classes: ClassTable) -> str:
-    arguments: dict[tuple[str, str], list[str]] = {}
+def _default(parameter: Parameter | None) -> str:
+    if parameter is None:
+        return ""
+    if parameter.default is Parameter.empty:
+        return "required"
+    return f"`{shown(parameter.default)}`"
+
+
+def _types(classes: ClassTable, built: Mapping[str, type], notes: Sequence[str]) -> str:
+    arguments: dict[tuple[str, str, str], list[str]] = {}
     for name, table in classes.built_in.items():
+        parameters = signature(built[name]).parameters
         for key, value in describe(table):
-            arguments.setdefault((key, value), []).append(name)
+            is_read = isinstance(table[key], Rule)
+            default = _default(parameters.get(key)) if is_read else ""
+            arguments.setdefault((key, value, default), []).append(name)
     num_all = len(classes.built_in)
     rows = [
-        f"| `{key}` | {'all' if len(names) == num_all else ', '.join(names)} | {value} |"
-        for (key, value), names in arguments.items()
+        f"| `{key}` | {'all' if len(names) == num_all else ', '.join(names)} | {value} | {default} |"
+        for (key, value, default), names in arguments.items()
     ]
     reasons: dict[str, list[str]] = {}
     for name, why in classes.refused.items():
         reasons.setdefault(why, []).append(name)
     lines = [f"- {', '.join(names)}: {why}" for why, names in reasons.items()]
-    table_text = "\n".join(["| argument | of | value |", "|---|---|---|", *rows])
+    header = ["| argument | of | value | default |", "|---|---|---|---|"]
+    table_text = "\n".join([*header, *rows])
+    notes_text = "\n".join(f"- {note}" for note in notes)
     return (
         f"## `{classes.section}.params`\n\nTypes: {', '.join(classes.built_in)}.\n\n{table_text}\n\n"
+        f"{notes_text}\n\n"
         f"Classes of torch, with torch's own arguments: {', '.join(classes.from_torch)}.\n\n"
         "Refused types:\n\n" + "\n".join(lines) + "\n"
     )

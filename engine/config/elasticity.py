@@ -20,7 +20,7 @@ REQUIRED = ("max_train_batch_size", "micro_batch_sizes")
 
 @final
 class Elasticity(Section):
-    """One batch size for a varying number of ranks; it sets all three batch sizes. Epochs are whole steps."""
+    """One batch size for a varying number of ranks; it sets all three batch sizes."""
 
     others: ClassVar[Mapping[str, Entry]] = {
         "min_time": NoEffect(
@@ -29,7 +29,9 @@ class Elasticity(Section):
     }
 
     enabled: Annotated[bool, FLAG] = Field(
-        False, description="the batch sizes are computed from this section"
+        False,
+        description="the batch sizes are computed from this section. The last batch of an epoch of "
+        "training_data is filled up with samples of that epoch, or dropped with dataloader_drop_last",
     )
     max_train_batch_size: Annotated[int, whole(1)] = Field(
         2000, description="the largest batch; must be given if the section is enabled"
@@ -41,7 +43,8 @@ class Elasticity(Section):
     min_gpus: Annotated[int, whole(1)] = Field(1, description="the smallest number of ranks")
     max_gpus: Annotated[int, whole(1)] = Field(10000, description="the largest number of ranks")
     prefer_larger_batch: Annotated[bool, FLAG] = Field(
-        True, description="of batches that equally many numbers of ranks can train, use the larger"
+        True,
+        description="if two batch sizes allow the same number of rank counts, use the larger",
     )
     ignore_non_elastic_batch_info: Annotated[bool, FLAG] = Field(
         False, description="other batch sizes in the file are ignored instead of an error"

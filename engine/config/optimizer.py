@@ -32,7 +32,9 @@ class OptimizerConfig(Section):
         "legacy_fusion": NoEffect(FLAG, "the update is always one fused pass", same=(False,))
     }
 
-    type: Annotated[str, TEXT] = Field("", description="name of the optimizer, in any case")
+    type: Annotated[str, TEXT] = Field(
+        "", description="name of the optimizer, in any case; must be given"
+    )
     params: Annotated[dict[str, Any], OBJECT] = Field(
         default_factory=dict, description="its arguments"
     )
@@ -161,9 +163,7 @@ def _torch_params(params: Mapping[str, Any], report: Report) -> dict[str, Any]:
     path = "optimizer.params"
     check_entry(_MAX_GRAD_NORM, params.get("max_grad_norm"), f"{path}.max_grad_norm", report)
     kept = {key: value for key, value in params.items() if key != "max_grad_norm"}
-    if "lr" in kept:
-        kept |= read_params({"lr": _LR}, {"lr": kept["lr"]}, path, report)
-    return kept
+    return kept | read_params({"lr": _LR}, {"lr": kept.pop("lr", None)}, path, report)
 
 
 def _check_together(name: str, params: Mapping[str, Any], report: Report) -> None:

@@ -43,6 +43,8 @@ class ClassTable:
         """The canonical spelling of the name `given`, in any case; None, with a complaint, if not usable."""
         path = f"{self.section}.type"
         if not given:
+            if path in report.auto_keys:
+                return None  # `fill_auto` has reported it
             report.complaints.append(f"{path}: is missing; write for example {self.example}")
             return None
         refused = {name.casefold(): why for name, why in self.refused.items()}
@@ -62,7 +64,10 @@ class ClassTable:
 def read_params(
     table: Mapping[str, Param], params: Mapping[str, Any], path: str, report: Report
 ) -> dict[str, Any]:
-    """The arguments that take effect, read by their rules; all others are added to the report."""
+    """The arguments that take effect, read by their rules; all others are added to the report.
+
+    null means that an argument is not given, unless its rule accepts null.
+    """
     result: dict[str, Any] = {}
     for key, value in params.items():
         here = joined(path, key)
@@ -75,7 +80,8 @@ def read_params(
             try:
                 result[key] = entry.read(value)
             except ValueError as error:
-                report.complain(here, value, str(error))
+                if value is not None:
+                    report.complain(here, value, str(error))
         else:
             check_entry(entry, value, here, report)
     return result
@@ -84,7 +90,7 @@ def read_params(
 def require(params: Mapping[str, Any], names: Iterable[str], path: str, report: Report) -> None:
     """Report arguments that have no default and are not given."""
     for name in names:
-        if name not in params:
+        if params.get(name) is None:
             report.complaints.append(f"{joined(path, name)}: is missing; it has no default")
 
 

@@ -28,7 +28,9 @@ from .params import ClassTable, Param, read_params, require
 class SchedulerConfig(Section):
     """The learning-rate schedule that the engine builds if the script passes none."""
 
-    type: Annotated[str, TEXT] = Field("", description="name of the schedule, in any case")
+    type: Annotated[str, TEXT] = Field(
+        "", description="name of the schedule, in any case; must be given"
+    )
     params: Annotated[dict[str, Any], OBJECT] = Field(
         default_factory=dict, description="its arguments"
     )
@@ -69,7 +71,7 @@ _BUILT_IN: dict[str, dict[str, Param]] = {
         "decay_mom_rate": number(0),
     },
     "WarmupLR": _WARMUP,
-    "WarmupDecayLR": {**_WARMUP, "total_num_steps": _STEPS},
+    "WarmupDecayLR": {**_WARMUP, "warmup_max_lr": _RATE, "total_num_steps": _STEPS},
     "WarmupCosineLR": {
         **_START,
         "total_num_steps": _STEPS,

@@ -166,9 +166,12 @@ class Wandb(Section):
 
 @final
 class CsvMonitor(Section):
-    """Scalars as CSV files, written by rank 0."""
+    """Scalars as CSV files, written by rank 0. The column "step" holds global samples, as in DeepSpeed."""
 
-    enabled: Flag = Field(False, description="scalars are written as CSV files")
+    enabled: Flag = Field(
+        False,
+        description="scalars are written as CSV files, one for each name, with the columns step and value",
+    )
     output_path: Annotated[str, TEXT] = Field("", description="folder of the files")
     job_name: Annotated[str, TEXT] = Field("xds", description="name of the sub-folder")
 

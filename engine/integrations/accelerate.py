@@ -162,7 +162,7 @@ class Accelerator(accelerate.Accelerator):
         if named and not isinstance(optimizers[0], DummyOptim):
             raise UsageError(
                 "the config has a section optimizer, and prepare() got an optimizer: remove the section, or "
-                "pass accelerate.utils.DummyOptim(model.parameters()) instead"
+                "pass accelerate.utils.deepspeed.DummyOptim(model.parameters()) instead"
             )
         if not named and isinstance(optimizers[0], DummyOptim):
             raise UsageError("DummyOptim needs a section optimizer in the config: add one")

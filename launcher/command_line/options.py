@@ -163,8 +163,14 @@ def _help_line(option: Option, width: int) -> str:
     head = f"  {names}".ljust(_HELP_COLUMN)
     is_long = len(head) > _HELP_COLUMN
     indent = " " * _HELP_COLUMN
+    long = [alias for alias in option.aliases if alias.startswith("--")]
+    also = f". Also {', '.join(long)}" if long else ""
     text = textwrap.fill(
-        option.help, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+        option.help + also,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
     )
     return f"{head}\n{text}\n" if is_long else f"{head}{text[_HELP_COLUMN:]}\n"
 

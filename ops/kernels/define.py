@@ -9,6 +9,7 @@ So an op always works, `torch.compile` treats it as one node, and defining it bu
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ def define(
 ) -> Callable[..., Any]:
     """Define the op of `schema`, "name(arguments) -> result", with the implementation `reference`.
 
-    Returns: a function that calls the op. For an fp64 first argument, which has no kernels, it calls the
-        reference.
+    Returns: a function that calls the op, with the signature and docstring of `reference`. The first argument
+        is positional. If it is fp64, which has no kernels, the function calls the reference.
 
     Args:
         fake: returns the result's shape and dtype, for tracing; None where the op returns nothing.
@@ -37,9 +38,11 @@ def define(
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake or _nothing, lib=_library)
     op: Callable[..., Any] = getattr(getattr(torch.ops, _NAMESPACE), name).default
 
-    def call(first: Tensor, *others: Any) -> Any:
-        return (reference if first.dtype == torch.float64 else op)(first, *others)
+    @wraps(reference)
+    def call(first: Tensor, *others: Any, **named: Any) -> Any:
+        return (reference if first.dtype == torch.float64 else op)(first, *others, **named)
 
+    call.__name__ = call.__qualname__ = name
     return call
 
 
@@ -65,10 +68,14 @@ def in_chunks(reference: Callable[..., None]) -> Callable[..., None]:
         reference: its first argument is a tensor [n], and it works on all its 1-D arguments alike.
     """
 
-    def run(*arguments: Any) -> None:
+    @wraps(reference)
+    def run(*arguments: Any, **named: Any) -> None:
         first: Tensor = arguments[0]
         for piece in chunks(first.numel(), first.device.type == "cpu"):
-            reference(*(_part(argument, piece) for argument in arguments))
+            reference(
+                *(_part(argument, piece) for argument in arguments),
+                **{key: _part(argument, piece) for key, argument in named.items()},
+            )
 
     return run
 

@@ -132,7 +132,6 @@ def test_the_callers_dict_is_never_changed():
         ("train_batch_size", 2.5, "must be a whole number, at least 1"),
         ("train_batch_size", 0, "must be a whole number, at least 1"),
         ("train_batch_size", True, "must be a whole number, at least 1"),
-        ("train_batch_size", None, "must be a whole number, at least 1"),
         (
             "gradient_clipping",
             "1.0",

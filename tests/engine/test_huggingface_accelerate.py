@@ -210,6 +210,8 @@ def bad_calls() -> dict[str, str]:
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())
     attempt("optimizer alone", lambda: accelerator.prepare(optimizer))
+    with_one = Accelerator(xds_config=config_of(3, optimizer={"type": "AdamW"}))
+    attempt("two optimizers", lambda: with_one.prepare(model, optimizer))
     attempt("placeholder", lambda: accelerator.prepare(model, DummyOptim(model.parameters())))
     attempt("two models", lambda: accelerator.prepare(model, llama(), optimizer))
     own, optimizer = accelerator.prepare(model, optimizer)
@@ -235,6 +237,7 @@ def test_calls_that_cannot_work_say_why_and_what_to_do():
     expected = {
         "early backward": "before a model was prepared with its optimizer",
         "optimizer alone": "pass one model and its optimizer in one call",
+        "two optimizers": "pass accelerate.utils.deepspeed.DummyOptim(model.parameters()) instead",
         "placeholder": "DummyOptim needs a section optimizer",
         "two models": "2 trainable models and 1 optimizers",
         "a second model": "already trains a model",

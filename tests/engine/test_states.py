@@ -188,6 +188,9 @@ def from_files(folder: str, stage: int) -> None:
         "not in the model: stranger",
     ):
         assert part in str(caught.value)
+    assert str(caught.value).endswith("strict=False ignores missing and extra names")
+    with pytest.raises(xds.UsageError, match="leave out weights= and call xds.zero.load_weights"):
+        xds.initialize(build("tied"), config(stage), weights=wrong)
     check(model)
     for source_path, match in (
         (path / "nowhere", "does not exist"),

@@ -199,6 +199,14 @@ def test_lists_of_hosts_are_not_cut_or_grown_by_a_name(name: str) -> None:
         backend.command([Host("a,b", (0,))], Remote("/w", "python", {}), ["true"])
 
 
+@pytest.mark.parametrize("name", ["slurm", "openmpi", "mpich", "impi"])
+def test_a_user_at_a_host_is_for_ssh_and_pdsh(name: str) -> None:
+    backend = BACKENDS[name]
+    assert isinstance(backend, AllAtOnce)
+    with pytest.raises(UsageError, match="user@host works with --launcher ssh and pdsh"):
+        backend.command([Host("me@10.0.0.2", (0,))], Remote("/w", "python", {}), ["true"])
+
+
 def run_through(
     name: str, program: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[list[Any]], dict[str, Any]]:

@@ -31,7 +31,7 @@ def test_it_prints_the_choices_and_what_has_no_effect(path, capsys):
     assert err == ""
     lines = [line.strip() for line in out.splitlines()]
     for line in (
-        "train_batch_size = 64: 4 a forward x 2 (accumulation) x 8 (ranks) samples make one update",
+        "train_batch_size = 64: 4 samples per forward x 2 accumulation steps x 8 ranks = 64 samples per update",
         "zero_optimization.stage = 2: the optimizer state and the gradients are sharded over the "
         "ranks",
         "bf16.enabled = true: parameters and gradients are bf16, the master fp32",

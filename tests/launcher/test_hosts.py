@@ -124,6 +124,19 @@ def test_filters(include, exclude, left):
 
 
 @pytest.mark.parametrize(
+    "include, left",
+    [
+        ("me@10.0.0.2", {"me@10.0.0.2": [0, 1, 2, 3, 4, 5, 6, 7]}),
+        ("node-1@me@10.0.0.2:0,2-4", {"node-1": list(range(8)), "me@10.0.0.2": [0, 2, 3, 4]}),
+        ("me@10.0.0.2:1@node-1:0", {"node-1": [0], "me@10.0.0.2": [1]}),
+    ],
+)
+def test_a_line_with_a_user_is_selected_as_it_is_written(include, left):
+    """docs/launching.md has this file and the second filter."""
+    assert kept(filter_hosts([host("node-1", 8), host("me@10.0.0.2", 8)], include)) == left
+
+
+@pytest.mark.parametrize(
     "include, exclude, told",
     [
         ("worker-0", "worker-1", "--include and --exclude cannot be combined"),

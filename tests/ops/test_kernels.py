@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pydoc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from xds.ops.kernels.adagrad import adagrad_reference
-from xds.ops.kernels.adam import adam_reference
+from xds.ops.kernels.adam import adam_, adam_reference
 from xds.ops.kernels.lamb import lamb_apply_reference, lamb_direction_reference
 from xds.ops.kernels.lion import lion_reference
 from xds.ops.kernels.sgd import sgd_reference
@@ -382,3 +383,23 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("XDS_CPU_ISA", "sse9")
     with pytest.raises(RuntimeError, match='XDS_CPU_ISA = "sse9".*unset it'):
         torch.ops.xds.square_sum(torch.ones(1))
+
+
+def test_an_op_has_the_signature_and_the_docstring_of_its_reference() -> None:
+    text = pydoc.render_doc(adam_, renderer=pydoc.plaintext)
+    assert "adam_(param: " in text and "takes_edits: 'bool' = False" in text
+    assert "One step." in text and "the master weights" in text
+
+
+def test_arguments_of_an_op_may_be_named() -> None:
+    for dtype in (torch.float32, torch.float64):
+        param, grad, mean, square = (torch.ones(3, dtype=dtype) for _ in range(4))
+        numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
+        adam_(
+            *(param, grad, mean, square),
+            **{"out": None, "step": torch.ones(()), "scale": None, "found_inf": None},
+            **numbers,
+            decoupled=True,
+            bias_correction=False,
+        )
+        assert torch.allclose(param, torch.full_like(param, 0.9))

@@ -15,7 +15,8 @@ from .rules import Rule
 class Section(BaseModel):
     """Base of every typed section. Fields are the keys that xds reads; `others` are the other known keys.
 
-    The rule in a field's annotation reads its value, both here and when the class is called.
+    The rule in a field's annotation reads its value, both here and when the class is called. In a file null
+    means unset, unless the rule accepts it.
     `aliases` maps other spellings to the field or table name. `results` are fields that are
     computed while reading and are not keys of the JSON. The values of `secrets` are never shown.
     """
@@ -112,7 +113,8 @@ def _read_field(
         try:
             values[name] = rule_of(model, name).read(value)
         except ValueError as error:
-            report.complain(here, value, str(error))
+            if value is not None:
+                report.complain(here, value, str(error))
 
 
 def rule_of(model: type[Section], name: str) -> Rule:

@@ -25,6 +25,7 @@ from .construction import make_real
 from .slices import SliceStore
 
 INDEX = "model.safetensors.index.json"
+_NOT_STRICT = "strict=False ignores missing and extra names"
 SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
 
 
@@ -188,11 +189,15 @@ def _safe_open() -> Any:
 # -- loading into a model ---------------------------------------------------------------------------------
 
 
-def match_names(model: nn.Module, weights: Weights, *, strict: bool) -> dict[str, str]:
+def match_names(
+    model: nn.Module, weights: Weights, *, strict: bool, remedy: str = _NOT_STRICT
+) -> dict[str, str]:
     """Name in the model -> name in `weights`, for every parameter and buffer that `weights` has.
 
     For a tied parameter one of its names is enough. Non-persistent buffers are not required.
 
+    Args:
+        remedy: how the caller ignores missing and extra names, for the message.
     Raises:
         UsageError: names are missing or extra (with `strict`), or shapes differ; lists all of them.
     """
@@ -216,8 +221,7 @@ def match_names(model: nn.Module, weights: Weights, *, strict: bool) -> dict[str
         problems.append(f"not in the model: {_some(extra)}")
     if problems:
         raise UsageError(
-            f"{weights.source} does not fit the model, nothing was changed; {'; '.join(problems)}; "
-            "strict=False ignores missing and extra names"
+            f"{weights.source} does not fit the model, nothing was changed; {'; '.join(problems)}; {remedy}"
         )
     return found
 
@@ -240,7 +244,12 @@ def _some(items: Sequence[str]) -> str:
 
 
 def load_weights(
-    model: nn.Module, source: Any, *, strict: bool = True, store: SliceStore | None = None
+    model: nn.Module,
+    source: Any,
+    *,
+    strict: bool = True,
+    store: SliceStore | None = None,
+    remedy: str = _NOT_STRICT,
 ) -> None:
     """Overwrite parameters and buffers of `model`, full or sharded, by those of `source`. For all ranks.
 
@@ -251,13 +260,14 @@ def load_weights(
         source: a state dict, a .safetensors file or index, a folder with one, or a .bin/.pt file.
         strict: missing and extra names are an error.
         store: keeps parameters on the meta device in slices; None makes them full.
+        remedy: how the caller ignores missing and extra names, for the message.
 
     Raises:
         UsageError: names or shapes do not fit, or there is nothing to read; nothing is changed.
     """
     weights = open_weights(source)
     try:
-        found = match_names(model, weights, strict=strict)
+        found = match_names(model, weights, strict=strict, remedy=remedy)
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         with torch.no_grad():
             for name, stored in found.items():

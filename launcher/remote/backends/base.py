@@ -91,6 +91,11 @@ def check_host_name(name: str, also: str = "") -> None:
     Args:
         also: more characters that this backend's program treats specially.
     """
+    if "@" in name and "@" in also:
+        raise UsageError(
+            f"host = {name!r}: not a valid host name for this launcher: user@host works with --launcher ssh "
+            "and pdsh; write the host alone, or choose one of them"
+        )
     if not name or _UNSAFE_HOST.match(name) or any(char in name for char in also):
         raise UsageError(
             f"host = {name!r}: not a valid host name; it must not begin with - or contain blanks, quotes or"
