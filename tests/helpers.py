@@ -88,10 +88,10 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
-    from xds.zero.core import flat_grads
+    from xds.zero.core import local_sum
 
     if small_numel is not None:
-        flat_grads.SMALL_NUMEL = small_numel
+        local_sum.SMALL_NUMEL = small_numel
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group(

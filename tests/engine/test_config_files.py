@@ -140,13 +140,6 @@ ACCEPTED = {
 }
 
 REFUSED = {
-    "zero_optimization.offload_param.device": {
-        **SIZES,
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "cpu", "pin_memory": True, "buffer_size": "auto"},
-        },
-    },
     "optimizer.type": {
         **SIZES,
         "optimizer": {

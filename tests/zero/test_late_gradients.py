@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import xds
-from xds.zero.core.flat_grads import SMALL_NUMEL
+from xds.zero.core.local_sum import SMALL_NUMEL
 
 run_ranks = partial(helpers.run_ranks, small_numel=None)  # with the real threshold
 NARROW, WIDE = 8, 132

@@ -65,7 +65,6 @@ def test_leaf_modules_become_units():
 
 
 REFUSED = [
-    {"cpu_offload_params": True},
     {"offload_param": {"device": "cpu"}},
     {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
     {"offload_optimizer": {"super_offload": True}},

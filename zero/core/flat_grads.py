@@ -4,11 +4,6 @@
 
 - `local` holds this rank's own sum since the last reduction; `total` the sum over ranks since the last
   optimizer step. No accumulated gradient is dropped: a reduction adds to the total of earlier ones.
-- The first gradient of a slot is copied, later ones are added. Autograd allocates a new tensor anyway, so
-  this is cheaper than to zero a preset view and add into it.
-- Gradients of small parameters stay in `param.grad` until the buffer is complete; one call copies them all.
-- A gradient may arrive more than once in a backward: a reentrant checkpoint runs a separate graph for every
-  call of a block. The arrivals in the previous backward determine when the buffer is complete.
 - A gradient that arrives after the buffer was sent is late: it stays in `local`, and the ranks agree on a
   second reduction.
 - Where the optimizer runs on the host, a reduced sum leaves for its home there, and its buffers return to
@@ -23,7 +18,6 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from ...compression.reducer import GradientReducer
 from ...offload.host_sums import SumHome
@@ -32,10 +26,10 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle
 from ...ops.comm.pool import BufferPool
 from ...ops.kernels.square_sum import exact_square_sum, square_sum
+from .arrivals import Arrivals
 from .layout import FlatLayout
+from .local_sum import LocalSum
 from .policy import Policy
-
-SMALL_NUMEL = 1 << 14  # below it, a call for each gradient costs more than its copy
 
 
 class GradSums(NamedTuple):
@@ -65,33 +59,32 @@ class FlatGrads:
         self.params = tuple(params)
         self.index = index
         self.is_sent = False
-        self._expected = [1] * len(self.params)  # number of arrivals that make each slot complete
-        self._arrivals = [0] * len(self.params)
-        self._begun = 0  # slots with an arrival
-        self._remaining = 0  # slots that are not complete
-        self._factor = 1.0  # multiplies every gradient of this backward
+        self.is_single_rank = collectives.world_size == 1
         self._policy = policy
         self._collectives = collectives
         self._reducer = reducer
         self._pool = pool
-        self.is_single_rank = collectives.world_size == 1
-        self._is_small = [slot.numel < SMALL_NUMEL for slot in layout.slots]
-        self._small = [at for at, is_small in enumerate(self._is_small) if is_small]
+        self._home = home
+        self._arrivals = Arrivals(self.params)
         self._param_dtype = params[0].dtype
         self._sum_dtype = policy.sum_dtype(self._param_dtype)
         self._sent_dtype = policy.sent_dtype(self._param_dtype)
-        self._local: Tensor | None = None
-        self._views: list[Tensor] = []
-        self._filled = [False] * len(layout.slots)
-        self._home = home
         # a rank's buffers are freed when they are reduced, or when their sum has left
         self._frees = policy.shards_grads or home.is_on_host
         self._gathers_sums = not self.is_single_rank and not policy.shards_optimizer
         self._keeps_local = self.is_single_rank and not home.is_on_host
-        self._uses_sum_dtype = self._keeps_local or policy.holds_grads
-        self._squares: Tensor | None = None  # of the only sum that has left since the last step
+        self._local = LocalSum(
+            layout,
+            self.params,
+            pool,
+            (self._param_dtype, self._sum_dtype),
+            is_pooled=self._frees,
+            widens=self.is_single_rank and home.is_on_host,
+            before_write=self._separate_total,
+        )
+        self._local.begin_backward(uses_sum_dtype=self._keeps_local or policy.holds_grads)
         self._was_held = False  # some rank held back gradients since the last step
-        self._is_writable = False
+        self._squares: Tensor | None = None  # of the only sum that has left since the last step
         self._total: Tensor | None = None
         self._has_total = False
         self._payload: Tensor | None = None
@@ -101,167 +94,64 @@ class FlatGrads:
 
     def begin_backward(self, *, hold: bool) -> None:
         """A backward starts. With `hold` its gradients are not reduced at its end."""
-        self._expected = [
-            (seen or 1) if param.requires_grad else 0
-            for param, seen in zip(self.params, self._arrivals, strict=True)
-        ]
-        self._arrivals = [0] * len(self.params)
-        self._begun = 0
-        self._remaining = sum(expected > 0 for expected in self._expected)
+        self._arrivals.begin_backward()
         self.is_sent = False
-        self._factor = 1.0
-        self._is_writable = False
         self._was_held |= hold  # all ranks must send the same dtype
-        self._uses_sum_dtype = self._was_held or self._keeps_local or self._policy.holds_grads
+        uses_sum_dtype = self._was_held or self._keeps_local or self._policy.holds_grads
+        self._local.begin_backward(uses_sum_dtype=uses_sum_dtype)
 
     def scale_by(self, factor: float) -> None:
         """Multiply the following gradients of this backward by `factor`."""
-        self._factor = factor
+        self._local.scale_by(factor)
 
     @property
     def is_complete(self) -> bool:
         """Every expected gradient of this backward has arrived."""
-        return self._remaining <= 0
+        return self._arrivals.is_complete
 
     @property
     def has_frozen(self) -> bool:
         """Some parameters were frozen after `initialize`, so they get no gradient in this backward."""
-        return 0 in self._expected
+        return self._arrivals.has_frozen
 
     def add_grad(self, position: int) -> bool:
         """Add `.grad` of the parameter in slot `position`. True: the buffer is complete now.
 
         The buffer must not be in flight.
         """
-        if not self._is_small[position]:
-            param = self.params[position]
-            grad, param.grad = param.grad, None
-            if grad is not None:
-                with torch.no_grad():
-                    self._put(position, grad)
-        arrivals = self._arrivals[position] + 1
-        self._arrivals[position] = arrivals
-        self._begun += arrivals == 1
-        if arrivals != self._expected[position]:
-            return False
-        self._remaining -= 1
-        return self._remaining == 0
+        self._local.take(position)
+        return self._arrivals.add(position)
 
     def expect_no_more(self) -> None:
         """The missing gradients will not arrive: the buffer is complete."""
-        self._remaining = 0
+        self._arrivals.expect_no_more()
 
     def expects_more(self) -> bool:
         """The graph of the running backward still produces some gradient. Call only inside of a backward."""
-        expected = sum(
-            torch._C._will_engine_execute_node(get_gradient_edge(param).node)
-            for param in self.params
-            if param.requires_grad
-        )
-        return self._begun < expected
+        return self._arrivals.expects_more()
 
-    def _put(self, position: int, grad: Tensor) -> None:
-        view = self._local_views()[position]
-        if self._filled[position] or self._factor != 1.0:
-            self._widen()
-            view = self._views[position]
-        if self._filled[position]:
-            if self._factor != 1.0:
-                grad = grad.to(view.dtype).mul(self._factor)  # rounded as if it were stored
-            view.add_(grad)
-        elif grad.layout == torch.strided:
-            view.copy_(grad)
-            if self._factor != 1.0:
-                view.mul_(self._factor)
-        else:
-            view.zero_().add_(grad, alpha=self._factor)
-        self._filled[position] = True
-
-    @torch.no_grad()
     def collect(self) -> None:
-        """Copy `.grad` of all small parameters in one call."""
-        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
-        if self._factor != 1.0:
-            self._widen()
-        for position in self._small:
-            grad = self.params[position].grad
-            if grad is None:
-                continue
-            self.params[position].grad = None
-            view = self._local_views()[position]
-            if self._filled[position] or grad.layout != torch.strided:
-                self._put(position, grad)
-            else:
-                fresh[0].append(view)
-                fresh[1].append(grad)
-                self._filled[position] = True
-        if fresh[0]:
-            torch._foreach_copy_(*fresh)
-            if self._factor != 1.0:
-                torch._foreach_mul_(fresh[0], self._factor)
+        """Copy gradients that are still in `param.grad`."""
+        self._local.collect()
 
-    def _local_views(self) -> list[Tensor]:
-        """The slots of `local`, made writable: allocated, and not shared with a reduced total."""
-        if self._is_writable:
-            return self._views
-        dtype = self._sum_dtype if self._uses_sum_dtype else self._param_dtype
-        if self._local is None or (self._local.dtype != dtype and not any(self._filled)):
-            self._allocate_local(dtype)
-        self._is_writable = True
+    def _separate_total(self) -> None:
+        """`local` is about to be written: a total in its memory needs memory of its own."""
         if self._has_total and self._total_is_in_local():
             assert self._total is not None
             self._total = self._total.clone()
-        return self._views
-
-    def _widen(self) -> None:
-        """A rank that sends its own sum to the host: more than a copy is computed in the dtype of sums."""
-        narrow = self._local
-        if not (self.is_single_rank and self._home.is_on_host) or narrow is None:
-            return
-        if narrow.dtype != self._sum_dtype:
-            self._allocate_local(self._sum_dtype).copy_(narrow)
-            self._pool.give(narrow)
-        self._uses_sum_dtype = True
-
-    def _allocate_local(self, dtype: torch.dtype) -> Tensor:
-        device = self.params[0].device
-        numel = self.layout.numel
-        if self._frees:
-            local = self._pool.take(numel, dtype, device)
-        else:
-            local = torch.empty(numel, dtype=dtype, device=device)
-        for start, stop in self.layout.gaps():
-            local[start:stop].zero_()
-        self._local = local
-        self._views = [
-            local.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in self.layout.slots
-        ]
-        return local
 
     def _total_is_in_local(self) -> bool:
-        if self._total is None or self._local is None:
+        local = self._local.tensor
+        if self._total is None or local is None:
             return False
-        mine, whole = self._total.untyped_storage(), self._local.untyped_storage()
-        return mine.data_ptr() == whole.data_ptr()
-
-    def settle(self) -> Tensor:
-        """`local` with every gradient that has arrived, and zeros elsewhere."""
-        self.collect()
-        with torch.no_grad():
-            views = self._local_views()
-            for view, filled in zip(views, self._filled, strict=True):
-                if not filled:
-                    view.zero_()
-            self._filled = [True] * len(views)
-        assert self._local is not None
-        return self._local
+        return self._total.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
 
     # -- the reduction over ranks -----------------------------------------------------------------------
 
     @property
     def has_local(self) -> bool:
         """This rank has gradients that are not reduced yet."""
-        return any(self._filled) or any(self.params[i].grad is not None for i in self._small)
+        return self._local.has_any
 
     @torch.no_grad()
     def start_reduce(self) -> None:
@@ -269,12 +159,12 @@ class FlatGrads:
 
         Sends (world_size - 1) * n elements.
         """
-        local = self.settle()
+        local = self._local.settle()
         self.is_sent = True
         if self.is_single_rank:
             if self._home.is_on_host:
                 self._leave(local, local)
-                self._forget_local()
+                self._local.release()
             return
         adds = self._has_total and self._total is not None
         if self._total is None:
@@ -286,7 +176,7 @@ class FlatGrads:
             payload.copy_(local)
             self._payload = payload
         self._handle = self._reducer.reduce(payload, self._total, add=adds, buffer=self.index)
-        self._filled = [False] * len(self._filled)
+        self._local.clear()
 
     def _new_total(self) -> Tensor:
         numel, device = self.layout.shard_numel, self.params[0].device
@@ -301,11 +191,6 @@ class FlatGrads:
         self._has_total = True
         self._home.add(source, partial(self._pool.give, buffer))
 
-    def _forget_local(self) -> None:
-        self._local, self._views = None, []
-        self._filled = [False] * len(self._filled)
-        self._is_writable = False
-
     @torch.no_grad()
     def finish_reduce(self) -> None:
         """Wait for the reduction in flight; afterwards `local` may be written again."""
@@ -313,40 +198,40 @@ class FlatGrads:
             return
         handle, self._handle = self._handle, None
         handle.wait()
-        self._is_writable = False
+        self._local.protect()
         if self._payload is not None:
             self._pool.give(self._payload)
             self._payload = None
         if self._home.is_on_host and not self._gathers_sums:
             self._leave_total()
-        elif self._policy.shards_grads and self._local is not None:
-            self._pool.give(self._local)
-            self._forget_local()
+        elif self._policy.shards_grads:
+            self._local.give_back()
         self._has_total = True
 
     def _leave_total(self) -> None:
         """This rank's part of the sum leaves; `local` is free, unless it contains that part."""
-        total, local = self._total, self._local
+        total, local = self._total, self._local.tensor
         assert total is not None and local is not None
         if self._total_is_in_local():
             self._leave(total, local)
+            self._local.release()
         else:
-            self._pool.give(local)
+            self._local.give_back()
             self._leave(total, total)
         self._total = None
-        self._forget_local()
 
     @torch.no_grad()
     def start_gather(self) -> None:
         """Stage 0: start to gather all totals into `local`. Sends (world_size - 1) shards per rank."""
         if self.is_single_rank:
             return
-        assert self._local is not None and self._total is not None
-        own = self._collectives.shard_of(self._local)
+        local = self._local.tensor
+        assert local is not None and self._total is not None
+        own = self._collectives.shard_of(local)
         if not self._total_is_in_local():
             own.copy_(self._total)
         self._handle = self._collectives.all_gather(
-            self._local, own, buffer=self.index, kind="all_gather"
+            local, own, buffer=self.index, kind="all_gather"
         )
 
     def finish_gather(self) -> None:
@@ -354,9 +239,10 @@ class FlatGrads:
             handle, self._handle = self._handle, None
             handle.wait()
             if self._home.is_on_host:
-                assert self._local is not None
-                self._squares = self._squares_of(self._local, exact=False)
-                self._home.put(self._local)
+                local = self._local.tensor
+                assert local is not None
+                self._squares = self._squares_of(local, exact=False)
+                self._home.put(local)
 
     # -- the optimizer's view ---------------------------------------------------------------------------
 
@@ -368,13 +254,13 @@ class FlatGrads:
         exact: see `exact_square_sum`.
         """
         if self._keeps_local and self.has_local:
-            self.settle()  # a single rank sends nothing, so no gradient is late
+            self._local.settle()  # a single rank sends nothing, so no gradient is late
         if self._squares is not None and not exact:
             return self._squares
         if self._home.is_on_host:
             held = self._home.total()
         else:
-            held = self._local if self._sees_all else self._total
+            held = self._local.tensor if self._sees_all else self._total
         return self._squares_of(held, exact=exact)
 
     @property
@@ -402,11 +288,9 @@ class FlatGrads:
 
     def shard(self) -> Tensor:
         """This rank's reduced total [n], of which the norm is computed."""
-        if self.is_single_rank:
-            assert self._local is not None
-            return self._local
-        assert self._total is not None
-        return self._total
+        shard = self._local.tensor if self.is_single_rank else self._total
+        assert shard is not None
+        return shard
 
     def reduced(self) -> Tensor | None:
         """The sums over ranks that an update would read now; None: no backward since the last step.
@@ -415,7 +299,7 @@ class FlatGrads:
         """
         self._squares = None
         if self._keeps_local:
-            return self.settle() if self.has_local else None
+            return self._local.settle() if self.has_local else None
         if self.is_single_rank and self.has_local:
             self.start_reduce()
         return self.for_update() if self._has_total else None
@@ -427,8 +311,8 @@ class FlatGrads:
             assert total is not None
             return total
         if not self._policy.shards_optimizer:
-            assert self._local is not None
-            return self._local
+            assert self._local.tensor is not None
+            return self._local.tensor
         return self.shard()
 
     def lend(self, reader: Ticket) -> None:
@@ -437,33 +321,28 @@ class FlatGrads:
 
     def reset(self) -> None:
         """Drop all gradients: the step is done, or skipped. Persistent buffers are kept."""
-        self._filled = [False] * len(self._filled)
-        self._is_writable = False
+        self._local.drop()
         self._has_total = False
         self._was_held = False
         self._squares = None
         self._home.reset()
-        for position in self._small:
-            self.params[position].grad = None
-        if not self._frees and self._local is not None:
-            fits = self._local.dtype == self._sum_dtype
-            if fits and not self.is_single_rank:
-                self._total = self._collectives.shard_of(self._local)
-        elif self._local is not None:
+        local = self._local.tensor
+        if self._frees:
             if self._home.is_on_host and self._total_is_in_local():
                 self._total = None
-            self._pool.give(self._local)
-            self._forget_local()
+            self._local.give_back()
+        elif local is not None and local.dtype == self._sum_dtype and not self.is_single_rank:
+            self._total = self._collectives.shard_of(local)
 
     def release(self) -> None:
         """Free the persistent buffers, which are unused between a step and the next backward."""
-        self._local, self._total, self._views = None, None, []
-        self._is_writable = False
+        self._local.release()
+        self._total = None
 
     @property
     def held_bytes(self) -> int:
         """Bytes of gradients that stay allocated between steps; the pool counts its own buffers."""
-        kept = [] if self._frees or self._local is None else [self._local]
+        kept = [] if self._frees or self._local.tensor is None else [self._local.tensor]
         if self._total is not None and not self._total_is_in_local():
             kept.append(self._total)
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
@@ -473,9 +352,9 @@ class FlatGrads:
     def sums(self) -> GradSums:
         """The sums as they lie in memory; None if there are none. No reduction may be in flight."""
         self.collect()
-        local = self._local if any(self._filled) else None
+        local, filled = self._local.tensor, list(self._local.filled)
         total = self._home.total() if self._total is None else self._total
-        return GradSums(local, list(self._filled), total if self._has_total else None)
+        return GradSums(local if any(filled) else None, filled, total if self._has_total else None)
 
     @torch.no_grad()
     def mark_held(self) -> None:
@@ -485,8 +364,8 @@ class FlatGrads:
     def restore(self, saved: GradSums) -> None:
         """Continue from `saved`, directly after `reset`. Keeps `saved.total` and copies `saved.local`."""
         if saved.local is not None:
-            self._allocate_local(saved.local.dtype).copy_(saved.local)
-            self._filled = list(saved.filled)
+            self._local.allocate(saved.local.dtype).copy_(saved.local)
+            self._local.filled = list(saved.filled)
         if saved.total is not None:
             if self._home.is_on_host and not self._gathers_sums:
                 self._home.put(saved.total)

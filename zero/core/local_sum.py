@@ -1,0 +1,208 @@
+"""The sum of one flat buffer's gradients on this rank, since the last reduction.
+
+    autograd -> param.grad --copy or add--> views of tensor [world_size * n]
+
+- The first gradient of a slot is copied, later ones are added. Autograd allocates a new tensor anyway, so
+  this is cheaper than to zero a preset view and add into it.
+- Gradients of small parameters stay in `param.grad` until the buffer is complete; one call copies them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.comm.pool import BufferPool
+from .layout import FlatLayout
+
+SMALL_NUMEL = 1 << 14  # below it, a call for each gradient costs more than its copy
+
+
+@final
+class LocalSum:
+    """Owns the buffer. `tensor` is None between its release and the next gradient.
+
+    filled: the slots that have a gradient; the others are undefined.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        params: Sequence[nn.Parameter],
+        pool: BufferPool,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        *,
+        is_pooled: bool,
+        widens: bool,
+        before_write: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            dtypes: of the parameters and of sums.
+            is_pooled: the buffer comes from `pool`, and returns to it.
+            widens: more than a copy is computed in the dtype of sums, whatever the buffer's dtype was.
+            before_write: called before the first write after a reduction or `begin`.
+        """
+        self.tensor: Tensor | None = None
+        self.filled = [False] * len(layout.slots)
+        self._layout = layout
+        self._params = params
+        self._pool = pool
+        self._param_dtype, self._sum_dtype = dtypes
+        self._is_pooled = is_pooled
+        self._widens = widens
+        self._before_write = before_write
+        self._is_small = [slot.numel < SMALL_NUMEL for slot in layout.slots]
+        self._small = [at for at, is_small in enumerate(self._is_small) if is_small]
+        self._views: list[Tensor] = []
+        self._factor = 1.0
+        self._uses_sum_dtype = False
+        self._is_writable = False
+
+    def begin_backward(self, *, uses_sum_dtype: bool) -> None:
+        """A backward starts; its gradients are summed in the parameters' dtype or in that of sums."""
+        self._factor = 1.0
+        self._is_writable = False
+        self._uses_sum_dtype = uses_sum_dtype
+
+    def scale_by(self, factor: float) -> None:
+        """Multiply the following gradients of this backward by `factor`."""
+        self._factor = factor
+
+    def take(self, position: int) -> None:
+        """Take `.grad` of the parameter in slot `position`; that of a small one stays there for now."""
+        if self._is_small[position]:
+            return
+        param = self._params[position]
+        grad, param.grad = param.grad, None
+        if grad is not None:
+            with torch.no_grad():
+                self._put(position, grad)
+
+    def _put(self, position: int, grad: Tensor) -> None:
+        view = self._writable_views()[position]
+        if self.filled[position] or self._factor != 1.0:
+            self._widen()
+            view = self._views[position]
+        if self.filled[position]:
+            if self._factor != 1.0:
+                grad = grad.to(view.dtype).mul(self._factor)  # rounded as if it were stored
+            view.add_(grad)
+        elif grad.layout == torch.strided:
+            view.copy_(grad)
+            if self._factor != 1.0:
+                view.mul_(self._factor)
+        else:
+            view.zero_().add_(grad, alpha=self._factor)
+        self.filled[position] = True
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Copy `.grad` of all small parameters in one call."""
+        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
+        if self._factor != 1.0:
+            self._widen()
+        for position in self._small:
+            grad = self._params[position].grad
+            if grad is None:
+                continue
+            self._params[position].grad = None
+            view = self._writable_views()[position]
+            if self.filled[position] or grad.layout != torch.strided:
+                self._put(position, grad)
+            else:
+                fresh[0].append(view)
+                fresh[1].append(grad)
+                self.filled[position] = True
+        if fresh[0]:
+            torch._foreach_copy_(*fresh)
+            if self._factor != 1.0:
+                torch._foreach_mul_(fresh[0], self._factor)
+
+    @torch.no_grad()
+    def settle(self) -> Tensor:
+        """The buffer with every gradient that has arrived, and zeros elsewhere."""
+        self.collect()
+        views = self._writable_views()
+        for view, filled in zip(views, self.filled, strict=True):
+            if not filled:
+                view.zero_()
+        self.filled = [True] * len(views)
+        assert self.tensor is not None
+        return self.tensor
+
+    @property
+    def has_any(self) -> bool:
+        """Some gradient has arrived since the last reduction."""
+        return any(self.filled) or any(self._params[at].grad is not None for at in self._small)
+
+    # -- the buffer -------------------------------------------------------------------------------------
+
+    def _writable_views(self) -> list[Tensor]:
+        """The slots, allocated, and not shared with a reduced total."""
+        if self._is_writable:
+            return self._views
+        dtype = self._sum_dtype if self._uses_sum_dtype else self._param_dtype
+        if self.tensor is None or (self.tensor.dtype != dtype and not any(self.filled)):
+            self.allocate(dtype)
+        self._is_writable = True
+        self._before_write()
+        return self._views
+
+    def _widen(self) -> None:
+        narrow = self.tensor
+        if not self._widens or narrow is None:
+            return
+        if narrow.dtype != self._sum_dtype:
+            self.allocate(self._sum_dtype).copy_(narrow)
+            self._pool.give(narrow)
+        self._uses_sum_dtype = True
+
+    def allocate(self, dtype: torch.dtype) -> Tensor:
+        """A new buffer; only its gaps are defined, as zeros."""
+        device, numel = self._params[0].device, self._layout.numel
+        if self._is_pooled:
+            tensor = self._pool.take(numel, dtype, device)
+        else:
+            tensor = torch.empty(numel, dtype=dtype, device=device)
+        for start, stop in self._layout.gaps():
+            tensor[start:stop].zero_()
+        self.tensor = tensor
+        self._views = [
+            tensor.narrow(0, slot.offset, slot.numel).view(slot.shape)
+            for slot in self._layout.slots
+        ]
+        return tensor
+
+    def clear(self) -> None:
+        """The gradients are being sent, or dropped: the next one of a slot is its first."""
+        self.filled = [False] * len(self.filled)
+
+    def protect(self) -> None:
+        """Call `before_write` before the next write."""
+        self._is_writable = False
+
+    def drop(self) -> None:
+        """Drop all gradients, also those that are still in `param.grad`."""
+        self.clear()
+        self.protect()
+        for position in self._small:
+            self._params[position].grad = None
+
+    def release(self) -> None:
+        """Forget the buffer, without its return to the pool."""
+        self.tensor, self._views = None, []
+        self.clear()
+        self.protect()
+
+    def give_back(self) -> None:
+        """Return the buffer to the pool."""
+        if self.tensor is not None:
+            self._pool.give(self.tensor)
+        self.release()
+
+
+__all__ = ["SMALL_NUMEL", "LocalSum"]
