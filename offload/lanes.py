@@ -36,10 +36,17 @@ class Ticket(ABC):
     def order(self) -> None:
         """Let work that is started on the device from now on run after the job."""
 
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """`order` would not block the host."""
+
 
 @final
 class Done(Ticket):
     """A job that was done at once."""
+
+    is_done = True
 
     def wait(self) -> None:
         return
@@ -78,12 +85,17 @@ class _ThreadTicket(Ticket):
     def order(self) -> None:
         self._future.result()
 
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
 
 @final
 class ThreadLane(Lane):
     """A thread that runs the jobs."""
 
     def __init__(self, name: str) -> None:
+        self.name = name
         num_threads = torch.get_num_threads()  # a new thread would use the default of OpenMP
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix=name, initializer=torch.set_num_threads, initargs=(num_threads,)
@@ -106,6 +118,8 @@ def _without_grad(job: Callable[[], Any]) -> None:
 
 @final
 class _StreamTicket(Ticket):
+    is_done = True
+
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
@@ -143,6 +157,42 @@ class StreamLane(Lane):
 
 
 @final
+class _LaunchedTicket(Ticket):
+    def __init__(self, future: Future[Ticket]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result().wait()
+
+    def order(self) -> None:
+        self._future.result().order()
+
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
+
+@final
+class LaunchedLane(Lane):
+    """A stream whose jobs are enqueued by a thread: one may wait for work on the host first."""
+
+    def __init__(self, stream: StreamLane) -> None:
+        self._stream = stream
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="xds-launch")
+
+    def mark(self) -> Mark | None:
+        return self._stream.mark()
+
+    def run(self, job: Callable[[], Any], after: Mark | None = None) -> Ticket:
+        mark = self.mark() if after is None else after
+        return _LaunchedTicket(self._pool.submit(self._stream.run, job, mark))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._stream.close()
+
+
+@final
 class Lanes:
     """The lanes of one engine."""
 
@@ -155,7 +205,8 @@ class Lanes:
     def of(cls, device: torch.device) -> Lanes:
         """The lanes for `device`."""
         if device.type == "cuda":
-            return cls(StreamLane(device), StreamLane(device), ThreadLane("xds-update"))
+            launched = LaunchedLane(StreamLane(device))
+            return cls(StreamLane(device), launched, ThreadLane("xds-update"))
         return cls(ThreadLane("xds-to-host"), ThreadLane("xds-to-device"), ThreadLane("xds-update"))
 
     def close(self) -> None:

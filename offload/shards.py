@@ -25,8 +25,8 @@ class ShardHome(ABC):
         """A copy of `values` [n] at home."""
 
     @abstractmethod
-    def fetch(self, shard: Tensor, target: Tensor) -> Ticket:
-        """Start to copy `shard` to `target` [n], on the device."""
+    def fetch(self, shard: Tensor, target: Tensor, after: Ticket | None) -> Ticket:
+        """Start to copy `shard` to `target` [n], on the device, when `after` is done."""
 
 
 @final
@@ -38,7 +38,7 @@ class ShardsOnDevice(ShardHome):
     def store(self, values: Tensor) -> Tensor:
         return values.clone()
 
-    def fetch(self, shard: Tensor, target: Tensor) -> Ticket:
+    def fetch(self, shard: Tensor, target: Tensor, after: Ticket | None) -> Ticket:
         raise AssertionError("the shard is on the device")
 
 
@@ -56,8 +56,13 @@ class ShardsOnHost(ShardHome):
         memory = host_memory(values.numel() * values.element_size(), pin=self._pin)
         return memory.view(values.dtype).copy_(values)
 
-    def fetch(self, shard: Tensor, target: Tensor) -> Ticket:
-        return self._lanes.to_device.run(lambda: target.copy_(shard, non_blocking=True))
+    def fetch(self, shard: Tensor, target: Tensor, after: Ticket | None) -> Ticket:
+        def copy() -> None:
+            if after is not None:
+                after.wait()
+            target.copy_(shard, non_blocking=True)
+
+        return self._lanes.to_device.run(copy)
 
 
 @final

@@ -118,15 +118,19 @@ def check_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 class LateTicket(lanes.Ticket):
     def __init__(self, lane: LateLane, job: Callable[[], Any]) -> None:
         self._lane, self.job, self.error = lane, job, None
-        self.is_done = threading.Event()
+        self.ended = threading.Event()
 
     def wait(self) -> None:
         self._lane.allow(self)
-        self.is_done.wait()
+        self.ended.wait()
         if self.error is not None:
             raise self.error
 
     order = wait
+
+    @property
+    def is_done(self) -> bool:
+        return self.ended.is_set()
 
 
 class LateLane(lanes.Lane):
@@ -179,7 +183,7 @@ class LateLane(lanes.Lane):
                     ticket.job()
             except Exception as error:
                 ticket.error = error
-            ticket.is_done.set()
+            ticket.ended.set()
             at += 1
 
 

@@ -153,14 +153,25 @@ class FlatParams:
         self._handle = self._start_gather()
 
     def _start_gather(self) -> Handle:
-        shard, own = self.shard, self._collectives.shard_of(self.raw)
-        if self.is_on_host:
-            fetched = self._home.fetch(shard, own)
-            if self._collectives.world_size == 1:
-                return Fetched(fetched)
-            fetched.order()
-            shard = own
+        own = self._collectives.shard_of(self.raw)
+        if not self.is_on_host:
+            return self._gather_from(self.shard)
+        arrival, self._arrival = self._arrival, None
+        fetched = self._home.fetch(self._shard, own, arrival)
+        if self._collectives.world_size == 1:
+            return Fetched(fetched)
+        fetched.order()
+        return self._gather_from(own)
+
+    def _gather_from(self, shard: Tensor) -> Handle:
         return self._collectives.all_gather(self.raw, shard, buffer=self.index, kind="all_gather")
+
+    @property
+    def may_start(self) -> bool:
+        """`start_unshard` would not wait for an update on the host."""
+        if self._arrival is None or self._arrival.is_done:
+            return True
+        return self.is_on_host and self._collectives.world_size == 1
 
     @property
     def is_on_host(self) -> bool:

@@ -312,7 +312,8 @@ class Gatherer:
                     u.full_numel for u in self._units if any(f.is_unsharded for f in u.params)
                 )
                 if (
-                    following.full_numel <= self._prefetch_numel
+                    following.may_start
+                    and following.full_numel <= self._prefetch_numel
                     and live + following.full_numel <= self._max_live_numel
                 ):
                     following.start_unshard()

@@ -41,6 +41,11 @@ class Arrival(Ticket):
     def order(self) -> None:
         self._wait_sent().order()
 
+    @property
+    def is_done(self) -> bool:
+        assert self._update is not None
+        return self._update.is_done and (self._copy is None or self._copy.is_done)
+
     def _wait_sent(self) -> Ticket:
         assert self._update is not None
         self._update.wait()

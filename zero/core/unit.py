@@ -88,6 +88,11 @@ class Unit:
             flat.start_unshard()
 
     @property
+    def may_start(self) -> bool:
+        """`start_unshard` would not wait for an update on the host."""
+        return all(flat.may_start for flat in self.params)
+
+    @property
     def is_unsharded(self) -> bool:
         return all(flat.is_unsharded for flat in self.params)
 
