@@ -22,7 +22,7 @@ _INFERENCE = "xds is for training only; serve the saved weights with an inferenc
 _KERNELS = "xds has no compiled kernels to build; torch's are used"
 _TENSOR = "tensor parallelism is not supported yet; use zero_optimization.stage 3"
 _SEQUENCE = "sequence parallelism is not supported yet"
-_OFFLOAD = "offload to host memory and NVMe is not supported yet"
+_OFFLOAD = "the config's offload_optimizer and offload_param choose where states are stored"
 _TUNING = "set the schedule in the config's section scheduler"
 _LOCAL = (
     "a rank's own slice has no fixed shape in xds; use the function with `full` instead of `local`"
