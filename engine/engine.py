@@ -72,7 +72,7 @@ class Engine:
         self._access = Access(
             parts.sharded, parts.updater, self._step.gradient_factor, self._step.reduces_when_asked
         )
-        self._guards = Guards(parts.module, self._access)
+        self._guards = Guards(parts.module, self._access, defers=parts.sharded.defers)
         self._batches = BatchLoop(parts, self._accumulation)
         self._is_destroyed = False
 

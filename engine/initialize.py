@@ -327,6 +327,7 @@ def _homes(model: nn.Module, groups: Groups, config: Config, host: HostHome | No
         ratio=_ratio(zero),
         total_numel=sum(p.numel() for p in model.parameters() if id(p) in groups.index),
         offloads_params=zero.offload_param.device != "none",
+        defers=zero.offload_optimizer.overlap_step,
     )
 
 

@@ -70,6 +70,11 @@ class OffloadOptimizer(Section):
         1.0, description="share of the optimizer states on the host; the rest stays on the device"
     )
     pin_memory: Flag = Field(True, description="host memory for copies is pinned")
+    overlap_step: Flag = Field(
+        False,
+        description="stages 0 to 2: step() does not wait for updates on the host, which run under the next "
+        "forward. Until its unit runs, a parameter reads as NaN in the script. Stage 3 always does this",
+    )
 
 
 ZENFLOW = Group(

@@ -92,6 +92,7 @@ class Homes:
         ratio: float = 0.0,
         total_numel: int = 0,
         offloads_params: bool = False,
+        defers: bool = False,
     ) -> None:
         """
         Args:
@@ -99,8 +100,10 @@ class Homes:
             ratio: the share of all masters and states on the host, to within one buffer.
             total_numel: elements of all trainable parameters.
             offloads_params: shards of parameters are on the host (stage 3).
+            defers: a step does not wait for updates on the host.
         """
         self.host = host
+        self.defers = defers and host is not None
         self.shards: ShardHome = ShardsOnDevice()
         if host is not None and offloads_params:
             self.shards = ShardsOnHost(host.lanes, pin=host.pin)

@@ -22,6 +22,7 @@ SAMPLES, STEPS = 4, 8
 ON_CPU = {"device": "cpu"}
 CPU: dict[str, Any] = {"offload_optimizer": ON_CPU}
 HALF: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+OVERLAP: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "overlap_step": True}}
 PARAMS: dict[str, Any] = {"offload_param": ON_CPU}
 
 

@@ -113,3 +113,22 @@ def test_deepspeeds_old_names() -> None:
         {"train_micro_batch_size_per_gpu": 1, "zero_optimization": old}
     ).zero_optimization
     assert (zero.offload_optimizer.device, zero.offload_param.device) == ("cpu", "cpu")
+
+
+def test_a_step_that_overlaps_shows_no_old_values() -> None:
+    overlapping = {"device": "cpu", "overlap_step": True}
+    engine = engine_of(2, 1, offload_optimizer=overlapping)
+    plain = engine_of(2, 1)
+    for one in (engine, plain):
+        train(one)
+    weight = engine.module[0].weight  # type: ignore[index]
+    assert weight.isnan().all()
+    states = engine.module.state_dict()
+    assert not weight.isnan().any()
+    for name, value in plain.module.state_dict().items():
+        assert torch.equal(states[name], value), name
+    train(engine)
+    with pytest.raises(RuntimeError), torch.no_grad():
+        weight.add_(1.0)
+    engine.destroy()
+    plain.destroy()

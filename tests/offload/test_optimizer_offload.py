@@ -6,7 +6,7 @@ from typing import Any
 
 import offload_runs
 import pytest
-from offload_runs import CPU, HALF, PARAMS, check_equal
+from offload_runs import CPU, HALF, OVERLAP, PARAMS, check_equal
 from warm_ranks import warm
 
 STAGES, PRECISIONS = (0, 1, 2, 3), ("fp32", "bf16", "fp16")
@@ -26,13 +26,13 @@ def check(world_size: int, case: tuple[Any, ...], offloads: list[dict[str, Any]]
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_two_ranks(stage: int, precision: str) -> None:
-    check(2, (stage, precision, 2 if precision == "bf16" else 1), [CPU, HALF])
+    check(2, (stage, precision, 2 if precision == "bf16" else 1), [CPU, HALF, OVERLAP])
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_one_rank(precision: str, accumulation: int) -> None:
-    check(1, (2, precision, accumulation), [CPU, HALF])
+    check(1, (2, precision, accumulation), [CPU, HALF, OVERLAP])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -53,7 +53,7 @@ def test_other_optimizers(optimizer: str) -> None:
 @pytest.mark.parametrize("feature", ["tied", "reused", "checkpointed_reentrant", "frozen"])
 def test_gradients_that_arrive_twice_or_never(feature: str) -> None:
     for world_size in (1, 2):
-        check(world_size, (2, "bf16", 2, "AdamW", feature), [CPU])
+        check(world_size, (2, "bf16", 2, "AdamW", feature), [CPU, OVERLAP])
 
 
 @pytest.mark.parametrize("seed", [0, 3])
@@ -61,7 +61,7 @@ def test_gradients_that_arrive_twice_or_never(feature: str) -> None:
 def test_late_copies_and_updates(stage: int, seed: int) -> None:
     ranks = warm(2)
     plain = ranks.run(offload_runs.train, stage, "bf16", 2, None)
-    for offload in (CPU, CPU | PARAMS) if stage == 3 else (CPU,):
+    for offload in (CPU, CPU | PARAMS) if stage == 3 else (CPU, OVERLAP):
         found = ranks.run(offload_runs.train_late, seed, stage, "bf16", 2, offload)
         for one, other in zip(plain, found, strict=True):
             check_equal(one, other)
@@ -71,8 +71,9 @@ def test_late_copies_and_updates_on_one_rank() -> None:
     ranks = warm(1)
     for precision, accumulation in (("bf16", 1), ("fp32", 2)):
         (plain,) = ranks.run(offload_runs.train, 2, precision, accumulation, None)
-        (found,) = ranks.run(offload_runs.train_late, 0, 2, precision, accumulation, CPU)
-        check_equal(plain, found)
+        for offload in (CPU, OVERLAP):
+            (found,) = ranks.run(offload_runs.train_late, 0, 2, precision, accumulation, offload)
+            check_equal(plain, found)
 
 
 @pytest.mark.slow
@@ -84,5 +85,5 @@ def test_every_combination(feature: str, world_size: int) -> None:
     for stage in STAGES:
         for precision in PRECISIONS:
             for accumulation in (1, 2):
-                offloads = [CPU, HALF, PARAMS, CPU | PARAMS] if stage == 3 else [CPU, HALF]
+                offloads = [CPU, HALF, PARAMS, CPU | PARAMS] if stage == 3 else [CPU, HALF, OVERLAP]
                 check(world_size, (stage, precision, accumulation, "AdamW", feature), offloads)

@@ -96,12 +96,26 @@ class Access(Owner):
             return self._loose[id(param)][0]
         return self._places[id(param)].number
 
+    def _settle(self) -> None:
+        """End what is in flight: its collectives come before those of the access."""
+        self._model.backwards.end_script_backward()
+        self._model.publish()
+
+    def settle_alone(self) -> None:
+        if self._model.needs_others_to_publish:
+            raise UsageError(
+                "state_dict() or load_state_dict() of the module after step(), with overlap_step: its values "
+                "are still being updated, and they arrive on all ranks together; call engine.state_dict() or "
+                "engine.load_state_dict(...) on every rank, or set offload_optimizer.overlap_step to false"
+            )
+        self._settle()
+
     def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
-        self._model.backwards.end_script_backward()  # its collectives come before those of the access
+        self._settle()
         super().agree(doing, param, value)
 
     def value(self, param: nn.Parameter) -> Stored:
-        self._model.backwards.end_script_backward()
+        self._settle()
         place = self._places.get(id(param))
         if place is None or place.master is None:
             return self.compute(param)
@@ -114,7 +128,7 @@ class Access(Owner):
         return stored
 
     def compute(self, param: nn.Parameter) -> Stored:
-        self._model.backwards.end_script_backward()
+        self._settle()
         place = self._places.get(id(param))
         if place is None:
             return Stored(tuple(param.shape), param.data.reshape(-1), (), is_whole=True)

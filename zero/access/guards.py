@@ -25,7 +25,8 @@ from .owners import Owner, find_owner
 class Guards:
     """The checks on one engine's model, from `initialize` to `destroy`."""
 
-    def __init__(self, model: nn.Module, owner: Owner) -> None:
+    def __init__(self, model: nn.Module, owner: Owner, *, defers: bool) -> None:
+        """defers: parameters of a whole model may have no values for a while."""
         self._modules = weakref.WeakSet(model.modules())
         # known parameters may be registered again: peft parametrizes one in every forward and restores it
         self._params = WeakTensorKeyDictionary()
@@ -36,7 +37,8 @@ class Guards:
             register_module_module_registration_hook(self._module_registered),
         ]
         for module in model.modules():
-            if any(_is_sharded(param) for param in module.parameters(recurse=False)):
+            own = list(module.parameters(recurse=False))
+            if any(defers or _is_sharded(param) for param in own):
                 self._handles += [
                     module.register_state_dict_pre_hook(_before_state_dict),  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_pre_hook(_before_load_state_dict),  # type: ignore[no-untyped-call]
@@ -83,9 +85,16 @@ def _is_hidden(param: nn.Parameter) -> bool:
     )
 
 
+def _settle(module: nn.Module) -> None:
+    owners = {id(o): o for p in module.parameters(recurse=False) if (o := find_owner(p))}
+    for owner in owners.values():
+        owner.settle_alone()
+
+
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if keep_vars:  # the parameters themselves, not their values
         return
+    _settle(module)
     hidden = [name for name, p in module.named_parameters(recurse=False) if _is_hidden(p)]
     if hidden:
         raise UsageError(
@@ -97,6 +106,7 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 def _before_load_state_dict(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
 ) -> None:
+    _settle(module)
     hidden = [
         name
         for name, param in module.named_parameters(recurse=False)

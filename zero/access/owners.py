@@ -87,6 +87,14 @@ class Owner(ABC):
     def write(self, param: nn.Parameter, reader: Reader) -> None:
         """Set master and computed value from `reader`, which returns the same values on every rank."""
 
+    def settle_alone(self) -> None:
+        """This rank alone is about to read parameters of the module: bring values that are on their way.
+
+        Raises:
+            UsageError: that needs the other ranks.
+        """
+        return
+
     def edit(self, param: nn.Parameter, reader: Reader) -> None:
         """`write`, but a master keeps its full precision where the computed value does not change."""
         self.write(param, reader)

@@ -97,6 +97,7 @@ class Snapshot:
         self.world_size = sharded.collectives.world_size
         self._updater = updater
         updater.wait()
+        sharded.publish()
         self.masters = updater.masters
         self.sharded = sharded
         self.optimizer = optimizer

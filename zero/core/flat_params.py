@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ...offload.lanes import Ticket
 from ...offload.shards import Fetched, ShardHome
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.handles import Handle
+from ...ops.comm.handles import Done, Handle
 from ...ops.fingerprint import fingerprint
 from ...ops.flat import overlap
 from ...utils.errors import UsageError
@@ -92,6 +92,8 @@ class FlatParams:
         self._gathered: Tensor | None = None  # the fingerprint of the part that was fetched
         self._shard = home.store(own) if is_sharded else own
         self._arrival: Ticket | None = None
+        self._is_deferred = False  # not sharded, and its next use waits for new values
+        self._gathers_deferred = False
         self.is_unsharded = True
         if is_sharded:
             self.reshard()
@@ -126,14 +128,34 @@ class FlatParams:
     @property
     def shard(self) -> Tensor:
         """This rank's part, [shard_numel]. Waits for values that an update is still sending from the host."""
+        self.arrive()
+        return self._shard
+
+    def arrive(self) -> None:
+        """Wait for values that an update is still sending from the host."""
         if self._arrival is not None:
             arrival, self._arrival = self._arrival, None
             arrival.order()
-        return self._shard
 
     def expect(self, arrival: Ticket) -> None:
         """New values of the shard are complete when `arrival` is."""
         self._arrival = arrival
+
+    def defer(self, arrival: Ticket, *, gathers: bool) -> None:
+        """New values are complete when `arrival` is; `start_unshard` waits for it.
+
+        Until then parameters read as if dropped. For buffers that are not sharded.
+        gathers: only this rank's part arrives; the rest is gathered then.
+        """
+        self._arrival = arrival
+        self._is_deferred, self._gathers_deferred = True, gathers
+        self.is_unsharded = False
+        self._point_to(self._placeholders)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Parameters read as if dropped until `unshard`."""
+        return self._is_deferred
 
     def keep_gathered(self) -> None:
         """From now on `reshard` does nothing: the full buffer stays gathered between steps."""
@@ -153,6 +175,11 @@ class FlatParams:
         self._handle = self._start_gather()
 
     def _start_gather(self) -> Handle:
+        if self._is_deferred:
+            self._check_not_written()
+            if not self._gathers_deferred:
+                self.arrive()
+                return Done()
         own = self._collectives.shard_of(self.raw)
         if not self.is_on_host:
             return self._gather_from(self.shard)
@@ -204,7 +231,8 @@ class FlatParams:
             handle.wait()
             self._remember()
             self.is_unsharded = True
-            if self.is_sharded:
+            if self.is_sharded or self._is_deferred:
+                self._is_deferred = False
                 self._point_to(self._views)
 
     def _point_to(self, values: Sequence[Tensor]) -> None:
@@ -241,7 +269,8 @@ class FlatParams:
     def clear_override(self, position: int) -> None:
         """End `override`; the values of `full` are lost unless they were written to the shard."""
         del self._overridden[position]
-        here = self._views if self.is_unsharded or not self.is_sharded else self._placeholders
+        is_dropped = self._is_deferred or (self.is_sharded and not self.is_unsharded)
+        here = self._placeholders if is_dropped else self._views
         self.params[position].data = here[position]
 
     def is_overridden(self, position: int) -> bool:
@@ -270,7 +299,7 @@ class FlatParams:
             UsageError: a tensor of another shape or dtype was assigned, or `.data` was assigned while the
                 parameter was dropped; the parameter is unchanged.
         """
-        if not self.raw.data_ptr():
+        if not self.raw.data_ptr() or self._is_deferred:
             self._check_not_written(only)
         if self._handle is not None or not self.is_unsharded or not self.raw.data_ptr():
             return

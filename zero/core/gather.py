@@ -42,6 +42,7 @@ class Gatherer:
         collectives: Collectives,
         on_backward: Callable[[], None],
         on_call_done: Callable[[Unit], None],
+        gathers_all: bool,
     ) -> None:
         """Hook every module of `units` (root last).
 
@@ -50,6 +51,7 @@ class Gatherer:
             max_live_numel: no unit is gathered ahead if more elements than this would be in memory.
             on_backward: called when the gradient of an output arrives, before anything is gathered.
             on_call_done: called when a unit's inputs have their gradients: backward has finished this call.
+            gathers_all: at the end of forward all units are gathered, also those that it did not call.
         """
         self._in_backward = False
         self._num_backwards = 0  # how many of the engine have begun
@@ -61,6 +63,7 @@ class Gatherer:
         self._max_live_numel = max_live_numel
         self._on_backward = on_backward
         self._on_call_done = on_call_done
+        self._gathers_all = gathers_all
         # called without a graph, as inside of a checkpoint, which calls them again in backward
         self._without_graph: set[Unit] = set()
         self._order: list[Unit] = []  # units in the order of first use, this pass
@@ -215,6 +218,11 @@ class Gatherer:
         if unit.is_root:
             if module is unit.modules[0] and not needs_backward:
                 self.drop_all()
+            if module is unit.modules[0] and self._gathers_all:
+                for (
+                    other
+                ) in self._units:  # in one order on every rank, before the messages of backward
+                    other.unshard()
         elif not (unit.stays_until_backward and needs_backward):
             if is_last:
                 self._drop(unit)

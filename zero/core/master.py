@@ -76,6 +76,7 @@ class Master:
     @property
     def compute(self) -> Tensor:
         """The values that forward computes with, [n]."""
+        self.params.arrive()
         sharded = self.is_sharded or self.params.is_sharded
         return self.params.shard if sharded else self.params.raw
 

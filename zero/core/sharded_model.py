@@ -78,7 +78,9 @@ class ShardedModel:
         self._unit_of = {
             id(param): unit for unit in self.units for flat in unit.params for param in flat.params
         }
-        self._gatherer = self._build_gatherer(config) if policy.shards_params else None
+        self._publishes = homes.defers and not policy.shards_params
+        hooks = policy.shards_params or self._publishes
+        self._gatherer = self._build_gatherer(config) if hooks else None
         self.backwards.hook_gradients()
 
     def _build_gatherer(self, config: ZeroConfig) -> Gatherer:
@@ -104,6 +106,7 @@ class ShardedModel:
             collectives=self.collectives,
             on_backward=self.backwards.on_output_grad,
             on_call_done=self.backwards.on_call_done,
+            gathers_all=self._publishes,
         )
         self.backwards.attach(gatherer)
         return gatherer
@@ -147,7 +150,8 @@ class ShardedModel:
     @contextmanager
     def uneven_forwards(self) -> Iterator[None]:
         """Inside, ranks may run unequal numbers of forwards, without backward. For all ranks."""
-        if self._gatherer is None or self._gatherer.is_uneven:
+        if self._gatherer is None or self._publishes or self._gatherer.is_uneven:
+            self.publish()
             yield
             return
         self._gatherer.begin_uneven()
@@ -187,9 +191,28 @@ class ShardedModel:
 
     def before_update(self) -> None:
         """Gathered parameters are about to become stale."""
+        self.publish()
         if self._gatherer is not None:
             self._gatherer.begin_update()
         self.take_edits()
+
+    def publish(self) -> None:
+        """Wait for the values of an update that runs under the next forward, if one does. For all ranks."""
+        if self._publishes:
+            for unit in self.units:
+                unit.unshard()
+
+    @property
+    def needs_others_to_publish(self) -> bool:
+        """`publish` would send something."""
+        flats = [flat for unit in self.units for flat in unit.params]
+        is_alone = self.collectives.world_size == 1 or not self.policy.shards_optimizer
+        return not is_alone and any(flat.is_deferred for flat in flats)
+
+    @property
+    def defers(self) -> bool:
+        """Parameters may read as NaN after a step, until their unit runs."""
+        return self._publishes
 
     def take_edits(self) -> None:
         """Make the script's writes to parameters since the last update their values."""

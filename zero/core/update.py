@@ -154,6 +154,8 @@ class Updater:
         for master, arrival in arrivals:
             if master.params.may_be_resharded:
                 master.params.expect(arrival)  # the unit's next use waits for it
+            elif self._model.homes.defers and not master.params.is_sharded:
+                master.params.defer(arrival, gathers=self.world.is_sharded)
             else:
                 arrival.order()
                 self._publish(master)
