@@ -42,7 +42,7 @@ class DeepSpeedEngine:
     def __getattr__(self, name: str) -> Any:
         if name in ("_engine", "_optimizer", "_collate_fn"):  # before __init__ has set them
             raise AttributeError(name)
-        if name in queries.PATHS or name in queries.ANSWERS:
+        if queries.knows(name):
             return partial(queries.answer, self._engine.config, name)
         try:
             return getattr(self._engine, name)

@@ -32,6 +32,13 @@ PATHS: dict[str, str] = {
     "zero_prefetch_bucket_size": "zero_optimization.prefetch_bucket_size",
 }
 
+# name of the method -> section of zero_optimization; None, or False, where it offloads nothing
+OFFLOAD: dict[str, str] = {
+    "zero_cpu_offload": "offload_optimizer",
+    "zero_offload_optimizer": "offload_optimizer",
+    "zero_offload_param": "offload_param",
+}
+
 # the config has no such key, or refuses the feature
 ANSWERS: dict[str, Any] = {
     "amp_enabled": False,
@@ -45,20 +52,26 @@ ANSWERS: dict[str, Any] = {
     "random_ltd_enabled": False,
     "use_node_local_storage": False,
     "zero_contiguous_gradients": True,
-    "zero_cpu_offload": False,
     "zero_gather_16bit_weights_on_model_save": True,
     "zero_ignore_unused_parameters": True,
     "zero_load_from_fp32_weights": True,
-    "zero_offload_optimizer": None,
-    "zero_offload_param": None,
     "zero_reduce_scatter": True,
 }
+
+
+def knows(name: str) -> bool:
+    """There is an answer for this name."""
+    return any(name in table for table in (PATHS, ANSWERS, OFFLOAD))
 
 
 def answer(config: Config, name: str) -> Any:
     """The return value of `engine.<name>()`, for a name in either table."""
     if name in ANSWERS:
         return ANSWERS[name]
+    if name in OFFLOAD:
+        section = getattr(config.zero_optimization, OFFLOAD[name])
+        is_used = section.device != "none"
+        return is_used if name == "zero_cpu_offload" else section if is_used else None
     found: Any = config
     for part in PATHS[name].split("."):
         found = getattr(found, part, None)

@@ -462,20 +462,40 @@ def test_a_process_group_is_made_as_the_script_says(tmp_path: Path) -> None:
 # -- estimates --------------------------------------------------------------------------------------------
 
 
-def held_and_estimated(stage: int) -> tuple[int, int]:
+def held_and_estimated(stage: int, **kinds: bool) -> tuple[int, int]:
+    """Bytes on the device; kinds: of `estimate.Offload`."""
+    offload = {f"offload_{kind.removesuffix('s')}": {"device": "cpu"} for kind in kinds}
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
     sizes = estimate.measure(model)
     config = config_of(stage, bf16={"enabled": True}, gradient_accumulation_steps=1)
-    config["zero_optimization"] = {"stage": stage, "stage3_max_reuse_distance": 0}
+    config["zero_optimization"] = {"stage": stage, "stage3_max_reuse_distance": 0, **offload}
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.backward(engine(torch.ones(2, 1024, dtype=torch.bfloat16)).float().mean())
     engine.step()
-    return sum(engine.memory_plan().values()), estimate.rank_bytes(stage, 2, *sizes)
+    plan, choice = engine.memory_plan(), estimate.Offload(**kinds)
+    if kinds:
+        host = estimate.host_bytes(*sizes, (2, 1), 1.0, True, choice)
+        assert 2 * plan["host"] == pytest.approx(host, rel=0.03)
+    return sum(plan.values()) - plan["host"], estimate.rank_bytes(stage, 2, *sizes, choice)
 
 
 def test_at_stage_2_the_estimate_is_what_the_engine_holds() -> None:
     for held, estimated in run_ranks(held_and_estimated, 2, 2):
         assert held == pytest.approx(estimated, rel=0.03)
+
+
+def both_kinds() -> tuple[int, int]:
+    return held_and_estimated(3, optimizer=True, params=True)
+
+
+def optimizer_alone() -> tuple[int, int]:
+    return held_and_estimated(2, optimizer=True)
+
+
+def test_with_offload_the_estimate_covers_what_the_engine_holds() -> None:
+    for function in (both_kinds, optimizer_alone):
+        for held, estimated in run_ranks(function, 2):
+            assert 0.6 * estimated < held <= estimated
 
 
 def test_at_stage_3_the_estimate_covers_what_is_gathered_in_between() -> None:

@@ -285,8 +285,9 @@ def test_an_estimate_is_the_papers_formula(capsys: pytest.CaptureFixture[str]) -
         4 * 1000 * 4 * 1.5,
         2 * 1000 + 16 * 1000 / 8,
     )
-    with pytest.raises(xds.UsageError, match=r"\(cpu_offload=True\): offload .* not supported yet"):
-        estimate_zero3_model_states_mem_needs(1000, 100)
+    needs = estimate_zero3_model_states_mem_needs(1000, 100, 4, 2)  # DeepSpeed offloads by default
+    assert needs == (18 * 1000 / 2 * 1.5, 12 * 100 + 6 * 4 * 100 / 8, 12 * 100)
+    assert estimate_zero2_model_states_mem_needs(1000, 4) == (16 * 1000 * 1.5, 2 * 1000)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048))
     estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=2)
@@ -294,5 +295,6 @@ def test_an_estimate_is_the_papers_formula(capsys: pytest.CaptureFixture[str]) -
     estimate_zero2_model_states_mem_needs_all_cold(10**9, 8)
     printed = capsys.readouterr().out
     assert "1 nodes with 2 ranks each; 8.4M parameters, 4.2M in the largest unit" in printed
+    assert "0.14 GiB | built under zero.Init, optimizer and parameters on the host" in printed
     assert "2.21 GiB | built under zero.Init" in printed  # (18/8 + 0.12) * 1e9 / 2**30
     assert "3.73 GiB | built whole" in printed  # (2 + 16/8) * 1e9 / 2**30

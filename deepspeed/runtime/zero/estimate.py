@@ -4,43 +4,78 @@ Adam in bf16 or fp16, per parameter: 2 bytes of parameter, 4 of gradient (sums a
 moments. A stage divides the states that it shards by the number of ranks. Communication buffers are added:
 gradients of two units in flight, twice (sent and received), and at stage 3 two gathered units. Not included:
 activations, and parameters that `max_reuse_distance` and `param_persistence_threshold` keep gathered.
+On the host: master and moments, and the gradients' sums, divided by the ranks; see docs/design/offload.md.
 Source: Rajbhandari et al., ZeRO, 2020, section 3, https://arxiv.org/abs/1910.02054.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import nn
 
 from ....engine.config.config import Config
-from ....utils.errors import UsageError
+from ....offload.sender import NUM_BUFFERS
 from ....zero.core.discover import find_units
 
 PARAM_BYTES, GRAD_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 UNITS_IN_FLIGHT = {2: 4, 3: 6}
+SUMS_IN_FLIGHT = 6  # shards of sums that are reduced, or copied to the host
 BUILD_BYTES = 4  # a parameter is built in fp32
 GIB = 2**30
 
 
-def rank_bytes(stage: int, world_size: int, numel: int, largest_numel: int) -> int:
+@dataclass(frozen=True)
+class Offload:
+    """Which states are in host memory; parameters only together with the optimizer."""
+
+    optimizer: bool = False
+    params: bool = False
+
+
+CHOICES = (Offload(), Offload(optimizer=True), Offload(optimizer=True, params=True))
+
+
+def rank_bytes(
+    stage: int, world_size: int, numel: int, largest_numel: int, offload: Offload = CHOICES[0]
+) -> int:
     """Bytes of model states on one rank's device.
 
     Args:
         stage: 2 or 3.
         numel: elements of the whole model; largest_numel: of its largest unit.
     """
-    kinds = {3: PARAM_BYTES, 2: GRAD_BYTES, 1: OPTIMIZER_BYTES}
+    kinds = {3: 0 if offload.params else PARAM_BYTES}
+    kinds |= {2: 0, 1: 0} if offload.optimizer else {2: GRAD_BYTES, 1: OPTIMIZER_BYTES}
     states = sum(
         numel * size / (world_size if stage >= level else 1) for level, size in kinds.items()
     )
+    if offload.optimizer:
+        states += SUMS_IN_FLIGHT * GRAD_BYTES * largest_numel / world_size
     return int(states) + UNITS_IN_FLIGHT[stage] * PARAM_BYTES * largest_numel
 
 
-def host_bytes(
-    numel: int, largest_numel: int, ranks_per_node: int, factor: float, zero_init: bool
+def host_bytes(  # noqa: PLR0913 (what the table varies)
+    numel: int,
+    largest_numel: int,
+    nodes: tuple[int, int],
+    factor: float,
+    zero_init: bool,
+    offload: Offload = CHOICES[0],
 ) -> int:
-    """Host memory of a machine while the model is built, whole on each rank or one unit at a time, in bytes."""
-    each = largest_numel if zero_init else numel
-    return int(BUILD_BYTES * each * ranks_per_node * factor)
+    """Bytes of a machine's host memory: of the states there, or while the model is built if that is more.
+
+    A model is built whole on each rank, or one unit at a time.
+    nodes: ranks per node, and number of nodes.
+    """
+    ranks_per_node, num_nodes = nodes
+    build = BUILD_BYTES * (largest_numel if zero_init else numel) * ranks_per_node
+    each = OPTIMIZER_BYTES + GRAD_BYTES if offload.optimizer else 0
+    each += PARAM_BYTES if offload.params else 0
+    states = each * numel / num_nodes
+    if offload.optimizer and not offload.params:
+        states += NUM_BUFFERS * PARAM_BYTES * largest_numel / num_nodes
+    return int(max(build, states) * factor)
 
 
 def measure(model: nn.Module) -> tuple[int, int]:
@@ -49,15 +84,6 @@ def measure(model: nn.Module) -> tuple[int, int]:
     units, root = find_units(model, config.units, config.unit_min_numel)
     sizes = [unit.numel for unit in (*units, root)]
     return sum(sizes), max(sizes)
-
-
-def refuse_offload(function: str, **asked: bool) -> None:
-    """Raise unless every flag is False."""
-    for name, value in asked.items():
-        if value:
-            raise UsageError(
-                f"{function}({name}=True): offload to host memory is not supported yet; pass {name}=False"
-            )
 
 
 def table(stage: int, sizes: tuple[int, int], nodes: tuple[int, int], factor: float) -> str:
@@ -69,15 +95,22 @@ def table(stage: int, sizes: tuple[int, int], nodes: tuple[int, int], factor: fl
     """
     numel, largest = sizes
     per_node, num_nodes = nodes
-    device = rank_bytes(stage, per_node * num_nodes, numel, largest) / GIB
     lines = [
         "Estimated memory for parameters, gradients and optimizer state, Adam in 16 bits:",
         f"{num_nodes} nodes with {per_node} ranks each; {numel / 1e6:.1f}M parameters, "
         f"{largest / 1e6:.1f}M in the largest unit; ZeRO stage {stage}.",
         "  host of a node | device of a rank",
     ]
-    for zero_init in (True, False) if stage == 3 else (False,):
-        host = host_bytes(numel, largest, per_node, factor, zero_init) / GIB
-        how = "built under zero.Init" if zero_init else "built whole on each rank"
-        lines.append(f"  {host:10.2f} GiB | {device:12.2f} GiB | {how}")
+    for offload in CHOICES if stage == 3 else CHOICES[:2]:
+        device = rank_bytes(stage, per_node * num_nodes, numel, largest, offload) / GIB
+        for zero_init in (True, False) if stage == 3 else (False,):
+            host = host_bytes(numel, largest, nodes, factor, zero_init, offload) / GIB
+            how = "built under zero.Init" if zero_init else "built whole on each rank"
+            lines.append(f"  {host:10.2f} GiB | {device:12.2f} GiB | {how}{_words(offload)}")
     return "\n".join(lines)
+
+
+def _words(offload: Offload) -> str:
+    if offload.params:
+        return ", optimizer and parameters on the host"
+    return ", optimizer on the host" if offload.optimizer else ""

@@ -22,26 +22,21 @@ def estimate_zero3_model_states_mem_needs(  # noqa: PLR0913 (DeepSpeed's argumen
 ) -> tuple[int, int, int]:
     """(bytes of a machine's host memory, of a rank's device memory, of its units in flight).
 
-    The device memory includes the units in flight.
-
-    Raises:
-        UsageError: offload, which is DeepSpeed's default here: pass both flags as False.
+    The device memory includes the units in flight. As in DeepSpeed, parameters are offloaded only together
+    with the optimizer.
     """
-    estimate.refuse_offload(
-        "estimate_zero3_model_states_mem_needs",
-        cpu_offload=cpu_offload,
-        cpu_offload_params=cpu_offload_params,
-    )
     world_size = num_gpus_per_node * num_nodes
+    offload = estimate.Offload(cpu_offload, cpu_offload and cpu_offload_params)
     return (
         estimate.host_bytes(
             total_params,
             largest_layer_params,
-            num_gpus_per_node,
+            (num_gpus_per_node, num_nodes),
             additional_buffer_factor,
             zero_init,
+            offload,
         ),
-        estimate.rank_bytes(3, world_size, total_params, largest_layer_params),
+        estimate.rank_bytes(3, world_size, total_params, largest_layer_params, offload),
         estimate.PARAM_BYTES * estimate.UNITS_IN_FLIGHT[3] * largest_layer_params,
     )
 

@@ -17,16 +17,11 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """(bytes of a machine's host memory, of a rank's device memory), without the largest unit: it is not known.
-
-    Raises:
-        UsageError: offload, which is DeepSpeed's default here: pass cpu_offload=False.
-    """
-    estimate.refuse_offload("estimate_zero2_model_states_mem_needs", cpu_offload=cpu_offload)
-    world_size = num_gpus_per_node * num_nodes
+    """(bytes of a machine's host memory, of a rank's device memory), without those of the largest unit."""
+    nodes, offload = (num_gpus_per_node, num_nodes), estimate.Offload(cpu_offload)
     return (
-        estimate.host_bytes(total_params, 0, num_gpus_per_node, additional_buffer_factor, False),
-        estimate.rank_bytes(2, world_size, total_params, 0),
+        estimate.host_bytes(total_params, 0, nodes, additional_buffer_factor, False, offload),
+        estimate.rank_bytes(2, num_gpus_per_node * num_nodes, total_params, 0, offload),
     )
 
 
