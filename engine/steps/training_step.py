@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ...utils.arguments import wrong
 from ...utils.errors import UsageError, XdsError
 from ..checkpoint.training import Scheduler
 from ..data.batches import check_loss, move
@@ -121,6 +122,7 @@ class TrainingStep:
 
     def clip(self, max_norm: float) -> float:
         """Let the next update clip to `max_norm`; returns the norm of the gradients."""
+        max_norm = _limit(max_norm)
         if not self._sharded.has_gradients:
             raise UsageError(
                 f"clip_grad_norm({max_norm}) without gradients: call it after the last backward of a step, and "
@@ -207,6 +209,16 @@ class TrainingStep:
             norm,
             self._scale.value,
         )
+
+
+def _limit(max_norm: Any) -> float:
+    try:
+        limit = math.nan if isinstance(max_norm, str) else float(max_norm)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        limit = math.nan
+    if not limit >= 0:
+        raise wrong("clip_grad_norm: max_norm", max_norm, "a number, at least 0; inf only measures")
+    return limit
 
 
 __all__ = ["TrainingStep"]
