@@ -175,6 +175,7 @@ def _prepare(
             "save_checkpoint() between backward() and step(): the gradients of this micro-batch would be "
             "incomplete; call step() first"
         )
+    training.sharded.backwards.end_checked()
     training.sharded.settle_reductions()
     training.updater.take_edits()
     snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)

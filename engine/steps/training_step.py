@@ -68,6 +68,7 @@ class TrainingStep:
     def backward(self, loss: Tensor, *, retain_graph: bool, divides: bool) -> Tensor:
         """Gradients of `loss` over the accumulation steps (if it `divides`); returns that loss, detached."""
         check_loss(loss)
+        self._sharded.end_backward()
         self._accumulation.backward()
         divisor = self._accumulation.steps_now if divides else 1
         self._clipping = None  # measured before these gradients
@@ -109,6 +110,7 @@ class TrainingStep:
                 "engine.step() inside no_sync(): leave the context before the step, so that gradients are "
                 "reduced"
             )
+        self._sharded.end_backward()
         is_boundary = self._accumulation.ends_step()
         self.was_applied = False
         self._sharded.backwards.clear_seen()
@@ -123,6 +125,7 @@ class TrainingStep:
     def clip(self, max_norm: float) -> float:
         """Let the next update clip to `max_norm`; returns the norm of the gradients."""
         max_norm = _limit(max_norm)
+        self._sharded.end_backward()
         if not self._sharded.has_gradients:
             raise UsageError(
                 f"clip_grad_norm({max_norm}) without gradients: call it after the last backward of a step, and "

@@ -46,6 +46,7 @@ class Reduction:
         self._in_flight: list[FlatGrads] = []
         self._reduces = True
         self._holds = False  # gradients of whole backward passes are not reduced yet
+        self.has_sums = False  # a backward has brought gradients since the last step
 
     def begin_backward(self, *, reduces: bool) -> None:
         """Gradients are about to arrive. With `reduces`, `end_backward` returns after their reduction began."""
@@ -70,10 +71,10 @@ class Reduction:
             for grads in self.order[self._next :]:
                 self._start(grads)
             self._next = len(self.order)
-        else:
-            for grads in self.order:
-                grads.collect()
+        for grads in self.order:  # if all are sent: late gradients of small parameters
+            grads.collect()
         self._holds = not self._reduces
+        self.has_sums = True
 
     def end_without_reducing(self) -> None:
         """End a backward whose gradients are not taken; gradients held back earlier are kept."""
@@ -165,6 +166,7 @@ class Reduction:
         for grads in self.order:
             grads.reset()
         self._holds = False
+        self.has_sums = False
 
     def _start(self, grads: FlatGrads) -> None:
         grads.start_reduce()

@@ -111,7 +111,7 @@ class ShardedModel:
         self, *, is_training: bool, is_compiled: bool
     ) -> AbstractContextManager[Any]:
         """Around a call of the module. The first ones look for parameters used outside of their unit."""
-        self.backwards.end_script_backward()
+        self.end_backward()
         self._unchanged.check()
         context = ExitStack()
         if self._gatherer is None:
@@ -169,7 +169,7 @@ class ShardedModel:
 
         also_held: reduce gradients that were held back as well: the step will get no others.
         """
-        self.backwards.end()
+        self.backwards.end_checked()
         if also_held:
             self._reduction.reduce_held()
         self._reduction.settle()
@@ -181,6 +181,11 @@ class ShardedModel:
     def settle_reductions(self) -> None:
         """Wait for all reductions in flight."""
         self._reduction.settle()
+
+    def end_backward(self) -> None:
+        """End a backward that the script started. Raises UsageError: the script has set some `.grad` since."""
+        with self.collectives.publishing_errors("the check of .grad"):
+            self.backwards.end_checked()
 
     def before_update(self) -> None:
         """Gathered parameters are about to become stale."""
