@@ -29,7 +29,7 @@ class ScriptGrads:
             param.grad = None
 
     def refuse(self, arrived: nn.Parameter | None = None) -> None:
-        """Check that every `.grad` is None, but that of `arrived`. Call it where all gradients are taken.
+        """Check that every `.grad` is None, except that of `arrived`. Call it where all gradients are taken.
 
         Raises:
             UsageError: some are not. They are None again, and the engine's gradients are untouched.
@@ -43,8 +43,8 @@ class ScriptGrads:
         more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
         raise UsageError(
             f"{self._names[own[0]]}.grad{more} was set after backward, but the engine has taken the gradients: "
-            "it is None again, and the engine's gradients are untouched; to change them call "
-            "xds.zero.set_full_grad, engine.clip_grad_norm or engine.zero_grad"
+            "it would not count, and is None again; to change them call xds.zero.set_full_grad, "
+            "engine.clip_grad_norm or engine.zero_grad"
         )
 
 
