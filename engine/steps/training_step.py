@@ -180,7 +180,11 @@ class TrainingStep:
         return math.sqrt(square_norm) * self.gradient_factor() if square_norm >= 0 else math.nan
 
     def _update(self, scheduler: Scheduler | None) -> None:
-        norm, limit = self._clipping or (self._measure(), self._parts.config.gradient_clipping)
+        try:
+            norm, limit = self._clipping or (self._measure(), self._parts.config.gradient_clipping)
+        except UsageError:  # parameters that differ over the ranks: as after a step that is skipped
+            self._sharded.reset()
+            raise
         self.grad_norm, self._clipping = norm, None
         self._counters.global_steps += 1
         overflow = not math.isfinite(norm)

@@ -20,6 +20,7 @@ from .memory import Memory
 from .outside import CHECKED_FORWARDS, OutsideUse
 from .policy import Policy
 from .reduction import REDUCTIONS_IN_FLIGHT, Reduction
+from .same_edits import SameEdits
 from .unchanged import Unchanged
 
 
@@ -79,6 +80,7 @@ class ShardedModel:
             id(param): unit for unit in self.units for flat in unit.params for param in flat.params
         }
         self._gatherer = self._build_gatherer(config) if policy.shards_params else None
+        self._same_edits = SameEdits(flats, collectives)
         self.backwards.hook_gradients()
 
     def _build_gatherer(self, config: ZeroConfig) -> Gatherer:
@@ -158,7 +160,7 @@ class ShardedModel:
     def finish_reduction(self) -> float:
         """Every gradient is summed over the ranks on return. See `Reduction.finish`."""
         self.backwards.end()  # a loss.backward() of the script's own
-        return self._reduction.finish()
+        return self._reduction.finish(self._same_edits)
 
     def drop_gradients(self) -> None:
         """Drop all gradients, at any time outside of a backward."""
