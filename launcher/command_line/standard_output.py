@@ -58,8 +58,8 @@ def with_checked_output(command: Callable[[], int]) -> int:
     stream = sys.stdout
     if stream is None:  # started without one
         return command()
-    checked = _Checked(stream)
-    sys.stdout = cast(TextIO, checked)
+    checked = cast(TextIO, _Checked(stream))
+    sys.stdout = checked
     try:
         try:
             return command()
