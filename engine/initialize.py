@@ -34,6 +34,7 @@ from .checkpoint.training import Scheduler
 from .config.config import Config
 from .data.loaders import build_loader, keeps_position
 from .engine import Engine
+from .model.arguments import check_arguments
 from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
 from .model.recomputing import checkpoint_blocks
@@ -100,6 +101,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
         ConfigError: every complaint about the config at once, before anything is allocated.
         UsageError: the model or the optimizer cannot be trained as asked.
     """
+    check_arguments(model, lr_scheduler=lr_scheduler, collate_fn=collate_fn, group=group)
     config = Config.load(_config_source(config, args))
     given = _Given(
         optimizer, model_parameters, lr_scheduler, training_data, collate_fn, weights, group

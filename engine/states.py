@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from ..utils.arguments import wrong
 from ..utils.errors import UsageError
 from ..zero.access.whole import full_state_dict
 from ..zero.construction.weights import load_weights
@@ -99,6 +100,8 @@ class States:
 
 
 def _names(include: Iterable[Any] | None) -> set[str]:
+    if include is not None and (isinstance(include, str) or not isinstance(include, Iterable)):
+        raise wrong("offload_states: include", include, f"a list of {', '.join(PARKED)}, or None")
     names = {str(getattr(name, "value", name)) for name in (PARKED if include is None else include)}
     unknown = sorted(names - set(PARKED))
     if unknown:

@@ -16,7 +16,7 @@ from ..utils.quoting import escaped, printable
 from ..utils.schema.rules import shown
 from ..utils.schema.section import Section
 from ..zero.config import STAGES
-from .command_line.parser import Parser
+from .command_line.parser import Parser, whole_number
 
 _SIZES = (
     "train_batch_size",
@@ -104,7 +104,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="xds check", description="Check a JSON config and print what it does.")
     parser.add_argument("config", help="path, JSON text, or base64 of it")
     parser.add_argument(
-        "--world-size", type=int, default=1, metavar="N", help="data-parallel ranks (default: 1)"
+        "--world-size",
+        type=whole_number(1),
+        default=1,
+        metavar="N",
+        help="data-parallel ranks (default: 1)",
     )
     parser.add_argument(
         "--auto",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..utils.errors import UsageError, XdsError
 from ..utils.messages import never, write_stderr
+from .command_line.standard_output import PIPE_CLOSED, with_checked_output
 
 if TYPE_CHECKING:
     from .command_line.options import ParsedArgs
@@ -29,19 +30,29 @@ _SUBCOMMANDS = {
     "env": ".environment.command",
     "ops": ".native_ops",
 }
+_INTERRUPTED = 130  # 128 + SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of this process) and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments and arguments[0] in _SUBCOMMANDS:
-            code: int = import_module(_SUBCOMMANDS[arguments[0]], __package__).main(arguments[1:])
-            return code
-        return _start(arguments)
+        return with_checked_output(lambda: _run_command(arguments))
     except XdsError as error:
         write_stderr(f"xds: {error}\n", never)
         return 2
+    except KeyboardInterrupt:  # before ranks run, which handle signals themselves
+        return _INTERRUPTED
+
+
+def _run_command(arguments: list[str]) -> int:
+    if not arguments or arguments[0] not in _SUBCOMMANDS:
+        return _start(arguments)
+    try:
+        code: int = import_module(_SUBCOMMANDS[arguments[0]], __package__).main(arguments[1:])
+    except BrokenPipeError:  # the reader of its messages, on standard error, is gone
+        return PIPE_CLOSED
+    return code
 
 
 def _start(arguments: list[str]) -> int:

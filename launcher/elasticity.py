@@ -13,7 +13,7 @@ from ..engine.config.elasticity import refusal
 from ..engine.elastic.rules import Plan
 from ..engine.elastic.world_sizes import elastic_plan
 from ..utils.errors import ConfigError
-from .command_line.parser import Parser
+from .command_line.parser import Parser, whole_number
 
 _WIDTH = 96
 
@@ -96,14 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", help="a config file, or JSON text")
     parser.add_argument(
-        "--world-size", type=_count, metavar="N", help="also print how N ranks share the batch"
+        "--world-size",
+        type=whole_number(1),
+        metavar="N",
+        help="also print how N ranks share the batch",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...ops.flat import overlap
+from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
 from ...zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
@@ -111,6 +112,8 @@ def save_checkpoint(
     def prepare() -> tuple[_Content, Path, str]:
         folder = check_folder("save_dir", save_dir)
         name = check_tag(f"global_step{counters.global_steps}" if tag is None else tag)
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise wrong("client_state", client_state, "a dict, or None")
         content = _prepare(training, counters, client_state, options)
         if is_first:
             claims.append(make_folder(folder, name))
@@ -172,6 +175,7 @@ def _prepare(
             "save_checkpoint() between backward() and step(): the gradients of this micro-batch would be "
             "incomplete; call step() first"
         )
+    training.sharded.backwards.end_checked()
     training.sharded.settle_reductions()
     training.updater.take_edits()
     snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)

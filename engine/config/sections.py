@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field
@@ -24,6 +25,9 @@ from ...utils.schema.section import AsRead, Section
 Flag = Annotated[bool, FLAG]
 OptionalText = Annotated[str | None, either(TEXT, NULL)]
 
+SCALES = 1e-30, 1e30  # fp32, which scales and unscales, holds these and their inverses
+_ZERO = replace(number(0, 0), need="0")
+
 _MASTER = Refused(
     FLAG,
     "16-bit master weights and optimizer states are not supported yet; set it to false",
@@ -40,7 +44,7 @@ class Fp16(Section):
 
     enabled: Flag = Field(False, description="parameters and gradients are fp16, the master fp32")
     auto_cast: Flag = Field(False, description="floating-point inputs of forward are cast to fp16")
-    loss_scale: Annotated[float, number(0)] = Field(
+    loss_scale: Annotated[float, either(_ZERO, number(*SCALES))] = Field(
         0.0, description="a fixed loss scale; 0 means dynamic"
     )
     initial_scale_power: Annotated[int, whole(0, 127)] = Field(
@@ -55,7 +59,7 @@ class Fp16(Section):
     consecutive_hysteresis: Flag = Field(
         False, description="a step without overflow restores the tolerance at once"
     )
-    min_loss_scale: Annotated[float, number(above=0)] = Field(
+    min_loss_scale: Annotated[float, number(*SCALES)] = Field(
         1.0, description="the dynamic loss scale never falls below this"
     )
 

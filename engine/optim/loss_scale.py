@@ -12,6 +12,7 @@ from typing import Protocol, final
 from ...utils.errors import XdsError
 
 SCALE_FACTOR = 2.0
+MAX_SCALE = 2.0**127  # the largest power of 2 in fp32, which multiplies the loss
 
 
 class Fp16Section(Protocol):
@@ -105,7 +106,7 @@ class DynamicScale(LossScale):
             if num_good_steps > 0 and num_good_steps % self._window == 0:
                 if not self._consecutive:
                     self._left = self._hysteresis
-                self.value *= SCALE_FACTOR
+                self.value = min(self.value * SCALE_FACTOR, MAX_SCALE)
         self._step += 1
 
     def _overflowed(self) -> None:

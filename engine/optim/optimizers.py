@@ -18,6 +18,7 @@ from ...ops.optim.lion import Lion
 from ...ops.optim.muon import Muon
 from ...ops.optim.sgd import SGD
 from ...ops.optim.shard_optimizer import ShardOptimizer
+from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...zero.core.update import Updater
 from .trial import try_optimizer
@@ -64,12 +65,17 @@ class Groups:
     index: dict[int, int]
 
 
+_GROUPS = 'parameters of the model, or dicts with the key "params" that hold some'
+
+
 def read_groups(model: nn.Module, source: Iterable[Any] | None) -> Groups:
     """The parameter groups in `source`: parameters, or dicts of them; None means every trainable parameter.
 
     Raises:
         UsageError: a parameter is in two groups, or does not belong to the model.
     """
+    if source is not None and not isinstance(source, Iterable):
+        raise wrong("model_parameters", source, _GROUPS)
     entries = list(model.parameters() if source is None else source)
     if entries and not isinstance(entries[0], dict):
         named = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
@@ -79,10 +85,14 @@ def read_groups(model: nn.Module, source: Iterable[Any] | None) -> Groups:
     index: dict[int, int] = {}
     problems: list[str] = []
     for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or "params" not in entry:
+            raise wrong(f"model_parameters, group {number}", entry, _GROUPS)
         params = entry["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         options.append({key: value for key, value in entry.items() if key != "params"})
         for param in params:
+            if not isinstance(param, Tensor):
+                raise wrong(f"model_parameters, group {number}", param, _GROUPS)
             if id(param) not in own:
                 problems.append(
                     f"parameter group {number} holds a tensor of shape {tuple(param.shape)} that is not a "
@@ -147,6 +157,10 @@ def client_optimizer(
     if not isinstance(given, torch.optim.Optimizer):
         if isinstance(given, type):
             return _over(given, updater, groups, given.__name__, {}, allow_untested)
+        if not callable(given):
+            raise wrong(
+                "optimizer", given, "an optimizer, its class, or a callable that gets groups"
+            )
         return given(_entries(updater, groups))
     name = type(given).__name__
     if any(float(state.get("step", 1)) for state in given.state.values()):

@@ -8,6 +8,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from ...utils.arguments import whole, wrong
 from ...utils.errors import UsageError
 from ..data.batches import call_with, loss_of, move
 from ..parts import Parts
@@ -54,7 +55,12 @@ class BatchLoop:
     @torch.no_grad()
     def evaluate(self, engine: Trained, data_iter: Iterator[Any], count: int | None) -> Tensor:
         """The loss of `count` micro-batches (default: as many as a step takes), averaged as in `train`."""
-        count = count or self._accumulation.steps
+        _checked(data_iter, "eval_batch")
+        count = (
+            self._accumulation.steps
+            if count is None
+            else whole("eval_batch: num_micro_batches", count, 1)
+        )
         was_training = engine.module.training
         engine.module.eval()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -73,7 +79,7 @@ class BatchLoop:
 
     def _next_batches(self, engine: Trained, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         if data_iter is not None:
-            return data_iter
+            return _checked(data_iter, "train_batch")
         if engine.training_dataloader is None:
             raise UsageError(
                 "train_batch() without data_iter: pass an iterator of batches, or training_data to "
@@ -82,6 +88,12 @@ class BatchLoop:
         if self._repeated is None:
             self._repeated = self._report.repeat(engine.training_dataloader)
         return self._repeated
+
+
+def _checked(data_iter: Iterator[Any], call: str) -> Iterator[Any]:
+    if not hasattr(data_iter, "__next__"):
+        raise wrong(f"{call}: data_iter", data_iter, "an iterator of batches, such as iter(loader)")
+    return data_iter
 
 
 __all__ = ["BatchLoop"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, final, overload
 
+from ...utils.arguments import whole
 from ...utils.errors import UsageError
 from .accumulation import Accumulation
 
@@ -36,8 +37,9 @@ class Counters:
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the accumulation steps; the micro-batch stays. Raises UsageError: they are no whole number."""
+        train_batch_size = whole("set_train_batch_size: train_batch_size", train_batch_size, 1)
         each = self.micro_batch_size * self._world_size
-        if train_batch_size < 1 or train_batch_size % each:
+        if train_batch_size % each:
             raise UsageError(
                 f"set_train_batch_size({train_batch_size}): must be a multiple of micro-batch "
                 f"({self.micro_batch_size}) x ranks ({self._world_size}) = {each}"
@@ -46,9 +48,9 @@ class Counters:
 
     def set_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples of one forward; the accumulation steps stay."""
-        if micro_batch_size < 1:
-            raise UsageError(f"set_train_micro_batch_size({micro_batch_size}): must be at least 1")
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size = whole(
+            "set_train_micro_batch_size: micro_batch_size", micro_batch_size, 1
+        )
 
 
 class _HasCounters(Protocol):

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ...utils.arguments import wrong
 from ...utils.errors import UsageError, XdsError
 from ..checkpoint.training import Scheduler
 from ..data.batches import check_loss, move
@@ -67,6 +68,7 @@ class TrainingStep:
     def backward(self, loss: Tensor, *, retain_graph: bool, divides: bool) -> Tensor:
         """Gradients of `loss` over the accumulation steps (if it `divides`); returns that loss, detached."""
         check_loss(loss)
+        self._sharded.end_backward()
         self._accumulation.backward()
         divisor = self._accumulation.steps_now if divides else 1
         self._clipping = None  # measured before these gradients
@@ -108,6 +110,7 @@ class TrainingStep:
                 "engine.step() inside no_sync(): leave the context before the step, so that gradients are "
                 "reduced"
             )
+        self._sharded.end_backward()
         is_boundary = self._accumulation.ends_step()
         self.was_applied = False
         self._sharded.backwards.clear_seen()
@@ -121,6 +124,8 @@ class TrainingStep:
 
     def clip(self, max_norm: float) -> float:
         """Let the next update clip to `max_norm`; returns the norm of the gradients."""
+        max_norm = _limit(max_norm)
+        self._sharded.end_backward()
         if not self._sharded.has_gradients:
             raise UsageError(
                 f"clip_grad_norm({max_norm}) without gradients: call it after the last backward of a step, and "
@@ -175,7 +180,11 @@ class TrainingStep:
         return math.sqrt(square_norm) * self.gradient_factor() if square_norm >= 0 else math.nan
 
     def _update(self, scheduler: Scheduler | None) -> None:
-        norm, limit = self._clipping or (self._measure(), self._parts.config.gradient_clipping)
+        try:
+            norm, limit = self._clipping or (self._measure(), self._parts.config.gradient_clipping)
+        except UsageError:  # parameters that differ over the ranks: as after a step that is skipped
+            self._sharded.reset()
+            raise
         self.grad_norm, self._clipping = norm, None
         self._counters.global_steps += 1
         overflow = not math.isfinite(norm)
@@ -207,6 +216,16 @@ class TrainingStep:
             norm,
             self._scale.value,
         )
+
+
+def _limit(max_norm: Any) -> float:
+    try:
+        limit = math.nan if isinstance(max_norm, str) else float(max_norm)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        limit = math.nan
+    if not limit >= 0:
+        raise wrong("clip_grad_norm: max_norm", max_norm, "a number, at least 0; inf only measures")
+    return limit
 
 
 __all__ = ["TrainingStep"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import sys
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from ...utils.errors import UsageError
+from ...utils.quoting import printable
 
 Event = tuple[str, float, int]
 """Name, value, and the number of samples (over all ranks) seen when it was measured."""
@@ -116,8 +118,7 @@ class CsvWriter(Writer):
     """
 
     def __init__(self, section: FileSection) -> None:
-        self._folder = _folder(section)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder = _folder(section, "csv_monitor")
 
     def write(self, events: Sequence[Event]) -> None:
         for name, value, num_samples in events:
@@ -139,7 +140,7 @@ class TensorBoardWriter(Writer):
     def __init__(self, section: FileSection) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._summary: Any = SummaryWriter(log_dir=str(_folder(section)))
+        self._summary: Any = SummaryWriter(log_dir=str(_folder(section, "tensorboard")))
 
     def write(self, events: Sequence[Event]) -> None:
         for name, value, num_samples in events:
@@ -234,7 +235,8 @@ def build_monitor(config: MonitorConfig, rank: int) -> Monitor:
     """Open the writers that `config` enables on global rank 0; a disabled monitor on other ranks.
 
     Raises:
-        UsageError: on every rank, when the package that an enabled section needs is missing.
+        UsageError: on every rank, when the package that an enabled section needs is missing; on rank 0, when
+            a folder cannot be created or written.
     """
     if config.tensorboard.enabled:
         _require("tensorboard", section="tensorboard", extra="tensorboard")
@@ -256,8 +258,19 @@ def build_monitor(config: MonitorConfig, rank: int) -> Monitor:
     return Monitor(writers)
 
 
-def _folder(section: FileSection) -> Path:
-    return Path(section.output_path).expanduser() / section.job_name
+def _folder(section: FileSection, name: str) -> Path:
+    """The folder of the section `name`, created and found writable."""
+    try:
+        path = Path(section.output_path).expanduser() / section.job_name
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except (OSError, RuntimeError, ValueError) as error:  # pathlib: no such home; a zero byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"{name}.output_path = {printable(section.output_path)}: its folder {printable(section.job_name)} "
+            f"cannot be written: {reason}; set another path, or {name}.enabled to false"
+        ) from None
+    return path
 
 
 def _require(package: str, *, section: str, extra: str) -> None:

@@ -45,6 +45,17 @@ killed). All arguments after the script are passed to the script. If a script is
 """
 
 _HELP_COLUMN = 28
+_NUMBERS = {  # the least and the largest value, checked also where a run does not use the option
+    "max_restarts": (0, 2**31),
+    "master_port": (1, 65535),
+    "max_elastic_nodes": (1, 2**31),
+    "min_elastic_nodes": (1, 2**31),
+    "node_rank": (0, 2**31),
+    "num_nodes": (1, 2**31),
+    "ssh_port": (1, 65535),
+    "threads_per_rank": (1, 2**31),
+}
+_UNSET_BY_MINUS_ONE = ("num_nodes", "node_rank", "min_elastic_nodes", "max_elastic_nodes")
 
 
 @final
@@ -67,13 +78,13 @@ class ParsedArgs:
         return self.given.get(name) or default
 
     def number(self, name: str, default: int, least: int = 0, most: int = 2**31) -> int:
-        """The value as a number in [least, most]. As in deepspeed, -1 means "not given".
+        """The value as a number in [least, most]. Where -1 is deepspeed's default, it means "not given".
 
         Raises:
             UsageError: the value is not such a number.
         """
         text = self.text(name)
-        if text in ("", "-1"):
+        if not text or (text == "-1" and name in _UNSET_BY_MINUS_ONE):
             return default
         if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
             bound = f"from {least}" + (f" to {most}" if most < 2**31 else "")
@@ -127,8 +138,10 @@ def check_options(args: ParsedArgs) -> list[str]:
     """Check the given options. Returns the notes to log about options without effect.
 
     Raises:
-        UsageError: an option is refused, or its value is not one of its choices.
+        UsageError: an option is refused, or its value is not one of its choices or not in its range.
     """
+    for name, (least, most) in _NUMBERS.items():
+        args.number(name, 0, least, most)
     notes = []
     for option in OPTIONS:
         text, name = args.given.get(option.key, ""), args.spelled.get(option.key, "")

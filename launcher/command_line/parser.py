@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import NoReturn, final
 
 from ...utils.quoting import printable
 
 _MOST_CHARS = 400
+_MOST_DIGITS = 10
 
 
 @final
@@ -16,3 +18,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message, _MOST_CHARS))
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """The type of an option whose value is a whole number from `least` on."""
+
+    def read(text: str) -> int:
+        number = int(text) if text.strip().isdecimal() and len(text) <= _MOST_DIGITS else least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text}: must be a whole number from {least}")
+        return number
+
+    return read

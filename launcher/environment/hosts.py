@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -41,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str]) -> int:
     """Returns 0, 1 if a host did not answer or versions differ, or 130 after Ctrl-C."""
     args, launcher_args = _parser().parse_known_args(list(argv))
-    if args.timeout <= 0:
+    if not 0 < args.timeout < math.inf:
         raise UsageError(f"--timeout = {args.timeout:g}: must be a number of seconds above 0")
     hosts = _hosts(launcher_args)
     if hosts is None:

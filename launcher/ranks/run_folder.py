@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import final
 
 from ...ops.build.build_cache import default_folder
+from ...utils.errors import UsageError
 from ...utils.file_lock import try_lock
+from ...utils.quoting import printable
 from ...utils.trust import make_folders, why_not_trusted
 
 _RUNS_KEPT = 20
@@ -95,10 +97,12 @@ def run_folder(log_dir: str, run_id: str = "") -> Iterator[RunFolder]:
     """The folder `log_dir`, or else a new folder for this run under the cache folder.
 
     Logs and failure records are kept after the run.
+
+    Raises:
+        UsageError: `log_dir` cannot be created or written.
     """
     if log_dir:
-        path = Path(log_dir)
-        path.mkdir(0o700, parents=True, exist_ok=True)
+        path = _given_folder(log_dir)
     else:
         path = _own_folder(run_id)
     folder = RunFolder(path)
@@ -111,6 +115,19 @@ def run_folder(log_dir: str, run_id: str = "") -> Iterator[RunFolder]:
         if not log_dir:
             with contextlib.suppress(OSError):
                 folder.path.rmdir()  # succeeds only if it is empty
+
+
+def _given_folder(log_dir: str) -> Path:
+    path = Path(log_dir)
+    try:
+        path.mkdir(0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"--log-dir = {printable(log_dir)}: {reason}; name a folder that can be created and written"
+        ) from None
+    return path
 
 
 @contextlib.contextmanager

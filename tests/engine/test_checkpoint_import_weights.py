@@ -200,3 +200,15 @@ def test_stages_1_to_3_of_one_run_are_imported_alike(
         text = capsys.readouterr().out
         assert "value" not in text, text
         assert "exp_avg" not in text, text
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta"])
+def test_a_tensor_without_memory_of_its_own_is_named(kind: str, tmp_path: Path) -> None:
+    made = {
+        "sparse": torch.eye(3).to_sparse(),
+        "meta": torch.empty(3, device="meta"),
+    }
+    torch.save({"fine": torch.ones(2), "odd": made[kind]}, tmp_path / "weights.pt")
+    with pytest.raises(xds.UsageError, match=r"^odd is a tensor (of the layout|on the meta)"):
+        import_checkpoint(tmp_path / "weights.pt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -175,3 +175,14 @@ def test_tensorboard_writes_an_event_file(tmp_path: Path) -> None:
     (path,) = (tmp_path / "job").iterdir()
     assert path.name.startswith("events.out.tfevents")
     assert b"Train/Samples/lr" in path.read_bytes()
+
+
+@pytest.mark.parametrize("section", ["csv_monitor", "tensorboard"])
+@pytest.mark.parametrize("path", ["/proc/x", "{}/file", "~no such user", "a\0b"])
+def test_a_folder_that_cannot_be_written(section: str, path: str, tmp_path: Path) -> None:
+    if section == "tensorboard":
+        pytest.importorskip("tensorboard")
+    (tmp_path / "file").touch()
+    config = Config(**{section: FileConfig(path.format(tmp_path))})
+    with pytest.raises(UsageError, match=rf"^{section}\.output_path = .*; set another path"):
+        build_monitor(config, rank=0)

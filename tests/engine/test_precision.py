@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+from warm_ranks import warm
+
+import xds
 from xds.engine.optim.loss_scale import DynamicScale, NoScale, StaticScale
 from xds.utils.errors import XdsError
 
@@ -43,3 +48,40 @@ def test_static_and_no_scale_stay() -> None:
         before = scale.value
         scale.after_step(overflow=True)
         assert scale.value == before
+
+
+def test_the_scale_stays_in_the_range_of_fp32() -> None:
+    scale = DynamicScale(2.0**126, 1, 1, consecutive=False, minimum=1.0)
+    for _ in range(4):
+        scale.after_step(overflow=False)
+    assert scale.value == 2.0**127
+
+
+EXTREMES = [
+    {"loss_scale": 1e-30},
+    {"loss_scale": 1e30},
+    {"initial_scale_power": 127},
+    {"initial_scale_power": 0, "min_loss_scale": 1e-30, "hysteresis": 1},
+]
+
+
+def train_at(fp16: dict[str, Any]) -> None:
+    model = torch.nn.Linear(3, 3)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "fp16": {"enabled": True, "loss_scale_window": 1, **fp16},
+    }
+    engine = xds.initialize(model, config)
+    for _ in range(6):
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 3).half()).float().sum())
+            engine.step()
+    assert all(value.isfinite().all() for value in engine.state_dict().values())
+    engine.destroy()
+
+
+@pytest.mark.parametrize("fp16", EXTREMES, ids=str)
+def test_the_ends_of_the_range_train(fp16: dict[str, Any]) -> None:
+    warm(1).run(train_at, fp16)

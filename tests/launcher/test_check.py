@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from xds.launcher import cli
 from xds.launcher.check import main
 
 CONFIG = {
@@ -84,3 +85,13 @@ def test_torch_is_not_imported(path):
     )
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["check", "elastic"])
+@pytest.mark.parametrize("given", ["0", "-1", "two", "1.5", "9" * 5000])
+def test_a_world_size_that_is_none(command, given, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([command, "--world-size", given, "{}"])
+    told = capsys.readouterr().err
+    assert "--world-size: " in told
+    assert "whole number from 1" in told or len(given) > 400

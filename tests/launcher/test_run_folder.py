@@ -12,6 +12,7 @@ import pytest
 from xds.launcher.ranks import run_folder as module
 from xds.launcher.ranks.rank_zero import RankZero
 from xds.launcher.ranks.run_folder import run_folder
+from xds.utils.errors import UsageError
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="gives files to another user")
 
@@ -131,3 +132,13 @@ def test_where_others_may_write_the_folder_is_made_elsewhere(runs, tmp_path, how
     with run_folder("") as folder:
         assert folder.path.parent == tmp_path and mode(folder.path) == 0o700
     shutil.rmtree(folder.path, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    "name, reason", [("/proc/x", "No such file"), ("file", "exists"), ("a\0", "null")]
+)
+def test_a_folder_that_cannot_be_used(name, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(UsageError, match=f"^--log-dir = .*{reason}.*; name a folder"):
+        run_folder(name).__enter__()

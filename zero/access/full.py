@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ..core.policy import LOW_PRECISION
 from .owners import Owner, owner_of, reader_of
@@ -97,6 +98,8 @@ def get_full_optimizer_state(param: nn.Parameter, key: str) -> Tensor:
 def set_full_optimizer_state(param: nn.Parameter, value: Tensor, key: str) -> None:
     """Overwrite the optimizer's state `key`. `value` is equal on all ranks; errors as above."""
     owner = owner_of(param, "set_full_optimizer_state")
+    _check_value("set_full_optimizer_state", owner, param, value)
+    _check_key("set_full_optimizer_state", key)
     owner.agree("set_full_optimizer_state", param, value)
     stored = owner.optimizer_state(param, key)
     if stored is None:
@@ -138,6 +141,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 def safe_get_full_optimizer_state(param: nn.Parameter, key: str) -> Tensor | None:
     """`get_full_optimizer_state`, but None before the first step."""
     owner = owner_of(param, "get_full_optimizer_state")
+    _check_key("get_full_optimizer_state", key)
     owner.agree(f"get_full_optimizer_state {key}", param)
     stored = owner.optimizer_state(param, key)
     if stored is None or isinstance(stored, Tensor):
@@ -145,7 +149,23 @@ def safe_get_full_optimizer_state(param: nn.Parameter, key: str) -> Tensor | Non
     return stored.read(owner.collectives)
 
 
+def _check_key(doing: str, key: object) -> None:
+    if not isinstance(key, str):
+        raise wrong(f"{doing}: key", key, 'the name of a state, such as "exp_avg"')
+
+
+def _check_value(doing: str, owner: Owner, param: nn.Parameter, value: object) -> None:
+    is_usable = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    if not is_usable or value.is_complex():  # type: ignore[attr-defined]
+        raise wrong(
+            f"{doing}({owner.name_of(param)}): value",
+            value,
+            "a dense tensor of real numbers, not on meta",
+        )
+
+
 def _check_shape(doing: str, owner: Owner, param: nn.Parameter, value: Tensor) -> None:
+    _check_value(doing, owner, param, value)
     shape: Sequence[int] = owner.value(param).shape
     if tuple(value.shape) != tuple(shape):
         raise UsageError(

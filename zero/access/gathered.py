@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.comm.collectives import ACCESS_BUFFER
+from ...utils.arguments import whole, wrong
 from ...utils.errors import UsageError
 from .owners import Owner, reader_of, resolve_owner
 
@@ -45,7 +46,11 @@ class GatheredParameters:
             enabled: False does nothing.
         """
         self._params = _listed(params) if enabled else []
-        self._modifier = modifier_rank
+        self._modifier = (
+            None
+            if modifier_rank is None
+            else whole("GatheredParameters: modifier_rank", modifier_rank, 0)
+        )
         self._held: list[tuple[nn.Parameter, Owner]] = []
         self._overridden: list[tuple[nn.Parameter, Owner]] = []
 
@@ -128,6 +133,12 @@ def _listed(params: Any) -> list[nn.Parameter]:
         return list(params.parameters())
     if isinstance(params, Tensor):
         return [params]  # type: ignore[list-item]
+    if not isinstance(params, Iterable):
+        raise wrong(
+            "GatheredParameters: params",
+            params,
+            "a parameter, a module, or an iterable of parameters",
+        )
     listed = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
     unique = {id(param): param for param in listed}
     return list(unique.values())

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ops.comm.collectives import ACCESS_BUFFER, Bounds, Collectives
 from ...ops.flat import numel_of
+from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 
 # (start, stop) -> elements [start, stop) of the flattened value
@@ -197,9 +198,15 @@ def clear_owner(param: nn.Parameter) -> None:
 
 def find_owner(param: Tensor) -> Owner | None:
     """The owner of `param`; None for an ordinary tensor."""
-    found = _owners.get(param)  # type: ignore[no-untyped-call]
+    found = _owners.get(_tensor(param))  # type: ignore[no-untyped-call]
     owner: Owner | None = None if found is None else found()
     return owner
+
+
+def _tensor(param: object) -> Tensor:
+    if not isinstance(param, Tensor):  # it comes from a script
+        raise wrong("param", param, "a parameter of engine.module")
+    return param
 
 
 def is_trained(param: nn.Parameter) -> bool:
@@ -225,7 +232,7 @@ def clear_pending_owner(param: nn.Parameter) -> None:
 
 def resolve_owner(param: nn.Parameter) -> Owner | None:
     """`find_owner`; a parameter that is being built gets its owner first. For all ranks."""
-    keep = _pending.get(param)  # type: ignore[no-untyped-call]
+    keep = _pending.get(_tensor(param))  # type: ignore[no-untyped-call]
     if keep is not None:
         keep(param)
     return find_owner(param)

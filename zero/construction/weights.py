@@ -10,6 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from os import PathLike
 from pathlib import Path
 from typing import Any, final
 
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.flat import numel_of
+from ...utils.arguments import wrong
 from ...utils.errors import UsageError
+from ...utils.quoting import printable
 from ...utils.views import holds, may_overlap, write
 from ..access.owners import Reader, find_owner
 from ..core.flat_params import placeholder_like
@@ -66,7 +69,10 @@ class InMemory(Weights):
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
+        tensor = self._tensors[name]
+        if not isinstance(tensor, Tensor):  # a state dict of the script's own
+            raise wrong(f"{self.source}: {printable(name)}", tensor, "a tensor, or left out")
+        return tuple(tensor.shape)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         return self._tensors[name].detach().reshape(-1)[start:stop]
@@ -123,7 +129,7 @@ def open_weights(source: Any) -> Weights:
         return source
     if isinstance(source, Mapping):
         return InMemory(source)
-    path = Path(source)
+    path = _path(source)
     if path.is_dir():
         found = [path / name for name in (INDEX, *SINGLE) if (path / name).is_file()]
         if not found:
@@ -139,6 +145,12 @@ def open_weights(source: Any) -> Weights:
     if path.suffix == ".safetensors":
         return SafeTensors(str(path), {"": path})
     return InMemory(_torch_load(path), str(path))
+
+
+def _path(source: object) -> Path:
+    if not isinstance(source, str | PathLike):
+        raise wrong("weights", source, "a state dict, or the path of a file or folder")
+    return Path(source)
 
 
 def _open_index(path: Path) -> Weights:
@@ -265,6 +277,8 @@ def load_weights(
     Raises:
         UsageError: names or shapes do not fit, or there is nothing to read; nothing is changed.
     """
+    if not isinstance(model, nn.Module):
+        raise wrong("load_weights: model", model, "the model, a torch.nn.Module object")
     weights = open_weights(source)
     try:
         found = match_names(model, weights, strict=strict, remedy=remedy)

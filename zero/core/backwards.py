@@ -21,6 +21,7 @@ from ...utils.errors import UsageError
 from .flat_grads import FlatGrads
 from .gather import Gatherer
 from .reduction import Reduction
+from .script_grads import ScriptGrads
 from .unit import Unit
 
 
@@ -48,6 +49,7 @@ class Backwards:
         self._script_begins: Callable[[], bool] = lambda: shards_grads
         self._script_factor: Callable[[], float] = lambda: 1.0
         self._in_other = False  # a backward runs that leaves no gradients in parameters
+        self._script_grads = ScriptGrads(reduction.order)
         self._hooks: list[tuple[Node, RemovableHandle]] = []
 
     def attach(self, gatherer: Gatherer) -> None:
@@ -104,6 +106,16 @@ class Backwards:
                 self._end_other()
             self.end()
 
+    def end_checked(self) -> None:
+        """End a backward that the script started. All gradients are taken on return.
+
+        Raises:
+            UsageError: the script has set some `.grad` since, which would not count. It is None again.
+        """
+        self.end_script_backward()
+        if self._reduction.has_sums and not self._is_running:
+            self._script_grads.refuse()
+
     def clear_seen(self) -> None:
         """The engine has counted the backward passes until now."""
         self.has_seen_one = False
@@ -114,6 +126,7 @@ class Backwards:
             self.abandon()
         self._reduction.settle()
         self._reduction.reset()
+        self._script_grads.clear()
         self.has_seen_one = False
 
     def _close(self, end: Callable[[], None]) -> None:
@@ -172,7 +185,7 @@ class Backwards:
         """The first gradient has arrived: begin the script's backward if none runs, and set the factor."""
         try:
             if not self._is_running:
-                self._begin_script_backward()
+                self._begin_script_backward(param)
             factor = self._script_factor()
         except BaseException:
             param.grad = None
@@ -232,7 +245,7 @@ class Backwards:
         self.end()
         self._gatherer.end_backward()
 
-    def _begin_script_backward(self) -> None:
+    def _begin_script_backward(self, arrived: nn.Parameter | None = None) -> None:
         """The script called loss.backward() itself. The next call of the engine ends this backward.
 
         Callbacks of autograd cannot end it: they run at the end of the innermost backward, and a reentrant
@@ -240,6 +253,8 @@ class Backwards:
         already run in the outermost backward.
         """
         before = self.has_seen_one
+        if self._reduction.has_sums:
+            self._script_grads.refuse(arrived)
         self.begin(reduces=self._script_begins())
         self._has_factor, self._had_seen_one = False, before
         if self._gatherer is not None and not self._in_other:

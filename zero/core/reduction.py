@@ -10,15 +10,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
 from ...ops.comm.collectives import Collectives
 from ...ops.kernels.square_sum import is_in_range
 from .flat_grads import FlatGrads
+from .same_edits import NUM_COUNTS, SameEdits
 
 REDUCTIONS_IN_FLIGHT = 2  # one is sent while the one before it is summed; 0 without overlap_comm
+
+
+class _Agreed(NamedTuple):
+    """What all ranks know after the small message of a step."""
+
+    square: float
+    is_late: bool
+    edits: list[int]  # by rank
+
+    @classmethod
+    def of(cls, squares: Sequence[float], said: Sequence[float]) -> _Agreed:
+        numbers = [int(number) for number in said]
+        is_late = any(number >= NUM_COUNTS for number in numbers)
+        return cls(float(sum(squares)), is_late, [number % NUM_COUNTS for number in numbers])
 
 
 @final
@@ -46,6 +61,7 @@ class Reduction:
         self._in_flight: list[FlatGrads] = []
         self._reduces = True
         self._holds = False  # gradients of whole backward passes are not reduced yet
+        self.has_sums = False  # a backward has brought gradients since the last step
 
     def begin_backward(self, *, reduces: bool) -> None:
         """Gradients are about to arrive. With `reduces`, `end_backward` returns after their reduction began."""
@@ -70,10 +86,10 @@ class Reduction:
             for grads in self.order[self._next :]:
                 self._start(grads)
             self._next = len(self.order)
-        else:
-            for grads in self.order:
-                grads.collect()
+        for grads in self.order:  # if all are sent: late gradients of small parameters
+            grads.collect()
         self._holds = not self._reduces
+        self.has_sums = True
 
     def end_without_reducing(self) -> None:
         """End a backward whose gradients are not taken; gradients held back earlier are kept."""
@@ -86,23 +102,25 @@ class Reduction:
         for grads in self.order:
             grads.scale_by(factor)
 
-    def finish(self) -> float:
-        """Sum every gradient over the ranks, also those that were held back.
+    def finish(self, edits: SameEdits) -> float:
+        """Sum every gradient over the ranks, also those that were held back. Check `edits` on the way.
 
         Returns:
             the squared 2-norm of the sums over all parameters, fp64, the same on every rank; inf or nan on
             overflow. Partial sums of the ranks' shards are added in rank order.
 
         Sends 16 bytes to each rank beside the gradients, one byte at stage 0.
+        Raises UsageError: see `SameEdits.agree`; the gradients are kept.
         """
         self.reduce_held()
-        square, is_late = self._agree(exact=False)
-        if is_late:
+        agreed = self._agree(exact=False, edits=edits.count())
+        edits.agree(agreed.edits)
+        if agreed.is_late:
             self.reduce_late()
-            square, _ = self._agree(exact=False)
-        if is_in_range(square, sum(grads.layout.numel for grads in self.order)):
-            return square
-        return self._agree(exact=True)[0]
+            agreed = self._agree(exact=False)
+        if is_in_range(agreed.square, sum(grads.layout.numel for grads in self.order)):
+            return agreed.square
+        return self._agree(exact=True).square
 
     @property
     def holds(self) -> bool:
@@ -115,11 +133,11 @@ class Reduction:
             self._reduce(self.order)
             self._holds = False
 
-    def _agree(self, *, exact: bool) -> tuple[float, bool]:
-        """The squared norm of the reduced sums, and whether any rank has gradients that arrived too late."""
+    def _agree(self, *, exact: bool, edits: int = 0) -> _Agreed:
+        """The squared norm of the reduced sums, and what each rank has to say: late gradients, its `edits`."""
         collectives = self._collectives
-        is_late = any(grads.is_late for grads in self.order)
-        flag = torch.tensor([is_late], dtype=torch.uint8, device=collectives.device)
+        said = edits + NUM_COUNTS * any(grads.is_late for grads in self.order)
+        flag = torch.tensor([said], dtype=torch.uint8, device=collectives.device)
         # at stage 0 every rank gets all sums, so no exchange of norms follows: send the flag first
         early = collectives.start_gather_small(flag) if self._gathers else None
         self._drain()
@@ -130,12 +148,12 @@ class Reduction:
             grads.finish_gather()
             squares += grads.square_sums(exact=exact)
         if early is not None:
-            late, handle = early
+            table, handle = early
             handle.wait()
-            return float(sum(squares.tolist())), bool(late.any())
+            return _Agreed.of(squares.tolist(), table.view(-1).tolist())
         own = squares[collectives.rank]
-        table = collectives.gather_small(torch.stack([own, own.new_full((), is_late)])).tolist()
-        return float(sum(square for square, _ in table)), any(late for _, late in table)
+        table = collectives.gather_small(torch.stack([own, own.new_full((), said)]))
+        return _Agreed.of(*table.T.tolist())
 
     def reduce_late(self) -> None:
         """Reduce buffers again that got late gradients on any rank. Sends one byte per buffer to each rank."""
@@ -165,6 +183,7 @@ class Reduction:
         for grads in self.order:
             grads.reset()
         self._holds = False
+        self.has_sums = False
 
     def _start(self, grads: FlatGrads) -> None:
         grads.start_reduce()

@@ -20,6 +20,7 @@ from .memory import Memory
 from .outside import CHECKED_FORWARDS, OutsideUse
 from .policy import Policy
 from .reduction import REDUCTIONS_IN_FLIGHT, Reduction
+from .same_edits import SameEdits
 from .unchanged import Unchanged
 
 
@@ -81,6 +82,7 @@ class ShardedModel:
         self._publishes = homes.defers and not policy.shards_params
         hooks = policy.shards_params or self._publishes
         self._gatherer = self._build_gatherer(config) if hooks else None
+        self._same_edits = SameEdits(flats, collectives)
         self.backwards.hook_gradients()
 
     def _build_gatherer(self, config: ZeroConfig) -> Gatherer:
@@ -117,7 +119,7 @@ class ShardedModel:
         self, *, is_training: bool, is_compiled: bool
     ) -> AbstractContextManager[Any]:
         """Around a call of the module. The first ones look for parameters used outside of their unit."""
-        self.backwards.end_script_backward()
+        self.end_backward()
         self._unchanged.check()
         context = ExitStack()
         if self._gatherer is None:
@@ -165,7 +167,7 @@ class ShardedModel:
     def finish_reduction(self) -> float:
         """Every gradient is summed over the ranks on return. See `Reduction.finish`."""
         self.backwards.end()  # a loss.backward() of the script's own
-        return self._reduction.finish()
+        return self._reduction.finish(self._same_edits)
 
     def drop_gradients(self) -> None:
         """Drop all gradients, at any time outside of a backward."""
@@ -176,7 +178,7 @@ class ShardedModel:
 
         also_held: reduce gradients that were held back as well: the step will get no others.
         """
-        self.backwards.end()
+        self.backwards.end_checked()
         if also_held:
             self._reduction.reduce_held()
         self._reduction.settle()
@@ -188,6 +190,11 @@ class ShardedModel:
     def settle_reductions(self) -> None:
         """Wait for all reductions in flight."""
         self._reduction.settle()
+
+    def end_backward(self) -> None:
+        """End a backward that the script started. Raises UsageError: the script has set some `.grad` since."""
+        with self.collectives.publishing_errors("the check of .grad"):
+            self.backwards.end_checked()
 
     def before_update(self) -> None:
         """Gathered parameters are about to become stale."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....utils.errors import UsageError
-from ..io.tensor_table import Located, read_header
+from ..io.tensor_table import Located, check_storable, read_header
 from .imported import EITHER, Imported
 from .safe_pickle import StandIn, read_pickle
 
@@ -134,6 +134,7 @@ def _by_memory(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """The names in order, grouped by equal memory."""
     found: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
+        check_storable(name, tensor)  # others may have no memory of their own
         bits = (tensor.is_conj(), tensor.is_neg())
         view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), bits)
         found.setdefault(view if tensor.numel() else name, []).append(name)

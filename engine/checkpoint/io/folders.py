@@ -296,7 +296,7 @@ def newest_checkpoint(save_dir: str | Path) -> str | None:
 
     It can be newer than the tag in `latest`: a save can be killed before it updates `latest`.
     """
-    found = committed(Path(save_dir))
+    found = committed(check_folder("save_dir", save_dir))
     return found[0].tag if found else None
 
 

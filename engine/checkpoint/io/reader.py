@@ -29,7 +29,7 @@ from ..manifest import Manifest
 from ..manifest_checks import check_tensors
 from ..packing import unpack
 from .checked_file import CheckedFile
-from .folders import MANIFEST, check_tag, committed, read_latest, read_manifest
+from .folders import MANIFEST, check_folder, check_tag, committed, read_latest, read_manifest
 from .tensor_table import BY_NAME
 
 log = logging.getLogger("xds")
@@ -73,7 +73,7 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
         UsageError: there is no such folder, or neither `tag` nor `latest` names a checkpoint.
         DamagedError: `latest` is damaged.
     """
-    folder = Path(os.path.abspath(path))
+    folder = Path(os.path.abspath(check_folder("dir", path)))
     if not folder.is_dir():
         raise UsageError(f"{path} is not a folder; give the save_dir of save_checkpoint")
     if tag is not None:

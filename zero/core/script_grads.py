@@ -1,0 +1,51 @@
+"""Refuses gradients that a script puts into `.grad` between backward and step, where they would not count.
+
+The engine takes every gradient out of `.grad`: as it arrives, or, of a small parameter, when its backward ends.
+So each `.grad` is None then, and any other is the script's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import nn
+
+from ...utils.errors import UsageError
+from .flat_grads import FlatGrads
+
+
+@final
+class ScriptGrads:
+    """Looks at the trained parameters. It costs about 0.1 us for each."""
+
+    def __init__(self, order: Sequence[FlatGrads]) -> None:
+        self._params = tuple(param for grads in order for param in grads.params)
+        self._names = tuple(slot.name for grads in order for slot in grads.layout.slots)
+
+    def clear(self) -> None:
+        """Drop what the script has put into `.grad`."""
+        for param in self._params:
+            param.grad = None
+
+    def refuse(self, arrived: nn.Parameter | None = None) -> None:
+        """Check that every `.grad` is None, except that of `arrived`. Call it where all gradients are taken.
+
+        Raises:
+            UsageError: some are not. They are None again, and the engine's gradients are untouched.
+        """
+        found = [at for at, param in enumerate(self._params) if param.grad is not None]
+        own = [at for at in found if self._params[at] is not arrived]
+        if not own:
+            return
+        for at in own:
+            self._params[at].grad = None
+        more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
+        raise UsageError(
+            f"{self._names[own[0]]}.grad{more} was set after backward, but the engine has taken the gradients: "
+            "it would not count, and is None again; to change them call xds.zero.set_full_grad, "
+            "engine.clip_grad_norm or engine.zero_grad"
+        )
+
+
+__all__ = ["ScriptGrads"]
