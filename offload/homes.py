@@ -13,8 +13,11 @@ from torch import Tensor
 
 from .host_sums import OnDevice, OnHost, SumHome
 from .lanes import Lanes, Outbox
+from .rotation import Rotation
 from .sender import Sender
 from .shards import ShardHome, ShardsOnDevice, ShardsOnHost
+
+NUM_STAGES = 2  # one is copied to while one is added
 
 
 class Home(ABC):
@@ -60,13 +63,20 @@ class HostHome(Home):
         self.lanes = Lanes.of(device)
         self.sender = Sender(self.lanes, pin=self.pin)
         self._outbox = Outbox()
+        self._stages = Rotation(NUM_STAGES, pin=self.pin)
         self._adds = adds
 
     def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to("cpu", dtype, copy=True)
 
     def sums(self, sum_dtype: torch.dtype) -> SumHome:
-        return OnHost(self.lanes, self._outbox, sum_dtype, adds=self._adds, pin=self.pin)
+        shared = (self.lanes, self._outbox, self._stages)
+        return OnHost(*shared, sum_dtype, adds=self._adds, pin=self.pin)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the host memory that copies go through."""
+        return self.sender.allocated_bytes + self._stages.allocated_bytes
 
     def drain(self) -> None:
         """Give back all device buffers whose copies are in flight."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .lanes import Done, Lanes, Outbox, Ticket
 from .pinned import host_memory
+from .rotation import Rotation
 
 
 class SumHome(ABC):
@@ -83,11 +84,23 @@ class OnHost(SumHome):
     is_on_host = True
 
     def __init__(
-        self, lanes: Lanes, outbox: Outbox, sum_dtype: torch.dtype, *, adds: bool, pin: bool
+        self,
+        lanes: Lanes,
+        outbox: Outbox,
+        stages: Rotation,
+        sum_dtype: torch.dtype,
+        *,
+        adds: bool,
+        pin: bool,
     ) -> None:
-        """adds: a step usually has several reductions, so the sum has `sum_dtype` from the start."""
+        """
+        Args:
+            stages: buffers for copies that are converted or added on the host afterwards.
+            adds: a step usually has several reductions, so the sum has `sum_dtype` from the start.
+        """
         self._lanes = lanes
         self._outbox = outbox
+        self._stages = stages
         self._sum_dtype = sum_dtype
         self._adds = adds
         self._pin = pin
@@ -118,15 +131,16 @@ class OnHost(SumHome):
 
     def _staged(self, source: Tensor, then: Callable[[Tensor], Tensor]) -> Ticket:
         """Copy `source` to host memory of its dtype first: a copy between devices must not convert."""
-        stage = host_memory(source.numel() * source.element_size(), pin=self._pin)
-        stage = stage.view(source.dtype)
+        stage = self._stages.take(source.numel(), source.dtype)
         copied = self._lanes.to_host.run(lambda: stage.copy_(source, non_blocking=True))
 
         def work() -> None:
             copied.wait()
             then(stage)
 
-        return self._lanes.updates.run(work)
+        ticket = self._lanes.updates.run(work)
+        self._stages.lend(ticket)
+        return ticket
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         reader, self._reader = self._reader, Done()

@@ -11,8 +11,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .lanes import Done, Lanes, Mark, Ticket
-from .pinned import host_memory
+from .lanes import Lanes, Mark, Ticket
+from .rotation import Rotation
 
 NUM_BUFFERS = 2
 
@@ -23,19 +23,11 @@ class Sender:
 
     def __init__(self, lanes: Lanes, *, pin: bool) -> None:
         self._lanes = lanes
-        self._pin = pin
-        self._buffers = [host_memory(0, pin=False) for _ in range(NUM_BUFFERS)]
-        self._tickets: list[Ticket] = [Done() for _ in range(NUM_BUFFERS)]
-        self._next = 0
+        self._buffers = Rotation(NUM_BUFFERS, pin=pin)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An undefined [numel] tensor to write values to, for the next `send`."""
-        at = self._next
-        self._tickets[at].wait()
-        need_bytes = numel * dtype.itemsize
-        if self._buffers[at].numel() < need_bytes:
-            self._buffers[at] = host_memory(need_bytes, pin=self._pin)
-        return self._buffers[at][:need_bytes].view(dtype)
+        return self._buffers.take(numel, dtype)
 
     def send(
         self,
@@ -55,14 +47,13 @@ class Sender:
                 then()
 
         ticket = self._lanes.to_device.run(copy, after)
-        self._tickets[self._next] = ticket
-        self._next = (self._next + 1) % NUM_BUFFERS
+        self._buffers.lend(ticket)
         return ticket
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the buffers."""
-        return sum(buffer.numel() for buffer in self._buffers)
+        return self._buffers.allocated_bytes
 
 
 __all__ = ["Sender"]

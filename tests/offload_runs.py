@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tiny_models import build, micro_batch
 
 import xds
-from xds.offload import host_sums, lanes, sender
+from xds.offload import host_sums, lanes, rotation
 from xds.ops.comm.pool import BufferPool
 
 SAMPLES, STEPS = 4, 8
@@ -209,7 +209,7 @@ def late_lanes(seed: int) -> Iterator[None]:
 
     with (
         mock.patch.object(lanes.Lanes, "of", of),
-        mock.patch.object(sender.Sender, "buffer", spoiled(sender.Sender.buffer)),
+        mock.patch.object(rotation.Rotation, "take", spoiled(rotation.Rotation.take)),
         mock.patch.object(host_sums.OnHost, "_allocate", spoiled(host_sums.OnHost._allocate)),
         mock.patch.object(BufferPool, "give", give_spoiled),
     ):

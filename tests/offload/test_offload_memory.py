@@ -11,6 +11,7 @@ from torch import nn
 import xds
 from xds.offload.sender import NUM_BUFFERS
 from xds.utils.errors import ConfigError
+from xds.zero.core import flat_params
 
 WIDTH, DEPTH = 64, 6
 
@@ -113,6 +114,35 @@ def test_deepspeeds_old_names() -> None:
         {"train_micro_batch_size_per_gpu": 1, "zero_optimization": old}
     ).zero_optimization
     assert (zero.offload_optimizer.device, zero.offload_param.device) == ("cpu", "cpu")
+
+
+@pytest.mark.parametrize("drops_to_check", [0, 8])
+def test_a_write_to_a_gathered_parameter_counts_or_raises(
+    drops_to_check: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flat_params, "drops_to_check", lambda device: drops_to_check)
+    engine = engine_of(3, 1, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+    first = engine.module[0]  # type: ignore[index]
+    value = 0.0
+
+    def write(*_: Any) -> None:
+        if value:
+            with torch.no_grad():
+                first.weight.fill_(value)
+
+    first.register_forward_pre_hook(write)
+    train(engine)
+    for value in (2.0, 3.0):  # noqa: B007 (the hook reads it)
+        if value == 2.0 and not drops_to_check:  # the first write is seen too late
+            with pytest.raises(xds.UsageError, match="before that was seen"):
+                train(engine)
+            engine.zero_grad()
+            continue
+        engine(torch.ones(2, WIDTH, dtype=torch.bfloat16))
+        assert xds.zero.get_full_param(first.weight).eq(value).all()
+    value = 0.0
+    train(engine)
+    engine.destroy()
 
 
 def test_a_step_that_overlaps_shows_no_old_values() -> None:

@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import final
 
@@ -33,8 +34,15 @@ from ...utils.errors import UsageError
 from ..access.owners import find_owner
 from .layout import FlatLayout
 
+CHECKED_DROPS = 8
+
 # the engine's own operations on parameters are hidden from any mode that surrounds a forward
 _NoTorchFunction = torch._C.DisableTorchFunction
+
+
+def drops_to_check(device: torch.device) -> float:
+    """With offload_param: the number of drops of a buffer that look for a script's writes at once."""
+    return math.inf if device.type == "cpu" else CHECKED_DROPS
 
 
 def placeholder_like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -90,6 +98,9 @@ class FlatParams:
         own = collectives.shard_of(self.raw)
         self._home = home
         self._gathered: Tensor | None = None  # the fingerprint of the part that was fetched
+        self._num_checked = 0  # drops whose fingerprint was read
+        self._was_written = False
+        self._lost: Tensor | None = None
         self._shard = home.store(own) if is_sharded else own
         self._arrival: Ticket | None = None
         self._is_deferred = False  # not sharded, and its next use waits for new values
@@ -323,7 +334,7 @@ class FlatParams:
     def _write_back(self, only: int | None) -> None:
         """Copy this rank's part of the full buffer, or of one slot of it, into the shard."""
         start, stop = self.layout.shard_range(self._collectives.rank)
-        if self.is_on_host and not self._is_written():
+        if self.is_on_host and not self._is_written(checks_now=only is not None):
             return
         if only is not None:
             slot = self.layout.slots[only]
@@ -338,10 +349,37 @@ class FlatParams:
         if self.is_on_host:
             self._gathered = fingerprint(self._collectives.shard_of(self.raw))
 
-    def _is_written(self) -> bool:
-        """A script has written to this rank's part of the gathered values: copies to the host are rare."""
+    def _is_written(self, *, checks_now: bool) -> bool:
+        """A script has written to this rank's part of the gathered values: copies to the host are rare.
+
+        On a device, asking at each drop would wait for it each time. So only the first drops ask, and all
+        later ones of a buffer that a script writes to; for the others see `take_lost_writes`.
+        """
         now = fingerprint(self._collectives.shard_of(self.raw))
-        return self._gathered is None or bool(now != self._gathered)
+        if self._gathered is None:
+            return True
+        if checks_now or self._was_written or self._num_checked < drops_to_check(now.device):
+            self._num_checked += 1
+            is_written = bool(now != self._gathered)
+            self._was_written |= is_written
+            return is_written
+        lost = now != self._gathered
+        self._lost = lost if self._lost is None else self._lost | lost
+        return False
+
+    def take_lost_writes(self) -> Tensor | None:
+        """Whether a script's write was dropped since the last call, bool []; None: no drop went unchecked."""
+        lost, self._lost = self._lost, None
+        return lost
+
+    def refuse_lost_writes(self) -> None:
+        """Raises UsageError: `take_lost_writes` was true. From now on each drop looks for writes."""
+        self._was_written = True
+        names = self.layout.slots[0].name, self.layout.slots[-1].name
+        raise UsageError(
+            f"a parameter between {names[0]} and {names[1]} was written while it was gathered, and with "
+            f"offload_param it was dropped before that was seen: {_REMEDY}"
+        )
 
     def _copy_assigned(self, position: int) -> None:
         param, view, slot = (

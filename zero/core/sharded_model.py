@@ -21,6 +21,7 @@ from .outside import CHECKED_FORWARDS, OutsideUse
 from .policy import Policy
 from .reduction import REDUCTIONS_IN_FLIGHT, Reduction
 from .same_edits import SameEdits
+from .tensors import values_of
 from .unchanged import Unchanged
 
 
@@ -202,6 +203,15 @@ class ShardedModel:
         if self._gatherer is not None:
             self._gatherer.begin_update()
         self.take_edits()
+
+    def check_lost_writes(self) -> None:
+        """Raises UsageError: a script wrote to a gathered parameter whose shard is on the host, unnoticed."""
+        flats = [flat for unit in self.units for flat in unit.params]
+        lost = [(flat, flat.take_lost_writes()) for flat in flats]
+        unread = [(flat, flag) for flat, flag in lost if flag is not None]
+        for (flat, _), is_lost in zip(unread, values_of([f for _, f in unread]), strict=True):
+            if is_lost:
+                flat.refuse_lost_writes()
 
     def publish(self) -> None:
         """Wait for the values of an update that runs under the next forward, if one does. For all ranks."""

@@ -6,7 +6,7 @@ backward would use parameters that are not gathered. So `tensors_in` also looks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -58,6 +58,11 @@ def broadcast_whole(collectives: Collectives, tensor: Tensor) -> Tensor:
             else own
         )
     return tensor.copy_(own)
+
+
+def values_of(scalars: Sequence[Tensor]) -> list[Any]:
+    """The values of scalars on one device, with one synchronization."""
+    return torch.stack(list(scalars)).tolist() if scalars else []
 
 
 def _values(holder: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from .host_updates import start_far, start_near
 from .layout import FlatLayout, Slot
 from .master import Master, parts_in
 from .sharded_model import ShardedModel
+from .tensors import values_of
 
 
 def _flat(layout: FlatLayout, index: int) -> Flat:
@@ -125,9 +126,14 @@ class Updater:
         self._take_edits_into_masters()
 
     def _take_edits_into_masters(self, *, also_near: bool = True) -> None:
-        """also_near: False leaves out the masters whose update takes edits itself."""
+        """also_near: False leaves out the masters whose update takes edits itself.
+
+        Raises:
+            UsageError: a write to a parameter on the host was lost; nothing is updated.
+        """
+        self._model.check_lost_writes()
         far = [master for master in self.masters if master.is_far]
-        written = [bool(value) for value in _values([master.written() for master in far])]
+        written = [bool(value) for value in values_of([master.written() for master in far])]
         for master, is_written in zip(far, written, strict=True):
             if is_written:
                 master.take_far_edits()
@@ -358,7 +364,7 @@ class Updater:
                 found["master"] += own
                 found["optimizer"] += sum(states)
         host = self._model.homes.host
-        found["host"] += 0 if host is None else host.sender.allocated_bytes
+        found["host"] += 0 if host is None else host.buffer_bytes
         return found
 
     def _states_of(self, tensor: Tensor) -> dict[str, Any]:
@@ -367,8 +373,3 @@ class Updater:
 
 def _num_tensors(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _values(scalars: Sequence[Tensor]) -> list[int]:
-    """The values of scalars on one device, with one synchronization."""
-    return torch.stack(list(scalars)).tolist() if scalars else []
