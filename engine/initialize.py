@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compression.reducer import ExactReducer
+from ..offload.activations import Activations
 from ..offload.homes import Homes, HostHome
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.opening import open_collectives
@@ -144,7 +145,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     sharded, groups = _sharded(model, config, given, policy, collectives, host, trains=trains)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
-    undo = checkpoint_blocks(blocks) if config.activation_checkpointing.enabled else _nothing
+    undo = _recompute(config, blocks, device)
     if config.compile.enabled:
         compiler.compile()
     monitor = build_monitor(config, dist.get_rank())
@@ -395,6 +396,23 @@ def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractCont
     if not section.enabled:
         return nullcontext
     return partial(torch.autocast, device.type, dtype=DTYPES[section.dtype])
+
+
+def _recompute(config: Config, blocks: list[nn.Module], device: torch.device) -> Callable[[], None]:
+    """Activation checkpointing of `blocks` as the config says; the result undoes it."""
+    section = config.activation_checkpointing
+    if not section.enabled:
+        return _nothing
+    if not section.cpu_checkpointing:
+        return checkpoint_blocks(blocks)
+    activations = Activations(device, pin=True)
+    restore = checkpoint_blocks(blocks, activations.moving)
+
+    def undo() -> None:
+        restore()
+        activations.close()
+
+    return undo
 
 
 def _nothing() -> None:

@@ -132,11 +132,6 @@ class ActivationCheckpointing(Section):
         "contiguous_memory_optimization": NoEffect(
             FLAG, "only partition_activations uses it", same=(False,)
         ),
-        "cpu_checkpointing": Refused(
-            FLAG,
-            "keeping activations in host memory is not supported yet; set it to false",
-            harmless=(False,),
-        ),
         "number_checkpoints": NoEffect(whole(0), "xds finds the blocks in the model"),
         "profile": NoEffect(FLAG, "use wall_clock_breakdown", same=(False,)),
         "synchronize_checkpoint_boundary": NoEffect(
@@ -146,6 +141,10 @@ class ActivationCheckpointing(Section):
 
     enabled: Flag = Field(
         False, description="the activations of the model's blocks are recomputed in backward"
+    )
+    cpu_checkpointing: Flag = Field(
+        False,
+        description="the inputs of recomputed blocks are in host memory between forward and backward",
     )
 
 

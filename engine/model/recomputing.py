@@ -14,21 +14,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from .forwards import Forward, replace_forwards
 
+# around a checkpoint: where the tensors among its arguments are stored until backward
+Storing = Callable[[list[torch.Tensor]], AbstractContextManager[None]]
 
-def checkpoint_blocks(blocks: Sequence[nn.Module]) -> Callable[[], None]:
+
+def checkpoint_blocks(
+    blocks: Sequence[nn.Module], storing: Storing = lambda tensors: nullcontext()
+) -> Callable[[], None]:
     """Wrap the forward of every block; the returned function restores the forwards."""
-    return replace_forwards(blocks, _checkpointed)
+    return replace_forwards(blocks, functools.partial(_checkpointed, storing))
 
 
-def _checkpointed(forward: Forward) -> Forward:
+def _checkpointed(storing: Storing, forward: Forward) -> Forward:
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
@@ -39,7 +46,9 @@ def _checkpointed(forward: Forward) -> Forward:
             kwargs = {key: None if _is_cache(kwargs[key]) else kwargs[key] for key in kwargs}
             if kwargs.get("use_cache"):
                 kwargs["use_cache"] = False
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        with storing(tensors):
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return checkpointed
 

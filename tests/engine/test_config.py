@@ -154,7 +154,6 @@ def test_the_callers_dict_is_never_changed():
         ("bf16.bf16_optimizer_states", True, "not supported yet"),
         ("data_types.param_dtype", "bf16", "must be fp32"),
         ("torch_autocast.dtype", "fp32", 'must be "bf16" or "fp16"'),
-        ("activation_checkpointing.cpu_checkpointing", True, "not supported yet"),
         ("wandb.project", 3, "must be text"),
         ("sparse_gradients", True, "not supported yet"),
         ("sequence_parallel_size", 2, "not supported yet"),
