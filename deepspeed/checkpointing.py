@@ -36,8 +36,9 @@ def configure(  # noqa: PLR0913 (DeepSpeed's arguments)
     """
     if checkpoint_in_cpu:
         raise UsageError(
-            "checkpointing.configure(checkpoint_in_cpu=True): keeping activations in host memory is not "
-            "supported yet; leave it out"
+            "checkpointing.configure(checkpoint_in_cpu=True): a checkpoint that the script calls keeps its "
+            "inputs on the device; set activation_checkpointing.cpu_checkpointing in the config, which "
+            "recomputes the model's blocks, and leave this out"
         )
 
 
