@@ -205,9 +205,8 @@ class Updater:
     def _updates(self, master: Master, groups: Sequence[dict[str, Any]]) -> list[Update]:
         grad = master.grads.for_update()
         out = master.compute if master.casts else None
-        if (
-            out is not None and master.is_far
-        ):  # with and without a cast an optimizer may round apart
+        if out is not None and master.is_far:
+            # a place at home: an optimizer may round differently without one
             out = torch.empty_like(out, device=master.raw.device)
         return master.updates(groups, grad, out, has_old=not master.is_far)
 
