@@ -77,13 +77,13 @@ def test_late_copies_and_updates_on_one_rank() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(
-    "feature", ["plain", "tied", "lora", "unused", "divergent", "mixed_shapes"]
+    ("feature", "world_size"),
+    [("plain", 1), ("plain", 4), ("tied", 2), ("lora", 2), ("unused", 1), ("divergent", 2)],
 )
 def test_every_combination(feature: str, world_size: int) -> None:
     for stage in STAGES:
         for precision in PRECISIONS:
-            for accumulation in (1, 2):
-                offloads = [CPU, HALF, PARAMS, CPU | PARAMS] if stage == 3 else [CPU, HALF, OVERLAP]
-                check(world_size, (stage, precision, accumulation, "AdamW", feature), offloads)
+            accumulation = 2 if precision == "bf16" else 1
+            offloads = [CPU | PARAMS, HALF | PARAMS] if stage == 3 else [HALF, OVERLAP]
+            check(world_size, (stage, precision, accumulation, "AdamW", feature), offloads)
