@@ -38,6 +38,10 @@ class SumHome(ABC):
         """The sum [n] in host memory; None if nothing was added since `reset`."""
 
     @abstractmethod
+    def widened(self) -> Tensor:
+        """The same in the dtype of sums: a script may write to it."""
+
+    @abstractmethod
     def lend(self, ticket: Ticket) -> None:
         """The sum is read until `ticket` is done: its memory is not written before."""
 
@@ -65,6 +69,9 @@ class OnDevice(SumHome):
 
     def total(self) -> Tensor | None:
         return None
+
+    def widened(self) -> Tensor:
+        raise AssertionError("the sum stays on the device")
 
     def lend(self, ticket: Ticket) -> None:
         raise AssertionError("the sum stays on the device")
@@ -115,7 +122,7 @@ class OnHost(SumHome):
             self._sum = self._allocate(source.numel(), dtype)
             ticket = self._copy(self._sum, source)
         else:
-            ticket = self._add(self._widened(), source)
+            ticket = self._add(self.widened(), source)
         self._ticket = ticket
         self._outbox.add(ticket, give_back)
 
@@ -150,12 +157,10 @@ class OnHost(SumHome):
             self._memory = host_memory(need_bytes, pin=self._pin)
         return self._memory[:need_bytes].view(dtype)
 
-    def _widened(self) -> Tensor:
-        """The sum in the dtype of sums."""
-        assert self._sum is not None
-        if self._sum.dtype != self._sum_dtype:
-            narrow = self.total()
-            assert narrow is not None
+    def widened(self) -> Tensor:
+        narrow = self.total()
+        assert narrow is not None and self._sum is not None
+        if narrow.dtype != self._sum_dtype:
             self._sum = narrow.to(self._sum_dtype)
             self._memory = self._sum.view(torch.uint8)
         return self._sum

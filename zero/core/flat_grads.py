@@ -81,6 +81,7 @@ class FlatGrads:
             is_pooled=self._frees,
             widens=self.is_single_rank and home.is_on_host,
             before_write=self._separate_total,
+            before_second=self._bring_back,
         )
         self._local.begin_backward(uses_sum_dtype=self._keeps_local or policy.holds_grads)
         self._was_held = False  # some rank held back gradients since the last step
@@ -139,6 +140,23 @@ class FlatGrads:
         if self._has_total and self._total_is_in_local():
             assert self._total is not None
             self._total = self._total.clone()
+
+    def _bring_back(self) -> None:
+        """A slot gets a second gradient in this backward: sums on one rank are taken in the order of arrival.
+
+        (earlier + first) + second differs in the last bit from earlier + (first + second).
+        """
+        if self.is_single_rank and self._home.is_on_host and self._has_total:
+            earlier = self._home.total()
+            assert earlier is not None
+            self._local.add_to(earlier)
+            self._home.reset()
+            self._has_total, self._squares = False, None
+
+    @property
+    def leaves_alone(self) -> bool:
+        """One rank: its gradients leave after every backward, also where several ranks hold them back."""
+        return self.is_single_rank and self._home.is_on_host
 
     def _total_is_in_local(self) -> bool:
         local = self._local.tensor
@@ -302,6 +320,8 @@ class FlatGrads:
             return self._local.settle() if self.has_local else None
         if self.is_single_rank and self.has_local:
             self.start_reduce()
+        if self._home.is_on_host and self._has_total:
+            return self._home.widened()
         return self.for_update() if self._has_total else None
 
     def for_update(self) -> Tensor:

@@ -38,6 +38,7 @@ class LocalSum:
         is_pooled: bool,
         widens: bool,
         before_write: Callable[[], None],
+        before_second: Callable[[], None],
     ) -> None:
         """
         Args:
@@ -45,6 +46,7 @@ class LocalSum:
             is_pooled: the buffer comes from `pool`, and returns to it.
             widens: more than a copy is computed in the dtype of sums, whatever the buffer's dtype was.
             before_write: called before the first write after a reduction or `begin`.
+            before_second: called before the second gradient of a slot is added.
         """
         self.tensor: Tensor | None = None
         self.filled = [False] * len(layout.slots)
@@ -55,6 +57,7 @@ class LocalSum:
         self._is_pooled = is_pooled
         self._widens = widens
         self._before_write = before_write
+        self._before_second = before_second
         self._is_small = [slot.numel < SMALL_NUMEL for slot in layout.slots]
         self._small = [at for at, is_small in enumerate(self._is_small) if is_small]
         self._views: list[Tensor] = []
@@ -86,6 +89,8 @@ class LocalSum:
         view = self._writable_views()[position]
         if self.filled[position] or self._factor != 1.0:
             self._widen()
+            if self.filled[position]:
+                self._before_second()
             view = self._views[position]
         if self.filled[position]:
             if self._factor != 1.0:
@@ -154,9 +159,9 @@ class LocalSum:
 
     def _widen(self) -> None:
         narrow = self.tensor
-        if not self._widens or narrow is None:
+        if not self._widens:
             return
-        if narrow.dtype != self._sum_dtype:
+        if narrow is not None and narrow.dtype != self._sum_dtype:
             self.allocate(self._sum_dtype).copy_(narrow)
             self._pool.give(narrow)
         self._uses_sum_dtype = True
@@ -176,6 +181,20 @@ class LocalSum:
             for slot in self._layout.slots
         ]
         return tensor
+
+    @torch.no_grad()
+    def add_to(self, earlier: Tensor) -> None:
+        """Continue the sum `earlier` [world_size * n], which comes before the gradients in the buffer."""
+        total = self.allocate(self._sum_dtype) if self.tensor is None else self.tensor
+        whole = [
+            earlier.narrow(0, slot.offset, slot.numel).view(slot.shape)
+            for slot in self._layout.slots
+        ]
+        for view, value, filled in zip(self._views, whole, self.filled, strict=True):
+            # the same additions in the same order as if the earlier sum had never left
+            view.copy_(value.to(view) + view if filled else value)
+        self.filled = [True] * len(self.filled)
+        assert total is self.tensor
 
     def clear(self) -> None:
         """The gradients are being sent, or dropped: the next one of a slot is its first."""

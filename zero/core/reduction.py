@@ -72,12 +72,18 @@ class Reduction:
             grads.begin_backward(hold=not reduces)
 
     def start_complete(self) -> None:
-        """Start the reductions of complete buffers, up to the first that is not complete."""
-        while self._reduces and self._next < len(self.order):
+        """Start the reductions of complete buffers, up to the first that is not complete.
+
+        Where gradients are held back they are collected at the same moment, so that sums have the same bits.
+        """
+        while self._next < len(self.order):
             grads = self.order[self._next]
             if not grads.is_complete:
                 return
-            self._start(grads)
+            if self._reduces:
+                self._start(grads)
+            else:
+                grads.collect()
             self._next += 1
 
     def end_backward(self) -> None:
@@ -88,6 +94,8 @@ class Reduction:
             self._next = len(self.order)
         for grads in self.order:  # if all are sent: late gradients of small parameters
             grads.collect()
+            if not self._reduces and grads.leaves_alone and grads.has_local:
+                grads.start_reduce()
         self._holds = not self._reduces
         self.has_sums = True
 
