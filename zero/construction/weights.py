@@ -23,7 +23,7 @@ from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ...utils.views import holds, may_overlap, write
 from ..access.owners import Reader, find_owner
-from ..core.flat_params import placeholder_like
+from ..core.placeholders import placeholder_like
 from .construction import make_real
 from .slices import SliceStore
 

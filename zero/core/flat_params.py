@@ -33,6 +33,7 @@ from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ..access.owners import find_owner
 from .layout import FlatLayout
+from .placeholders import placeholder_like
 
 CHECKED_DROPS = 8
 
@@ -43,20 +44,6 @@ _NoTorchFunction = torch._C.DisableTorchFunction
 def drops_to_check(device: torch.device) -> float:
     """With offload_param: the number of drops of a buffer that look for a script's writes at once."""
     return math.inf if device.type == "cpu" else CHECKED_DROPS
-
-
-def placeholder_like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The placeholder for a dropped parameter: one NaN expanded to its shape; torch refuses most writes.
-
-    Integers read as their smallest value. Bools read as True, stored as a byte that no write produces.
-    """
-    if dtype == torch.bool:
-        one = torch.full((1,), 2, dtype=torch.uint8, device=device).view(torch.bool)
-    elif dtype.is_floating_point:
-        one = torch.full((1,), torch.nan, device=device).to(dtype)
-    else:
-        one = torch.full((1,), torch.iinfo(dtype).min, dtype=dtype, device=device)
-    return one[0].expand(tuple(shape))
 
 
 @final
