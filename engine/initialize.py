@@ -320,7 +320,8 @@ def _host(config: Config, device: torch.device) -> HostHome | None:
         return None
     pins = all(section.pin_memory for section in sections if section.device != "none")
     adds = config.gradient_accumulation_steps > 1
-    return HostHome(device, pin=pins, adds=adds)
+    guesses = zero.offload_optimizer.super_offload
+    return HostHome(device, pin=pins, adds=adds, guesses=guesses)
 
 
 def _homes(model: nn.Module, groups: Groups, config: Config, host: HostHome | None) -> Homes:

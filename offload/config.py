@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
-from ..utils.schema.keys import Detail, Entry, Group, NoEffect, Refused, details
+from ..utils.schema.keys import Detail, Entry, Group, NoEffect, details
 from ..utils.schema.rules import FLAG, NUMBER, TEXT, Rule, number, one_of, size, whole
 from ..utils.schema.section import Section
 
@@ -55,11 +55,6 @@ class OffloadOptimizer(Section):
         "pipeline_write": NoEffect(FLAG, _OVERLAPS),
         "fast_init": NoEffect(FLAG, "states are never written before the first step"),
         "cpuadam_cores_perc": NoEffect(NUMBER, "the update uses the threads of its process"),
-        "super_offload": Refused(
-            FLAG,
-            "updates during backward are not supported yet; set it to false",
-            harmless=(False,),
-        ),
     }
 
     device: Device = Field(
@@ -74,6 +69,12 @@ class OffloadOptimizer(Section):
         False,
         description="stages 0 to 2: step() does not wait for updates on the host, which run under the next "
         "forward. Until its unit runs, a parameter reads as NaN in the script. Stage 3 always does this",
+    )
+    super_offload: Flag = Field(
+        False,
+        description="updates on the host run during backward already, as if the step were neither clipped nor "
+        "skipped, and are undone where it is. It takes up to 3/4 of the states' size in host memory, at most "
+        "half of the free memory",
     )
 
 

@@ -16,6 +16,7 @@ from .lanes import Lanes, Outbox
 from .rotation import Rotation
 from .sender import Sender
 from .shards import ShardHome, ShardsOnDevice, ShardsOnHost
+from .spare import Spare
 
 NUM_STAGES = 2  # one is copied to while one is added
 
@@ -53,11 +54,14 @@ class HostHome(Home):
 
     is_on_host = True
 
-    def __init__(self, device: torch.device, *, pin: bool, adds: bool) -> None:
+    def __init__(
+        self, device: torch.device, *, pin: bool, adds: bool, guesses: bool = False
+    ) -> None:
         """
         Args:
             pin: use pinned memory for copies; without effect where the device is a CPU.
             adds: a step has several reductions.
+            guesses: updates run before it is known that their step will not be clipped or skipped.
         """
         self.pin = pin and device.type == "cuda"
         self.lanes = Lanes.of(device)
@@ -65,6 +69,7 @@ class HostHome(Home):
         self._outbox = Outbox()
         self._stages = Rotation(NUM_STAGES, pin=self.pin)
         self._adds = adds
+        self.spare = Spare(pin=self.pin) if guesses else None
 
     def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to("cpu", dtype, copy=True)
@@ -75,8 +80,9 @@ class HostHome(Home):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the host memory that copies go through."""
-        return self.sender.allocated_bytes + self._stages.allocated_bytes
+        """Bytes of the host memory that copies go through, and of what undoes updates."""
+        spare = 0 if self.spare is None else self.spare.allocated_bytes
+        return self.sender.allocated_bytes + self._stages.allocated_bytes + spare
 
     def drain(self) -> None:
         """Give back all device buffers whose copies are in flight."""

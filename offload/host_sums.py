@@ -38,6 +38,10 @@ class SumHome(ABC):
         """The sum [n] in host memory; None if nothing was added since `reset`."""
 
     @abstractmethod
+    def arriving(self) -> tuple[Tensor, Ticket]:
+        """The sum [n], and when it will have its values. `total` still waits for them as well."""
+
+    @abstractmethod
     def widened(self) -> Tensor:
         """The same in the dtype of sums: a script may write to it."""
 
@@ -69,6 +73,9 @@ class OnDevice(SumHome):
 
     def total(self) -> Tensor | None:
         return None
+
+    def arriving(self) -> tuple[Tensor, Ticket]:
+        raise AssertionError("the sum stays on the device")
 
     def widened(self) -> Tensor:
         raise AssertionError("the sum stays on the device")
@@ -175,6 +182,10 @@ class OnHost(SumHome):
             ticket, self._ticket = self._ticket, None
             ticket.wait()
         return self._sum
+
+    def arriving(self) -> tuple[Tensor, Ticket]:
+        assert self._sum is not None
+        return self._sum, self._ticket or Done()
 
     def lend(self, ticket: Ticket) -> None:
         self._reader = ticket

@@ -41,14 +41,25 @@ class Sender:
         after: see `Lane.run`. then: is called in the lane after the copy.
         """
 
-        def copy() -> None:
+        ticket = self.copy(values, target, after, then)
+        self._buffers.lend(ticket)
+        return ticket
+
+    def copy(
+        self,
+        values: Tensor,
+        target: Tensor,
+        after: Mark | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """The same for `values` in other memory of the host."""
+
+        def work() -> None:
             target.copy_(values, non_blocking=True)
             if then is not None:
                 then()
 
-        ticket = self._lanes.to_device.run(copy, after)
-        self._buffers.lend(ticket)
-        return ticket
+        return self._lanes.to_device.run(work, after)
 
     @property
     def allocated_bytes(self) -> int:

@@ -26,7 +26,7 @@ from .batch import solve_batch
 from .checkpoint import Checkpoint
 from .compile import Compile, check_compile
 from .elasticity import Elasticity, check_elasticity, elastic_batch
-from .optimizer import OptimizerConfig, check_optimizer
+from .optimizer import WHOLE_TENSOR, OptimizerConfig, check_optimizer
 from .refused import TOP_LEVEL_KEYS
 from .scheduler import SchedulerConfig, check_scheduler
 from .sections import (
@@ -250,6 +250,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
             f"parameters are sharded at stage 3 only, and the stage is {zero.stage}: set stage to 3, or the "
             'device to "none" (offload_optimizer works at every stage)',
         )
+    _check_guesses(changes.get("optimizer"), zero, report)
     check_compile(config.compile, config.zero_optimization.stage, report)
     check_ops(config.ops, report)
     check_elasticity(config.elasticity, data, report)
@@ -259,6 +260,24 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
             "(DeepSpeed clips at 1.0 since version 0.19)"
         )
     return config.model_copy(update=changes)
+
+
+def _check_guesses(optimizer: Any, zero: ZeroConfig, report: Report) -> None:
+    """Updates during backward need a home on the host, and an optimizer that works element by element."""
+    offload, key = zero.offload_optimizer, "zero_optimization.offload_optimizer.super_offload"
+    if not offload.super_offload:
+        return
+    if offload.device == "none":
+        report.complain(
+            key, True, 'it needs updates on the host: set offload_optimizer.device to "cpu"'
+        )
+    if optimizer is not None and optimizer.type in WHOLE_TENSOR:
+        report.complain(
+            key,
+            True,
+            f"{optimizer.type} uses norms or products of whole tensors, which are known after backward only: "
+            "set it to false, or choose an optimizer such as AdamW",
+        )
 
 
 def _check_precision(config: Config, report: Report) -> None:

@@ -117,6 +117,9 @@ _BUILT_IN: dict[str, dict[str, Param]] = {
     },
 }
 
+# they use norms or products of whole tensors, so an element's update depends on others
+WHOLE_TENSOR = ("Lamb", "Muon")
+
 OPTIMIZERS = ClassTable(
     section="optimizer",
     what="optimizer",

@@ -17,6 +17,7 @@ from ..data.batches import check_loss, move
 from ..optim.backward_scale import forget_failed, mark, running_loss_scale, scaled_backward
 from ..parts import Parts
 from .counters import Counters
+from .forecast import Forecast
 
 log = logging.getLogger("xds")
 
@@ -40,6 +41,7 @@ class TrainingStep:
         self._accumulation = counters.accumulation
         self._check_usable = check_usable
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
+        self._forecast = Forecast()
         takes_mean = parts.config.gradient_allreduce_op == "mean"
         self._mean = 1.0 / parts.sharded.collectives.world_size if takes_mean else 1.0
         parts.sharded.backwards.set_script_callbacks(
@@ -73,6 +75,7 @@ class TrainingStep:
         divisor = self._accumulation.steps_now if divides else 1
         self._clipping = None  # measured before these gradients
         with self._report.region("backward"):
+            self._expect()
             self._sharded.backwards.begin(reduces=self._reduces_now())
             try:
                 factor = self._scale.value / divisor
@@ -151,11 +154,19 @@ class TrainingStep:
     def _reduces_now(self) -> bool:
         return self._accumulation.reduces_now(shards_grads=self._sharded.policy.shards_grads)
 
+    def _expect(self) -> None:
+        """Tell the updater the factor on gradients if the step of this backward is likely to be a plain one."""
+        ends = self._accumulation.is_managed and self._accumulation.is_last()
+        limit = self._parts.config.gradient_clipping
+        plain = ends and not self._accumulation.in_no_sync and self._forecast.is_plain(limit)
+        self._parts.updater.expect(self.gradient_factor() if plain else None)
+
     def _own_backward_begins(self) -> bool:
         """The script started a backward itself: whether its gradients are reduced before it ends."""
         self._check_usable()
         self._clipping = None
         self._accumulation.backward()
+        self._expect()
         return not self._accumulation.in_no_sync and self._sharded.policy.shards_grads
 
     def _factor_of_own_backward(self) -> float:
@@ -186,6 +197,7 @@ class TrainingStep:
             self._sharded.reset()
             raise
         self.grad_norm, self._clipping = norm, None
+        self._forecast.observe(norm)
         self._counters.global_steps += 1
         overflow = not math.isfinite(norm)
         if overflow:

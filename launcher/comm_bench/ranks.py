@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...engine.process.process import join, pick_device
 from ...ops.comm.opening import open_collectives
+from ...utils.available_memory import available_bytes
 from ...utils.errors import XdsError
 from .cases import CASES, Case, RankContext, largest_bytes
 from .link import host_numbers, measure
@@ -183,15 +182,8 @@ def _free_bytes(context: RankContext) -> int:
     if context.collectives.device.type == "cuda":
         return int(torch.cuda.mem_get_info(context.collectives.device)[0])
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(context.world_size)))
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:  # not Linux: no limit is known
-        return 1 << 62
-    free = re.search(r"(?m)^MemAvailable:\s+(\d+) kB", text)
-    available = int(free[1]) * 1024 if free else 1 << 62
-    from ..environment.probes.machine import container_limit_bytes
-
-    return min(available, container_limit_bytes() or available) // ranks_here
+    available = available_bytes() or 1 << 62  # 0: not Linux, no limit is known
+    return available // ranks_here
 
 
 def _note(context: RankContext, text: str) -> None:

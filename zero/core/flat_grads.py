@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, final
 
@@ -88,6 +88,8 @@ class FlatGrads:
         self._squares: Tensor | None = None  # of the only sum that has left since the last step
         self._total: Tensor | None = None
         self._has_total = False
+        self._on_left: Callable[[], None] = _nothing
+        self._before_change: Callable[[], None] = _nothing
         self._payload: Tensor | None = None
         self._handle: Handle | None = None
 
@@ -147,6 +149,7 @@ class FlatGrads:
         (earlier + first) + second differs in the last bit from earlier + (first + second).
         """
         if self.is_single_rank and self._home.is_on_host and self._has_total:
+            self._before_change()
             earlier = self._home.total()
             assert earlier is not None
             self._local.add_to(earlier)
@@ -207,7 +210,9 @@ class FlatGrads:
         is_only = not self._has_total
         self._squares = self._squares_of(source, exact=False) if is_only else None
         self._has_total = True
+        self._before_change()
         self._home.add(source, partial(self._pool.give, buffer))
+        self._on_left()
 
     @torch.no_grad()
     def finish_reduce(self) -> None:
@@ -316,6 +321,7 @@ class FlatGrads:
         The caller may write to them, so their norm is computed again.
         """
         self._squares = None
+        self._before_change()
         if self._keeps_local:
             return self._local.settle() if self.has_local else None
         if self.is_single_rank and self.has_local:
@@ -335,12 +341,21 @@ class FlatGrads:
             return self._local.tensor
         return self.shard()
 
+    def watch(self, on_left: Callable[[], None], before_change: Callable[[], None]) -> None:
+        """Call `on_left` when a sum is on its way to the host, and `before_change` before that sum changes."""
+        self._on_left, self._before_change = on_left, before_change
+
+    def arriving(self) -> tuple[Tensor, Ticket]:
+        """The sums on the host for the update, and when they will have their values."""
+        return self._home.arriving()
+
     def lend(self, reader: Ticket) -> None:
         """The sums for the update, on the host, are read until `reader` is done."""
         self._home.lend(reader)
 
     def reset(self) -> None:
         """Drop all gradients: the step is done, or skipped. Persistent buffers are kept."""
+        self._before_change()
         self._local.drop()
         self._has_total = False
         self._was_held = False
@@ -397,3 +412,7 @@ class FlatGrads:
     def host_bytes(self) -> int:
         """Bytes of gradients in host memory."""
         return self._home.host_bytes
+
+
+def _nothing() -> None:
+    return

@@ -9,7 +9,8 @@ forward                                    unit 0 ...    stage 3: a unit waits f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -17,6 +18,54 @@ from torch import Tensor
 from ...offload.lanes import Ticket
 from .frozen import FrozenValues, Range
 from .master import Master
+
+
+@final
+@dataclass(frozen=True)
+class HostUpdate:
+    """An update of `master` on the host, whose inputs but the gradient are fixed.
+
+    groups: the hyperparameters of the step. scale: the factor on gradients.
+    run: takes the gradient [n] and a place for the values in the compute dtype, if there is a cast.
+    keep: saves what the update must not change: the elements `frozen`.
+    """
+
+    master: Master
+    groups: Sequence[dict[str, Any]]
+    scale: float
+    frozen: Sequence[Range]
+    run: Callable[[Tensor, Tensor | None], None]
+    keep: Callable[[Tensor | None], FrozenValues]
+
+    def is_same_as(self, other: HostUpdate) -> bool:
+        """The other one would write the same values if its gradient is the same."""
+        same = (self.scale, self.frozen) == (other.scale, other.frozen)
+        used = {item.group for item in self.master.items}
+        return same and all(_is_same_group(self.groups[at], other.groups[at]) for at in used)
+
+    def write_near(self, grad: Tensor, values: Tensor | None) -> None:
+        """Update the master, and `values`, which hold the old ones, where there is a cast. In the thread."""
+        kept = self.keep(values)
+        self.run(grad, values)
+        kept.restore()
+
+    def write_far(self, grad: Tensor, values: Tensor) -> None:
+        """Update the master, and write what the device is to have to `values` [n]. In the thread."""
+        tensor, casts = self.master.raw, self.master.casts
+        kept = self.keep(None)
+        self.run(grad, values if casts else None)
+        kept.restore()
+        if not casts:
+            values.copy_(tensor)
+        for low, high in self.frozen if casts else ():
+            values[low:high].copy_(tensor[low:high])
+
+
+def _is_same_group(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    names = one.keys() - {"params"}
+    return names == other.keys() - {"params"} and all(
+        one[name] is other[name] or bool(one[name] == other[name]) for name in names
+    )
 
 
 @final
@@ -54,52 +103,26 @@ class Arrival(Ticket):
 
 
 @torch.no_grad()
-def start_near(
-    master: Master,
-    update: Callable[[Tensor, Tensor | None], None],
-    keep: Callable[[], FrozenValues],
-) -> Ticket:
-    """Start the update of a `master` whose values for forward are on the host as well. See `start_far`."""
+def start_near(update: HostUpdate) -> Ticket:
+    """Start an update of a master whose values for forward are on the host as well. See `start_far`."""
+    master = update.master
     grad, compute = master.grads.for_update(), master.compute if master.casts else None
-
-    def work() -> None:
-        kept = keep()
-        update(grad, compute)
-        kept.restore()
-
-    ticket = master.host.lanes.updates.run(work)
+    ticket = master.host.lanes.updates.run(lambda: update.write_near(grad, compute))
     master.begin_update(ticket)
     return ticket
 
 
 @torch.no_grad()
-def start_far(
-    master: Master,
-    update: Callable[[Tensor, Tensor | None], None],
-    keep: Callable[[], FrozenValues],
-    frozen: Sequence[Range],
-) -> Arrival:
-    """Start the update of `master`; the result completes when the device has the new values.
-
-    Args:
-        update: takes the gradient [n] and a place for the values in the compute dtype, if there is a cast.
-        keep: saves what the update must not change: the elements `frozen`.
-    """
-    grad, host = master.grads.for_update(), master.host
-    numel, dtype, casts = grad.numel(), master.params.dtype, master.casts
+def start_far(update: HostUpdate) -> Arrival:
+    """Start `update`; the result completes when the device has the new values."""
+    master = update.master
+    grad, host, dtype = master.grads.for_update(), master.host, master.params.dtype
     mark = host.lanes.to_device.mark()
-    tensor, compute, arrival = master.tensor, master.compute, Arrival()
+    compute, arrival = master.compute, Arrival()
 
     def work() -> None:
-        values = host.sender.buffer(numel, dtype)
-        kept = keep()
-        update(grad, values if casts else None)
-        kept.restore()
-        if casts:
-            for low, high in frozen:
-                values[low:high].copy_(tensor[low:high])
-        else:
-            values.copy_(tensor)
+        values = host.sender.buffer(grad.numel(), dtype)
+        update.write_far(grad, values)
         arrival.sent(master.send(values, compute, mark))
 
     ticket = host.lanes.updates.run(work)
@@ -108,4 +131,4 @@ def start_far(
     return arrival
 
 
-__all__ = ["Arrival", "start_far", "start_near"]
+__all__ = ["Arrival", "HostUpdate", "start_far", "start_near"]

@@ -6,7 +6,7 @@ host home      master [n] (host) ──cast──> buffer ──to_device──>
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -45,6 +45,7 @@ class Master:
         self.is_far = home.is_on_host != params.is_on_host
         self.is_apart = self.casts or self.is_far
         self._update: Ticket = Done()
+        self._before_read: Callable[[], None] = _nothing
         # without a copy the parameters themselves are the master
         self._tensor = home.store(self.compute, wide) if self.is_apart else self.compute.detach()
         self._published: Tensor | None = None  # the fingerprint of the values that the engine wrote
@@ -64,7 +65,7 @@ class Master:
 
     @property
     def tensor(self) -> Tensor:
-        """The master weights [n]. Waits for the update that runs on the host."""
+        """The master weights [n]. Waits like `wait`."""
         self.wait()
         return self._tensor
 
@@ -87,9 +88,14 @@ class Master:
         return self.home
 
     def wait(self) -> None:
-        """Wait for the update that runs on the host."""
+        """Wait for the update that runs on the host. One that is not certain yet is taken back."""
+        self._before_read()
         update, self._update = self._update, Done()
         update.wait()
+
+    def watch(self, before_read: Callable[[], None]) -> None:
+        """Call `before_read` whenever somebody but the update wants the master or its states."""
+        self._before_read = before_read
 
     # -- a script's writes ------------------------------------------------------------------------------
 
@@ -149,10 +155,18 @@ class Master:
         compute: `self.compute`, which must not be asked in that thread: it may wait for this copy.
         """
 
+        return self.host.sender.send(values, compute, after, self._remembering(compute))
+
+    @torch.no_grad()
+    def send_kept(self, values: Tensor, compute: Tensor, after: Mark | None) -> Ticket:
+        """The same for `values` in memory of the caller, which waits before it writes to them again."""
+        return self.host.sender.copy(values, compute, after, self._remembering(compute))
+
+    def _remembering(self, compute: Tensor) -> Callable[[], None]:
         def remember() -> None:
             self._published = fingerprint(compute)
 
-        return self.host.sender.send(values, compute, after, remember)
+        return remember
 
     @torch.no_grad()
     def write_compute(self) -> None:
@@ -172,6 +186,10 @@ class Master:
 
         self.host.lanes.updates.run(work).wait()
         tickets[0].order()
+
+
+def _nothing() -> None:
+    return
 
 
 def parts_in(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Part, ...]:

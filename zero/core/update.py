@@ -8,6 +8,7 @@ If the stage shards the optimizer state, an item is a range of this rank's shard
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -17,7 +18,8 @@ from ...offload.lanes import Ticket
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World
 from ...utils.errors import UsageError
 from .frozen import FrozenValues, Range, clip, frozen_ranges
-from .host_updates import start_far, start_near
+from .guesses import Guesses
+from .host_updates import HostUpdate, start_far, start_near
 from .layout import FlatLayout, Slot
 from .master import Master, parts_in
 from .sharded_model import ShardedModel
@@ -45,6 +47,7 @@ class Updater:
         self.world = World(model.collectives, flats, is_sharded)
         self._optimizer: torch.optim.Optimizer | None = None
         self._num_tensors = 0  # in the optimizer's groups
+        self._guesses: Guesses | None = None
         # id of an optimizer's tensor -> the tensor, its master, its first element in the master
         self._places: dict[int, tuple[Tensor, Master, int]] = {}
 
@@ -97,6 +100,18 @@ class Updater:
         self._num_tensors = _num_tensors(optimizer)
         if isinstance(optimizer, ShardOptimizer):
             optimizer.is_bound = True
+            host = self._model.homes.host
+            if host is not None and host.spare is not None and optimizer.is_elementwise:
+                prepare = partial(self._host_update, optimizer)
+                self._guesses = Guesses(self.masters, optimizer, host.spare, prepare)
+
+    def expect(self, scale: float | None) -> None:
+        """A backward begins. If its step is expected to have this `scale`, updates may run before it.
+
+        None: unknown, or another backward may follow before the step.
+        """
+        if self._guesses is not None:
+            self._guesses.expect(scale)
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
@@ -144,11 +159,18 @@ class Updater:
     def _step_elementwise(self, optimizer: ShardOptimizer, scale: float) -> None:
         """Masters on the host update in a thread, those on the device meanwhile."""
         self._take_edits_into_masters(also_near=not optimizer.takes_edits)
-        groups = [dict(group) for group in optimizer.param_groups]
-        arrivals = [
-            (master, self._start_on_host(optimizer, master, groups, scale))
+        updates = [
+            self._host_update(optimizer, master, scale)
             for master in self._in_order_of_use()
             if master.home.is_on_host
+        ]
+        groups = _copies_of(optimizer.param_groups)
+        guesses = {} if self._guesses is None else self._guesses.end(updates)
+        arrivals = [
+            (update.master, guesses[id(update.master)].use())
+            if id(update.master) in guesses
+            else (update.master, _start(update))
+            for update in updates
         ]
         for master in self.masters:
             if not master.home.is_on_host:
@@ -173,34 +195,24 @@ class Updater:
             self.masters, key=lambda m: (m.params.may_be_resharded, id(m.params) not in roots)
         )
 
-    def _start_on_host(
-        self,
-        optimizer: ShardOptimizer,
-        master: Master,
-        groups: Sequence[dict[str, Any]],
-        scale: float,
-    ) -> Ticket:
-        is_near = not master.is_far
+    def _host_update(self, optimizer: ShardOptimizer, master: Master, scale: float) -> HostUpdate:
+        """The update of `master` on the host. The script may change rates and flags while it runs."""
+        groups = _copies_of(optimizer.param_groups)
+        frozen = self._frozen_ranges(master)
 
-        def update(grad: Tensor, values: Tensor | None) -> None:
-            optimizer.update(
-                master.updates(groups, grad, values, has_old=is_near), scale, self.world
-            )
+        def run(grad: Tensor, values: Tensor | None) -> None:
+            updates = master.updates(groups, grad, values, has_old=not master.is_far)
+            optimizer.update(updates, scale, self.world)
 
-        frozen = self._frozen_ranges(master)  # now: the script may change it while the update runs
-
-        def keep() -> FrozenValues:
+        def keep(values: Tensor | None) -> FrozenValues:
             kept = FrozenValues()
             kept.keep(master.raw, frozen)
-            if is_near and master.casts:
-                kept.keep(compute, frozen)
+            if values is not None:
+                kept.keep(values, frozen)
             self._keep_states(kept, master, frozen)
             return kept
 
-        compute = master.compute
-        if is_near:
-            return start_near(master, update, keep)
-        return start_far(master, update, keep, frozen)
+        return HostUpdate(master, groups, scale, frozen, run, keep)
 
     def _updates(self, master: Master, groups: Sequence[dict[str, Any]]) -> list[Update]:
         grad = master.grads.for_update()
@@ -372,3 +384,15 @@ class Updater:
 
 def _num_tensors(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _start(update: HostUpdate) -> Ticket:
+    return start_far(update) if update.master.is_far else start_near(update)
+
+
+def _copies_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The hyperparameters of now: a schedule may change them, a rate that is a tensor in place."""
+    return [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+        for group in groups
+    ]

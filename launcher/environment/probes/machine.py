@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ....utils.available_memory import container_limit_bytes
 from .line import GIB, Line, first_output, gib, output
 
 # a container's default of 64 MiB is too small for one batch of a data loader
@@ -83,17 +84,6 @@ def memory() -> Iterator[Line]:
     limit = container_limit_bytes()
     is_limited = bool(limit) and limit < total
     yield Line("memory limit of this container", gib(limit) if is_limited else "none")
-
-
-def container_limit_bytes() -> int:
-    """The memory limit of the control group; 0 if there is none."""
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(file).read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() else 0
-    return 0
 
 
 def limits() -> Iterator[Line]:
