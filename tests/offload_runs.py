@@ -35,7 +35,7 @@ def config_of(
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": SAMPLES // dist.get_world_size(),
         "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.5,
+        "gradient_clipping": 1.1,  # about every second step is clipped
         "optimizer": {"type": optimizer, "params": params},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
         "zero_optimization": {

@@ -1,8 +1,8 @@
 """Updates that run during backward, before the norm of their step is known.
 
 backward     | unit 3 | unit 2 | unit 1 | unit 0 |          step(): the norm is known
-updates               | adam unit 3 | adam unit 2 | adam unit 0 | adam unit 1 |
-to_device                                         | copy unit 0 | ...
+updates               | adam unit 3 | adam unit 1 | adam unit 0 | adam unit 2 |
+to_device                                           copy unit 1 | copy unit 0 | ...
 
 A guess assumes that the step is neither clipped nor skipped. It saves the old master and states in spare
 memory and writes new parameters there. If `step()` finds the same inputs, the new parameters are used;
@@ -106,34 +106,45 @@ class _Old:
 class Guess:
     """One update before its norm is known. Its result is used once, or taken back."""
 
-    def __init__(self, update: HostUpdate, optimizer: torch.optim.Optimizer, room: _Room) -> None:
+    def __init__(self, update: HostUpdate, optimizer: torch.optim.Optimizer) -> None:
+        self.master = master = update.master
         self._update = update
         self._optimizer = optimizer
-        self._room = room
-        self._choice = threading.Lock()
-        self._has_begun = False
-        self._is_cancelled = False
-        master = update.master
-        self._grad, self._sum_arrives = master.grads.arriving()
+        self._sum, self._sum_arrives = master.grads.arriving()
         self._compute = None if master.is_far else master.compute  # waits, so not in the thread
-        self._old: _Old | None = None
         self._seen: Tensor | None = None  # near: the fingerprint of the values before
-        self._ticket = master.host.lanes.updates.run(self._run)
+        self._room: _Room | None = None
+        self._old: _Old | None = None
+        self._is_done = threading.Event()
+        self._error: BaseException | None = None
+
+    # -- in the thread of updates -----------------------------------------------------------------------
+
+    def reserve(self, room: _Room) -> bool:
+        """False: there is too little spare memory, so it cannot run."""
+        old = _Old(self.master, self._optimizer)
+        need = sum(map(aligned_bytes, [*old.tensors, self._sum]))
+        self._room, self._old = room, old
+        return room.reserve(need, self._sum.numel() * self.master.params.dtype.itemsize)
+
+    def run(self) -> None:
+        """Save the old bits, and update."""
+        try:
+            self._run()
+        except BaseException as error:  # raised where its result is wanted
+            self._error = error
+        self._is_done.set()
 
     def _run(self) -> None:
-        with self._choice:
-            if self._is_cancelled:
-                return
-            self._has_begun = True
+        room, old = self._room, self._old
+        assert room is not None and old is not None
         self._sum_arrives.wait()
-        self._room.reader.wait()
-        master, room = self._update.master, self._room
-        self._old = old = _Old(master, self._optimizer)
+        room.reader.wait()
         # an update may overwrite its gradient, which the norm or a second try still needs
-        *places, grad = room.parts([*old.tensors, self._grad])
+        *places, grad = room.parts([*old.tensors, self._sum])
         old.save(places)
-        grad.copy_(self._grad)
-        values = room.values(self._grad.numel(), master.params.dtype)
+        grad.copy_(self._sum)
+        values = self._values()
         if self._compute is None:
             self._update.write_far(grad, values)
         else:
@@ -141,18 +152,22 @@ class Guess:
             values.copy_(self._compute)
             self._update.write_near(grad, values)
 
-    def cancel(self) -> bool:
-        """False: it has begun already, or is done."""
-        with self._choice:
-            self._is_cancelled = not self._has_begun
-            return self._is_cancelled
+    def _values(self) -> Tensor:
+        assert self._room is not None
+        return self._room.values(self._sum.numel(), self.master.params.dtype)
 
-    def take_back(self) -> None:
+    # -- the result -------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Return when it has run. Raises what it raised."""
+        self._is_done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def undo(self) -> None:
         """Master and states have their old bits on return."""
-        if self.cancel():
-            return
         try:
-            self._ticket.wait()
+            self.wait()
         finally:
             if self._old is not None:
                 self._old.restore()
@@ -166,43 +181,43 @@ class Guess:
         return self._use_far() if self._compute is None else self._use_near(self._compute)
 
     def _use_far(self) -> Arrival:
-        master, room = self._update.master, self._room
-        host, compute = master.host, master.compute
-        values = room.values(self._grad.numel(), master.params.dtype)
+        host, compute = self.master.host, self.master.compute
         mark, arrival = host.lanes.to_device.mark(), Arrival()
 
         def work() -> None:
-            self._ticket.wait()  # done, for the thread is the same; raises what it raised
-            room.reader = master.send_kept(values, compute, mark)
-            arrival.sent(room.reader)
+            self.wait()
+            assert self._room is not None
+            self._room.reader = self.master.send_kept(self._values(), compute, mark)
+            arrival.sent(self._room.reader)
 
         ticket = host.lanes.updates.run(work)
         arrival.begin(ticket)
-        master.begin_update(ticket)
+        self.master.begin_update(ticket)
         return arrival
 
     def _use_near(self, compute: Tensor) -> Ticket:
-        master = self._update.master
-
         def work() -> None:
-            self._ticket.wait()
+            self.wait()
             assert self._old is not None and self._seen is not None
             if int(
                 fingerprint(compute) - self._seen
             ):  # a script has written to the parameters since
                 self._old.restore()
-                self._update.write_near(self._grad, compute)
+                self._update.write_near(self._sum, compute)
             else:
-                compute.copy_(self._room.values(self._grad.numel(), master.params.dtype))
+                compute.copy_(self._values())
 
-        ticket = master.host.lanes.updates.run(work)
-        master.begin_update(ticket)
+        ticket = self.master.host.lanes.updates.run(work)
+        self.master.begin_update(ticket)
         return ticket
 
 
 @final
 class Guesses:
-    """Starts guesses when sums have left for the host, and gives them to the step. Counts both outcomes."""
+    """Starts guesses when sums have left for the host, and gives them to the step. Counts both outcomes.
+
+    The last sum that has left is the first one to be used for a guess: its unit comes first in forward.
+    """
 
     def __init__(
         self,
@@ -213,20 +228,24 @@ class Guesses:
     ) -> None:
         """prepare: the update of a master with a factor on gradients, and the hyperparameters of now."""
         self.num_used = 0
-        self.num_taken_back = 0
+        self.num_undone = 0
         self._optimizer = optimizer
         self._spare = spare
         self._prepare = prepare
         self._scale: float | None = None
-        self._rooms: dict[int, _Room] = {}  # by id of the master, like the next one
-        self._running: dict[int, Guess] = {}
+        self._has_stepped = False
+        # by id of the master
+        self._rooms: dict[int, _Room] = {}
+        self._guesses: dict[int, Guess] = {}
+        self._waiting: list[Guess] = []  # those that have not begun
+        self._choosing = threading.Lock()  # which ones begin
         # without a copy the parameters themselves are the master: a script would read new values
         found = [m for m in masters if m.home.is_on_host and m.is_apart]
         self._numel = int(MAX_SHARE * sum(master.raw.numel() for master in found))
-        self._has_stepped = False
         for master in found:
-            master.grads.watch(partial(self._begin, master), partial(self.take_back, master))
-            master.watch(partial(self.take_back, master))
+            undo = partial(self.undo, master)
+            master.grads.watch(partial(self._begin, master), undo)
+            master.watch(undo)
 
     def expect(self, scale: float | None) -> None:
         """The step of the backward that begins is expected to multiply gradients by `scale`. None: unknown."""
@@ -236,42 +255,55 @@ class Guesses:
         """The last sum of `master` is on its way to the host."""
         if self._scale is None or not self._has_stepped:
             return
-        room = self._room(master)
-        if room is not None:
-            update = self._prepare(master, self._scale)
-            self._running[id(master)] = Guess(update, self._optimizer, room)
+        guess = Guess(self._prepare(master, self._scale), self._optimizer)
+        with self._choosing:
+            self._guesses[id(master)] = guess
+            self._waiting.append(guess)
+        master.host.lanes.updates.run(self._run_latest)
+
+    def _run_latest(self) -> None:
+        with self._choosing:
+            if not self._waiting:
+                return
+            guess = self._waiting.pop()
+            room = self._room(guess.master)
+            if room is None or not guess.reserve(room):
+                del self._guesses[id(guess.master)]
+                return
+        guess.run()
 
     def _room(self, master: Master) -> _Room | None:
-        room = self._rooms.get(id(master))
         numel = master.raw.numel()
-        if room is None and numel > self._numel:
-            return None
-        if room is None:
+        if id(master) not in self._rooms and numel <= self._numel:
             self._numel -= numel
-            room = self._rooms[id(master)] = _Room(self._spare)
-        sums, _ = master.grads.arriving()
-        old = sum(map(aligned_bytes, [*_Old(master, self._optimizer).tensors, sums]))
-        return room if room.reserve(old, numel * master.params.dtype.itemsize) else None
+            self._rooms[id(master)] = _Room(self._spare)
+        return self._rooms.get(id(master))
 
-    def take_back(self, master: Master) -> None:
+    def undo(self, master: Master) -> None:
         """Undo a guess: somebody reads the states of `master`, or its gradients change."""
-        guess = self._running.pop(id(master), None)
+        with self._choosing:
+            guess = self._guesses.pop(id(master), None)
+            if guess in self._waiting:
+                self._waiting.remove(guess)
+                return
         if guess is not None:
-            self.num_taken_back += 1
-            guess.take_back()
+            self.num_undone += 1
+            guess.undo()
 
     def end(self, updates: Iterable[HostUpdate]) -> dict[int, Guess]:
-        """The guesses that fit the `updates` of a step, by id of the master. The others are taken back."""
+        """The guesses that fit the `updates` of a step, by id of the master. The others are undone."""
         self._scale, self._has_stepped = None, True
-        # first, so that the thread does not begin them meanwhile: it runs jobs in the order of backward
-        self._running = {at: guess for at, guess in self._running.items() if not guess.cancel()}
+        with self._choosing:  # what has not begun runs in the order of forward instead
+            for guess in self._waiting:
+                del self._guesses[id(guess.master)]
+            self._waiting = []
         found = {}
         for update in updates:
-            guess = self._running.get(id(update.master))
+            guess = self._guesses.get(id(update.master))
             if guess is not None and guess.fits(update):
-                found[id(update.master)] = self._running.pop(id(update.master))
+                found[id(update.master)] = self._guesses.pop(id(update.master))
             else:
-                self.take_back(update.master)
+                self.undo(update.master)
         self.num_used += len(found)
         return found
 
