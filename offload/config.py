@@ -73,8 +73,8 @@ class OffloadOptimizer(Section):
     super_offload: Flag = Field(
         False,
         description="updates on the host run during backward already, as if the step were neither clipped nor "
-        "skipped, and are undone where it is. It takes up to 3/4 of the states' size in host memory, at most "
-        "half of the free memory",
+        "skipped, and are undone where it is. Old values take as much host memory as the updates that backward "
+        "has time for, at most half of what is free",
     )
 
 

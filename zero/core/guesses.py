@@ -12,63 +12,18 @@ otherwise the old bits are restored, and the update runs again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor
 
-from ...offload.lanes import Done, Ticket
-from ...offload.spare import MAX_SHARE, Spare
+from ...offload.lanes import Ticket
+from ...offload.spare import Room, Spare, aligned_bytes
 from ...ops.fingerprint import fingerprint
-from .host_updates import Arrival, HostUpdate
+from .host_updates import Arrival, HostUpdate, start
 from .master import Master
-
-ALIGN_BYTES = 64
-
-
-@final
-class _Room:
-    """Spare memory of one master: old master and states, a copy of the gradient, new values for forward."""
-
-    def __init__(self, spare: Spare) -> None:
-        self._spare = spare
-        self._old: Tensor | None = None
-        self._values: Tensor | None = None
-        self.reader: Ticket = Done()  # of `values`
-
-    def reserve(self, old_bytes: int, values_bytes: int) -> bool:
-        """There is memory of at least these sizes."""
-        found = (self._grown(self._old, old_bytes), self._grown(self._values, values_bytes, True))
-        self._old, self._values = found
-        return all(memory is not None for memory in found)
-
-    def _grown(self, had: Tensor | None, num_bytes: int, copied: bool = False) -> Tensor | None:
-        if had is not None and had.numel() >= num_bytes:
-            return had
-        if had is not None:
-            self._spare.give_up(had.numel())
-        return self._spare.allocate(num_bytes, copied=copied)
-
-    def values(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] for new values."""
-        assert self._values is not None
-        return self._values[: numel * dtype.itemsize].view(dtype)
-
-    def parts(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """For each tensor memory of its size and dtype, flat."""
-        assert self._old is not None
-        found, start = [], 0
-        for tensor in tensors:
-            found.append(self._old[start : start + tensor.nbytes].view(tensor.dtype))
-            start += aligned_bytes(tensor)
-        return found
-
-
-def aligned_bytes(tensor: Tensor) -> int:
-    """The bytes of `tensor`, rounded up so that the next one is aligned."""
-    return -(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @final
@@ -113,19 +68,25 @@ class Guess:
         self._sum, self._sum_arrives = master.grads.arriving()
         self._compute = None if master.is_far else master.compute  # waits, so not in the thread
         self._seen: Tensor | None = None  # near: the fingerprint of the values before
-        self._room: _Room | None = None
+        self._room: Room | None = None
         self._old: _Old | None = None
         self._is_done = threading.Event()
         self._error: BaseException | None = None
 
     # -- in the thread of updates -----------------------------------------------------------------------
 
-    def reserve(self, room: _Room) -> bool:
+    def reserve(self, spare: Spare) -> bool:
         """False: there is too little spare memory, so it cannot run."""
-        old = _Old(self.master, self._optimizer)
-        need = sum(map(aligned_bytes, [*old.tensors, self._sum]))
-        self._room, self._old = room, old
-        return room.reserve(need, self._sum.numel() * self.master.params.dtype.itemsize)
+        self._old = old = _Old(self.master, self._optimizer)
+        old_bytes = sum(map(aligned_bytes, [*old.tensors, self._sum]))
+        values_bytes = self._sum.numel() * self.master.params.dtype.itemsize
+        self._room = spare.take(old_bytes, values_bytes)
+        return self._room is not None
+
+    def release(self, spare: Spare) -> None:
+        """Its result was used, or undone."""
+        if self._room is not None:
+            spare.give(self._room)
 
     def run(self) -> None:
         """Save the old bits, and update."""
@@ -141,7 +102,7 @@ class Guess:
         self._sum_arrives.wait()
         room.reader.wait()
         # an update may overwrite its gradient, which the norm or a second try still needs
-        *places, grad = room.parts([*old.tensors, self._sum])
+        *places, grad = room.copies([*old.tensors, self._sum])
         old.save(places)
         grad.copy_(self._sum)
         values = self._values()
@@ -181,18 +142,18 @@ class Guess:
         return self._use_far() if self._compute is None else self._use_near(self._compute)
 
     def _use_far(self) -> Arrival:
+        assert self._room is not None
         host, compute = self.master.host, self.master.compute
         mark, arrival = host.lanes.to_device.mark(), Arrival()
 
         def work() -> None:
             self.wait()
-            assert self._room is not None
-            self._room.reader = self.master.send_kept(self._values(), compute, mark)
-            arrival.sent(self._room.reader)
+            arrival.sent(self.master.send_kept(self._values(), compute, mark))
 
         ticket = host.lanes.updates.run(work)
         arrival.begin(ticket)
         self.master.begin_update(ticket)
+        self._room.reader = arrival
         return arrival
 
     def _use_near(self, compute: Tensor) -> Ticket:
@@ -207,7 +168,8 @@ class Guess:
             else:
                 compute.copy_(self._values())
 
-        ticket = self.master.host.lanes.updates.run(work)
+        assert self._room is not None
+        self._room.reader = ticket = self.master.host.lanes.updates.run(work)
         self.master.begin_update(ticket)
         return ticket
 
@@ -234,14 +196,11 @@ class Guesses:
         self._prepare = prepare
         self._scale: float | None = None
         self._has_stepped = False
-        # by id of the master
-        self._rooms: dict[int, _Room] = {}
-        self._guesses: dict[int, Guess] = {}
+        self._guesses: dict[int, Guess] = {}  # by id of the master
         self._waiting: list[Guess] = []  # those that have not begun
         self._choosing = threading.Lock()  # which ones begin
         # without a copy the parameters themselves are the master: a script would read new values
         found = [m for m in masters if m.home.is_on_host and m.is_apart]
-        self._numel = int(MAX_SHARE * sum(master.raw.numel() for master in found))
         for master in found:
             undo = partial(self.undo, master)
             master.grads.watch(partial(self._begin, master), undo)
@@ -266,18 +225,10 @@ class Guesses:
             if not self._waiting:
                 return
             guess = self._waiting.pop()
-            room = self._room(guess.master)
-            if room is None or not guess.reserve(room):
+            if not guess.reserve(self._spare):
                 del self._guesses[id(guess.master)]
                 return
         guess.run()
-
-    def _room(self, master: Master) -> _Room | None:
-        numel = master.raw.numel()
-        if id(master) not in self._rooms and numel <= self._numel:
-            self._numel -= numel
-            self._rooms[id(master)] = _Room(self._spare)
-        return self._rooms.get(id(master))
 
     def undo(self, master: Master) -> None:
         """Undo a guess: somebody reads the states of `master`, or its gradients change."""
@@ -289,23 +240,33 @@ class Guesses:
         if guess is not None:
             self.num_undone += 1
             guess.undo()
+            guess.release(self._spare)
 
-    def end(self, updates: Iterable[HostUpdate]) -> dict[int, Guess]:
-        """The guesses that fit the `updates` of a step, by id of the master. The others are undone."""
+    def start_rest(self, updates: Sequence[HostUpdate]) -> list[Ticket]:
+        """Use the guesses that fit the `updates` of a step, undo the others, and start the rest.
+
+        Returns:
+            for each update a ticket that completes when forward can read the new values.
+        """
         self._scale, self._has_stepped = None, True
         with self._choosing:  # what has not begun runs in the order of forward instead
             for guess in self._waiting:
                 del self._guesses[id(guess.master)]
             self._waiting = []
-        found = {}
         for update in updates:
             guess = self._guesses.get(id(update.master))
-            if guess is not None and guess.fits(update):
-                found[id(update.master)] = self._guesses.pop(id(update.master))
-            else:
+            if guess is not None and not guess.fits(update):
                 self.undo(update.master)
-        self.num_used += len(found)
-        return found
+        return [self._use(update) or start(update) for update in updates]
+
+    def _use(self, update: HostUpdate) -> Ticket | None:
+        guess = self._guesses.pop(id(update.master), None)
+        if guess is None:
+            return None
+        self.num_used += 1
+        ticket = guess.use()
+        guess.release(self._spare)
+        return ticket
 
 
 __all__ = ["Guess", "Guesses"]

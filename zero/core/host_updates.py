@@ -102,9 +102,13 @@ class Arrival(Ticket):
         return self._copy
 
 
+def start(update: HostUpdate) -> Ticket:
+    """Start `update`; the result completes when forward can read the new values."""
+    return _start_far(update) if update.master.is_far else _start_near(update)
+
+
 @torch.no_grad()
-def start_near(update: HostUpdate) -> Ticket:
-    """Start an update of a master whose values for forward are on the host as well. See `start_far`."""
+def _start_near(update: HostUpdate) -> Ticket:
     master = update.master
     grad, compute = master.grads.for_update(), master.compute if master.casts else None
     ticket = master.host.lanes.updates.run(lambda: update.write_near(grad, compute))
@@ -113,8 +117,7 @@ def start_near(update: HostUpdate) -> Ticket:
 
 
 @torch.no_grad()
-def start_far(update: HostUpdate) -> Arrival:
-    """Start `update`; the result completes when the device has the new values."""
+def _start_far(update: HostUpdate) -> Arrival:
     master = update.master
     grad, host, dtype = master.grads.for_update(), master.host, master.params.dtype
     mark = host.lanes.to_device.mark()
@@ -131,4 +134,4 @@ def start_far(update: HostUpdate) -> Arrival:
     return arrival
 
 
-__all__ = ["Arrival", "HostUpdate", "start_far", "start_near"]
+__all__ = ["Arrival", "HostUpdate", "start"]

@@ -14,12 +14,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ...offload.lanes import Ticket
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World
 from ...utils.errors import UsageError
 from .frozen import FrozenValues, Range, clip, frozen_ranges
 from .guesses import Guesses
-from .host_updates import HostUpdate, start_far, start_near
+from .host_updates import HostUpdate, start
 from .layout import FlatLayout, Slot
 from .master import Master, parts_in
 from .sharded_model import ShardedModel
@@ -165,13 +164,11 @@ class Updater:
             if master.home.is_on_host
         ]
         groups = _copies_of(optimizer.param_groups)
-        guesses = {} if self._guesses is None else self._guesses.end(updates)
-        arrivals = [
-            (update.master, guesses[id(update.master)].use())
-            if id(update.master) in guesses
-            else (update.master, _start(update))
-            for update in updates
-        ]
+        if self._guesses is not None:
+            tickets = self._guesses.start_rest(updates)
+        else:
+            tickets = [start(update) for update in updates]
+        arrivals = [(u.master, ticket) for u, ticket in zip(updates, tickets, strict=True)]
         for master in self.masters:
             if not master.home.is_on_host:
                 kept = self._keep_frozen([master])
@@ -384,10 +381,6 @@ class Updater:
 
 def _num_tensors(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _start(update: HostUpdate) -> Ticket:
-    return start_far(update) if update.master.is_far else start_near(update)
 
 
 def _copies_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

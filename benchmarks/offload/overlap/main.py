@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1])]
 from harness import Row, finish  # noqa: E402
 
-WIDTH, DEPTH, MS = 16, 8, 1e-3
+WIDTH, DEPTH, MS = 16, 24, 1e-3
 
 
 class Case(NamedTuple):
