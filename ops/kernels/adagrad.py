@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..optim.edits import take_edits
-from .define import define, in_chunks, scaled, skips
+from .define import define, in_chunks, read_old, scaled, skips
 
 
 def adagrad_reference(
@@ -25,6 +25,8 @@ def adagrad_reference(
     eps: float,
     weight_decay: float,
     takes_edits: bool = False,
+    old_param: Tensor | None = None,
+    old_state_sum: Tensor | None = None,
 ) -> None:
     """One step. Shapes, dtypes and the arguments of the same name: see `adam_reference`.
 
@@ -33,6 +35,7 @@ def adagrad_reference(
     """
     if skips(found_inf):
         return
+    read_old((param, old_param), (state_sum, old_state_sum))
     if takes_edits and out is not None:
         take_edits(param, out)
     wide = scaled(grad, scale, param).add_(param, alpha=weight_decay)
@@ -47,6 +50,7 @@ def adagrad_reference(
 adagrad_ = define(
     "adagrad_(Tensor(a!) param, Tensor grad, Tensor(b!) state_sum, Tensor(c!)? out, Tensor step, "
     "Tensor? scale, Tensor? found_inf, float lr, float lr_decay, float eps, float weight_decay, "
-    "bool takes_edits=False) -> ()",
+    "bool takes_edits=False, "
+    "Tensor? old_param=None, Tensor? old_state_sum=None) -> ()",
     in_chunks(adagrad_reference),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..optim.edits import take_edits
-from .define import define, in_chunks, scaled, skips
+from .define import define, in_chunks, read_old, scaled, skips
 
 
 def corrections(step: Tensor, beta1: float, beta2: float, *, applies: bool) -> tuple[float, float]:
@@ -34,6 +34,9 @@ def adam_reference(
     decoupled: bool,
     bias_correction: bool,
     takes_edits: bool = False,
+    old_param: Tensor | None = None,
+    old_exp_avg: Tensor | None = None,
+    old_exp_avg_sq: Tensor | None = None,
 ) -> None:
     """One step.
 
@@ -48,9 +51,12 @@ def adam_reference(
         bias_correction: divide the moments by 1 - beta^step.
         takes_edits: `out`, bf16 or fp16, equals `param` rounded, except where a script has written to it.
             Those values are copied to `param` first.
+        old_param, old_exp_avg, old_exp_avg_sq: where the values before the step are, which are not changed;
+            `param`, `exp_avg` and `exp_avg_sq` are undefined then. None: they hold the values themselves.
     """
     if skips(found_inf):
         return
+    read_old((param, old_param), (exp_avg, old_exp_avg), (exp_avg_sq, old_exp_avg_sq))
     if takes_edits and out is not None:
         take_edits(param, out)
     first, second = corrections(step, beta1, beta2, applies=bias_correction)
@@ -72,6 +78,7 @@ def adam_reference(
 adam_ = define(
     "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? out, "
     "Tensor step, Tensor? scale, Tensor? found_inf, float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, bool decoupled, bool bias_correction, bool takes_edits=False) -> ()",
+    "float weight_decay, bool decoupled, bool bias_correction, bool takes_edits=False, "
+    "Tensor? old_param=None, Tensor? old_exp_avg=None, Tensor? old_exp_avg_sq=None) -> ()",
     in_chunks(adam_reference),
 )

@@ -55,6 +55,13 @@ def skips(found_inf: Tensor | None) -> bool:
     return found_inf is not None and bool(found_inf)
 
 
+def read_old(*pairs: tuple[Tensor | None, Tensor | None]) -> None:
+    """Copy the values before the step to the tensors that the step changes: (tensor, old values or None)."""
+    for tensor, old in pairs:
+        if tensor is not None and old is not None:
+            tensor.copy_(old)
+
+
 def scaled(grad: Tensor, scale: Tensor | None, param: Tensor) -> Tensor:
     """The scaled gradient in the master's dtype, [n], in new memory."""
     wide = grad.to(param.dtype, copy=True)

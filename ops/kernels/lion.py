@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..optim.edits import take_edits
-from .define import define, in_chunks, scaled, skips
+from .define import define, in_chunks, read_old, scaled, skips
 
 
 def lion_reference(
@@ -25,10 +25,13 @@ def lion_reference(
     beta2: float,
     weight_decay: float,
     takes_edits: bool = False,
+    old_param: Tensor | None = None,
+    old_exp_avg: Tensor | None = None,
 ) -> None:
     """One step. Shapes, dtypes and the arguments of the same name: see `adam_reference`."""
     if skips(found_inf):
         return
+    read_old((param, old_param), (exp_avg, old_exp_avg))
     if takes_edits and out is not None:
         take_edits(param, out)
     wide = scaled(grad, scale, param)
@@ -42,6 +45,7 @@ def lion_reference(
 
 lion_ = define(
     "lion_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!)? out, Tensor? scale, "
-    "Tensor? found_inf, float lr, float beta1, float beta2, float weight_decay, bool takes_edits=False) -> ()",
+    "Tensor? found_inf, float lr, float beta1, float beta2, float weight_decay, bool takes_edits=False, "
+    "Tensor? old_param=None, Tensor? old_exp_avg=None) -> ()",
     in_chunks(lion_reference),
 )

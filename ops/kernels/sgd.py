@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..optim.edits import take_edits
-from .define import define, in_chunks, scaled, skips
+from .define import define, in_chunks, read_old, scaled, skips
 
 
 def sgd_reference(
@@ -26,6 +26,8 @@ def sgd_reference(
     weight_decay: float,
     nesterov: bool,
     takes_edits: bool = False,
+    old_param: Tensor | None = None,
+    old_momentum_buffer: Tensor | None = None,
 ) -> None:
     """One step. Shapes, dtypes and the arguments of the same name: see `adam_reference`.
 
@@ -34,6 +36,7 @@ def sgd_reference(
     """
     if skips(found_inf):
         return
+    read_old((param, old_param), (momentum_buffer, old_momentum_buffer))
     if takes_edits and out is not None:
         take_edits(param, out)
     wide = scaled(grad, scale, param).add_(param, alpha=weight_decay)
@@ -52,6 +55,7 @@ def sgd_reference(
 sgd_ = define(
     "sgd_(Tensor(a!) param, Tensor grad, Tensor(b!)? momentum_buffer, Tensor(c!)? out, Tensor step, "
     "Tensor? scale, Tensor? found_inf, float lr, float momentum, float dampening, float weight_decay, "
-    "bool nesterov, bool takes_edits=False) -> ()",
+    "bool nesterov, bool takes_edits=False, "
+    "Tensor? old_param=None, Tensor? old_momentum_buffer=None) -> ()",
     in_chunks(sgd_reference),
 )

@@ -120,6 +120,21 @@ Streams streams_of(const Tensor& param, const Tensor* grad, const Tensor* first,
   return s;
 }
 
+// The step reads the values before it from these: all are given, or none.
+void read_from(Streams& s, int64_t numel, const OptionalTensor& param, const OptionalTensor& first,
+               const OptionalTensor& second = std::nullopt) {
+  const OptionalTensor* olds[] = {&first, &second};
+  for (int i = 0; i < 2; ++i) {
+    STD_TORCH_CHECK(olds[i]->has_value() == (param.has_value() && s.states[i] != nullptr),
+                    "old values of param and of all states are needed, or none");
+    if (!olds[i]->has_value()) continue;
+    Kind kind;
+    s.old_states[i] = stream(**olds[i], "an old state", numel, &kind);
+    STD_TORCH_CHECK(kind == s.state_kind, "an old state must have the dtype of the state");
+  }
+  if (param.has_value()) s.old_param = wide(*param, "old_param", numel);
+}
+
 // -- elementwise optimizers -------------------------------------------------------------------------------
 
 template <class Rule>
@@ -148,8 +163,11 @@ float rounded(double value) { return static_cast<float>(value); }
 void adam(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
           const OptionalTensor& out, const Tensor& step, const OptionalTensor& scale,
           const OptionalTensor& found_inf, double lr, double beta1, double beta2, double eps,
-          double weight_decay, bool decoupled, bool bias_correction, bool takes_edits) {
-  const Streams s = streams_of(param, &grad, &exp_avg, &exp_avg_sq, out, takes_edits);
+          double weight_decay, bool decoupled, bool bias_correction, bool takes_edits,
+          const OptionalTensor& old_param, const OptionalTensor& old_exp_avg,
+          const OptionalTensor& old_exp_avg_sq) {
+  Streams s = streams_of(param, &grad, &exp_avg, &exp_avg_sq, out, takes_edits);
+  read_from(s, param.numel(), old_param, old_exp_avg, old_exp_avg_sq);
   const Correction correction(step, beta1, beta2, bias_correction);
   Adam rule = {};
   rule.decoupled = decoupled;
@@ -165,8 +183,10 @@ void adam(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const 
 
 void lion(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const OptionalTensor& out,
           const OptionalTensor& scale, const OptionalTensor& found_inf, double lr, double beta1,
-          double beta2, double weight_decay, bool takes_edits) {
-  const Streams s = streams_of(param, &grad, &exp_avg, nullptr, out, takes_edits);
+          double beta2, double weight_decay, bool takes_edits, const OptionalTensor& old_param,
+          const OptionalTensor& old_exp_avg) {
+  Streams s = streams_of(param, &grad, &exp_avg, nullptr, out, takes_edits);
+  read_from(s, param.numel(), old_param, old_exp_avg);
   const Lion rule = {scalar(scale, "scale", 1.0f), rounded(lr * weight_decay),
                      rounded(1.0 - beta1), rounded(1.0 - beta2), rounded(lr)};
   if (!skips(found_inf)) spread(param.numel(), kernels().lion, s, rule);
@@ -175,8 +195,10 @@ void lion(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const 
 void adagrad(const Tensor& param, const Tensor& grad, const Tensor& state_sum,
              const OptionalTensor& out, const Tensor& step, const OptionalTensor& scale,
              const OptionalTensor& found_inf, double lr, double lr_decay, double eps,
-             double weight_decay, bool takes_edits) {
-  const Streams s = streams_of(param, &grad, &state_sum, nullptr, out, takes_edits);
+             double weight_decay, bool takes_edits, const OptionalTensor& old_param,
+             const OptionalTensor& old_state_sum) {
+  Streams s = streams_of(param, &grad, &state_sum, nullptr, out, takes_edits);
+  read_from(s, param.numel(), old_param, old_state_sum);
   const double t = *wide(step, "step", 1);
   const Adagrad rule = {scalar(scale, "scale", 1.0f), rounded(weight_decay),
                         rounded(lr / (1.0 + (t - 1.0) * lr_decay)), rounded(eps)};
@@ -186,9 +208,11 @@ void adagrad(const Tensor& param, const Tensor& grad, const Tensor& state_sum,
 void sgd(const Tensor& param, const Tensor& grad, const OptionalTensor& momentum_buffer,
          const OptionalTensor& out, const Tensor& step, const OptionalTensor& scale,
          const OptionalTensor& found_inf, double lr, double momentum, double dampening,
-         double weight_decay, bool nesterov, bool takes_edits) {
+         double weight_decay, bool nesterov, bool takes_edits, const OptionalTensor& old_param,
+         const OptionalTensor& old_momentum_buffer) {
   const Tensor* buffer = momentum_buffer.has_value() ? &*momentum_buffer : nullptr;
-  const Streams s = streams_of(param, &grad, buffer, nullptr, out, takes_edits);
+  Streams s = streams_of(param, &grad, buffer, nullptr, out, takes_edits);
+  read_from(s, param.numel(), old_param, old_momentum_buffer);
   Sgd rule = {};
   rule.is_first = *wide(step, "step", 1) <= 1.0f;
   rule.has_momentum = buffer != nullptr;

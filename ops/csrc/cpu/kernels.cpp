@@ -83,6 +83,39 @@ inline void edits_taken(float* __restrict param, const void* out, Kind kind, int
   }
 }
 
+// New values [count] of memory that holds nothing yet. Stores bypass the cache where they can: a plain store would
+// first read the line from memory.
+inline void streamed(const float* __restrict from, float* __restrict to, int64_t count) {
+#if defined(__x86_64__)
+  typedef float Four __attribute__((vector_size(16)));
+  if (reinterpret_cast<uintptr_t>(to) % 16 == 0 && count % 4 == 0) {
+    for (int64_t i = 0; i < count; i += 4) {
+      __builtin_ia32_movntps(to + i, *reinterpret_cast<const Four*>(from + i));
+    }
+    return;
+  }
+#endif
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+}
+
+// The old values of `data` [count] from `at` on in fp32, in `group`, which the rule may write.
+inline float* old_values(const void* data, Kind kind, int64_t at, int64_t count, float* __restrict group) {
+  if (data == nullptr) return nullptr;
+  if (kind != Kind::fp32) return widened(const_cast<void*>(data), kind, at, count, group);
+  const float* __restrict from = static_cast<const float*>(data) + at;
+  for (int64_t i = 0; i < count; ++i) group[i] = from[i];
+  return group;
+}
+
+inline void stored(const float* from, void* data, Kind kind, int64_t at, int64_t count) {
+  if (data == nullptr) return;
+  if (kind == Kind::fp32) {
+    streamed(from, static_cast<float*>(data) + at, count);
+  } else {
+    narrowed(from, data, kind, at, count);
+  }
+}
+
 template <class Rule>
 INLINE void one_group(const Streams& s, int64_t at, int64_t count, const Rule& rule) {
   alignas(64) float grads[GROUP], first[GROUP], second[GROUP];
@@ -99,9 +132,43 @@ INLINE void one_group(const Streams& s, int64_t at, int64_t count, const Rule& r
   narrowed(param, s.out, s.out_kind, at, count);
 }
 
+// The same where the old values are in other memory, which is only read.
+template <class Rule>
+INLINE void one_group_apart(const Streams& s, int64_t at, int64_t count, const Rule& rule) {
+  alignas(64) float grads[GROUP], first[GROUP], second[GROUP], param[GROUP];
+  old_values(s.old_param, Kind::fp32, at, count, param);
+  if (s.takes_edits) edits_taken(param, s.out, s.out_kind, at, count);
+  const float* grad = widened(const_cast<void*>(s.grad), s.grad_kind, at, count, grads);
+  float* m = old_values(s.old_states[0], s.state_kind, at, count, first);
+  float* v = old_values(s.old_states[1], s.state_kind, at, count, second);
+  rule(at, count, param, grad, m, v);
+  stored(param, s.param, Kind::fp32, at, count);
+  stored(m, s.states[0], s.state_kind, at, count);
+  stored(v, s.states[1], s.state_kind, at, count);
+  narrowed(param, s.out, s.out_kind, at, count);
+}
+
+template <class Rule>
+void pass_apart(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
+  int64_t at = begin;
+  for (; at + GROUP <= end; at += GROUP) {
+    fetch(s.old_param, Kind::fp32, at + AHEAD, GROUP, false);
+    fetch(s.old_states[0], s.state_kind, at + AHEAD, GROUP, false);
+    fetch(s.old_states[1], s.state_kind, at + AHEAD, GROUP, false);
+    fetch(s.grad, s.grad_kind, at + AHEAD, GROUP, false);
+    fetch(s.out, s.out_kind, at + AHEAD, GROUP, true);
+    one_group_apart(s, at, GROUP, rule);
+  }
+  for (; at < end; ++at) one_group_apart(s, at, 1, rule);
+#if defined(__x86_64__)
+  __builtin_ia32_sfence();  // stores that bypass the cache are seen by other threads afterwards
+#endif
+}
+
 // One pass: load, `rule`, store. A rule works on fp32 [count]: (at, count, param, grad, state, other state).
 template <class Rule>
 void pass(const Streams& s, int64_t begin, int64_t end, const Rule& rule) {
+  if (s.old_param != nullptr) return pass_apart(s, begin, end, rule);
   int64_t at = begin;
   for (; at + GROUP <= end; at += GROUP) {
     fetch(s.param, Kind::fp32, at + AHEAD, GROUP, true);

@@ -17,6 +17,9 @@ struct Streams {
   void* out;  // receives the new values in the compute dtype, or nullptr
   Kind out_kind;
   bool takes_edits;  // `out`, of 16 bits, is `param` rounded, except where a script wrote a new value
+  // Where the values before the step are, if not in `param` and `states`. These are not changed.
+  const float* old_param;
+  const void* old_states[2];
 };
 
 // The update of one element in one step. Coefficients are computed once, in double, and rounded to fp32.

@@ -5,7 +5,9 @@ namespace xds {
 
 void adagrad_(
     Tensor param, Tensor grad, Tensor state_sum, MaybeTensor out, Tensor step, MaybeTensor scale,
-    MaybeTensor found_inf, double lr, double lr_decay, double eps, double weight_decay, bool takes_edits) {
+    MaybeTensor found_inf, double lr, double lr_decay, double eps, double weight_decay, bool takes_edits,
+    MaybeTensor old_param, MaybeTensor old_state_sum) {
+  refuse_old("adagrad_", param, {&old_param, &old_state_sum});
   const Adagrad rule = {lr, lr_decay, static_cast<float>(eps), static_cast<float>(weight_decay)};
   launch_one_pass(
       "adagrad_", rule, param, grad, {state_sum, std::nullopt}, {"state_sum", ""}, out, step, scale,

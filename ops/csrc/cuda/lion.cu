@@ -5,7 +5,9 @@ namespace xds {
 
 void lion_(
     Tensor param, Tensor grad, Tensor exp_avg, MaybeTensor out, MaybeTensor scale, MaybeTensor found_inf,
-    double lr, double beta1, double beta2, double weight_decay, bool takes_edits) {
+    double lr, double beta1, double beta2, double weight_decay, bool takes_edits,
+    MaybeTensor old_param, MaybeTensor old_exp_avg) {
+  refuse_old("lion_", param, {&old_param, &old_exp_avg});
   launch_one_pass(
       "lion_", Lion(lr, beta1, beta2, weight_decay), param, grad, {exp_avg, std::nullopt},
       {"exp_avg", ""}, out, std::nullopt, scale, found_inf, takes_edits);

@@ -107,6 +107,14 @@ inline Cut cut_of(int64_t numel, std::initializer_list<const MaybeTensor*> tenso
   return {numel, 0, numel};
 }
 
+// Values before the step in memory of their own: the CPU's kernels alone read them.
+inline void refuse_old(
+    const char* op, const Tensor& param, std::initializer_list<const MaybeTensor*> olds) {
+  for (const MaybeTensor* old : olds) {
+    Checks(op, "param", param).that(!old->has_value(), "old values in other memory are read on a CPU only");
+  }
+}
+
 // Check, divide and launch. `states` are those of the rule: all are given, or all are None.
 template <class Rule>
 void launch_one_pass(

@@ -6,7 +6,9 @@ namespace xds {
 void sgd_(
     Tensor param, Tensor grad, MaybeTensor momentum_buffer, MaybeTensor out, Tensor step,
     MaybeTensor scale, MaybeTensor found_inf, double lr, double momentum, double dampening,
-    double weight_decay, bool nesterov, bool takes_edits) {
+    double weight_decay, bool nesterov, bool takes_edits,
+    MaybeTensor old_param, MaybeTensor old_momentum_buffer) {
+  refuse_old("sgd_", param, {&old_param, &old_momentum_buffer});
   const float rate = static_cast<float>(lr), l2 = static_cast<float>(weight_decay);
   if (!momentum_buffer.has_value()) {
     Checks("sgd_", "param", param).that(momentum == 0.0, "momentum needs a momentum_buffer; it is None");
