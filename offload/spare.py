@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -15,39 +15,25 @@ from .lanes import Done, Ticket
 from .pinned import host_memory
 
 MAX_SHARE_OF_FREE = 0.5  # of the free memory that this rank has
-ALIGN_BYTES = 64
-
-
-def aligned_bytes(tensor: Tensor) -> int:
-    """The bytes of `tensor`, rounded up so that the next one is aligned."""
-    return -(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @final
 class Room:
-    """Memory for one update: copies of what it overwrites, and its new values for forward."""
+    """Memory for one update: uint8, one tensor for each that it changes, and one for forward's new values."""
 
-    def __init__(self, old: Tensor, values: Tensor) -> None:
-        self._old = old
+    def __init__(self, memory: Sequence[Tensor], values: Tensor) -> None:
+        self.memory = list(memory)
         self._values = values
         self.reader: Ticket = Done()  # of the values
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes for copies and for values."""
-        return self._old.numel(), self._values.numel()
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each."""
+        return (*(each.numel() for each in self.memory), self._values.numel())
 
-    def values(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] for new values, undefined."""
-        return self._values[: numel * dtype.itemsize].view(dtype)
-
-    def copies(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """For each tensor flat memory of its size and dtype, undefined."""
-        found, start = [], 0
-        for tensor in tensors:
-            found.append(self._old[start : start + tensor.nbytes].view(tensor.dtype))
-            start += aligned_bytes(tensor)
-        return found
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """[n] for new values, undefined."""
+        return self._values.view(dtype)
 
 
 @final
@@ -64,33 +50,27 @@ class Spare:
         self._free: list[Room] = []
         self._lock = threading.Lock()
 
-    def take(self, old_bytes: int, values_bytes: int) -> Room | None:
-        """A room of at least these sizes; None if the limit is reached."""
+    def take(self, sizes: Sequence[int], values_bytes: int) -> Room | None:
+        """A room whose memory has exactly these sizes in bytes; None if the limit is reached."""
+        wanted = (*sizes, values_bytes)
         with self._lock:
-            fitting = [
-                room
-                for room in self._free
-                if room.sizes[0] >= old_bytes and room.sizes[1] >= values_bytes
-            ]
-            if fitting:
-                smallest = min(fitting, key=lambda room: sum(room.sizes))
-                self._free.remove(smallest)
-                return smallest
-            return self._new(old_bytes, values_bytes)
+            for room in self._free:
+                if room.sizes == wanted:
+                    self._free.remove(room)
+                    return room
+            if self._limit_bytes is None:
+                self._limit_bytes = _limit_of_rank()
+            if self.allocated_bytes + sum(wanted) > self._limit_bytes:
+                return None
+            self.allocated_bytes += sum(wanted)
+        # only the values are copied to the device
+        memory = [host_memory(size, pin=False) for size in sizes]
+        return Room(memory, host_memory(values_bytes, pin=self._pin))
 
     def give(self, room: Room) -> None:
         """Return `room`; its values may still be read until `room.reader` is done."""
         with self._lock:
             self._free.append(room)
-
-    def _new(self, old_bytes: int, values_bytes: int) -> Room | None:
-        if self._limit_bytes is None:
-            self._limit_bytes = _limit_of_rank()
-        if self.allocated_bytes + old_bytes + values_bytes > self._limit_bytes:
-            return None
-        self.allocated_bytes += old_bytes + values_bytes
-        # only the values are copied to the device
-        return Room(host_memory(old_bytes, pin=False), host_memory(values_bytes, pin=self._pin))
 
 
 def _limit_of_rank() -> int:
@@ -98,4 +78,4 @@ def _limit_of_rank() -> int:
     return int(available_bytes() * MAX_SHARE_OF_FREE / ranks_here)
 
 
-__all__ = ["Room", "Spare", "aligned_bytes"]
+__all__ = ["Room", "Spare"]

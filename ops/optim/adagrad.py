@@ -58,4 +58,5 @@ class Adagrad(OnePassOptimizer):
             group["eps"],
             group["weight_decay"],
             update.takes_edits,
+            *update.old_values("sum"),
         )

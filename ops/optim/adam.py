@@ -99,6 +99,7 @@ class Adam(ShardOptimizer):
             self._adam_w_mode,
             group["bias_correction"],
             update.takes_edits,
+            *update.old_values("exp_avg", "exp_avg_sq"),
         )
         mark_written(update)
 
@@ -114,6 +115,10 @@ class Adam(ShardOptimizer):
         master, out = update.item.master, update.out
         divisor = None if scale == 1.0 else 1.0 / scale
         grad = update.grad.to(master.dtype)
+        if update.old is not None:
+            update.old.copy_to(master, state)
+            # the kernel writes the unscaled gradient back
+            grad = grad.clone() if grad is update.grad and divisor is not None else grad
         tensors = (master, grad, state["exp_avg"], state["exp_avg_sq"])
         if world.collectives.world_size == 1:
             if update.takes_edits and out is not None:

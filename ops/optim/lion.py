@@ -47,4 +47,5 @@ class Lion(OnePassOptimizer):
             *group["betas"],
             group["weight_decay"],
             update.takes_edits,
+            *update.old_values("exp_avg"),
         )

@@ -60,4 +60,5 @@ class SGD(OnePassOptimizer):
             group["weight_decay"],
             group["nesterov"],
             update.takes_edits,
+            *update.old_values("momentum_buffer"),
         )

@@ -79,12 +79,28 @@ class Item:
 
 
 @dataclass(frozen=True, eq=False)
+class Old:
+    """The values before a step of an item, which are not changed: its master [n], and its states by key."""
+
+    master: Tensor
+    states: dict[str, Tensor]
+
+    def copy_to(self, master: Tensor, state: dict[str, Any]) -> None:
+        """Copy them to the tensors that the step changes."""
+        master.copy_(self.master)
+        for key, value in self.states.items():
+            state[key].copy_(value)
+
+
+@dataclass(frozen=True, eq=False)
 class Update:
     """The input of one step for an item: `grad` [n] (may be overwritten), `out` [n] or None.
 
     `out` receives the new values in the compute dtype. None: forward uses the master weights themselves.
     group: the hyperparameters of this step. The update may run later, when a schedule has changed them.
     has_old: `out` holds the old values and a script's changes to them; else its contents are undefined.
+    old: where the values before the step are, if master and states have memory that holds nothing yet.
+        The gradient is not overwritten then.
     """
 
     item: Item
@@ -92,6 +108,13 @@ class Update:
     out: Tensor | None
     group: dict[str, Any]
     has_old: bool = True
+    old: Old | None = None
+
+    def old_values(self, *keys: str) -> tuple[Tensor | None, ...]:
+        """The old master and states `keys`, as the ops of kernels/ take them."""
+        if self.old is None:
+            return (None,) * (1 + len(keys))
+        return (self.old.master, *(self.old.states.get(key) for key in keys))
 
     @property
     def takes_edits(self) -> bool:

@@ -78,15 +78,16 @@ def test_forecast(norms: list[float], limit: float, is_plain: bool) -> None:
 
 def test_the_spare_memory_has_a_limit() -> None:
     spare = Spare(pin=False, limit_bytes=8192)
-    small, large = spare.take(1000, 24), spare.take(4000, 96)
+    small, large = spare.take([1000, 500], 24), spare.take([4000], 96)
     assert small is not None and large is not None
-    assert spare.take(4000, 96) is None
-    assert spare.allocated_bytes == 5120
+    assert [memory.shape for memory in small.memory] == [(1000,), (500,)]
+    assert spare.take([4000], 96) is None
+    assert spare.allocated_bytes == 5620
     spare.give(large)
     spare.give(small)
-    assert spare.take(900, 24) is small  # the smallest that is large enough
-    assert spare.take(900, 24) is large
-    assert Spare(pin=False).take(1 << 60, 0) is None
+    assert spare.take([4000], 96) is large
+    assert spare.take([1000, 500], 24) is small
+    assert Spare(pin=False).take([1 << 60], 0) is None
 
 
 @pytest.mark.parametrize(

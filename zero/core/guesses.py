@@ -4,9 +4,9 @@ backward     | unit 3 | unit 2 | unit 1 | unit 0 |          step(): the norm is 
 updates               | adam unit 3 | adam unit 1 | adam unit 0 | adam unit 2 |
 to_device                                           copy unit 1 | copy unit 0 | ...
 
-A guess assumes that the step is neither clipped nor skipped. It saves the old master and states in spare
-memory and writes new parameters there. If `step()` finds the same inputs, the new parameters are used;
-otherwise the old bits are restored, and the update runs again.
+A guess assumes that the step is neither clipped nor skipped. It writes master, states and parameters to spare
+memory; the tensors stay the same objects. If `step()` finds the same inputs, the new values are used, and the
+old memory becomes spare. Otherwise the tensors return to the old memory, and the update runs again.
 """
 
 from __future__ import annotations
@@ -19,42 +19,79 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ...offload.lanes import Ticket
-from ...offload.spare import Room, Spare, aligned_bytes
+from ...offload.lanes import Done, Ticket
+from ...offload.spare import Room, Spare
 from ...ops.fingerprint import fingerprint
+from ...ops.optim.shard_optimizer import Old
 from .host_updates import Arrival, HostUpdate, start
 from .master import Master
 
 
 @final
-class _Old:
-    """The master and the states before a guess."""
+class _States:
+    """The tensors that an update of `master` changes. `swap` gives them other memory, `restore` the old one."""
 
     def __init__(self, master: Master, optimizer: torch.optim.Optimizer) -> None:
-        self._keys = [item.master for item in master.items]
+        self._master = master
         self._optimizer = optimizer
-        self._dicts = [dict(optimizer.state.get(key, {})) for key in self._keys]
-        self.tensors = [master.raw]
-        for state in self._dicts:
-            self.tensors += [value for value in state.values() if isinstance(value, Tensor)]
-        self._saved: list[Tensor] = []
+        self._dicts = [dict(optimizer.state.get(item.master, {})) for item in master.items]
+        self._flat = [
+            (at, key, value)
+            for at, state in enumerate(self._dicts)
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.dim()
+        ]
+        self._counts = [
+            (value, value.clone())
+            for state in self._dicts
+            for value in state.values()
+            if isinstance(value, Tensor) and not value.dim()
+        ]
+        self._old: list[Tensor] = []
 
-    def save(self, places: list[Tensor]) -> None:
-        """Copy to `places`, one for each of `tensors`."""
-        for tensor, place in zip(self.tensors, places, strict=True):
-            place.copy_(tensor.view(-1))
-        self._saved = places
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each tensor: the master and the states."""
+        return [self._master.raw.nbytes, *(value.nbytes for _, _, value in self._flat)]
 
-    def restore(self) -> None:
-        """Write the saved values back; states that were not there are removed."""
-        for tensor, saved in zip(self.tensors, self._saved, strict=False):
-            tensor.view(-1).copy_(saved)
-        for key, state in zip(self._keys, self._dicts, strict=True):
+    def swap(self, room: Room) -> list[Old]:
+        """Move to the memory of `room`, which takes the old memory. Returns the old values of each item."""
+        master, new = self._master, room.memory
+        self._old = [master.raw.detach(), *(value.detach() for _, _, value in self._flat)]
+        states: list[dict[str, Tensor]] = [{} for _ in master.items]
+        for (at, key, _), old in zip(self._flat, self._old[1:], strict=True):
+            states[at][key] = old
+        self._move(new)
+        room.memory = [_bytes_of(old) for old in self._old]
+        return [
+            Old(self._old[0][item.start : item.start + item.master.numel()], state)
+            for item, state in zip(master.items, states, strict=True)
+        ]
+
+    def restore(self, room: Room) -> None:
+        """Move back, with the old values; states that were not there are removed."""
+        if self._old:
+            new = [self._master.raw.detach(), *(value.detach() for _, _, value in self._flat)]
+            self._move(self._old)
+            room.memory = [_bytes_of(each) for each in new]
+        for value, count in self._counts:
+            value.copy_(count)
+        for item, state in zip(self._master.items, self._dicts, strict=True):
             if state:
-                self._optimizer.state[key].clear()
-                self._optimizer.state[key].update(state)
+                self._optimizer.state[item.master].clear()
+                self._optimizer.state[item.master].update(state)
             else:
-                self._optimizer.state.pop(key, None)
+                self._optimizer.state.pop(item.master, None)
+
+    def _move(self, memory: Sequence[Tensor]) -> None:
+        self._master.move(memory[0].view(self._master.raw.dtype))
+        for (_, _, value), new in zip(self._flat, memory[1:], strict=True):
+            start = int(new.storage_offset()) * new.element_size() // value.element_size()
+            value.set_(new.untyped_storage(), start, value.shape, value.stride())
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 @final
@@ -69,7 +106,8 @@ class Guess:
         self._compute = None if master.is_far else master.compute  # waits, so not in the thread
         self._seen: Tensor | None = None  # near: the fingerprint of the values before
         self._room: Room | None = None
-        self._old: _Old | None = None
+        self._last_reader: Ticket = Done()
+        self._states: _States | None = None
         self._is_done = threading.Event()
         self._error: BaseException | None = None
 
@@ -77,11 +115,13 @@ class Guess:
 
     def reserve(self, spare: Spare) -> bool:
         """False: there is too little spare memory, so it cannot run."""
-        self._old = old = _Old(self.master, self._optimizer)
-        old_bytes = sum(map(aligned_bytes, [*old.tensors, self._sum]))
+        self._states = _States(self.master, self._optimizer)
         values_bytes = self._sum.numel() * self.master.params.dtype.itemsize
-        self._room = spare.take(old_bytes, values_bytes)
-        return self._room is not None
+        self._room = spare.take(self._states.sizes, values_bytes)
+        if self._room is None:
+            return False
+        self._last_reader = self._room.reader  # now: `use` may set its own before `run` looks
+        return True
 
     def release(self, spare: Spare) -> None:
         """Its result was used, or undone."""
@@ -89,7 +129,7 @@ class Guess:
             spare.give(self._room)
 
     def run(self) -> None:
-        """Save the old bits, and update."""
+        """Update, in the memory of the room."""
         try:
             self._run()
         except BaseException as error:  # raised where its result is wanted
@@ -97,25 +137,21 @@ class Guess:
         self._is_done.set()
 
     def _run(self) -> None:
-        room, old = self._room, self._old
-        assert room is not None and old is not None
+        assert self._room is not None and self._states is not None
         self._sum_arrives.wait()
-        room.reader.wait()
-        # an update may overwrite its gradient, which the norm or a second try still needs
-        *places, grad = room.copies([*old.tensors, self._sum])
-        old.save(places)
-        grad.copy_(self._sum)
+        self._last_reader.wait()
+        old = self._states.swap(self._room)
         values = self._values()
         if self._compute is None:
-            self._update.write_far(grad, values)
+            self._update.write_far(self._sum, values, old)
         else:
             self._seen = fingerprint(self._compute)
             values.copy_(self._compute)
-            self._update.write_near(grad, values)
+            self._update.write_near(self._sum, values, old)
 
     def _values(self) -> Tensor:
         assert self._room is not None
-        return self._room.values(self._sum.numel(), self.master.params.dtype)
+        return self._room.values(self.master.params.dtype)
 
     # -- the result -------------------------------------------------------------------------------------
 
@@ -130,8 +166,11 @@ class Guess:
         try:
             self.wait()
         finally:
-            if self._old is not None:
-                self._old.restore()
+            self._restore()
+
+    def _restore(self) -> None:
+        assert self._states is not None and self._room is not None
+        self._states.restore(self._room)
 
     def fits(self, update: HostUpdate) -> bool:
         """`update` is what it has computed."""
@@ -159,11 +198,11 @@ class Guess:
     def _use_near(self, compute: Tensor) -> Ticket:
         def work() -> None:
             self.wait()
-            assert self._old is not None and self._seen is not None
+            assert self._seen is not None
             if int(
                 fingerprint(compute) - self._seen
             ):  # a script has written to the parameters since
-                self._old.restore()
+                self._restore()
                 self._update.write_near(self._sum, compute)
             else:
                 compute.copy_(self._values())
@@ -214,7 +253,10 @@ class Guesses:
         """The last sum of `master` is on its way to the host."""
         if self._scale is None or not self._has_stepped:
             return
-        guess = Guess(self._prepare(master, self._scale), self._optimizer)
+        update = self._prepare(master, self._scale)
+        if update.frozen:  # some values have to stay, so the new memory would need them
+            return
+        guess = Guess(update, self._optimizer)
         with self._choosing:
             self._guesses[id(master)] = guess
             self._waiting.append(guess)
@@ -254,8 +296,8 @@ class Guesses:
                 del self._guesses[id(guess.master)]
             self._waiting = []
         for update in updates:
-            guess = self._guesses.get(id(update.master))
-            if guess is not None and not guess.fits(update):
+            begun = self._guesses.get(id(update.master))
+            if begun is not None and not begun.fits(update):
                 self.undo(update.master)
         return [self._use(update) or start(update) for update in updates]
 

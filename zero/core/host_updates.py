@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from ...offload.lanes import Ticket
+from ...ops.optim.shard_optimizer import Old
 from .frozen import FrozenValues, Range
 from .master import Master
+
+Olds = Sequence[Old] | None
 
 
 @final
@@ -26,7 +29,8 @@ class HostUpdate:
     """An update of `master` on the host, whose inputs but the gradient are fixed.
 
     groups: the hyperparameters of the step. scale: the factor on gradients.
-    run: takes the gradient [n] and a place for the values in the compute dtype, if there is a cast.
+    run: takes the gradient [n], a place for the values in the compute dtype if there is a cast, and for each
+        item of the master the values before, where they are in other memory.
     keep: saves what the update must not change: the elements `frozen`.
     """
 
@@ -34,7 +38,7 @@ class HostUpdate:
     groups: Sequence[dict[str, Any]]
     scale: float
     frozen: Sequence[Range]
-    run: Callable[[Tensor, Tensor | None], None]
+    run: Callable[[Tensor, Tensor | None, Olds], None]
     keep: Callable[[Tensor | None], FrozenValues]
 
     def is_same_as(self, other: HostUpdate) -> bool:
@@ -43,17 +47,17 @@ class HostUpdate:
         used = {item.group for item in self.master.items}
         return same and all(_is_same_group(self.groups[at], other.groups[at]) for at in used)
 
-    def write_near(self, grad: Tensor, values: Tensor | None) -> None:
+    def write_near(self, grad: Tensor, values: Tensor | None, old: Olds = None) -> None:
         """Update the master, and `values`, which hold the old ones, where there is a cast. In the thread."""
         kept = self.keep(values)
-        self.run(grad, values)
+        self.run(grad, values, old)
         kept.restore()
 
-    def write_far(self, grad: Tensor, values: Tensor) -> None:
+    def write_far(self, grad: Tensor, values: Tensor, old: Olds = None) -> None:
         """Update the master, and write what the device is to have to `values` [n]. In the thread."""
         tensor, casts = self.master.raw, self.master.casts
         kept = self.keep(None)
-        self.run(grad, values if casts else None)
+        self.run(grad, values if casts else None, old)
         kept.restore()
         if not casts:
             values.copy_(tensor)

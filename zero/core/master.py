@@ -16,7 +16,7 @@ from ...offload.homes import Home, HostHome
 from ...offload.lanes import Done, Mark, Ticket
 from ...ops.fingerprint import fingerprint
 from ...ops.optim.edits import take_edits
-from ...ops.optim.shard_optimizer import Item, Part, Update
+from ...ops.optim.shard_optimizer import Item, Old, Part, Update
 from .flat_grads import FlatGrads
 from .flat_params import FlatParams
 from .layout import Piece
@@ -133,15 +133,33 @@ class Master:
     # -- an update --------------------------------------------------------------------------------------
 
     def updates(
-        self, groups: Sequence[dict[str, Any]], grad: Tensor, out: Tensor | None, *, has_old: bool
+        self,
+        groups: Sequence[dict[str, Any]],
+        grad: Tensor,
+        out: Tensor | None,
+        *,
+        has_old: bool,
+        old: Sequence[Old] | None = None,
     ) -> list[Update]:
-        """For each item its gradient, the place of its new values and its hyperparameters."""
+        """For each item its gradient, the place of its new values and its hyperparameters.
+
+        old: for each item the values before, if they are in other memory.
+        """
         found = []
-        for item in self.items:
+        for at, item in enumerate(self.items):
             here = slice(item.start, item.start + item.master.numel())
             values = None if out is None else out[here]
-            found.append(Update(item, grad[here], values, groups[item.group], has_old))
+            before = None if old is None else old[at]
+            found.append(Update(item, grad[here], values, groups[item.group], has_old, before))
         return found
+
+    def move(self, memory: Tensor) -> None:
+        """Continue in `memory` [n], whose contents count from now on. All tensors stay the same objects."""
+        storage, start = memory.untyped_storage(), int(memory.storage_offset())
+        self._tensor.set_(storage, start, self._tensor.shape, self._tensor.stride())
+        for item in self.items:
+            found = item.master
+            found.set_(storage, start + item.start, found.shape, found.stride())
 
     def begin_update(self, ticket: Ticket) -> None:
         """An update runs on the host until `ticket` is done; it reads the gradients until then."""

@@ -18,7 +18,7 @@ from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Upda
 from ...utils.errors import UsageError
 from .frozen import FrozenValues, Range, clip, frozen_ranges
 from .guesses import Guesses
-from .host_updates import HostUpdate, start
+from .host_updates import HostUpdate, Olds, start
 from .layout import FlatLayout, Slot
 from .master import Master, parts_in
 from .sharded_model import ShardedModel
@@ -197,8 +197,8 @@ class Updater:
         groups = _copies_of(optimizer.param_groups)
         frozen = self._frozen_ranges(master)
 
-        def run(grad: Tensor, values: Tensor | None) -> None:
-            updates = master.updates(groups, grad, values, has_old=not master.is_far)
+        def run(grad: Tensor, values: Tensor | None, old: Olds) -> None:
+            updates = master.updates(groups, grad, values, has_old=not master.is_far, old=old)
             optimizer.update(updates, scale, self.world)
 
         def keep(values: Tensor | None) -> FrozenValues:
