@@ -386,7 +386,9 @@ class FlatGrads:
         if saved.local is not None:
             self._local.allocate(saved.local.dtype).copy_(saved.local)
             self._local.filled = list(saved.filled)
-        if saved.total is not None:
+        if saved.total is not None and self._keeps_local:  # saved with offload, where sums leave
+            self._local.add_to(saved.total.to(self.params[0].device))
+        elif saved.total is not None:
             if self._home.is_on_host and not self._gathers_sums:
                 self._home.put(saved.total)
             else:
