@@ -55,7 +55,9 @@ def continue_each(
         engine.save_checkpoint(f"{folder}/{case}{at}{number}")
         engine.destroy()
         engine = engine_of(stage, precision, loaded, feature)
-        train(engine, range(2 * ACCUMULATION))  # gradients and states of its own, which are replaced
+        train(
+            engine, range(2 * ACCUMULATION)
+        )  # gradients and states of its own, which are replaced
         engine.load_checkpoint(f"{folder}/{case}{at}{number}")
         train(engine, range(at, STEPS * ACCUMULATION))
         found = numbers(engine)
