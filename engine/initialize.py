@@ -15,6 +15,7 @@ from torch import nn
 
 from ..compression.reducer import ExactReducer
 from ..offload.activations import Activations
+from ..offload.cores import place_updates
 from ..offload.homes import Homes, HostHome
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.opening import open_collectives
@@ -320,7 +321,9 @@ def _host(config: Config, device: torch.device) -> HostHome | None:
         return None
     pins = all(section.pin_memory for section in sections if section.device != "none")
     adds = config.gradient_accumulation_steps > 1
-    return HostHome(device, pin=pins, adds=adds)
+    host = HostHome(device, pin=pins, adds=adds)
+    place_updates(host.lanes.updates, zero.offload_optimizer.cpuadam_cores_perc)
+    return host
 
 
 def _homes(model: nn.Module, groups: Groups, config: Config, host: HostHome | None) -> Homes:

@@ -54,7 +54,6 @@ class OffloadOptimizer(Section):
         "pipeline_read": NoEffect(FLAG, _OVERLAPS),
         "pipeline_write": NoEffect(FLAG, _OVERLAPS),
         "fast_init": NoEffect(FLAG, "states are never written before the first step"),
-        "cpuadam_cores_perc": NoEffect(NUMBER, "the update uses the threads of its process"),
         "super_offload": Refused(
             FLAG,
             "updates during backward are not supported yet; set it to false",
@@ -68,6 +67,11 @@ class OffloadOptimizer(Section):
     )
     ratio: Annotated[float, number(0, 1)] = Field(
         1.0, description="share of the optimizer states on the host; the rest stays on the device"
+    )
+    cpuadam_cores_perc: Annotated[float, number(0.01, 1)] = Field(
+        0.8,
+        description="share of this rank's cores that the update on the host uses. Ranks of one machine divide "
+        "its cores, unless OMP_NUM_THREADS or an affinity is set",
     )
     pin_memory: Flag = Field(True, description="host memory for copies is pinned")
     overlap_step: Flag = Field(

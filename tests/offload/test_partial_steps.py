@@ -55,9 +55,7 @@ def continue_each(
         engine.save_checkpoint(f"{folder}/{case}{at}{number}")
         engine.destroy()
         engine = engine_of(stage, precision, loaded, feature)
-        train(
-            engine, range(2 * ACCUMULATION)
-        )  # gradients and states of its own, which are replaced
+        train(engine, range(2 * ACCUMULATION))  # states of its own, which are replaced
         engine.load_checkpoint(f"{folder}/{case}{at}{number}")
         train(engine, range(at, STEPS * ACCUMULATION))
         found = numbers(engine)
@@ -86,10 +84,11 @@ def test_two_ranks(tmp_path: Path, stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("feature", ["plain", "divergent", "checkpointed_reentrant", "unused"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("feature", "world_size"), [("plain", 1), ("checkpointed_reentrant", 1), ("divergent", 2)]
+)
 def test_every_combination(tmp_path: Path, world_size: int, feature: str) -> None:
     for stage in (0, 1, 2, 3):
         for precision in ("fp32", "bf16", "fp16"):
             homes = (CPU, PARAMS | CPU) if stage == 3 else (HALF, OVERLAP)
-            check(tmp_path, world_size, (stage, precision, feature), (4, 5), *homes)
+            check(tmp_path, world_size, (stage, precision, feature), (4,), *homes)
