@@ -26,6 +26,7 @@ from ..zero.construction.construction import Construction, materialise
 from ..zero.construction.slices import SliceStore
 from ..zero.construction.weights import load_weights
 from ..zero.core.discover import found_blocks
+from ..zero.core.filling import build_filling
 from ..zero.core.model_checks import check_model, move_model
 from ..zero.core.policy import Policy
 from ..zero.core.sharded_model import ShardedModel
@@ -160,6 +161,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         module=model,
         sharded=sharded,
         updater=updater,
+        filling=build_filling(config.zero_optimization.offload_optimizer, sharded, updater),
         optimizer=optimizer,
         scheduler=_scheduler(config, given.lr_scheduler, optimizer) if optimizer else None,
         loss_scale=build_loss_scale(config.fp16, skips_overflow=skips),
@@ -339,7 +341,9 @@ def _homes(model: nn.Module, groups: Groups, config: Config, host: HostHome | No
 
 def _ratio(zero: ZeroConfig) -> float:
     """The share of the optimizer's states on the host."""
-    return zero.offload_optimizer.ratio if zero.offload_optimizer.device != "none" else 0.0
+    section = zero.offload_optimizer
+    at_first = 1.0 if section.ratio == "auto" else section.ratio
+    return at_first if section.device != "none" else 0.0
 
 
 def _groups(

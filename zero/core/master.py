@@ -42,8 +42,7 @@ class Master:
         self.is_sharded = is_sharded
         wide = master_dtype(params.dtype)
         self.casts = params.dtype != wide
-        self.is_far = home.is_on_host != params.is_on_host
-        self.is_apart = self.casts or self.is_far
+        self._settle_in(home)
         self._update: Ticket = Done()
         # without a copy the parameters themselves are the master
         self._tensor = home.store(self.compute, wide) if self.is_apart else self.compute.detach()
@@ -61,6 +60,32 @@ class Master:
             )
             for segment in layout.segments_in(start, stop)
         ]
+
+    def _settle_in(self, home: Home) -> None:
+        self.home = home
+        self.is_far = home.is_on_host != self.params.is_on_host
+        self.is_apart = self.casts or self.is_far
+
+    @torch.no_grad()
+    def move(self, home: Home, device: torch.device) -> None:
+        """Continue at `home`, whose memory is on `device`: between two steps, without gradients.
+
+        `raw` and the items' tensors stay the same objects. Views that others made keep the old memory.
+        """
+        self.wait()
+        self._settle_in(home)
+        self._tensor.data = (
+            self._tensor.to(device, copy=True) if self.is_apart else self.compute.detach()
+        )
+        for item in self.items:
+            item.master.data = self._tensor[item.start : item.start + item.master.numel()]
+        self.remember()
+        self.grads.move(home)
+
+    @property
+    def apart_bytes(self) -> int:
+        """Bytes that the master would take on the device, beside forward's values."""
+        return self._tensor.nbytes if self.casts or self.params.is_on_host else 0
 
     @property
     def tensor(self) -> Tensor:
