@@ -15,6 +15,7 @@ from torch import nn
 
 from ..compression.reducer import ExactReducer
 from ..offload.activations import Activations
+from ..offload.cores import place_updates
 from ..offload.homes import Homes, HostHome
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.opening import open_collectives
@@ -25,6 +26,7 @@ from ..zero.construction.construction import Construction, materialise
 from ..zero.construction.slices import SliceStore
 from ..zero.construction.weights import load_weights
 from ..zero.core.discover import found_blocks
+from ..zero.core.filling import build_filling
 from ..zero.core.model_checks import check_model, move_model
 from ..zero.core.policy import Policy
 from ..zero.core.sharded_model import ShardedModel
@@ -159,6 +161,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         module=model,
         sharded=sharded,
         updater=updater,
+        filling=build_filling(config.zero_optimization.offload_optimizer, sharded, updater),
         optimizer=optimizer,
         scheduler=_scheduler(config, given.lr_scheduler, optimizer) if optimizer else None,
         loss_scale=build_loss_scale(config.fp16, skips_overflow=skips),
@@ -321,7 +324,9 @@ def _host(config: Config, device: torch.device) -> HostHome | None:
     pins = all(section.pin_memory for section in sections if section.device != "none")
     adds = config.gradient_accumulation_steps > 1
     guesses = zero.offload_optimizer.super_offload
-    return HostHome(device, pin=pins, adds=adds, guesses=guesses)
+    host = HostHome(device, pin=pins, adds=adds, guesses=guesses)
+    place_updates(host.lanes.updates, zero.offload_optimizer.cpuadam_cores_perc)
+    return host
 
 
 def _homes(model: nn.Module, groups: Groups, config: Config, host: HostHome | None) -> Homes:
@@ -337,7 +342,9 @@ def _homes(model: nn.Module, groups: Groups, config: Config, host: HostHome | No
 
 def _ratio(zero: ZeroConfig) -> float:
     """The share of the optimizer's states on the host."""
-    return zero.offload_optimizer.ratio if zero.offload_optimizer.device != "none" else 0.0
+    section = zero.offload_optimizer
+    at_first = 1.0 if section.ratio == "auto" else section.ratio
+    return at_first if section.device != "none" else 0.0
 
 
 def _groups(

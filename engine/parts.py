@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..zero.core.filling import Filling
 from ..zero.core.sharded_model import ShardedModel
 from ..zero.core.update import Updater
 from .checkpoint.saver import Saver
@@ -30,6 +31,7 @@ class Parts:
     module: nn.Module
     sharded: ShardedModel
     updater: Updater
+    filling: Filling
     optimizer: Any  # None: a frozen model
     scheduler: Scheduler | None
     loss_scale: LossScale

@@ -22,6 +22,18 @@ def _read_device(value: object) -> object:
 
 _SIZES = "buffers have the size of the largest unit, computed"
 
+
+def _read_ratio(value: object) -> object:
+    if isinstance(value, str) and value.casefold() == "auto":
+        return "auto"
+    try:
+        return _SHARE.read(value)
+    except ValueError:
+        raise ValueError(f"must be {RATIO.need}") from None
+
+
+_SHARE = number(0, 1)
+RATIO = Rule(f'{_SHARE.need}, or "auto"', _read_ratio, takes_auto=True)
 Flag = Annotated[bool, FLAG]
 Device = Annotated[Literal["none", "cpu"], Rule('"none" or "cpu"', _read_device)]
 
@@ -54,15 +66,21 @@ class OffloadOptimizer(Section):
         "pipeline_read": NoEffect(FLAG, _OVERLAPS),
         "pipeline_write": NoEffect(FLAG, _OVERLAPS),
         "fast_init": NoEffect(FLAG, "states are never written before the first step"),
-        "cpuadam_cores_perc": NoEffect(NUMBER, "the update uses the threads of its process"),
     }
 
     device: Device = Field(
         "none",
         description='"cpu" stores optimizer states on the host, and the optimizer runs there',
     )
-    ratio: Annotated[float, number(0, 1)] = Field(
-        1.0, description="share of the optimizer states on the host; the rest stays on the device"
+    ratio: Annotated[float | Literal["auto"], RATIO] = Field(
+        1.0,
+        description="share of the optimizer states on the host; the rest stays on the device. "
+        '"auto": all are on the host for two updates, then as many as fit move to the device',
+    )
+    cpuadam_cores_perc: Annotated[float, number(0.01, 1)] = Field(
+        0.8,
+        description="share of this rank's cores that the update on the host uses. Ranks of one machine divide "
+        "its cores, unless OMP_NUM_THREADS or an affinity is set",
     )
     pin_memory: Flag = Field(True, description="host memory for copies is pinned")
     overlap_step: Flag = Field(

@@ -123,7 +123,7 @@ class Homes:
         self.shards: ShardHome = ShardsOnDevice()
         if host is not None and offloads_params:
             self.shards = ShardsOnHost(host.lanes, pin=host.pin)
-        self._device = DeviceHome()
+        self.device: Home = DeviceHome()
         self._all_on_device = host is None or not ratio
         self._device_numel = round((1 - ratio) * total_numel)
 
@@ -135,10 +135,10 @@ class Homes:
     def next(self, numel: int) -> Home:
         """The home of the next buffer, of `numel` elements."""
         if self.host is None or self._all_on_device:
-            return self._device
+            return self.device
         if numel <= self._device_numel:
             self._device_numel -= numel
-            return self._device
+            return self.device
         self._device_numel = 0  # the buffers after it are used later
         return self.host
 

@@ -4,7 +4,8 @@
 2. The batch sizes are computed from one another and the world size.
 3. `gradient_clipping` becomes 1.0, the value that Trainer and Accelerate fill in by default.
 4. "auto" is an error for keys that only the training script can know (`MUST_BE_FILLED`).
-5. For all other keys it means the default of xds.
+5. Where a key's rule takes it, it is a value of its own.
+6. For all other keys it means the default of xds.
 """
 
 from __future__ import annotations

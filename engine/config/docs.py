@@ -70,7 +70,10 @@ _SCHEDULER_NOTES = (
     "`cycle_second_step_size`, `cycle_second_stair_count` = null: as in the first half.",
 )
 
-AUTO_END = "5. For all other keys it means the default; the config's notes list them.\n"
+AUTO_END = """\
+5. For `zero_optimization.offload_optimizer.ratio` it is a value of its own.
+6. For all other keys it means the default; the config's notes list them.
+"""
 
 
 def main() -> None:

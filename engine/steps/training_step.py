@@ -206,6 +206,7 @@ class TrainingStep:
             clip = limit / (norm + 1e-6) if limit and norm > limit else 1.0
             self._parts.updater.step(self.gradient_factor() * clip)
             self._sharded.reset()
+            self._parts.filling.after_update()
             self.was_applied = True
         self._scale.after_step(overflow=overflow)
         if self.was_applied and scheduler is not None:

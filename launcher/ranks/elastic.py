@@ -162,6 +162,7 @@ def _environment(order: Order, num_ranks: int) -> dict[str, str]:
         found["OMP_NUM_THREADS"] = str(job.threads_per_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         found["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
+        found["XDS_DEFAULT_THREADS"] = "1"  # nobody has chosen the number
     if job.backend is not None:
         found["XDS_BACKEND"] = job.backend
     if "GLOO_SOCKET_IFNAME" not in os.environ:

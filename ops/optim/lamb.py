@@ -111,7 +111,8 @@ class Lamb(ShardOptimizer):
             if inside:
                 ours, theirs = zip(*inside, strict=True)
                 to = torch.tensor(theirs, device=device)
-                table.index_add_(0, to, found[torch.tensor(ours, device=device)])
+                # with some masters on the host, norms are in both places
+                table.index_add_(0, to, found.to(device)[torch.tensor(ours, device=device)])
             for part in update.item.parts:
                 limits[part.name] = update.group
         if world.is_sharded:
@@ -122,7 +123,7 @@ class Lamb(ShardOptimizer):
 
     def _cuts_of(self, item: Item) -> _Cuts:
         cuts = self._cuts.get(item)
-        if cuts is None:
+        if cuts is None or cuts.bounds.device != item.master.device:  # a master may move
             cuts = self._cuts[item] = _cut(item)
         return cuts
 

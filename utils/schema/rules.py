@@ -30,6 +30,7 @@ class Rule:
 
     need: str
     read: Callable[[object], Any]
+    takes_auto: bool = False  # "auto" is a value of its own, and does not mean "not set"
 
     def __get_pydantic_core_schema__(self, source: object, handler: object) -> CoreSchema:
         from pydantic_core import core_schema

@@ -107,11 +107,13 @@ def _read_field(
     if inner is not None:
         if value is not None:
             values[name] = read_section(inner, value, here, report)
-    elif isinstance(value, str) and value.casefold() == AUTO:
+        return
+    rule = rule_of(model, name)
+    if isinstance(value, str) and value.casefold() == AUTO and not rule.takes_auto:
         report.auto_keys.append(here)
     else:
         try:
-            values[name] = rule_of(model, name).read(value)
+            values[name] = rule.read(value)
         except ValueError as error:
             if value is not None:
                 report.complain(here, value, str(error))

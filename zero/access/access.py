@@ -175,7 +175,8 @@ class Access(Owner):
         with torch.no_grad():
             master = self.value(param)
             kept = master.local.clone()
-            changed = reader(*master.range_of(self.collectives.rank)) != kept.to(place.flat.dtype)
+            given = reader(*master.range_of(self.collectives.rank)).to(kept.device)
+            changed = given != kept.to(place.flat.dtype)
             self.write(param, reader)
             master.local.copy_(torch.where(changed, master.local, kept))
 

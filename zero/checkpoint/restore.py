@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ...ops.optim.state_places import scalars_are_beside
 from ...utils.views import holds, write
 from ..core.flat_grads import FlatGrads, GradSums
 from .ranges import Catalogue, ConstantRange, Copy, Piece, merged, pieces
@@ -179,9 +180,16 @@ class Restore:
                         "a parameter that shares one number with it in this layout"
                     )
         return {
-            key.removeprefix("state/"): _constant(one, held.tensor.device)
+            key.removeprefix("state/"): self._constant(one, held.tensor)
             for key, one in found.items()
         }
+
+    def _constant(self, one: ConstantRange, tensor: Tensor) -> Any:
+        if one.dtype is None:
+            return one.value
+        beside = one.on_device or scalars_are_beside(self._snapshot.optimizer, tensor)
+        where = tensor.device if beside else torch.device("cpu")
+        return torch.full(one.shape, one.value, dtype=getattr(torch, one.dtype), device=where)
 
     def _tensor_for(
         self, held: Held, key: str, shape: tuple[int, ...], dtype: str, *, keeps: bool = True
@@ -289,13 +297,6 @@ class Restore:
                 for flat in unit.params:
                     flat.start_publish()
         sharded.wait_published()
-
-
-def _constant(one: ConstantRange, device: torch.device) -> Any:
-    if one.dtype is None:
-        return one.value
-    where = device if one.on_device else torch.device("cpu")
-    return torch.full(one.shape, one.value, dtype=getattr(torch, one.dtype), device=where)
 
 
 def _same(one: Any, two: Any) -> bool:

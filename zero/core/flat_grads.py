@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compression.reducer import GradientReducer
+from ...offload.homes import Home
 from ...offload.host_sums import SumHome
 from ...offload.lanes import Ticket
 from ...ops.comm.collectives import Collectives
@@ -64,26 +65,12 @@ class FlatGrads:
         self._collectives = collectives
         self._reducer = reducer
         self._pool = pool
-        self._home = home
         self._arrivals = Arrivals(self.params)
         self._param_dtype = params[0].dtype
         self._sum_dtype = policy.sum_dtype(self._param_dtype)
         self._sent_dtype = policy.sent_dtype(self._param_dtype)
-        # a rank's buffers are freed when they are reduced, or when their sum has left
-        self._frees = policy.shards_grads or home.is_on_host
         self._gathers_sums = not self.is_single_rank and not policy.shards_optimizer
-        self._keeps_local = self.is_single_rank and not home.is_on_host
-        self._local = LocalSum(
-            layout,
-            self.params,
-            pool,
-            (self._param_dtype, self._sum_dtype),
-            is_pooled=self._frees,
-            widens=self.is_single_rank and home.is_on_host,
-            before_write=self._separate_total,
-            before_second=self._bring_back,
-        )
-        self._local.begin_backward(uses_sum_dtype=self._keeps_local or policy.holds_grads)
+        self._settle_in(home)
         self._was_held = False  # some rank held back gradients since the last step
         self._squares: Tensor | None = None  # of the only sum that has left since the last step
         self._total: Tensor | None = None
@@ -92,6 +79,36 @@ class FlatGrads:
         self._before_change: Callable[[], None] = _nothing
         self._payload: Tensor | None = None
         self._handle: Handle | None = None
+
+    def _settle_in(self, home: SumHome) -> None:
+        self._home = home
+        # a rank's buffers are freed when they are reduced, or when their sum has left
+        self._frees = self._policy.shards_grads or home.is_on_host
+        self._keeps_local = self.is_single_rank and not home.is_on_host
+        self._local = LocalSum(
+            self.layout,
+            self.params,
+            self._pool,
+            (self._param_dtype, self._sum_dtype),
+            is_pooled=self._frees,
+            widens=self.is_single_rank and home.is_on_host,
+            before_write=self._separate_total,
+            before_second=self._bring_back,
+        )
+        self._local.begin_backward(uses_sum_dtype=self._keeps_local or self._policy.holds_grads)
+
+    def move(self, home: Home) -> None:
+        """From now on sums are stored at `home`: directly after `reset`."""
+        self.release()
+        self._settle_in(home.sums(self._sum_dtype))
+
+    @property
+    def bytes_on_device(self) -> int:
+        """The most bytes that sums of a step take if they stay on the device."""
+        is_whole = self.is_single_rank or not self._policy.shards_grads
+        numel = self.layout.numel if is_whole else 0
+        numel += 0 if self.is_single_rank else self.layout.shard_numel
+        return numel * self._sum_dtype.itemsize
 
     # -- gradients from autograd ------------------------------------------------------------------------
 
@@ -401,7 +418,9 @@ class FlatGrads:
         if saved.local is not None:
             self._local.allocate(saved.local.dtype).copy_(saved.local)
             self._local.filled = list(saved.filled)
-        if saved.total is not None:
+        if saved.total is not None and self._keeps_local:  # saved with offload, where sums leave
+            self._local.add_to(saved.total.to(self.params[0].device))
+        elif saved.total is not None:
             if self._home.is_on_host and not self._gathers_sums:
                 self._home.put(saved.total)
             else:

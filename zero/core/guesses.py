@@ -84,7 +84,7 @@ class _States:
                 self._optimizer.state.pop(item.master, None)
 
     def _move(self, memory: Sequence[Tensor]) -> None:
-        self._master.move(memory[0].view(self._master.raw.dtype))
+        self._master.use_memory(memory[0].view(self._master.raw.dtype))
         for (_, _, value), new in zip(self._flat, memory[1:], strict=True):
             start = int(new.storage_offset()) * new.element_size() // value.element_size()
             value.set_(new.untyped_storage(), start, value.shape, value.stride())

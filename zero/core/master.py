@@ -42,8 +42,7 @@ class Master:
         self.is_sharded = is_sharded
         wide = master_dtype(params.dtype)
         self.casts = params.dtype != wide
-        self.is_far = home.is_on_host != params.is_on_host
-        self.is_apart = self.casts or self.is_far
+        self._settle_in(home)
         self._update: Ticket = Done()
         self._before_read: Callable[[], None] = _nothing
         # without a copy the parameters themselves are the master
@@ -62,6 +61,32 @@ class Master:
             )
             for segment in layout.segments_in(start, stop)
         ]
+
+    def _settle_in(self, home: Home) -> None:
+        self.home = home
+        self.is_far = home.is_on_host != self.params.is_on_host
+        self.is_apart = self.casts or self.is_far
+
+    @torch.no_grad()
+    def move(self, home: Home, device: torch.device) -> None:
+        """Continue at `home`, whose memory is on `device`: between two steps, without gradients.
+
+        `raw` and the items' tensors stay the same objects. Views that others made keep the old memory.
+        """
+        self.wait()
+        self._settle_in(home)
+        self._tensor.data = (
+            self._tensor.to(device, copy=True) if self.is_apart else self.compute.detach()
+        )
+        for item in self.items:
+            item.master.data = self._tensor[item.start : item.start + item.master.numel()]
+        self.remember()
+        self.grads.move(home)
+
+    @property
+    def apart_bytes(self) -> int:
+        """Bytes that the master would take on the device, beside forward's values."""
+        return self._tensor.nbytes if self.casts or self.params.is_on_host else 0
 
     @property
     def tensor(self) -> Tensor:
@@ -153,7 +178,7 @@ class Master:
             found.append(Update(item, grad[here], values, groups[item.group], has_old, before))
         return found
 
-    def move(self, memory: Tensor) -> None:
+    def use_memory(self, memory: Tensor) -> None:
         """Continue in `memory` [n], whose contents count from now on. All tensors stay the same objects."""
         storage, start = memory.untyped_storage(), int(memory.storage_offset())
         self._tensor.set_(storage, start, self._tensor.shape, self._tensor.stride())

@@ -22,7 +22,7 @@ class Unit:
     Attributes:
         params: the flat parameter buffers, one for each (trainable, dtype).
         grads: the flat gradient buffers of the trainable ones.
-        homes: where the masters of the trainable ones are stored.
+        homes: where the masters of the trainable ones are stored at first.
         is_root: holds the parameters outside of every block; its modules are called throughout a pass.
         stays_until_backward: stays gathered from its forward to its backward, which uses it first.
         is_running: one of its modules is being called; the unit stays gathered until that call ends.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World
+from ...ops.optim.state_places import scalars_are_beside
 from ...utils.errors import UsageError
 from .frozen import FrozenValues, Range, clip, frozen_ranges
 from .guesses import Guesses
@@ -351,6 +352,31 @@ class Updater:
             for value in state.values()
             if isinstance(value, Tensor) and value.dim() > 0
         ]
+
+    def bytes_on_device(self, master: Master) -> int:
+        """Bytes that `master`, its states and the sum of its gradients would take on the device."""
+        states = sum(
+            value.nbytes
+            for tensor, _ in self._tensors_in(master)
+            for value in self._states_of(tensor).values()
+            if isinstance(value, Tensor)
+        )
+        return master.apart_bytes + states + master.grads.bytes_on_device
+
+    @torch.no_grad()
+    def move_to_device(self, master: Master) -> None:
+        """Continue with `master` and its states on the device: between two steps, without gradients."""
+        assert self._optimizer is not None
+        device = self.world.collectives.device
+        tensors = list(self._tensors_in(master))
+        master.move(self._model.homes.device, device)
+        for tensor, at in tensors:
+            tensor.data = master.raw[at : at + tensor.numel()].view(tensor.shape)
+            for value in self._states_of(tensor).values():
+                if isinstance(value, Tensor) and (
+                    value.dim() or scalars_are_beside(self._optimizer, tensor)
+                ):
+                    value.data = value.to(device, copy=True)
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of the masters that are separate copies, of the optimizer's state tensors, and on the host.

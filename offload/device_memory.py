@@ -1,0 +1,74 @@
+"""How much memory of a device may still be allocated, measured over training steps: for a ratio of "auto"."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import final
+
+import torch
+
+KEPT_FREE = 0.1  # share of the device: other steps may need more than those that were measured
+
+
+class DeviceMemory(ABC):
+    """Measures the memory of one device from `begin` on."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """The steps to measure begin."""
+
+    @abstractmethod
+    def spare_bytes(self) -> int | None:
+        """Bytes that were free at the peak, without those to keep free. None: there is nothing to fill."""
+
+
+@final
+class HostOnly(DeviceMemory):
+    """The device is a CPU: its memory is the host's."""
+
+    def begin(self) -> None:
+        return
+
+    def spare_bytes(self) -> int | None:
+        return None
+
+
+@final
+class CudaMemory(DeviceMemory):
+    """A GPU. Its peak statistics begin anew at `begin`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def begin(self) -> None:
+        torch.cuda.empty_cache()  # what the construction of the model has left
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def spare_bytes(self) -> int | None:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return spare(
+            total,
+            free,
+            reserved=torch.cuda.memory_reserved(self._device),
+            peak=torch.cuda.max_memory_reserved(self._device),
+        )
+
+
+def spare(total: int, free: int, *, reserved: int, peak: int) -> int:
+    """Bytes of `total` that nobody uses at this process's peak, without those to keep free; at least 0.
+
+    Args:
+        free: bytes that no process has now.
+        reserved: bytes that this process has now: its allocator keeps those that it does not use.
+        peak: the most that it had.
+    """
+    of_others = total - free - reserved
+    return max(0, int((1 - KEPT_FREE) * total) - of_others - peak)
+
+
+def memory_of(device: torch.device) -> DeviceMemory:
+    """The measure for `device`."""
+    return CudaMemory(device) if device.type == "cuda" else HostOnly()
+
+
+__all__ = ["CudaMemory", "DeviceMemory", "HostOnly", "memory_of", "spare"]

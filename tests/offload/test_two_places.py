@@ -1,0 +1,117 @@
+"""Tests: no op of a training with offload mixes host and device memory, in any thread."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import offload_runs
+import pytest
+import torch
+import torch.distributed as dist
+from offload_runs import CPU, HALF, OVERLAP, PARAMS
+from test_auto_ratio import AUTO, with_memory
+from two_places import DEVICE, HOST, Mixed, place_of, put, two_places
+from warm_ranks import warm
+
+from xds.offload.lanes import ThreadLane
+from xds.zero.core.master import Master
+
+
+def train(*case: Any) -> list[Any]:
+    with two_places():
+        numbers = offload_runs.train(*case)["numbers"]
+    return list(map(repr, numbers))
+
+
+def check(world_size: int, offload: dict[str, Any], *case: Any) -> None:
+    ranks = warm(world_size)
+    stage, precision, accumulation, *rest = case
+    full = (stage, precision, accumulation, offload, *rest)
+    numbers = ranks.run(with_memory, 60_000, train, *full)
+    plain = ranks.run(offload_runs.train, stage, precision, accumulation, None, *rest)
+    for one, other in zip(plain, numbers, strict=True):
+        assert list(map(repr, one["numbers"][:-1])) == other[:-1]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "precision", "offload"),
+    [
+        (1, 2, "bf16", CPU),
+        (1, 2, "fp32", OVERLAP),
+        (2, 0, "fp32", CPU),
+        (2, 1, "bf16", HALF),
+        (2, 2, "bf16", AUTO),
+        (2, 3, "fp32", CPU | PARAMS),
+        (2, 3, "bf16", HALF | PARAMS),
+    ],
+)
+def test_ops_stay_in_one_place(
+    world_size: int, stage: int, precision: str, offload: dict[str, Any]
+) -> None:
+    check(world_size, offload, stage, precision, 2 if stage < 2 else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_combination(world_size: int) -> None:
+    for stage in (0, 1, 2, 3):
+        for precision in ("fp32", "bf16", "fp16"):
+            for accumulation in (1, 2):
+                offloads = [CPU, HALF, AUTO]
+                offloads += [CPU | PARAMS, PARAMS, AUTO | PARAMS] if stage == 3 else [OVERLAP]
+                for offload in offloads:
+                    check(world_size, offload, stage, precision, accumulation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["Lion", "Lamb", "Muon", "Adagrad", "SGD", "RMSprop"])
+def test_other_optimizers(optimizer: str) -> None:
+    for precision in ("fp32", "bf16"):
+        for stage, offload in ((1, HALF), (3, CPU), (3, CPU | PARAMS)):
+            # torch's own classes group tensors by their devices, which are one device here
+            is_own = optimizer in ("Lion", "Lamb", "Muon") or precision == "bf16"
+            check(2, offload if is_own else CPU, stage, precision, 1, optimizer)
+
+
+def test_the_helper_itself() -> None:
+    with two_places():
+        host, device = put(torch.zeros(3), HOST), put(torch.zeros(3), DEVICE)
+        assert place_of(host[1:] * 2) == HOST
+        assert place_of(torch.ones(3)) is None
+        later = torch.ones(3)
+        assert place_of(device + later) == DEVICE and place_of(later) == DEVICE
+        host.copy_(device)
+        with pytest.raises(Mixed, match="mixes host and device memory"):
+            host + device
+        with pytest.raises(Mixed):
+            host + later
+        assert place_of(device.to("cpu")) is None
+        assert device + put(torch.tensor(2.0), HOST) is not None  # a single element
+        lane = ThreadLane("test")
+        with pytest.raises(Mixed):
+            lane.run(lambda: host.add_(device)).wait()
+        lane.close()
+    assert place_of(host + device) is None or place_of(host) == HOST
+
+
+def mixes() -> str:
+    """A master on the host that is compared with parameters on the device, where both are."""
+
+    def wrong(master: Master) -> None:
+        master.raw.equal(master.compute)
+        remember(master)
+
+    remember = Master.remember
+    assert dist.is_initialized()
+    with mock.patch.object(Master, "remember", wrong), two_places():
+        try:
+            offload_runs.train(2, "fp32", 1, CPU)
+        except Mixed as error:
+            return str(error)
+    return ""
+
+
+def test_a_mistake_is_found() -> None:
+    (found,) = warm(1).run(mixes)
+    assert "equal" in found

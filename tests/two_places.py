@@ -1,0 +1,136 @@
+"""Test helper: on a CPU the host's and the device's memory are told apart, and an op that mixes them raises.
+
+Memory that offload allocates is the host's; parameters, gradients and pooled buffers are the device's. Results
+of ops are where their inputs are. Other new tensors have no place until an op uses them with one that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from xds.offload import activations, homes, host_sums, lanes, rotation, shards
+from xds.ops.comm.pool import BufferPool
+from xds.zero.core.flat_params import FlatParams
+from xds.zero.core.local_sum import LocalSum
+
+HOST, DEVICE = "host", "device"
+aten = torch.ops.aten
+COPIES = {aten.copy_, aten._foreach_copy_, aten.set_}
+
+
+class Mixed(AssertionError):
+    """An op uses host and device memory at once."""
+
+
+def place_of(tensor: Tensor) -> str | None:
+    """The place of a tensor's memory, None if it has none yet."""
+    return getattr(tensor.untyped_storage(), "xds_place", None)
+
+
+def put(tensor: Tensor, place: str) -> Tensor:
+    """Declare the place of a tensor's memory."""
+    tensor.untyped_storage().xds_place = place  # type: ignore[attr-defined]
+    return tensor
+
+
+class _Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket in COPIES or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        inputs = [one for one in tree_leaves((args, kwargs)) if _counts(one, func)]
+        places = {place for one in inputs if (place := place_of(one)) is not None}
+        if len(places) > 1:
+            listed = ", ".join(f"{tuple(t.shape)} {t.dtype} {place_of(t)}" for t in inputs)
+            raise Mixed(f"{func} mixes host and device memory: {listed}")
+        result = func(*args, **kwargs)
+        if places:
+            (place,) = places
+            for tensor in (*inputs, *tree_leaves(result)):
+                if isinstance(tensor, Tensor) and tensor.numel() and place_of(tensor) is None:
+                    put(tensor, place)
+        return result
+
+
+def _counts(value: Any, func: Any) -> bool:
+    """A GPU's own ops take single elements of host memory; those of xds do not."""
+    if not isinstance(value, Tensor) or not value.numel():
+        return False
+    return value.dim() > 0 or func.namespace == "xds"
+
+
+class _Functions(TorchFunctionMode):
+    """`tensor.to(device)` and `tensor.cpu()` return new memory, as if the devices differed."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (Tensor.to, Tensor.cpu) or not isinstance(result, Tensor):
+            return result
+        given = (*args[1:], *(kwargs or {}).values())
+        moves = func is Tensor.cpu or any(isinstance(one, (str, torch.device)) for one in given)
+        same = result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
+        if not moves or not same:
+            return result
+        copy = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype)
+        with torch.no_grad():
+            return copy.copy_(result)
+
+
+def _add_staged(sums: host_sums.OnHost, target: Tensor, source: Tensor) -> lanes.Ticket:
+    """The way of a GPU: on a CPU the lane adds device memory to host memory directly."""
+    return sums._staged(source, target.add_)
+
+
+def _marked(owner: Any, name: str, place: str) -> Any:
+    """A patch: what `owner.name` returns is at `place`."""
+    function = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        return put(function(*args, **kwargs), place)
+
+    return mock.patch.object(owner, name, call)
+
+
+@contextmanager
+def two_places() -> Iterator[None]:
+    """Inside, ops of this thread and of all lanes raise `Mixed` where a GPU would, or would be slow."""
+    job_of_lane, init = lanes._without_grad, FlatParams.__init__
+
+    def run(job: Callable[[], Any]) -> None:
+        with _Functions(), _Dispatch():
+            job_of_lane(job)
+
+    def build(flat: FlatParams, *args: Any, **kwargs: Any) -> None:
+        init(flat, *args, **kwargs)
+        put(flat.raw, DEVICE)
+
+    with ExitStack() as stack:
+        for module in (activations, host_sums, rotation, shards):
+            stack.enter_context(_marked(module, "host_memory", HOST))
+        stack.enter_context(_marked(homes.HostHome, "store", HOST))
+        stack.enter_context(_marked(homes.DeviceHome, "store", DEVICE))
+        stack.enter_context(_marked(shards.ShardsOnDevice, "store", DEVICE))
+        stack.enter_context(_marked(BufferPool, "take", DEVICE))
+        stack.enter_context(_marked(LocalSum, "allocate", DEVICE))
+        stack.enter_context(mock.patch.object(host_sums.OnHost, "_add", _add_staged))
+        stack.enter_context(mock.patch.object(FlatParams, "__init__", build))
+        stack.enter_context(mock.patch.object(lanes, "_without_grad", run))
+        stack.enter_context(_Functions())
+        stack.enter_context(_Dispatch())
+        yield
+
+
+__all__ = ["DEVICE", "HOST", "Mixed", "place_of", "put", "two_places"]
