@@ -16,6 +16,7 @@ from .lanes import Lanes, Outbox
 from .rotation import Rotation
 from .sender import Sender
 from .shards import ShardHome, ShardsOnDevice, ShardsOnHost
+from .states import InMemory, Residence, StateHome, StatesInMemory
 
 NUM_STAGES = 2  # one is copied to while one is added
 
@@ -28,6 +29,10 @@ class Home(ABC):
     @abstractmethod
     def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy of `values` [n] at home, in `dtype`."""
+
+    @abstractmethod
+    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
+        """Where the result of `store` and its states are between updates; see `StateHome.residence`."""
 
     @abstractmethod
     def sums(self, sum_dtype: torch.dtype) -> SumHome:
@@ -43,6 +48,9 @@ class DeviceHome(Home):
     def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to(dtype, copy=True)
 
+    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
+        return InMemory()
+
     def sums(self, sum_dtype: torch.dtype) -> SumHome:
         return OnDevice()
 
@@ -53,9 +61,17 @@ class HostHome(Home):
 
     is_on_host = True
 
-    def __init__(self, device: torch.device, *, pin: bool, adds: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        pin: bool,
+        adds: bool,
+        states: StateHome | None = None,
+    ) -> None:
         """
         Args:
+            states: where masters and states are between updates; default: in host memory.
             pin: use pinned memory for copies; without effect where the device is a CPU.
             adds: a step has several reductions.
         """
@@ -65,9 +81,13 @@ class HostHome(Home):
         self._outbox = Outbox()
         self._stages = Rotation(NUM_STAGES, pin=self.pin)
         self._adds = adds
+        self.states = states or StatesInMemory()
 
     def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to("cpu", dtype, copy=True)
+
+    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
+        return self.states.residence(index, master, holds_master=holds_master)
 
     def sums(self, sum_dtype: torch.dtype) -> SumHome:
         shared = (self.lanes, self._outbox, self._stages)
@@ -75,8 +95,9 @@ class HostHome(Home):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the host memory that copies go through."""
-        return self.sender.allocated_bytes + self._stages.allocated_bytes
+        """Bytes of the host memory that copies and states on a disk go through."""
+        copies = self.sender.allocated_bytes + self._stages.allocated_bytes
+        return copies + self.states.host_bytes
 
     def drain(self) -> None:
         """Give back all device buffers whose copies are in flight."""
@@ -85,6 +106,7 @@ class HostHome(Home):
     def close(self) -> None:
         """End the threads."""
         self.lanes.close()
+        self.states.close()
 
 
 @final

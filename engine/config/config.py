@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import Field
 
+from ...offload.config import Aio
 from ...ops.config import Ops, check_ops
 from ...ops.watch.config import WatchConfig
 from ...utils.errors import ConfigError
@@ -123,6 +124,7 @@ class Config(Section):
     activation_checkpointing: Annotated[ActivationCheckpointing, AsRead()] = Field(
         default_factory=ActivationCheckpointing.model_construct
     )
+    aio: Annotated[Aio, AsRead()] = Field(default_factory=Aio.model_construct)
     elasticity: Annotated[Elasticity, AsRead()] = Field(default_factory=Elasticity.model_construct)
     checkpoint: Annotated[Checkpoint, AsRead()] = Field(default_factory=Checkpoint.model_construct)
     compile: Annotated[Compile, AsRead()] = Field(default_factory=Compile.model_construct)
@@ -250,6 +252,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
             f"parameters are sharded at stage 3 only, and the stage is {zero.stage}: set stage to 3, or the "
             'device to "none" (offload_optimizer works at every stage)',
         )
+    _check_paths(zero, report)
     check_compile(config.compile, config.zero_optimization.stage, report)
     check_ops(config.ops, report)
     check_elasticity(config.elasticity, data, report)
@@ -259,6 +262,18 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
             "(DeepSpeed clips at 1.0 since version 0.19)"
         )
     return config.model_copy(update=changes)
+
+
+def _check_paths(zero: ZeroConfig, report: Report) -> None:
+    for name in ("offload_optimizer", "offload_param"):
+        section = getattr(zero, name)
+        if section.device == "nvme" and not section.nvme_path:
+            report.complain(
+                f"zero_optimization.{name}.nvme_path",
+                section.nvme_path,
+                'device = "nvme" needs a folder on a local disk, such as "/local_nvme"; set nvme_path, or the '
+                'device to "cpu"',
+            )
 
 
 def _check_precision(config: Config, report: Report) -> None:

@@ -61,11 +61,14 @@ def start_near(
 ) -> Ticket:
     """Start the update of a `master` whose values for forward are on the host as well. See `start_far`."""
     grad, compute = master.grads.for_update(), master.compute if master.casts else None
+    master.wait()
+    master.residence.begin()
 
     def work() -> None:
-        kept = keep()
-        update(grad, compute)
-        kept.restore()
+        with master.residence.use():
+            kept = keep()
+            update(grad, compute)
+            kept.restore()
 
     ticket = master.host.lanes.updates.run(work)
     master.begin_update(ticket)
@@ -88,18 +91,21 @@ def start_far(
     grad, host = master.grads.for_update(), master.host
     numel, dtype, casts = grad.numel(), master.params.dtype, master.casts
     mark = host.lanes.to_device.mark()
-    tensor, compute, arrival = master.tensor, master.compute, Arrival()
+    master.wait()
+    master.residence.begin()
+    tensor, compute, arrival = master.raw, master.compute, Arrival()
 
     def work() -> None:
         values = host.sender.buffer(numel, dtype)
-        kept = keep()
-        update(grad, values if casts else None)
-        kept.restore()
-        if casts:
-            for low, high in frozen:
-                values[low:high].copy_(tensor[low:high])
-        else:
-            values.copy_(tensor)
+        with master.residence.use():
+            kept = keep()
+            update(grad, values if casts else None)
+            kept.restore()
+            if casts:
+                for low, high in frozen:
+                    values[low:high].copy_(tensor[low:high])
+            else:
+                values.copy_(tensor)
         arrival.sent(master.send(values, compute, mark))
 
     ticket = host.lanes.updates.run(work)

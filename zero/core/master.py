@@ -61,16 +61,19 @@ class Master:
             )
             for segment in layout.segments_in(start, stop)
         ]
+        self.residence = home.residence(params.index, self._tensor, holds_master=self.is_apart)
+        for item in self.items:
+            self.residence.add_view(item.master, item.start)
 
     @property
     def tensor(self) -> Tensor:
-        """The master weights [n]. Waits for the update that runs on the host."""
-        self.wait()
+        """The master weights [n], with their values. Waits for the update that runs on the host."""
+        self.bring()
         return self._tensor
 
     @property
     def raw(self) -> Tensor:
-        """The same without waiting, for the update itself."""
+        """The same without waiting, for the update itself. Between updates it may read as NaN."""
         return self._tensor
 
     @property
@@ -90,6 +93,11 @@ class Master:
         """Wait for the update that runs on the host."""
         update, self._update = self._update, Done()
         update.wait()
+
+    def bring(self) -> None:
+        """The master and its states have their values in memory; see `Residence.bring`."""
+        self.wait()
+        self.residence.bring()
 
     # -- a script's writes ------------------------------------------------------------------------------
 
