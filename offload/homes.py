@@ -135,6 +135,7 @@ class Homes:
             defers: a step does not wait for updates on the host.
         """
         self.host = host
+        self.states: StateHome = StatesInMemory() if host is None else host.states
         self.defers = defers and host is not None
         self.shards: ShardHome = ShardsOnDevice()
         if host is not None and offloads_params:

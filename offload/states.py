@@ -1,7 +1,7 @@
 """Where a master and its optimizer states are between two updates: in memory, or in a file.
 
 in memory    nothing moves
-on a disk    begin ──> read ──> use: tensors point to memory ──> write ──> tensors read as NaN
+on a disk    begin ──> read ──> run: tensors point to memory ──> write ──> tensors read as NaN
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class Residence(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """An update will run `use`: start to read. Not while an earlier update runs."""
+        """An update will `run`: start to read. Not while an earlier update runs."""
 
     @abstractmethod
-    def use(self) -> AbstractContextManager[None]:
-        """Around an update, in its thread, after `begin`. What it wrote is kept, and new states as well.
+    def run(self, update: Callable[[], None]) -> bool:
+        """Call `update`, in its thread, after `begin`. What it writes is kept, and new states as well.
 
-        Raises XdsError: the disk failed.
+        Returns:
+            False: the disk failed, so it was not called; `StateHome.failure` says why.
         """
 
     @abstractmethod
@@ -84,8 +85,9 @@ class InMemory(Residence):
     def begin(self) -> None:
         return
 
-    def use(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def run(self, update: Callable[[], None]) -> bool:
+        update()
+        return True
 
     def blocks_of(self, tensor: Tensor) -> Blocks | None:
         return None
@@ -120,7 +122,11 @@ class StateHome(ABC):
 
     @abstractmethod
     def hold(self) -> AbstractContextManager[None]:
-        """Inside, everything that is brought stays in memory; on exit all of it is moved away."""
+        """Inside, everything that is brought stays in memory; on exit all of it starts to be written."""
+
+    @abstractmethod
+    def failure(self) -> str:
+        """What has failed so far, for a message; "" if nothing has. After a failure no update runs."""
 
     @property
     @abstractmethod
@@ -150,6 +156,9 @@ class StatesInMemory(StateHome):
 
     def hold(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def failure(self) -> str:
+        return ""
 
     def close(self) -> None:
         return

@@ -47,7 +47,7 @@ def _of_section(section: OptimizerSection) -> int:
 
 def _of_class(kind: Any, options: Sequence[Any], params: Mapping[str, Any]) -> int:
     if issubclass(kind, ShardOptimizer):
-        return kind.num_states
+        return int(kind.num_states)
     if not kind.__module__.startswith("torch.optim"):
         return UNKNOWN  # a constructor of somebody else's may do anything
     weights = [torch.zeros(NUMEL, requires_grad=True) for _ in options]

@@ -106,6 +106,7 @@ class OnDisk(Residence):
         self._is_slot = False  # the memory is a slot of the ring
         self._fetch: _Fetch | None = None
         self._written: Ticket | None = None
+        states.add(self)
         if holds_master:
             self._memory = self._new_memory()
             self._place(MAIN, 0, master).copy_(master)
@@ -127,6 +128,7 @@ class OnDisk(Residence):
     # -- in the thread of the script --------------------------------------------------------------------
 
     def bring(self) -> None:
+        self._states.raise_failure()
         if self._memory is None:
             memory = self._new_memory()
             read = self.start_read(memory)
@@ -140,28 +142,32 @@ class OnDisk(Residence):
         return self._leave()
 
     def begin(self) -> None:
-        self._states.raise_failure()
         self._states.forget_memory(self)
         if self._memory is None:
             self._fetch = _Fetch(self._states, self)
 
     # -- in the thread of the update --------------------------------------------------------------------
 
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        self._states.raise_failure()
+    def run(self, update: Callable[[], None]) -> bool:
         fetch, self._fetch = self._fetch, None
         if fetch is not None:
-            slot = self._states.checking(fetch.wait)
+            try:
+                slot = self._states.checking(fetch.wait)
+            except XdsError:
+                return False
             self._is_slot = True
             self._point_to(slot)
+        if self._states.has_failed:
+            self._drop(None)
+            return False
         try:
-            yield
+            update()
         except BaseException as error:
             self._states.fail(error)
             self._drop(None)
             raise
         self._leave()
+        return True
 
     # -- both -------------------------------------------------------------------------------------------
 
@@ -173,6 +179,11 @@ class OnDisk(Residence):
         if not num_bytes:
             return None
         return self._states.file.read(self.extent, memory[:num_bytes])
+
+    def check_written(self) -> None:
+        """Raises XdsError: the last write is done and has failed."""
+        if self._written is not None and self._written.is_done():
+            self._states.checking(self._written.wait)
 
     def _leave(self) -> Ticket:
         """Keep new states, write everything back, and let the tensors read as NaN."""
@@ -336,6 +347,7 @@ class StatesOnDisk(StateHome):
         self._extents = Extents()
         self._file: DiskFile | None = None
         self._ring: Ring | None = None
+        self._all: list[OnDisk] = []
         self._in_memory: dict[int, OnDisk] = {}  # by id, the last one used is last
         self._writes: deque[Ticket] = deque()
         self._holds = 0
@@ -365,6 +377,10 @@ class StatesOnDisk(StateHome):
     def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
         return OnDisk(self, self._extents[str(index)], master, holds_master=holds_master)
 
+    def add(self, residence: OnDisk) -> None:
+        """It uses the file."""
+        self._all.append(residence)
+
     # -- what is in memory ------------------------------------------------------------------------------
 
     def note_memory(self, residence: OnDisk) -> None:
@@ -379,10 +395,12 @@ class StatesOnDisk(StateHome):
         self._in_memory.pop(id(residence), None)
 
     def _move_away(self, residence: OnDisk) -> None:
+        """Errors of the disk are kept for `failure`."""
         del self._in_memory[id(residence)]
         self._writes.append(residence.move_away())
         while len(self._writes) > WRITES_IN_FLIGHT:
-            self.checking(self._writes.popleft().wait)
+            with suppress(XdsError):
+                self.checking(self._writes.popleft().wait)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -397,15 +415,28 @@ class StatesOnDisk(StateHome):
     # -- failures ---------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """From now on every use raises the first error: some states are lost."""
+        """From now on no update runs, and every read raises the first error: some states are lost."""
         self._failure = self._failure or error
+
+    @property
+    def has_failed(self) -> bool:
+        """Some states are lost."""
+        return self._failure is not None
+
+    def failure(self) -> str:
+        for residence in self._all:
+            with suppress(XdsError):
+                residence.check_written()
+        if self._failure is None:
+            return ""
+        return (
+            f"{self._failure}; some optimizer states are lost: start again from the last checkpoint"
+        )
 
     def raise_failure(self) -> None:
         """Raises XdsError: something has failed before."""
         if self._failure is not None:
-            raise XdsError(
-                f"{self._failure}; some optimizer states are lost: start again from the last checkpoint"
-            ) from self._failure
+            raise XdsError(self.failure()) from self._failure
 
     def checking(self, wait: Callable[[], Value]) -> Value:
         """`wait()`; remembers its error."""

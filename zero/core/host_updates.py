@@ -9,12 +9,13 @@ forward                                    unit 0 ...    stage 3: a unit waits f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor
 
-from ...offload.lanes import Ticket
+from ...offload.lanes import Done, Ticket
 from .frozen import FrozenValues, Range
 from .master import Master
 
@@ -65,12 +66,11 @@ def start_near(
     master.residence.begin()
 
     def work() -> None:
-        with master.residence.use():
-            kept = keep()
-            update(grad, compute)
-            kept.restore()
+        kept = keep()
+        update(grad, compute)
+        kept.restore()
 
-    ticket = master.host.lanes.updates.run(work)
+    ticket = master.host.lanes.updates.run(lambda: master.residence.run(work))
     master.begin_update(ticket)
     return ticket
 
@@ -95,18 +95,20 @@ def start_far(
     master.residence.begin()
     tensor, compute, arrival = master.raw, master.compute, Arrival()
 
+    def write(values: Tensor) -> None:
+        kept = keep()
+        update(grad, values if casts else None)
+        kept.restore()
+        if casts:
+            for low, high in frozen:
+                values[low:high].copy_(tensor[low:high])
+        else:
+            values.copy_(tensor)
+
     def work() -> None:
         values = host.sender.buffer(numel, dtype)
-        with master.residence.use():
-            kept = keep()
-            update(grad, values if casts else None)
-            kept.restore()
-            if casts:
-                for low, high in frozen:
-                    values[low:high].copy_(tensor[low:high])
-            else:
-                values.copy_(tensor)
-        arrival.sent(master.send(values, compute, mark))
+        is_done = master.residence.run(partial(write, values))
+        arrival.sent(master.send(values, compute, mark) if is_done else Done())
 
     ticket = host.lanes.updates.run(work)
     arrival.begin(ticket)

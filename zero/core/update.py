@@ -8,7 +8,7 @@ If the stage shards the optimizer state, an item is a range of this rank's shard
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, final
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ...offload.lanes import Ticket
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World
-from ...utils.errors import UsageError
+from ...utils.errors import UsageError, XdsError
+from .disk_failures import agree_on_disks
 from .frozen import FrozenValues, Range, clip, frozen_ranges
 from .host_updates import start_far, start_near
 from .layout import FlatLayout, Slot
@@ -115,6 +116,7 @@ class Updater:
         assert self._optimizer is not None
         if _num_tensors(self._optimizer) != self._num_tensors:
             raise UsageError(ADDED_GROUP)
+        agree_on_disks(self.world.collectives, self._model.homes.states)
         self._model.before_update()
         optimizer = self._optimizer
         if not isinstance(optimizer, ShardOptimizer):
@@ -132,11 +134,16 @@ class Updater:
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
-        """Inside, all masters and states are in memory. They are moved back to a disk on exit."""
-        host = self._model.homes.host
-        with nullcontext() if host is None else host.states.hold():
+        """Inside, all masters and states are in memory. They are moved back to a disk on exit. For all ranks.
+
+        Raises XdsError: on every rank, if the disk of one has failed.
+        """
+        states = self._model.homes.states
+        with states.hold():
             for master in self.masters:
-                master.bring()
+                with suppress(XdsError):  # `failure` has it
+                    master.bring()
+            agree_on_disks(self.world.collectives, states)
             yield
 
     def take_edits(self) -> None:
@@ -176,6 +183,8 @@ class Updater:
                 kept.restore()
                 self._write_far(master)
                 self._publish(master)
+        if self._model.homes.states.is_on_disk:
+            self._wait_for_disks(arrivals)
         for master, arrival in arrivals:
             if master.params.may_be_resharded:
                 master.params.expect(arrival)  # the unit's next use waits for it
@@ -184,6 +193,13 @@ class Updater:
             else:
                 arrival.order()
                 self._publish(master)
+
+    def _wait_for_disks(self, arrivals: Sequence[tuple[Master, Ticket]]) -> None:
+        """Wait for what is published in this step. Raises XdsError: on every rank, if a disk has failed."""
+        for master, arrival in arrivals:
+            if not master.params.may_be_resharded and not self._model.homes.defers:
+                arrival.order()
+        agree_on_disks(self.world.collectives, self._model.homes.states)
 
     def _in_order_of_use(self) -> list[Master]:
         """First what is published in this step, then the root, then the blocks."""
