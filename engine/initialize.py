@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ from torch import nn
 
 from ..compression.reducer import ExactReducer
 from ..offload.activations import Activations
-from ..offload.disk.states import StatesOnDisk
 from ..offload.homes import Homes, HostHome
-from ..offload.states import StateHome, StatesInMemory
+from ..offload.states import StateHome
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.opening import open_collectives
 from ..utils.errors import ConfigError, UsageError
@@ -41,7 +39,7 @@ from .engine import Engine
 from .model.arguments import check_arguments
 from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
-from .model.disk_space import disk_options, reserve
+from .model.disk_space import reserve, state_home
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
 from .optim.loss_scale import build_loss_scale
@@ -55,7 +53,6 @@ from .optim.optimizers import (
     split_for_muon,
 )
 from .optim.schedules import build_scheduler
-from .optim.state_count import count_states
 from .parts import Parts
 from .preemption.policy import NoPreemptionSave, Preemption, SaveOnPreemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
@@ -142,14 +139,14 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     collectives = _collectives(config, group, device)
     check_same_model(model, config.zero_optimization, collectives)
     policy = _policy(config, group.size())
-    host = _host(config, device, _states(config, given, group.rank()) if trains else None)
+    states = state_home(config, given.optimizer, group.rank())
+    host = _host(config, device, states)
     if policy.shards_params:
         return_freed_blocks()
     blocks = [module for _, module in found_blocks(model, config.zero_optimization.units)]
     compiler = Compiler(model, blocks, config)
     sharded, groups = _sharded(model, config, given, policy, collectives, host, trains=trains)
-    if host is not None:
-        reserve(sharded, host.states)
+    reserve(sharded)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
     undo = _recompute(config, blocks, device)
@@ -320,7 +317,7 @@ def _policy(config: Config, world_size: int) -> Policy:
     )
 
 
-def _host(config: Config, device: torch.device, states: StateHome | None) -> HostHome | None:
+def _host(config: Config, device: torch.device, states: StateHome) -> HostHome | None:
     zero = config.zero_optimization
     sections = (zero.offload_optimizer, zero.offload_param)
     if all(section.device == "none" for section in sections):
@@ -328,17 +325,6 @@ def _host(config: Config, device: torch.device, states: StateHome | None) -> Hos
     pins = all(section.pin_memory for section in sections if section.device != "none")
     adds = config.gradient_accumulation_steps > 1
     return HostHome(device, pin=pins, adds=adds, states=states)
-
-
-def _states(config: Config, given: _Given, rank: int) -> StateHome:
-    """Where masters and optimizer states on the host are between updates."""
-    section = config.zero_optimization.offload_optimizer
-    if section.device != "nvme":
-        return StatesInMemory()
-    assert section.nvme_path is not None  # checked with the config
-    num_states = count_states(config.optimizer, given.optimizer)
-    folder = Path(section.nvme_path)
-    return StatesOnDisk(folder, disk_options(config.aio), rank, num_states=num_states)
 
 
 def _homes(model: nn.Module, groups: Groups, config: Config, host: HostHome | None) -> Homes:

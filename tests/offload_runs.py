@@ -16,7 +16,7 @@ from tiny_models import build, micro_batch
 
 import xds
 from xds.offload import host_sums, lanes, ring, rotation
-from xds.offload.disk import states as disk_states
+from xds.offload.disk import transfers
 from xds.ops.comm.pool import BufferPool
 
 SAMPLES, STEPS = 4, 8
@@ -218,7 +218,7 @@ def late_lanes(seed: int) -> Iterator[None]:
         mock.patch.object(host_sums.OnHost, "_allocate", spoiled(host_sums.OnHost._allocate)),
         mock.patch.object(BufferPool, "give", give_spoiled),
         mock.patch.object(ring.Ring, "_hand_out", spoiled_slot),
-        mock.patch.object(disk_states, "ThreadLane", lambda name: LateLane(seed + 3)),
+        mock.patch.object(transfers, "ThreadLane", lambda name: LateLane(seed + 3)),
     ):
         yield
 
