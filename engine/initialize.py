@@ -17,6 +17,7 @@ from ..compression.reducer import ExactReducer
 from ..offload.activations import Activations
 from ..offload.cores import place_updates
 from ..offload.homes import Homes, HostHome
+from ..offload.states import StateHome
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.opening import open_collectives
 from ..utils.errors import ConfigError, UsageError
@@ -40,6 +41,7 @@ from .engine import Engine
 from .model.arguments import check_arguments
 from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
+from .model.disk_space import reserve, state_home
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
 from .optim.loss_scale import build_loss_scale
@@ -139,12 +141,14 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     collectives = _collectives(config, group, device)
     check_same_model(model, config.zero_optimization, collectives)
     policy = _policy(config, group.size())
-    host = _host(config, device)
+    states = state_home(config, given.optimizer, group.rank())
+    host = _host(config, device, states)
     if policy.shards_params:
         return_freed_blocks()
     blocks = [module for _, module in found_blocks(model, config.zero_optimization.units)]
     compiler = Compiler(model, blocks, config)
     sharded, groups = _sharded(model, config, given, policy, collectives, host, trains=trains)
+    reserve(sharded)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
     undo = _recompute(config, blocks, device)
@@ -316,7 +320,7 @@ def _policy(config: Config, world_size: int) -> Policy:
     )
 
 
-def _host(config: Config, device: torch.device) -> HostHome | None:
+def _host(config: Config, device: torch.device, states: StateHome) -> HostHome | None:
     zero = config.zero_optimization
     sections = (zero.offload_optimizer, zero.offload_param)
     if all(section.device == "none" for section in sections):
@@ -324,7 +328,7 @@ def _host(config: Config, device: torch.device) -> HostHome | None:
     pins = all(section.pin_memory for section in sections if section.device != "none")
     adds = config.gradient_accumulation_steps > 1
     guesses = zero.offload_optimizer.super_offload
-    host = HostHome(device, pin=pins, adds=adds, guesses=guesses)
+    host = HostHome(device, pin=pins, adds=adds, guesses=guesses, states=states)
     place_updates(host.lanes.updates, zero.offload_optimizer.cpuadam_cores_perc)
     return host
 

@@ -8,16 +8,10 @@ from typing import Annotated, ClassVar, Literal, final
 from pydantic import Field
 
 from ..utils.schema.keys import Detail, Entry, Group, NoEffect, details
-from ..utils.schema.rules import FLAG, NUMBER, TEXT, Rule, number, one_of, size, whole
+from ..utils.schema.rules import FLAG, NULL, NUMBER, TEXT, Rule, either, number, one_of, size, whole
 from ..utils.schema.section import Section
 
 _OVERLAPS = "reads and writes always overlap with the update"
-
-
-def _read_device(value: object) -> object:
-    if value == "nvme":
-        raise ValueError('offloading to NVMe is not supported yet; set it to "cpu" or "none"')
-    return one_of("none", "cpu").read(value)
 
 
 _SIZES = "buffers have the size of the largest unit, computed"
@@ -35,7 +29,9 @@ def _read_ratio(value: object) -> object:
 _SHARE = number(0, 1)
 RATIO = Rule(f'{_SHARE.need}, or "auto"', _read_ratio, takes_auto=True)
 Flag = Annotated[bool, FLAG]
-Device = Annotated[Literal["none", "cpu"], Rule('"none" or "cpu"', _read_device)]
+Device = Annotated[Literal["none", "cpu", "nvme"], one_of("none", "cpu", "nvme")]
+Folder = Annotated[str | None, either(TEXT, NULL)]
+_PATH = "a folder on a local disk; each rank has a file there without a name, which ends with the process"
 
 
 @final
@@ -61,7 +57,6 @@ class OffloadOptimizer(Section):
     """Where the optimizer state and the master weights are stored, and where the optimizer runs."""
 
     others: ClassVar[Mapping[str, Entry]] = {
-        "nvme_path": Detail(TEXT),
         "buffer_count": NoEffect(whole(0), _SIZES),
         "pipeline_read": NoEffect(FLAG, _OVERLAPS),
         "pipeline_write": NoEffect(FLAG, _OVERLAPS),
@@ -70,8 +65,10 @@ class OffloadOptimizer(Section):
 
     device: Device = Field(
         "none",
-        description='"cpu" stores optimizer states on the host, and the optimizer runs there',
+        description='"cpu" stores optimizer states on the host, and the optimizer runs there; "nvme" stores '
+        "them in a file, and only those that are updated are in memory",
     )
+    nvme_path: Folder = Field(None, description='for "nvme": ' + _PATH)
     ratio: Annotated[float | Literal["auto"], RATIO] = Field(
         1.0,
         description="share of the optimizer states on the host; the rest stays on the device. "
@@ -112,21 +109,43 @@ ZERO_KEYS: dict[str, Entry] = {
     "zenflow": ZENFLOW,
 }
 
-_AIO = "only offloading to NVMe would use it, and that is not supported yet"
+_THREADS = "queue_depth sets the number of threads"
+_BY_THREADS = "each block is one system call of a thread"
 
-AIO = Group(
-    {
-        **{
-            name: NoEffect(whole(1), _AIO)
-            for name in ("block_size", "queue_depth", "intra_op_parallelism", "thread_count")
-        },
-        **{name: NoEffect(FLAG, _AIO) for name in ("single_submit", "overlap_events", "use_gds")},
-    },
-    "how NVMe files are read and written",
-)
+
+def _read_block(value: object) -> object:
+    found = whole(PAGE_BYTES).read(value)
+    if found % PAGE_BYTES:
+        more = -(-found // PAGE_BYTES) * PAGE_BYTES
+        raise ValueError(f"must be a multiple of {PAGE_BYTES} bytes, such as {more}")
+    return found
+
+
+PAGE_BYTES = 4096  # of memory, offset and length, for direct I/O
+BLOCK = Rule(f"a number of bytes, a multiple of {PAGE_BYTES}", _read_block)
+
+
+@final
+class Aio(Section):
+    """How files on NVMe are read and written. For device = "nvme"."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
+        "intra_op_parallelism": NoEffect(whole(1), _THREADS),
+        "thread_count": NoEffect(whole(1), _THREADS),
+        "single_submit": NoEffect(FLAG, _BY_THREADS),
+        "overlap_events": NoEffect(FLAG, _BY_THREADS),
+        "use_gds": NoEffect(FLAG, "states are updated on the host, so they never go to the device"),
+    }
+
+    block_size: Annotated[int, BLOCK] = Field(
+        1 << 20, description="bytes of one system call, a multiple of 4096"
+    )
+    queue_depth: Annotated[int, whole(1, 1024)] = Field(
+        8, description="blocks that are read and written at the same time, each by a thread"
+    )
+
 
 TOP_LEVEL_KEYS: dict[str, Entry] = {
-    "aio": AIO,
     "zero_force_ds_cpu_optimizer": NoEffect(
         FLAG, "only offloading to the CPU would use it, and that is not supported yet", same=(True,)
     ),

@@ -17,6 +17,7 @@ from .rotation import Rotation
 from .sender import Sender
 from .shards import ShardHome, ShardsOnDevice, ShardsOnHost
 from .spare import Spare
+from .states import InMemory, Residence, StateHome, StatesInMemory
 
 NUM_STAGES = 2  # one is copied to while one is added
 
@@ -29,6 +30,10 @@ class Home(ABC):
     @abstractmethod
     def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy of `values` [n] at home, in `dtype`."""
+
+    @abstractmethod
+    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
+        """Where the result of `store` and its states are between updates; see `StateHome.residence`."""
 
     @abstractmethod
     def sums(self, sum_dtype: torch.dtype) -> SumHome:
@@ -44,6 +49,9 @@ class DeviceHome(Home):
     def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to(dtype, copy=True)
 
+    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
+        return InMemory()
+
     def sums(self, sum_dtype: torch.dtype) -> SumHome:
         return OnDevice()
 
@@ -55,10 +63,17 @@ class HostHome(Home):
     is_on_host = True
 
     def __init__(
-        self, device: torch.device, *, pin: bool, adds: bool, guesses: bool = False
+        self,
+        device: torch.device,
+        *,
+        pin: bool,
+        adds: bool,
+        guesses: bool = False,
+        states: StateHome | None = None,
     ) -> None:
         """
         Args:
+            states: where masters and states are between updates; default: in host memory.
             pin: use pinned memory for copies; without effect where the device is a CPU.
             adds: a step has several reductions.
             guesses: updates run before it is known that their step will not be clipped or skipped.
@@ -70,9 +85,13 @@ class HostHome(Home):
         self._stages = Rotation(NUM_STAGES, pin=self.pin)
         self._adds = adds
         self.spare = Spare(pin=self.pin) if guesses else None
+        self.states = states or StatesInMemory()
 
     def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.to("cpu", dtype, copy=True)
+
+    def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
+        return self.states.residence(index, master, holds_master=holds_master)
 
     def sums(self, sum_dtype: torch.dtype) -> SumHome:
         shared = (self.lanes, self._outbox, self._stages)
@@ -80,9 +99,10 @@ class HostHome(Home):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the host memory that copies go through, and of what undoes updates."""
+        """Bytes of host memory for copies, for states on a disk, and for updates that may be undone."""
         spare = 0 if self.spare is None else self.spare.allocated_bytes
-        return self.sender.allocated_bytes + self._stages.allocated_bytes + spare
+        copies = self.sender.allocated_bytes + self._stages.allocated_bytes
+        return copies + spare + self.states.host_bytes
 
     def drain(self) -> None:
         """Give back all device buffers whose copies are in flight."""
@@ -91,6 +111,7 @@ class HostHome(Home):
     def close(self) -> None:
         """End the threads."""
         self.lanes.close()
+        self.states.close()
 
 
 @final
@@ -119,6 +140,7 @@ class Homes:
             defers: a step does not wait for updates on the host.
         """
         self.host = host
+        self.states: StateHome = StatesInMemory() if host is None else host.states
         self.defers = defers and host is not None
         self.shards: ShardHome = ShardsOnDevice()
         if host is not None and offloads_params:

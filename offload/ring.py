@@ -21,6 +21,8 @@ from torch import Tensor
 from ..utils.errors import XdsError
 from .pinned import host_memory
 
+NO_THREAD = 0  # no thread has this identifier
+
 
 @final
 class Ring:
@@ -79,6 +81,15 @@ class Ring:
             self._num_waited_for -= 1
             return self._hand_out(index)
 
+    def hand_over(self, slot: Tensor) -> None:
+        """Another thread will `give` a slot that this thread took, so this thread may wait for it in `take`.
+
+        Raises:
+            XdsError: `slot` is not a slot that is taken.
+        """
+        with self._changed:
+            self._takers[self._index_of(slot)] = NO_THREAD
+
     def give(self, slot: Tensor, after: Callable[[], object] | None = None) -> None:
         """Return a slot that `take` gave out, from any thread.
 
@@ -88,16 +99,20 @@ class Ring:
         Raises:
             XdsError: `slot` is not a slot that is taken.
         """
-        index, rest = divmod(slot.data_ptr() - self._memory.data_ptr(), self._slot_bytes)
         with self._changed:
-            if rest or index not in self._takers:
-                raise XdsError("internal error: a tensor was given to a ring that is no taken slot")
+            index = self._index_of(slot)
             del self._takers[index]
             if after is None:
                 self._free.append(index)
             else:
                 self._pending.append((index, after))
             self._changed.notify()
+
+    def _index_of(self, slot: Tensor) -> int:
+        index, rest = divmod(slot.data_ptr() - self._memory.data_ptr(), self._slot_bytes)
+        if rest or index not in self._takers:
+            raise XdsError("internal error: a tensor was given to a ring that is no taken slot")
+        return index
 
     def _hand_out(self, index: int) -> Tensor:
         self._takers[index] = threading.get_ident()

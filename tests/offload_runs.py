@@ -16,7 +16,8 @@ from tiny_models import build, micro_batch
 
 import xds
 from xds.engine.steps.forecast import Forecast
-from xds.offload import host_sums, lanes, rotation
+from xds.offload import host_sums, lanes, ring, rotation
+from xds.offload.disk import transfers
 from xds.ops.comm.pool import BufferPool
 
 SAMPLES, STEPS = 4, 8
@@ -218,6 +219,10 @@ def late_lanes(seed: int) -> Iterator[None]:
 
         return call
 
+    def spoiled_slot(slots: ring.Ring, index: int) -> torch.Tensor:
+        return hand_out(slots, index).fill_(255)  # NaN in every dtype
+
+    hand_out = ring.Ring._hand_out
     give = BufferPool.give
 
     def give_spoiled(pool: BufferPool, buffer: torch.Tensor) -> None:
@@ -229,6 +234,8 @@ def late_lanes(seed: int) -> Iterator[None]:
         mock.patch.object(rotation.Rotation, "take", spoiled(rotation.Rotation.take)),
         mock.patch.object(host_sums.OnHost, "_allocate", spoiled(host_sums.OnHost._allocate)),
         mock.patch.object(BufferPool, "give", give_spoiled),
+        mock.patch.object(ring.Ring, "_hand_out", spoiled_slot),
+        mock.patch.object(transfers, "ThreadLane", lambda name: LateLane(seed + 3)),
     ):
         yield
 

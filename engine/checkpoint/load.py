@@ -69,7 +69,8 @@ def load_checkpoint(
     refused: list[str] = []
     while True:
         try:
-            return _load(training, counters, load_dir, chosen, options)
+            with training.updater.in_memory():
+                return _load(training, counters, load_dir, chosen, options)
         except DamagedError as error:
             if not options.fallback:
                 raise

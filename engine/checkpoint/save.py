@@ -69,7 +69,8 @@ class _Content:
             return
         name = f"{block.key}/{block.flat}/{start}"
         dtype = name_of(block.tensor.dtype)
-        self.entries.append(Entry(name, block.tensor, start - block.start, stop - block.start))
+        here = (start - block.start, stop - block.start)
+        self.entries.append(Entry(name, block.tensor, *here, block.blocks))
         self.ranges.append(
             Range(block.flat, block.key, start, stop, self.snapshot.rank, name, dtype)
         )

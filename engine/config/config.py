@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import Field
 
+from ...offload.config import Aio
 from ...ops.config import Ops, check_ops
 from ...ops.watch.config import WatchConfig
 from ...utils.errors import ConfigError
@@ -123,6 +124,7 @@ class Config(Section):
     activation_checkpointing: Annotated[ActivationCheckpointing, AsRead()] = Field(
         default_factory=ActivationCheckpointing.model_construct
     )
+    aio: Annotated[Aio, AsRead()] = Field(default_factory=Aio.model_construct)
     elasticity: Annotated[Elasticity, AsRead()] = Field(default_factory=Elasticity.model_construct)
     checkpoint: Annotated[Checkpoint, AsRead()] = Field(default_factory=Checkpoint.model_construct)
     compile: Annotated[Compile, AsRead()] = Field(default_factory=Compile.model_construct)
@@ -251,6 +253,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
             'device to "none" (offload_optimizer works at every stage)',
         )
     _check_guesses(changes.get("optimizer"), zero, report)
+    _check_paths(zero, report)
     check_compile(config.compile, config.zero_optimization.stage, report)
     check_ops(config.ops, report)
     check_elasticity(config.elasticity, data, report)
@@ -278,6 +281,18 @@ def _check_guesses(optimizer: Any, zero: ZeroConfig, report: Report) -> None:
             f"{optimizer.type} uses norms or products of whole tensors, which are known after backward only: "
             "set it to false, or choose an optimizer such as AdamW",
         )
+
+
+def _check_paths(zero: ZeroConfig, report: Report) -> None:
+    for name in ("offload_optimizer", "offload_param"):
+        section = getattr(zero, name)
+        if section.device == "nvme" and not section.nvme_path:
+            report.complain(
+                f"zero_optimization.{name}.nvme_path",
+                section.nvme_path,
+                'device = "nvme" needs a folder on a local disk, such as "/local_nvme"; set nvme_path, or the '
+                'device to "cpu"',
+            )
 
 
 def _check_precision(config: Config, report: Report) -> None:

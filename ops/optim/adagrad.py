@@ -19,6 +19,8 @@ from .shard_optimizer import OnePassOptimizer, Update
 class Adagrad(OnePassOptimizer):
     """g += decay p; s += g^2; p -= lr / (1 + (step - 1) lr_decay) * g / (sqrt(s) + eps)."""
 
+    num_states = 1
+
     def __init__(
         self,
         params: Iterable[Any],

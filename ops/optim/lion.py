@@ -21,6 +21,8 @@ from .shard_optimizer import OnePassOptimizer, Update
 class Lion(OnePassOptimizer):
     """p -= lr * (sign(beta1 m + (1 - beta1) g) + decay p); m = beta2 m + (1 - beta2) g."""
 
+    num_states = 1
+
     def __init__(
         self,
         params: Iterable[Any],

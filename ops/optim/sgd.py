@@ -19,6 +19,8 @@ from .shard_optimizer import OnePassOptimizer, Update
 class SGD(OnePassOptimizer):
     """g += decay p; m = momentum m + (1 - dampening) g, at first g; p -= lr m, or lr (g + momentum m)."""
 
+    num_states = 1
+
     def __init__(
         self,
         params: Iterable[Any],

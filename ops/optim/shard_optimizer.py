@@ -141,6 +141,7 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
     takes_edits = (
         False  # True: `update` itself compares `out` with the masters, see ops/optim/edits.py
     )
+    num_states = 2  # tensors of a parameter's size that it keeps for each parameter, at most
     is_bound = False  # True: an engine steps it, and its groups are complete
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

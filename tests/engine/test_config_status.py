@@ -64,7 +64,7 @@ def test_keys_without_effect_are_named_once_with_the_reason(caplog, monkeypatch)
         **SMALL,
         "prescale_gradients": True,
         "cuda_visible_devices": 0,
-        "aio": {"block_size": 1048576},
+        "aio": {"thread_count": 2},
         "zero_optimization": {"contiguous_gradients": False, "sub_group_size": 1e9},
     }
     with caplog.at_level(logging.WARNING, logger="xds"):
@@ -72,7 +72,7 @@ def test_keys_without_effect_are_named_once_with_the_reason(caplog, monkeypatch)
     assert [path for path, _ in config.without_effect] == [
         "prescale_gradients",
         "cuda_visible_devices",
-        "aio.block_size",
+        "aio.thread_count",
         "zero_optimization.contiguous_gradients",
         "zero_optimization.sub_group_size",
     ]

@@ -97,7 +97,7 @@ def test_a_ratio_is_met_to_one_unit() -> None:
     [
         ({"stage": 2, "offload_param": {"device": "cpu"}}, "at stage 3 only, and the stage is 2"),
         ({"offload_optimizer": {"device": "disk"}}, "must be"),
-        ({"offload_optimizer": {"device": "nvme"}}, "NVMe is not supported yet"),
+        ({"offload_optimizer": {"device": "nvme"}}, "nvme_path = null: .* needs a folder"),
         ({"offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "ratio = 1.5: must be"),
         ({"offload_optimizer": {"super_offload": True}}, "needs updates on the host"),
         ({"zenflow": {"topk_ratio": 0.1}}, "ZenFlow"),

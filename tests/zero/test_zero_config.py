@@ -66,7 +66,6 @@ def test_leaf_modules_become_units():
 
 REFUSED = [
     {"offload_param": {"device": "cpu"}},
-    {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
     {"offload_optimizer": {"super_offload": True}},
     {"zenflow": {"topk_ratio": 0.1}},
     {"zero_quantized_weights": True},

@@ -9,13 +9,14 @@ Nothing is copied: a block is the tensor that is trained, in full or this rank's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from ...offload.states import Blocks
 from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ..core.layout import FlatLayout, Slot
@@ -31,12 +32,16 @@ SCALARS = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """`tensor` holds elements [start, start + numel) of `key` of flat number `flat`."""
+    """`tensor` holds elements [start, start + numel) of `key` of flat number `flat`.
+
+    blocks: reads its values, if they are on a disk; then the tensor has none.
+    """
 
     flat: int
     key: str
     start: int
     tensor: Tensor
+    blocks: Blocks | None = None
 
     @property
     def stop(self) -> int:
@@ -49,6 +54,7 @@ class Held:
 
     name: of the parameter if the tensor is a full parameter with its own shape; else None.
     group: the index of its group in the optimizer.
+    blocks_of: how a state of it is read while it is on a disk.
     """
 
     tensor: Tensor
@@ -56,6 +62,7 @@ class Held:
     start: int
     name: str | None
     group: int
+    blocks_of: Callable[[Tensor], Blocks | None]
 
 
 def plain(name: str) -> str:
@@ -145,8 +152,9 @@ class Snapshot:
                 self._slots.append({slot.offset: slot for slot in self.flats[-1].slots})
                 is_part = flat.is_sharded if master is None else master.is_sharded
                 start = flat.layout.shard_range(self.rank)[0] if is_part else 0
-                tensor = flat.shard if master is None else master.tensor
-                self.values.append(Block(number, "value", start, tensor))
+                tensor = flat.shard if master is None else master.raw
+                blocks = None if master is None else master.residence.blocks_of(tensor)
+                self.values.append(Block(number, "value", start, tensor, blocks))
 
     def _add_alone(self, module: nn.Module) -> None:
         inside = {id(p) for unit in self.sharded.units for flat in unit.params for p in flat.params}
@@ -190,7 +198,7 @@ class Snapshot:
         number = self.number_of(master)
         slot = None if master.is_sharded else self._slots[number].get(start)
         name = slot.name if slot is not None and slot.shape == tensor.shape else None
-        return Held(tensor, number, start, name, group)
+        return Held(tensor, number, start, name, group, master.residence.blocks_of)
 
     def _add_states(self) -> None:
         known = {id(held.tensor) for held in self.held}
@@ -212,7 +220,7 @@ class Snapshot:
             if value.numel() == 1 and is_single and not value.is_complex():
                 self._add_constant(held, name, value.item(), value)
             elif value.shape == held.tensor.shape:
-                self.states.append(Block(held.flat, name, held.start, value))
+                self.states.append(Block(held.flat, name, held.start, value, held.blocks_of(value)))
             elif held.name is not None:
                 self._append("state", f"{held.name}/{key}", value, name, self.states)
             else:

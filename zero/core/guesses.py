@@ -239,7 +239,9 @@ class Guesses:
         self._waiting: list[Guess] = []  # those that have not begun
         self._choosing = threading.Lock()  # which ones begin
         # without a copy the parameters themselves are the master: a script would read new values
-        found = [m for m in masters if m.home.is_on_host and m.is_apart]
+        found = [
+            m for m in masters if m.home.is_on_host and m.is_apart and not m.residence.is_on_disk
+        ]
         for master in found:
             undo = partial(self.undo, master)
             master.grads.watch(partial(self._begin, master), undo)

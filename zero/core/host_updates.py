@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from ...offload.lanes import Ticket
+from ...offload.lanes import Done, Ticket
 from ...ops.optim.shard_optimizer import Old
 from .frozen import FrozenValues, Range
 from .master import Master
@@ -115,7 +116,10 @@ def start(update: HostUpdate) -> Ticket:
 def _start_near(update: HostUpdate) -> Ticket:
     master = update.master
     grad, compute = master.grads.for_update(), master.compute if master.casts else None
-    ticket = master.host.lanes.updates.run(lambda: update.write_near(grad, compute))
+    master.wait()
+    master.residence.begin()
+    write = partial(update.write_near, grad, compute)
+    ticket = master.host.lanes.updates.run(lambda: master.residence.run(write))
     master.begin_update(ticket)
     return ticket
 
@@ -125,12 +129,14 @@ def _start_far(update: HostUpdate) -> Arrival:
     master = update.master
     grad, host, dtype = master.grads.for_update(), master.host, master.params.dtype
     mark = host.lanes.to_device.mark()
+    master.wait()
+    master.residence.begin()
     compute, arrival = master.compute, Arrival()
 
     def work() -> None:
         values = host.sender.buffer(grad.numel(), dtype)
-        update.write_far(grad, values)
-        arrival.sent(master.send(values, compute, mark))
+        is_done = master.residence.run(partial(update.write_far, grad, values))
+        arrival.sent(master.send(values, compute, mark) if is_done else Done())
 
     ticket = host.lanes.updates.run(work)
     arrival.begin(ticket)

@@ -61,6 +61,9 @@ class Master:
             )
             for segment in layout.segments_in(start, stop)
         ]
+        self.residence = home.residence(params.index, self._tensor, holds_master=self.is_apart)
+        for item in self.items:
+            self.residence.add_view(item.master, item.start)
 
     def _settle_in(self, home: Home) -> None:
         self.home = home
@@ -90,13 +93,13 @@ class Master:
 
     @property
     def tensor(self) -> Tensor:
-        """The master weights [n]. Waits like `wait`."""
-        self.wait()
+        """The master weights [n], with their values. Waits like `wait`."""
+        self.bring()
         return self._tensor
 
     @property
     def raw(self) -> Tensor:
-        """The same without waiting, for the update itself."""
+        """The same without waiting, for the update itself. Between updates it may read as NaN."""
         return self._tensor
 
     @property
@@ -121,6 +124,11 @@ class Master:
     def watch(self, before_read: Callable[[], None]) -> None:
         """Call `before_read` whenever somebody but the update wants the master or its states."""
         self._before_read = before_read
+
+    def bring(self) -> None:
+        """The master and its states have their values in memory; see `Residence.bring`."""
+        self.wait()
+        self.residence.bring()
 
     # -- a script's writes ------------------------------------------------------------------------------
 

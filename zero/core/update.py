@@ -8,15 +8,18 @@ If the stage shards the optimizer state, an item is a range of this rank's shard
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from ...offload.lanes import Ticket
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World
 from ...ops.optim.state_places import scalars_are_beside
-from ...utils.errors import UsageError
+from ...utils.errors import UsageError, XdsError
+from .disk_failures import agree_on_disks
 from .frozen import FrozenValues, Range, clip, frozen_ranges
 from .guesses import Guesses
 from .host_updates import HostUpdate, Olds, start
@@ -74,7 +77,7 @@ class Updater:
         if self.world.is_sharded:
             raise UsageError("a shard does not keep the shapes of its parameters")
         return [
-            self._add_tensor(
+            self._add_view(
                 item.master[part.start : part.stop].view(part.shape),
                 master,
                 item.start + part.start,
@@ -84,6 +87,10 @@ class Updater:
             if item.group == group
             for part in item.parts
         ]
+
+    def _add_view(self, tensor: Tensor, master: Master, start: int) -> Tensor:
+        master.residence.add_view(tensor, start)
+        return self._add_tensor(tensor, master, start)
 
     def _add_tensor(self, tensor: Tensor, master: Master, start: int) -> Tensor:
         self._places[id(tensor)] = (tensor, master, start)
@@ -104,6 +111,8 @@ class Updater:
             if host is not None and host.spare is not None and optimizer.is_elementwise:
                 prepare = partial(self._host_update, optimizer)
                 self._guesses = Guesses(self.masters, optimizer, host.spare, prepare)
+        for master in self.masters:
+            master.residence.bind(partial(self._states_in, master))
 
     def expect(self, scale: float | None) -> None:
         """A backward begins. If its step is expected to have this `scale`, updates may run before it.
@@ -122,18 +131,35 @@ class Updater:
         assert self._optimizer is not None
         if _num_tensors(self._optimizer) != self._num_tensors:
             raise UsageError(ADDED_GROUP)
+        agree_on_disks(self.world.collectives, self._model.homes.states)
         self._model.before_update()
         optimizer = self._optimizer
         if not isinstance(optimizer, ShardOptimizer):
-            self._take_edits_into_masters()
-            self._step_torch(optimizer, scale)
+            with self.in_memory():
+                self._take_edits_into_masters()
+                self._step_torch(optimizer, scale)
         elif optimizer.is_elementwise:
             self._step_elementwise(optimizer, scale)
             optimizer.step()
         else:
-            self._step_at_once(optimizer, scale)
+            with self.in_memory():
+                self._step_at_once(optimizer, scale)
             optimizer.step()
         self._model.wait_published()
+
+    @contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Inside, all masters and states are in memory. They are moved back to a disk on exit. For all ranks.
+
+        Raises XdsError: on every rank, if the disk of one has failed.
+        """
+        states = self._model.homes.states
+        with states.hold():
+            for master in self.masters:
+                with suppress(XdsError):  # `failure` has it
+                    master.bring()
+            agree_on_disks(self.world.collectives, states)
+            yield
 
     def take_edits(self) -> None:
         """Make the script's writes to parameters since the last update their values and the masters'."""
@@ -177,6 +203,8 @@ class Updater:
                 kept.restore()
                 self._write_far(master)
                 self._publish(master)
+        if self._model.homes.states.is_on_disk:
+            self._wait_for_disks(arrivals)
         for master, arrival in arrivals:
             if master.params.may_be_resharded:
                 master.params.expect(arrival)  # the unit's next use waits for it
@@ -185,6 +213,13 @@ class Updater:
             else:
                 arrival.order()
                 self._publish(master)
+
+    def _wait_for_disks(self, arrivals: Sequence[tuple[Master, Ticket]]) -> None:
+        """Wait for what is published in this step. Raises XdsError: on every rank, if a disk has failed."""
+        for master, arrival in arrivals:
+            if not master.params.may_be_resharded and not self._model.homes.defers:
+                arrival.order()
+        agree_on_disks(self.world.collectives, self._model.homes.states)
 
     def _in_order_of_use(self) -> list[Master]:
         """First what is published in this step, then the root, then the blocks."""
@@ -294,7 +329,7 @@ class Updater:
             buffer that the state tensors cover, or None if they have the parameter's own shape.
         """
         assert self._optimizer is not None
-        master.wait()
+        master.bring()
         start = master.params.layout.shard_range(self.world.collectives.rank)[0]
         first = slot.offset - (start if master.is_sharded else 0)
         for tensor, at in self._tensors_in(master):
@@ -321,6 +356,10 @@ class Updater:
             for key, value in other.items()
         }
 
+    def _states_in(self, master: Master) -> list[tuple[int, Tensor, dict[str, Any]]]:
+        """The optimizer's tensors in `master`: the first element of each, and its states."""
+        return [(at, tensor, self._states_of(tensor)) for tensor, at in self._tensors_in(master)]
+
     def _tensors_in(self, master: Master) -> Iterator[tuple[Tensor, int]]:
         """The optimizer's tensors that are ranges of `master`, and their first elements in it."""
         for group in [] if self._optimizer is None else self._optimizer.param_groups:
@@ -339,11 +378,12 @@ class Updater:
             master.wait()
 
     def master_tensors(self) -> list[Tensor]:
-        """The masters that are separate copies of the parameters."""
-        return [master.tensor for master in self.masters if master.is_apart]
+        """The masters that are separate copies of the parameters. Those on a disk have no values."""
+        self.wait()
+        return [master.raw for master in self.masters if master.is_apart]
 
     def state_tensors(self) -> list[Tensor]:
-        """The optimizer's state tensors, without scalars."""
+        """The optimizer's state tensors, without scalars. Those on a disk have no values."""
         self.wait()
         states = [] if self._optimizer is None else self._optimizer.state.values()
         return [
@@ -379,19 +419,23 @@ class Updater:
                     value.data = value.to(device, copy=True)
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of the masters that are separate copies, of the optimizer's state tensors, and on the host.
+        """Bytes of masters that are separate copies, of optimizer state tensors, on the host and on a disk.
 
-        "host" has masters, states, gradients and buffers of flat buffers whose home is there.
+        "host" has masters, states, gradients and buffers of flat buffers whose home is there. "disk" has
+        masters and states that are in a file between updates.
         """
-        found = {"master": 0, "optimizer": 0, "host": 0}
+        self.wait()
+        found = {"master": 0, "optimizer": 0, "host": 0, "disk": 0}
         for master in self.masters:
-            own = master.tensor.nbytes if master.is_apart else 0
+            stored = master.residence.is_stored
+            own = master.raw.nbytes if master.is_apart and not stored(master.raw) else 0
             states = [
                 value.nbytes
                 for tensor, _ in self._tensors_in(master)
                 for value in self._states_of(tensor).values()
-                if isinstance(value, Tensor)
+                if isinstance(value, Tensor) and not stored(value)
             ]
+            found["disk"] += master.residence.disk_bytes
             if master.home.is_on_host:
                 found["host"] += own + sum(states) + master.grads.host_bytes
             else:

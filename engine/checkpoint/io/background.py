@@ -30,7 +30,7 @@ from ....utils.errors import UsageError, XdsError
 from ....utils.quoting import printable
 from ..saver import DOING, Job, Progress, Saver
 from .folders import MANIFEST
-from .tensor_file import copy_image, image_bytes
+from .tensor_file import Sums, copy_image, image_bytes, write_tensors
 from .writer_process import WriterProcess
 
 log = logging.getLogger("xds")
@@ -41,7 +41,10 @@ LOST_SECONDS = 60.0  # a rank that writes updates its key once a second, however
 
 @final
 class Background(Saver):
-    """`save` returns after the states are copied to host memory, which is held until `close`."""
+    """`save` returns after the states are copied to host memory, which is held until `close`.
+
+    If some states are on a disk (offload to NVMe), this rank's file is complete when `save` returns.
+    """
 
     def __init__(self, keep_last: int, timeout_seconds: float, collectives: Collectives) -> None:
         """Raises UsageError: the process group has no store."""
@@ -63,9 +66,15 @@ class Background(Saver):
 
     def save(self, job: Job) -> None:
         size_bytes, failure = 0, ""
+        sums: Sums | None = None
         try:
             size_bytes = image_bytes(job.entries)
-            copy_image(job.entries, self._writer.memory(size_bytes))
+            if any(entry.blocks is not None for entry in job.entries):
+                sums = write_tensors(
+                    job.path, job.entries
+                )  # a copy could be larger than the memory
+            else:
+                copy_image(job.entries, self._writer.memory(size_bytes))
         except Exception as error:  # reported like a failed write: no collective runs here
             failure = _message(error)
         except BaseException:
@@ -78,14 +87,14 @@ class Background(Saver):
         # not a daemon: the interpreter waits for it before it ends
         self._thread = threading.Thread(
             target=self._run,
-            args=(replace(job, entries=()), size_bytes, failure),
+            args=(replace(job, entries=()), size_bytes, failure, sums),
             name="xds-checkpoint",
         )
         self._thread.start()
 
     # -- in the thread ----------------------------------------------------------------------------------
 
-    def _run(self, job: Job, size_bytes: int, failure: str) -> None:
+    def _run(self, job: Job, size_bytes: int, failure: str, sums: Sums | None) -> None:
         exchange = _StoreExchange(job, self._timeout_seconds)
 
         def on_written(written_bytes: int) -> None:
@@ -96,7 +105,7 @@ class Background(Saver):
             mine: dict[str, Any] = {"error": failure}
             try:
                 if not failure:
-                    sums = self._writer.write(job.path, size_bytes, on_written)
+                    sums = sums or self._writer.write(job.path, size_bytes, on_written)
                     mine = {"record": job.record_json(sums)}
             except Exception as error:
                 mine = {"error": _message(error)}

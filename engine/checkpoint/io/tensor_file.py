@@ -7,7 +7,7 @@ package safetensors is not used because it would hold a copy of everything. `Che
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +20,17 @@ from .writer import BLOCK_BYTES, chunk_bytes_of, write_summed
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A tensor of a file: elements [start, stop) of `tensor`, flattened."""
+    """A tensor of a file: elements [start, stop) of `tensor`, flattened.
+
+    blocks: (start, stop) -> these elements, block by block, if the values are elsewhere; `tensor` then gives
+        shape and dtype only. A block is valid until the next one.
+    """
 
     name: str
     tensor: Tensor
     start: int
     stop: int
+    blocks: Callable[[int, int], Iterator[Tensor]] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -70,7 +75,10 @@ def image_bytes(entries: Sequence[Entry]) -> int:
 
 @torch.no_grad()
 def copy_image(entries: Sequence[Entry], memory: Tensor) -> None:
-    """Put the bytes of the file of `entries` into `memory` [image_bytes], uint8, on the CPU."""
+    """Put the bytes of the file of `entries` into `memory` [image_bytes], uint8, on the CPU.
+
+    None of them has `blocks`.
+    """
     ordered = _in_order(entries)
     header = _header(ordered)
     memory[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
@@ -90,6 +98,9 @@ def _pieces_of(entries: Sequence[Entry]) -> Iterator[memoryview]:
     """The file's bytes, in order. A view is valid until the next one is requested."""
     yield memoryview(_header(entries))
     for entry in entries:
+        if entry.blocks is not None:
+            yield from map(bytes_of, entry.blocks(entry.start, entry.stop))
+            continue
         flat = _part(entry)
         if flat.device.type == "cpu" and flat.is_contiguous():
             yield bytes_of(flat)

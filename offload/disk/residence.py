@@ -1,0 +1,325 @@
+"""A master and its states in one extent of the file: read before an update, written back after it.
+
+extent   | master | state 0 | state 1 | ...      regions of equal size, each aligned
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import final
+
+from torch import Tensor
+
+from ...utils.errors import XdsError
+from ..lanes import Ticket as LaneTicket
+from ..pinned import host_memory
+from ..states import Blocks, OptimizerStates, Residence
+from .blocks import read_blocks
+from .extents import Extent
+from .kept import Kept, Movable
+from .options import aligned
+from .requests import Ticket
+from .transfers import Transfers, wait_quietly
+
+log = logging.getLogger("xds")
+MAIN = 0  # the region of the master; states are in the regions after it
+
+
+@final
+class _Fetch:
+    """A read on its way to a slot of the ring."""
+
+    def __init__(self, transfers: Transfers, residence: OnDisk) -> None:
+        self._transfers = transfers
+        self._residence = residence
+        self._slot: Tensor | None = None
+        self._read: Ticket | None = None
+        self._started: LaneTicket = transfers.fetches.run(self._start)
+
+    def _start(self) -> None:
+        ring = self._transfers.ring
+        slot = ring.take()
+        ring.hand_over(slot)
+        try:
+            self._read = self._residence.start_read(slot)
+        except BaseException:
+            ring.give(slot)
+            raise
+        self._slot = slot
+
+    def wait(self) -> Tensor:
+        """The slot, with its values. Raises XdsError: the disk failed; the slot is free again."""
+        self._started.wait()
+        assert self._slot is not None
+        try:
+            if self._read is not None:
+                self._read.wait()
+        except BaseException:
+            self._transfers.ring.give(self._slot)
+            raise
+        return self._slot
+
+
+@final
+class OnDisk(Residence, Movable):
+    """One extent of the file, divided into regions of equal size: the master, and one for each state.
+
+    Between uses the tensors read as NaN: they are a single element in memory.
+    """
+
+    is_on_disk = True
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        kept: Kept,
+        extent: Extent,
+        master: Tensor,
+        *,
+        holds_master: bool,
+    ) -> None:
+        self.extent = extent
+        self._transfers = transfers
+        self._kept = kept
+        self._numel, self._dtype = master.numel(), master.dtype
+        self._placeholder = transfers.placeholder(master.dtype)
+        self._region_bytes = aligned(master.nbytes)
+        self._first = MAIN + 1 if holds_master else MAIN
+        self._num_regions = extent.num_bytes // self._region_bytes
+        self._num_used = self._first
+        self._views: list[tuple[Tensor, int]] = []
+        self._find_states: OptimizerStates = lambda: ()
+        # where each state is: (first element of the optimizer's tensor, key) -> region
+        self._regions: dict[tuple[int, str], int] = {}
+        self._stored: list[tuple[Tensor, int, int]] = []  # states, their regions, first elements
+        self._memory: Tensor | None = None
+        self._has_warned = False
+        self._is_slot = False  # the memory is a slot of the ring
+        self._fetch: _Fetch | None = None
+        self._written: Ticket | None = None
+        if holds_master:
+            self._memory = self._new_memory()
+            self._place(MAIN, 0, master).copy_(master)
+            self.add_view(master, 0)
+            kept.note(self)
+
+    def add_view(self, view: Tensor, start: int) -> None:
+        if self._first == MAIN or not view.numel():
+            return
+        self._views.append((view, start))
+        if self._memory is None:
+            view.data = self._placeholder.expand(view.shape)
+        else:
+            view.data = self._place(MAIN, start, view)
+
+    def bind(self, states: OptimizerStates) -> None:
+        self._find_states = states
+
+    # -- in the thread of the script --------------------------------------------------------------------
+
+    def bring(self) -> None:
+        self._transfers.raise_failure()
+        if self._memory is None:
+            memory = self._new_memory()
+            read = self.start_read(memory)
+            if read is not None:
+                self._transfers.checking(read.wait)
+            self._point_to(memory)
+        self._kept.note(self)
+
+    def move_away(self) -> Ticket:
+        """End `bring`: start to write what is in memory."""
+        return self._leave()
+
+    def begin(self) -> None:
+        self._kept.forget(self)
+        if self._memory is None:
+            self._fetch = _Fetch(self._transfers, self)
+
+    # -- in the thread of the update --------------------------------------------------------------------
+
+    def run(self, update: Callable[[], None]) -> bool:
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            try:
+                slot = self._transfers.checking(fetch.wait)
+            except XdsError:
+                return False
+            self._is_slot = True
+            self._point_to(slot)
+        if self._transfers.has_failed:
+            self._drop(None)
+            return False
+        try:
+            update()
+        except BaseException as error:
+            self._transfers.fail(error)
+            self._drop(None)
+            raise
+        self._leave()
+        return True
+
+    # -- both -------------------------------------------------------------------------------------------
+
+    def start_read(self, memory: Tensor) -> Ticket | None:
+        """Read what the extent holds into `memory`; None: it holds nothing yet."""
+        if self._written is not None:
+            self._transfers.checking(self._written.wait)  # the read would wait for it as well
+        num_bytes = self._num_used * self._region_bytes
+        if not num_bytes:
+            return None
+        return self._transfers.file.read(self.extent, memory[:num_bytes])
+
+    def check_written(self) -> None:
+        """Raises XdsError: the last write is done and has failed."""
+        if self._written is not None and self._written.is_done():
+            self._transfers.checking(self._written.wait)
+
+    def _leave(self) -> Ticket:
+        """Keep new states, write everything back, and let the tensors read as NaN."""
+        assert self._memory is not None
+        try:
+            self._adopt_states()
+            ticket = self._transfers.file.write(
+                self.extent, self._memory[: self._num_used * self._region_bytes]
+            )
+        except BaseException as error:
+            self._transfers.fail(error)
+            self._drop(None)
+            raise
+        self._written = ticket
+        self._drop(ticket)
+        return ticket
+
+    def _drop(self, ticket: Ticket | None) -> None:
+        """The tensors read as NaN; a slot is free when `ticket` is done."""
+        memory, self._memory = self._memory, None
+        for tensor, _ in self._views:
+            tensor.data = self._placeholder.expand(tensor.shape)
+        for tensor, _, _ in self._stored:
+            tensor.data = self._placeholder.expand(tensor.shape)
+        if self._is_slot:
+            assert memory is not None
+            self._is_slot = False
+            self._transfers.ring.give(
+                memory, None if ticket is None else partial(wait_quietly, ticket)
+            )
+
+    def _adopt_states(self) -> None:
+        """Give every state of the optimizer a region, as far as there are some, and copy new ones there."""
+        assert self._memory is not None
+        stored = []
+        for start, owner, state in self._find_states():
+            taken = {self._regions[start, key] for key in state if (start, key) in self._regions}
+            for key, value in state.items():
+                if not self._fits(value, owner):
+                    continue
+                if (start, key) not in self._regions:
+                    free = set(range(self._first, self._num_regions)) - taken
+                    if not free:
+                        self._warn_kept(key)
+                        continue
+                    self._regions[start, key] = min(free)
+                    taken.add(min(free))
+                region = self._regions[start, key]
+                place = self._place(region, start, value)
+                if value.data_ptr() != place.data_ptr():
+                    place.copy_(value)
+                    value.data = place
+                self._num_used = max(self._num_used, region + 1)
+                stored.append((value, region, start))
+        kept = {id(tensor) for tensor, _, _ in stored}
+        for tensor, _, _ in self._stored:
+            if id(tensor) not in kept:  # the optimizer has replaced it
+                tensor.data = self._placeholder.expand(tensor.shape)
+        self._stored = stored
+
+    def _warn_kept(self, key: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "xds: the optimizer has more states than the %d for which there is space on the disk: %s and "
+                "further ones stay in host memory",
+                self._num_regions - self._first,
+                key,
+            )
+
+    def _fits(self, value: object, owner: Tensor) -> bool:
+        return (
+            isinstance(value, Tensor)
+            and value.dim() > 0
+            and value.numel() == owner.numel()
+            and value.dtype == self._dtype
+            and value.device.type == "cpu"
+            and value.is_contiguous()
+        )
+
+    def _point_to(self, memory: Tensor) -> None:
+        self._transfers.check_placeholders()
+        self._memory = memory
+        for tensor, start in self._views:
+            tensor.data = self._place(MAIN, start, tensor)
+        for tensor, region, start in self._stored:
+            tensor.data = self._place(region, start, tensor)
+
+    def _place(self, region: int, start: int, like: Tensor) -> Tensor:
+        """The place in memory of elements of a region: a tensor of the shape and dtype of `like`."""
+        assert self._memory is not None
+        first = region * self._region_bytes
+        flat = self._memory[first : first + self._numel * self._dtype.itemsize].view(self._dtype)
+        return flat[start : start + like.numel()].view(like.shape)
+
+    def _new_memory(self) -> Tensor:
+        return host_memory(self._num_regions * self._region_bytes, pin=False)
+
+    # -- reading without memory -------------------------------------------------------------------------
+
+    def is_stored(self, tensor: Tensor) -> bool:
+        return self._region_of(tensor) is not None
+
+    def blocks_of(self, tensor: Tensor) -> Blocks | None:
+        found = self._region_of(tensor)
+        if found is None or self._memory is not None:
+            return None
+        region, first = found
+
+        def blocks(start: int, stop: int) -> Iterator[Tensor]:
+            if self._memory is not None:  # it was brought since
+                yield tensor.view(-1)[start:stop]
+                return
+            self._transfers.raise_failure()
+            if self._written is not None:
+                self._transfers.checking(self._written.wait)
+            size = self._dtype.itemsize
+            at = region * self._region_bytes + first * size
+            extent = self.extent
+            for block in read_blocks(
+                self._transfers.file, extent, at + start * size, at + stop * size
+            ):
+                yield block.view(self._dtype)
+
+        return blocks
+
+    def _region_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        for view, start in self._views:
+            if view is tensor:
+                return MAIN, start
+        for state, region, start in self._stored:
+            if state is tensor:
+                return region, start
+        return None
+
+    @property
+    def disk_bytes(self) -> int:
+        stored = [tensor.numel() for tensor, _, _ in self._stored]
+        return (self._first * self._numel + sum(stored)) * self._dtype.itemsize
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory in use, without slots of the ring."""
+        return 0 if self._memory is None or self._is_slot else self._memory.numel()
+
+
+__all__ = ["OnDisk"]

@@ -1,0 +1,123 @@
+"""The file of a rank, the ring that its states travel through, and the first failure of either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar, final
+
+import torch
+from torch import Tensor
+
+from ...utils.errors import UsageError, XdsError
+from ..lanes import Lane, ThreadLane
+from ..ring import Ring
+from .extents import Extents
+from .file import DiskFile
+from .options import DiskOptions
+from .requests import Ticket
+
+NUM_SLOTS = 3  # one is updated, one is read, one is written
+Value = TypeVar("Value")
+
+_LOST_WRITE = (
+    "an optimizer state or a master weight was written while it was on the disk: the value is lost; use "
+    "xds.zero.set_full_optimizer_state or xds.zero.set_full_param"
+)
+
+
+@final
+class Transfers:
+    """Owns the file, the ring and the thread that starts reads. After a failure all states count as lost."""
+
+    def __init__(self, fetches: Lane | None = None) -> None:
+        self.fetches = fetches or ThreadLane("xds-fetch")
+        self._placeholders: dict[torch.dtype, Tensor] = {}
+        self._file: DiskFile | None = None
+        self._ring: Ring | None = None
+        self._failure: BaseException | None = None
+
+    def open(self, folder: Path, options: DiskOptions, rank: int, extents: Extents) -> None:
+        """Create the file, and a ring whose slots hold the largest extent.
+
+        Raises:
+            UsageError: there is too little space, or no right to write there.
+        """
+        self._file = DiskFile(folder, extents.total_bytes, options, rank)
+        largest = max((extent.padded_bytes for extent in extents), default=0)
+        if largest:
+            self._ring = Ring(largest, min(NUM_SLOTS, len(extents)), pin=False)
+
+    @property
+    def file(self) -> DiskFile:
+        """The file of this rank."""
+        assert self._file is not None, "open() comes first"
+        return self._file
+
+    @property
+    def ring(self) -> Ring:
+        """Memory for what is read, used and written."""
+        assert self._ring is not None, "open() comes first"
+        return self._ring
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring."""
+        return 0 if self._ring is None else self._ring.allocated_bytes
+
+    def placeholder(self, dtype: torch.dtype) -> Tensor:
+        """What tensors read as while they are on the disk: NaN, of shape []."""
+        return self._placeholders.setdefault(dtype, torch.full((), torch.nan, dtype=dtype))
+
+    def check_placeholders(self) -> None:
+        """Raises UsageError: the script wrote to a tensor that was on the disk."""
+        for placeholder in self._placeholders.values():
+            if not bool(placeholder.isnan()):
+                placeholder.fill_(torch.nan)
+                raise UsageError(_LOST_WRITE)
+
+    def fail(self, error: BaseException) -> None:
+        """From now on no update runs, and every read raises the first error: some states are lost."""
+        self._failure = self._failure or error
+
+    @property
+    def has_failed(self) -> bool:
+        """Some states are lost."""
+        return self._failure is not None
+
+    def failure(self) -> str:
+        """The first failure, for a message; "" if there is none."""
+        if self._failure is None:
+            return ""
+        return (
+            f"{self._failure}; some optimizer states are lost: start again from the last checkpoint"
+        )
+
+    def raise_failure(self) -> None:
+        """Raises XdsError: something has failed before."""
+        if self._failure is not None:
+            raise XdsError(self.failure()) from self._failure
+
+    def checking(self, wait: Callable[[], Value]) -> Value:
+        """`wait()`; remembers its error."""
+        try:
+            return wait()
+        except XdsError as error:
+            self.fail(error)
+            raise
+
+    def close(self) -> None:
+        """End the threads and close the file, which disappears."""
+        self.fetches.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def wait_quietly(ticket: Ticket) -> None:
+    """Return when `ticket` is done. Its error is raised where the values are wanted."""
+    with suppress(XdsError):
+        ticket.wait()
+
+
+__all__ = ["Transfers", "wait_quietly"]

@@ -1,0 +1,176 @@
+"""Tests: masters and optimizer states in a file give the bits of a run without offload."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import offload_runs
+import pytest
+import torch
+import torch.distributed as dist
+from broken_disk import READ_CALLS, BrokenDisk
+from offload_runs import CPU, PARAMS, check_equal
+from tiny_models import build, micro_batch
+from warm_ranks import warm
+
+import xds
+
+STAGES, PRECISIONS = (0, 1, 2, 3), ("fp32", "bf16", "fp16")
+
+
+def nvme(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder), **more}}
+
+
+def check(
+    world_size: int, case: tuple[Any, ...], offloads: list[dict[str, Any]], seed: int | None = None
+) -> None:
+    """case: stage, precision, accumulation, optimizer, model."""
+    stage, precision, accumulation, *rest = case
+    ranks = warm(world_size)
+    plain = ranks.run(offload_runs.train, stage, precision, accumulation, None, *rest)
+    for offload in offloads:
+        run = (offload_runs.train,) if seed is None else (offload_runs.train_late, seed)
+        found = ranks.run(*run, stage, precision, accumulation, offload, *rest)
+        for one, other in zip(plain, found, strict=True):
+            check_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "precision", "accumulation"),
+    [(1, 0, "fp32", 1), (2, 0, "bf16", 2), (2, 1, "fp16", 1), (2, 2, "bf16", 1), (2, 3, "fp32", 2)],
+)
+def test_the_same_bits(
+    tmp_path: Path, world_size: int, stage: int, precision: str, accumulation: int
+) -> None:
+    check(world_size, (stage, precision, accumulation), [nvme(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("optimizer", ["Lion", "Lamb", "Muon", "Adagrad", "SGD", "RMSprop"])
+def test_other_optimizers(tmp_path: Path, optimizer: str) -> None:
+    precision = "fp32" if optimizer in ("SGD", "RMSprop") else "bf16"
+    check(2, (1, precision, 1, optimizer), [nvme(tmp_path)])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_late_reads_and_updates(tmp_path: Path, stage: int) -> None:
+    more = PARAMS if stage == 3 else {}
+    overlap = nvme(tmp_path, overlap_step=True)
+    check(2, (stage, "bf16", 2), [nvme(tmp_path) | more, overlap], seed=0)
+    check(1, (stage, "bf16", 1), [nvme(tmp_path, ratio=0.5)], seed=3)
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------
+
+
+def save_and_load(
+    offload: dict[str, Any] | None, folder: str, source: str, optimizer: str = "AdamW", **more: Any
+) -> dict[str, Any]:
+    """Load `source` if there is one, take a step, save to `folder`; what a second engine finds there."""
+    config = offload_runs.config_of(1, "bf16", 1, offload, optimizer) | more
+    engine = xds.initialize(build("plain"), config)
+    if source:
+        engine.load_checkpoint(source)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(2):
+        part = micro_batch(step, 0, offload_runs.SAMPLES).chunk(world_size)[rank]
+        engine.backward(engine(part, rank))
+        engine.step()
+    engine.save_checkpoint(folder)
+    param = next(p for p in engine.module.parameters() if p.numel() > 1)
+    found = {
+        "values": engine.full_state_dict(rank0_only=False, full_precision=True),
+        "states": {"exp_avg": xds.zero.get_full_optimizer_state(param, "exp_avg")},
+        "steps": engine.global_steps,
+    }
+    engine.destroy()
+    return found
+
+
+def test_checkpoints_go_from_any_place_to_any_place(tmp_path: Path) -> None:
+    disk = nvme(tmp_path / "disk")
+    places: dict[str, dict[str, Any] | None] = {"none": None, "cpu": CPU, "nvme": disk}
+    for name, place in places.items():
+        more = {"checkpoint": {"async_save": True}} if name == "nvme" else {}
+        warm(2).run(partial(save_and_load, **more), place, str(tmp_path / name), "")
+    expected = None
+    for source in places:
+        for world_size, place in ((1, disk), (2, CPU), (2, disk), (2, None)):
+            if world_size == 1 and source != "nvme":
+                continue
+            found = warm(world_size).run(
+                save_and_load, place, str(tmp_path / "again"), str(tmp_path / source)
+            )[0]
+            if world_size == 2:
+                expected = expected or found
+                for kind in ("values", "states"):
+                    for key, value in expected[kind].items():
+                        assert torch.equal(value, found[kind][key]), (source, place, key)
+            assert found["steps"] == 4
+
+
+# -- disks that fail ----------------------------------------------------------------------------------------
+
+
+def fail(folder: str, stage: int, fails_at: int, calls: tuple[str, ...]) -> list[str]:
+    """Train while the disk of the last rank fails; the error of each of two steps on this rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    config = offload_runs.config_of(stage, "bf16", 1, nvme(Path(folder)), "AdamW")
+    engine = xds.initialize(build("plain"), config)
+    said: list[str] = []
+
+    def train() -> None:
+        for step in range(3):
+            part = micro_batch(step, 0, offload_runs.SAMPLES).chunk(world_size)[rank]
+            engine.backward(engine(part, rank))
+            engine.step()
+
+    train()
+    broken = BrokenDisk(Path(folder), fails_at, "eio", calls)
+    with broken.in_place() if rank == world_size - 1 else nullcontext():
+        for _ in range(2):
+            try:
+                train()
+            except xds.XdsError as error:
+                said.append(str(error))
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("fails_at", [0, 3])
+def test_a_disk_that_fails_is_an_error_on_every_rank(
+    tmp_path: Path, stage: int, fails_at: int
+) -> None:
+    for said in warm(2).run(fail, str(tmp_path), stage, fails_at, READ_CALLS):
+        assert len(said) == 2, said
+        for text in said:
+            assert re.search(
+                r"failed on rank 1: cannot (read|write) \d+ bytes at byte \d+ of the file of rank 1 in "
+                r".*: EIO, .*look at the kernel log.*start again from the last checkpoint",
+                text,
+            ), text
+
+
+def refused(offload: dict[str, Any], free_bytes: int) -> str:
+    from xds.offload.disk import creation
+
+    with mock.patch.object(creation, "_free_bytes", lambda fd: free_bytes):
+        try:
+            xds.initialize(build("plain"), offload_runs.config_of(1, "bf16", 1, offload, "AdamW"))
+        except xds.UsageError as error:
+            return str(error)
+    return ""
+
+
+def test_too_little_space_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    for said in warm(2).run(refused, nvme(tmp_path), 8192):
+        assert re.search(
+            r"nvme_path = .*rank 0 needs .* \(\d+ bytes\) there, and .* \(8192 bytes\)", said
+        )

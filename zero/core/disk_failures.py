@@ -1,0 +1,35 @@
+"""Raises the failure of one rank's disk on every rank, so that none waits for the others in vain."""
+
+from __future__ import annotations
+
+import torch
+
+from ...offload.states import StateHome
+from ...ops.comm.collectives import Collectives
+from ...utils.errors import XdsError
+
+TEXT_BYTES = 512
+
+
+def agree_on_disks(collectives: Collectives, states: StateHome) -> None:
+    """Sends 512 bytes to each rank if states are on a disk, and nothing otherwise. A collective.
+
+    Raises:
+        XdsError: on every rank; the disk of one has failed.
+    """
+    if not states.is_on_disk:
+        return
+    text = states.failure()
+    # a character that is cut in two is left out
+    own = bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
+    sent = torch.frombuffer(own, dtype=torch.uint8).to(collectives.device)
+    table = collectives.gather_small(sent, what="whether the disks work").view(-1, TEXT_BYTES).cpu()
+    if not table[:, 0].any():
+        return
+    failed = [rank for rank, row in enumerate(table) if row[0]]
+    first = bytes(table[failed[0]].tolist()).rstrip(b"\0").decode(errors="ignore")
+    others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
+    raise XdsError(f"offload to NVMe failed on rank {failed[0]}{others}: {text or first}")
+
+
+__all__ = ["agree_on_disks"]
