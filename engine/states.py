@@ -11,6 +11,7 @@ from ..utils.errors import UsageError
 from ..zero.access.whole import full_state_dict
 from ..zero.construction.weights import load_weights
 from ..zero.core.host_copies import HostCopies
+from ..zero.core.state_memory import StateMemory
 from .checkpoint.load import load_checkpoint
 from .checkpoint.load_plan import LoadOptions
 from .checkpoint.save import SaveOptions, save_checkpoint
@@ -64,7 +65,7 @@ class States:
     def memory_plan(self) -> dict[str, int]:
         """Bytes of model states on this rank."""
         memory = self._parts.sharded.memory
-        plan = {**memory.state_bytes(), **self._parts.updater.state_bytes()}
+        plan = {**memory.state_bytes(), **StateMemory(self._parts.updater).state_bytes()}
         plan["host"] += memory.host_bytes()
         return plan
 
@@ -73,7 +74,7 @@ class States:
         names = _names(include)
         if str(getattr(device, "value", device)).split(":")[0] != "cpu":
             raise UsageError(f'offload_states(device="{device}"): states can go to "cpu" only')
-        sharded, updater = self._parts.sharded, self._parts.updater
+        sharded, states = self._parts.sharded, StateMemory(self._parts.updater)
         if sharded.has_gradients:
             raise UsageError(
                 "offload_states() while gradients wait for a step: call it after step(), or after zero_grad()"
@@ -81,8 +82,8 @@ class States:
         self._host_copies = HostCopies(pin_memory=pin_memory)
         sharded.before_update()
         tensors = [
-            *(updater.state_tensors() if "optim_states" in names else ()),
-            *(updater.master_tensors() if "hp_params" in names else ()),
+            *(states.state_tensors() if "optim_states" in names else ()),
+            *(states.master_tensors() if "hp_params" in names else ()),
             *(sharded.memory.param_tensors() if "lp_params" in names else ()),
         ]
         if {"lp_grads", "contiguous_grad_buffer"} & names:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import xds
 from xds import zero
 from xds.zero.core.host_copies import HostCopies
+from xds.zero.core.state_memory import StateMemory
 
 STAGES = (0, 2, 3)
 
@@ -88,8 +89,8 @@ def away_and_back(stage: int, precision: str) -> None:
             call()
     engine.reload_states()
     # on a CPU nothing moves by itself: here it does
-    sharded, updater = engine._sharded, engine._parts.updater
-    tensors = [*updater.state_tensors(), *updater.master_tensors(), *sharded.memory.param_tensors()]
+    sharded, states = engine._sharded, StateMemory(engine._parts.updater)
+    tensors = [*states.state_tensors(), *states.master_tensors(), *sharded.memory.param_tensors()]
     sharded.before_update()
     sharded.memory.hide_whole_params(True)
     sharded.memory.release_gradients()

@@ -21,6 +21,7 @@ from xds.offload.device_memory import DeviceMemory, memory_of, spare
 from xds.ops.optim.state_places import scalars_are_beside
 from xds.utils.errors import ConfigError
 from xds.zero.core import filling
+from xds.zero.core.state_memory import StateMemory
 
 AUTO: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}
 DEFERRED: dict[str, Any] = {
@@ -115,7 +116,7 @@ def engine_of(spare_bytes: int, offload: dict[str, Any] = AUTO, stage: int = 2) 
 
 def needs(engine: xds.Engine) -> list[int]:
     updater = engine._parts.updater
-    return [updater.bytes_on_device(master) for master in updater.masters]
+    return [StateMemory(updater).bytes_on_device(master) for master in updater.masters]
 
 
 def homes(engine: xds.Engine) -> list[bool]:

@@ -17,6 +17,7 @@ from ...offload.device_memory import DeviceMemory, memory_of
 from ...utils.sizes import size_text
 from .master import Master
 from .sharded_model import ShardedModel
+from .state_memory import StateMemory
 from .update import Updater
 
 log = logging.getLogger("xds")
@@ -71,12 +72,13 @@ class FillOnce(Filling):
         self._model.publish()
         self._updater.wait()
         moved, left = 0, spare_bytes
+        memory = StateMemory(self._updater)
         for master in self._updater.masters:
-            need = self._updater.bytes_on_device(master)
+            need = memory.bytes_on_device(master)
             if need > left:
                 break  # the masters after it are used later
             left -= need
-            self._updater.move_to_device(master)
+            memory.move_to_device(master)
             moved += 1
         masters = self._updater.masters
         share = _numel(masters[:moved]) / max(_numel(masters), 1)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ...offload.lanes import Ticket
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World
-from ...ops.optim.state_places import scalars_are_beside
 from ...utils.errors import UsageError, XdsError
 from .disk_failures import agree_on_disks
 from .frozen import FrozenValues, Range, clip, frozen_ranges
@@ -48,6 +47,7 @@ class Updater:
         ]
         flats = tuple(_flat(m.params.layout, m.params.index) for m in self.masters)
         self.world = World(model.collectives, flats, is_sharded)
+        self.homes = model.homes
         self._optimizer: torch.optim.Optimizer | None = None
         self._num_tensors = 0  # in the optimizer's groups
         self._guesses: Guesses | None = None
@@ -107,12 +107,12 @@ class Updater:
         self._num_tensors = _num_tensors(optimizer)
         if isinstance(optimizer, ShardOptimizer):
             optimizer.is_bound = True
-            host = self._model.homes.host
+            host = self.homes.host
             if host is not None and host.spare is not None and optimizer.is_elementwise:
                 prepare = partial(self._host_update, optimizer)
                 self._guesses = Guesses(self.masters, optimizer, host.spare, prepare)
         for master in self.masters:
-            master.residence.bind(partial(self._states_in, master))
+            master.residence.bind(partial(self.states_in, master))
 
     def expect(self, scale: float | None) -> None:
         """A backward begins. If its step is expected to have this `scale`, updates may run before it.
@@ -131,7 +131,7 @@ class Updater:
         assert self._optimizer is not None
         if _num_tensors(self._optimizer) != self._num_tensors:
             raise UsageError(ADDED_GROUP)
-        agree_on_disks(self.world.collectives, self._model.homes.states)
+        agree_on_disks(self.world.collectives, self.homes.states)
         self._model.before_update()
         optimizer = self._optimizer
         if not isinstance(optimizer, ShardOptimizer):
@@ -153,7 +153,7 @@ class Updater:
 
         Raises XdsError: on every rank, if the disk of one has failed.
         """
-        states = self._model.homes.states
+        states = self.homes.states
         with states.hold():
             for master in self.masters:
                 with suppress(XdsError):  # `failure` has it
@@ -203,12 +203,12 @@ class Updater:
                 kept.restore()
                 self._write_far(master)
                 self._publish(master)
-        if self._model.homes.states.is_on_disk:
+        if self.homes.states.is_on_disk:
             self._wait_for_disks(arrivals)
         for master, arrival in arrivals:
             if master.params.may_be_resharded:
                 master.params.expect(arrival)  # the unit's next use waits for it
-            elif self._model.homes.defers and not master.params.is_sharded:
+            elif self.homes.defers and not master.params.is_sharded:
                 master.params.defer(arrival, gathers=self.world.is_sharded)
             else:
                 arrival.order()
@@ -217,9 +217,9 @@ class Updater:
     def _wait_for_disks(self, arrivals: Sequence[tuple[Master, Ticket]]) -> None:
         """Wait for what is published in this step. Raises XdsError: on every rank, if a disk has failed."""
         for master, arrival in arrivals:
-            if not master.params.may_be_resharded and not self._model.homes.defers:
+            if not master.params.may_be_resharded and not self.homes.defers:
                 arrival.order()
-        agree_on_disks(self.world.collectives, self._model.homes.states)
+        agree_on_disks(self.world.collectives, self.homes.states)
 
     def _in_order_of_use(self) -> list[Master]:
         """First what is published in this step, then the root, then the blocks."""
@@ -356,7 +356,7 @@ class Updater:
             for key, value in other.items()
         }
 
-    def _states_in(self, master: Master) -> list[tuple[int, Tensor, dict[str, Any]]]:
+    def states_in(self, master: Master) -> list[tuple[int, Tensor, dict[str, Any]]]:
         """The optimizer's tensors in `master`: the first element of each, and its states."""
         return [(at, tensor, self._states_of(tensor)) for tensor, at in self._tensors_in(master)]
 
@@ -372,78 +372,15 @@ class Updater:
         if self.world.is_sharded or master.params.is_sharded:
             master.params.start_publish()
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What `bind` was given."""
+        return self._optimizer
+
     def wait(self) -> None:
         """Wait for all updates that run on the host."""
         for master in self.masters:
             master.wait()
-
-    def master_tensors(self) -> list[Tensor]:
-        """The masters that are separate copies of the parameters. Those on a disk have no values."""
-        self.wait()
-        return [master.raw for master in self.masters if master.is_apart]
-
-    def state_tensors(self) -> list[Tensor]:
-        """The optimizer's state tensors, without scalars. Those on a disk have no values."""
-        self.wait()
-        states = [] if self._optimizer is None else self._optimizer.state.values()
-        return [
-            value
-            for state in states
-            for value in state.values()
-            if isinstance(value, Tensor) and value.dim() > 0
-        ]
-
-    def bytes_on_device(self, master: Master) -> int:
-        """Bytes that `master`, its states and the sum of its gradients would take on the device."""
-        states = sum(
-            value.nbytes
-            for tensor, _ in self._tensors_in(master)
-            for value in self._states_of(tensor).values()
-            if isinstance(value, Tensor)
-        )
-        return master.apart_bytes + states + master.grads.bytes_on_device
-
-    @torch.no_grad()
-    def move_to_device(self, master: Master) -> None:
-        """Continue with `master` and its states on the device: between two steps, without gradients."""
-        assert self._optimizer is not None
-        device = self.world.collectives.device
-        tensors = list(self._tensors_in(master))
-        master.move(self._model.homes.device, device)
-        for tensor, at in tensors:
-            tensor.data = master.raw[at : at + tensor.numel()].view(tensor.shape)
-            for value in self._states_of(tensor).values():
-                if isinstance(value, Tensor) and (
-                    value.dim() or scalars_are_beside(self._optimizer, tensor)
-                ):
-                    value.data = value.to(device, copy=True)
-
-    def state_bytes(self) -> dict[str, int]:
-        """Bytes of masters that are separate copies, of optimizer state tensors, on the host and on a disk.
-
-        "host" has masters, states, gradients and buffers of flat buffers whose home is there. "disk" has
-        masters and states that are in a file between updates.
-        """
-        self.wait()
-        found = {"master": 0, "optimizer": 0, "host": 0, "disk": 0}
-        for master in self.masters:
-            stored = master.residence.is_stored
-            own = master.raw.nbytes if master.is_apart and not stored(master.raw) else 0
-            states = [
-                value.nbytes
-                for tensor, _ in self._tensors_in(master)
-                for value in self._states_of(tensor).values()
-                if isinstance(value, Tensor) and not stored(value)
-            ]
-            found["disk"] += master.residence.disk_bytes
-            if master.home.is_on_host:
-                found["host"] += own + sum(states) + master.grads.host_bytes
-            else:
-                found["master"] += own
-                found["optimizer"] += sum(states)
-        host = self._model.homes.host
-        found["host"] += 0 if host is None else host.buffer_bytes
-        return found
 
     def _states_of(self, tensor: Tensor) -> dict[str, Any]:
         return {} if self._optimizer is None else self._optimizer.state.get(tensor, {})
