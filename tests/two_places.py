@@ -19,11 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 from xds.offload import activations, homes, host_sums, lanes, rotation, shards
 from xds.ops.comm.pool import BufferPool
+from xds.zero.core import flat_params
 from xds.zero.core.flat_params import FlatParams
 from xds.zero.core.local_sum import LocalSum
 
 HOST, DEVICE = "host", "device"
 aten = torch.ops.aten
+READS = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__)
+READ: list[str] = []  # values that may be on the device and were read: each read waits for a GPU
+JOINS = {aten.stack, aten.cat}
 COPIES = {aten.copy_, aten._foreach_copy_, aten.set_}
 
 
@@ -49,13 +53,15 @@ class _Dispatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.overloadpacket in COPIES or kwargs.get("device") is not None:
             return func(*args, **kwargs)
-        inputs = [one for one in tree_leaves((args, kwargs)) if _counts(one, func)]
-        places = {place for one in inputs if (place := place_of(one)) is not None}
+        every = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        inputs = [one for one in every if _counts(one, func)]
+        places = _places(inputs)
         if len(places) > 1:
             listed = ", ".join(f"{tuple(t.shape)} {t.dtype} {place_of(t)}" for t in inputs)
             raise Mixed(f"{func} mixes host and device memory: {listed}")
         result = func(*args, **kwargs)
-        if places:
+        places = places or _places(every)
+        if len(places) == 1:
             (place,) = places
             for tensor in (*inputs, *tree_leaves(result)):
                 if isinstance(tensor, Tensor) and tensor.numel() and place_of(tensor) is None:
@@ -63,11 +69,15 @@ class _Dispatch(TorchDispatchMode):
         return result
 
 
-def _counts(value: Any, func: Any) -> bool:
-    """A GPU's own ops take single elements of host memory; those of xds do not."""
-    if not isinstance(value, Tensor) or not value.numel():
+def _places(tensors: list[Tensor]) -> set[str]:
+    return {place for one in tensors if (place := place_of(one)) is not None}
+
+
+def _counts(value: Tensor, func: Any) -> bool:
+    """A GPU's pointwise ops take single elements of host memory; others do not."""
+    if not value.numel():
         return False
-    return value.dim() > 0 or func.namespace == "xds"
+    return value.dim() > 0 or func.namespace == "xds" or func.overloadpacket in JOINS
 
 
 class _Functions(TorchFunctionMode):
@@ -76,6 +86,8 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func in READS and place_of(args[0]) != HOST:
+            READ.append(str(func))
         result = func(*args, **(kwargs or {}))
         if func not in (Tensor.to, Tensor.cpu) or not isinstance(result, Tensor):
             return result
@@ -116,7 +128,9 @@ def two_places() -> Iterator[None]:
     def build(flat: FlatParams, *args: Any, **kwargs: Any) -> None:
         init(flat, *args, **kwargs)
         put(flat.raw, DEVICE)
+        put(flat._placeholder, HOST)  # on a GPU it is not read
 
+    READ.clear()
     with ExitStack() as stack:
         for module in (activations, host_sums, rotation, shards):
             stack.enter_context(_marked(module, "host_memory", HOST))
@@ -127,10 +141,13 @@ def two_places() -> Iterator[None]:
         stack.enter_context(_marked(LocalSum, "allocate", DEVICE))
         stack.enter_context(mock.patch.object(host_sums.OnHost, "_add", _add_staged))
         stack.enter_context(mock.patch.object(FlatParams, "__init__", build))
+        # on a GPU only the first drops look for writes to gathered parameters; here fewer still
+        few = mock.patch.object(flat_params, "drops_to_check", lambda device: 2)
+        stack.enter_context(few)
         stack.enter_context(mock.patch.object(lanes, "_without_grad", run))
         stack.enter_context(_Functions())
         stack.enter_context(_Dispatch())
         yield
 
 
-__all__ = ["DEVICE", "HOST", "Mixed", "place_of", "put", "two_places"]
+__all__ = ["DEVICE", "HOST", "READ", "Mixed", "place_of", "put", "two_places"]

@@ -9,11 +9,13 @@ import offload_runs
 import pytest
 import torch
 import torch.distributed as dist
-from offload_runs import CPU, HALF, OVERLAP, PARAMS
+from offload_runs import CPU, HALF, OVERLAP, PARAMS, config_of
 from test_auto_ratio import AUTO, with_memory
-from two_places import DEVICE, HOST, Mixed, place_of, put, two_places
+from tiny_models import build, micro_batch
+from two_places import DEVICE, HOST, READ, Mixed, place_of, put, two_places
 from warm_ranks import warm
 
+import xds
 from xds.offload.lanes import ThreadLane
 from xds.zero.core.master import Master
 
@@ -110,6 +112,32 @@ def mixes() -> str:
         except Mixed as error:
             return str(error)
     return ""
+
+
+def num_reads(stage: int, precision: str, accumulation: int, offload: dict[str, Any]) -> list[int]:
+    """Reads of the device's values in each of five steps without events."""
+    counts = []
+    config = config_of(stage, precision, accumulation, offload, "AdamW")
+    with two_places():
+        engine = xds.initialize(build("plain"), config)
+        for step in range(5):
+            READ.clear()
+            for _ in range(accumulation):
+                engine.backward(engine(micro_batch(step, 0)))
+                engine.step()
+            counts.append(len(READ))
+        engine.destroy()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "expected"),
+    [(2, {}, 1), (2, CPU, 2), (2, HALF, 2), (2, OVERLAP, 2), (3, CPU, 2), (3, CPU | PARAMS, 2)],
+)
+def test_reads_that_wait_for_the_device(stage: int, offload: dict[str, Any], expected: int) -> None:
+    for world_size, accumulation in ((1, 2), (2, 1)):
+        for found in warm(world_size).run(num_reads, stage, "bf16", accumulation, offload):
+            assert found[3:] == [expected] * 2, (world_size, found)
 
 
 def test_a_mistake_is_found() -> None:

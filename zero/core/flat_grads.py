@@ -290,7 +290,7 @@ class FlatGrads:
     def square_sums(self, *, exact: bool) -> Tensor:
         """The squared norm of each shard of the sums that this rank has, [world_size] fp64; 0 for the others.
 
-        This rank has all shards at stage 0, none before any backward, else its own.
+        It is where the sums are. This rank has all shards at stage 0, none before any backward, else its own.
         exact: see `exact_square_sum`.
         """
         if self._keeps_local and self.has_local:
@@ -310,9 +310,8 @@ class FlatGrads:
 
     def _squares_of(self, held: Tensor | None, *, exact: bool) -> Tensor:
         compute = exact_square_sum if exact else square_sum
-        sums = torch.zeros(
-            self._collectives.world_size, dtype=torch.float64, device=self.params[0].device
-        )
+        device = self.params[0].device if held is None else held.device
+        sums = torch.zeros(self._collectives.world_size, dtype=torch.float64, device=device)
         if held is None:
             return sums
         for rank in range(len(sums)) if self._sees_all else ():

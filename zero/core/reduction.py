@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
 from ...ops.kernels.square_sum import is_in_range
@@ -149,16 +150,20 @@ class Reduction:
         # at stage 0 every rank gets all sums, so no exchange of norms follows: send the flag first
         early = collectives.start_gather_small(flag) if self._gathers else None
         self._drain()
+        found = []
+        for grads in self.order:  # the norm of one buffer is computed while the next is in flight
+            grads.finish_gather()
+            found.append(grads.square_sums(exact=exact))
         squares = torch.zeros(
             collectives.world_size, dtype=torch.float64, device=collectives.device
         )
-        for grads in self.order:  # the norm of one buffer is computed while the next is in flight
-            grads.finish_gather()
-            squares += grads.square_sums(exact=exact)
+        for one in _on_device(found, collectives.device):
+            squares += one
         if early is not None:
             table, handle = early
             handle.wait()
-            return _Agreed.of(squares.tolist(), table.view(-1).tolist())
+            numbers = torch.cat([squares, table.view(-1).to(squares.dtype)]).tolist()  # one read
+            return _Agreed.of(numbers[: len(squares)], numbers[len(squares) :])
         own = squares[collectives.rank]
         table = collectives.gather_small(torch.stack([own, own.new_full((), said)]))
         return _Agreed.of(*table.T.tolist())
@@ -207,6 +212,16 @@ class Reduction:
     def _drain(self) -> None:
         while self._in_flight:
             self._end(self._in_flight.pop(0))
+
+
+def _on_device(found: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The same in the same order; those on the host are copied together, because each copy waits."""
+    at = [number for number, one in enumerate(found) if one.device != device]
+    if not at:
+        return list(found)
+    moved = torch.stack([found[number] for number in at]).to(device)
+    copies = dict(zip(at, moved, strict=True))
+    return [copies.get(number, one) for number, one in enumerate(found)]
 
 
 __all__ = ["REDUCTIONS_IN_FLIGHT", "Reduction"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...compression.reducer import GradientReducer
 from ...offload.homes import Homes
@@ -15,13 +15,13 @@ from ...ops.comm.pool import BufferPool
 from ..config import ZeroConfig
 from .backwards import Backwards
 from .building import Builder
+from .flat_params import FlatParams
 from .gather import Gatherer
 from .memory import Memory
 from .outside import CHECKED_FORWARDS, OutsideUse
 from .policy import Policy
 from .reduction import REDUCTIONS_IN_FLIGHT, Reduction
 from .same_edits import SameEdits
-from .tensors import values_of
 from .unchanged import Unchanged
 
 
@@ -204,14 +204,14 @@ class ShardedModel:
             self._gatherer.begin_update()
         self.take_edits()
 
-    def check_lost_writes(self) -> None:
-        """Raises UsageError: a script wrote to a gathered parameter whose shard is on the host, unnoticed."""
+    def take_lost_writes(self) -> list[tuple[FlatParams, Tensor]]:
+        """Buffers, and whether a script wrote to them unnoticed: gathered, with the shard on the host.
+
+        bool []; if one is true, call its buffer's `refuse_lost_writes`.
+        """
         flats = [flat for unit in self.units for flat in unit.params]
         lost = [(flat, flat.take_lost_writes()) for flat in flats]
-        unread = [(flat, flag) for flat, flag in lost if flag is not None]
-        for (flat, _), is_lost in zip(unread, values_of([f for _, f in unread]), strict=True):
-            if is_lost:
-                flat.refuse_lost_writes()
+        return [(flat, flag) for flat, flag in lost if flag is not None]
 
     def publish(self) -> None:
         """Wait for the values of an update that runs under the next forward, if one does. For all ranks."""

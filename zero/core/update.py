@@ -172,10 +172,18 @@ class Updater:
         Raises:
             UsageError: a write to a parameter on the host was lost; nothing is updated.
         """
-        self._model.check_lost_writes()
+        lost = self._model.take_lost_writes()
         far = [master for master in self.masters if master.is_far]
-        written = [bool(value) for value in values_of([master.written() for master in far])]
-        for master, is_written in zip(far, written, strict=True):
+        on_host = [master for master in far if master.params.is_on_host]
+        on_device = [master for master in far if not master.params.is_on_host]
+        # what is on the device is read together, because each read waits for it
+        asked = [flag.to(torch.int64) for _, flag in lost]
+        said = values_of(asked + [master.written() for master in on_device])
+        for (flat, _), is_lost in zip(lost, said, strict=False):
+            if is_lost:
+                flat.refuse_lost_writes()
+        said = said[len(lost) :] + values_of([master.written() for master in on_host])
+        for master, is_written in zip(on_device + on_host, said, strict=True):
             if is_written:
                 master.take_far_edits()
         for master in self.masters if also_near else ():
