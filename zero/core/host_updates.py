@@ -93,7 +93,7 @@ def start_far(
     mark = host.lanes.to_device.mark()
     master.wait()
     master.residence.begin()
-    tensor, compute, arrival = master.raw, master.compute, Arrival()
+    tensor, compute, arrival = master.raw, master.begin_send(), Arrival()
 
     def write(values: Tensor) -> None:
         kept = keep()
