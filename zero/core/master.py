@@ -180,6 +180,9 @@ class Master:
     @torch.no_grad()
     def write_compute(self) -> None:
         """Set the values that forward computes with from the masters."""
+        if self.params.place.is_on_disk and not self.home.is_on_host:
+            self.send(self.tensor.to("cpu", self.params.dtype), self.begin_send(), None)
+            return
         if not (self.is_far and self.home.is_on_host):
             if self.is_apart:
                 self.compute.copy_(self.tensor.to(self.params.dtype))
