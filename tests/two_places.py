@@ -107,11 +107,13 @@ def _add_staged(sums: host_sums.OnHost, target: Tensor, source: Tensor) -> lanes
 
 
 def _marked(owner: Any, name: str, place: str) -> Any:
-    """A patch: what `owner.name` returns is at `place`."""
+    """A patch: what `owner.name` returns is at `place`; a shard's tensor is as well."""
     function = getattr(owner, name)
 
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        return put(function(*args, **kwargs), place)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        put(found if isinstance(found, Tensor) else found.tensor, place)
+        return found
 
     return mock.patch.object(owner, name, call)
 

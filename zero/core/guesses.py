@@ -240,7 +240,11 @@ class Guesses:
         self._choosing = threading.Lock()  # which ones begin
         # without a copy the parameters themselves are the master: a script would read new values
         found = [
-            m for m in masters if m.home.is_on_host and m.is_apart and not m.residence.is_on_disk
+            m
+            for m in masters
+            if m.home.is_on_host
+            and m.is_apart
+            and not (m.residence.is_on_disk or m.params.place.is_on_disk)
         ]
         for master in found:
             undo = partial(self.undo, master)

@@ -28,7 +28,7 @@ class Master:
     """The master weights of one flat buffer, or of this rank's shard of it, and their items.
 
     casts: forward computes in a narrower dtype.
-    is_far: one of master and forward's values is on the host, the other one is not.
+    is_far: one of master and forward's values is on the host, the other one is not; or these are on a disk.
     is_apart: forward's values have memory of their own, because of a cast or a distance.
     """
 
@@ -67,7 +67,8 @@ class Master:
 
     def _settle_in(self, home: Home) -> None:
         self.home = home
-        self.is_far = home.is_on_host != self.params.is_on_host
+        on_disk = self.params.place.is_on_disk
+        self.is_far = home.is_on_host != self.params.is_on_host or on_disk
         self.is_apart = self.casts or self.is_far
 
     @torch.no_grad()
@@ -136,10 +137,13 @@ class Master:
         """The values that forward computes with are the engine's own: see `written`."""
         if self.is_far:
             self._published = fingerprint(self.compute)
+            self.params.place.settle()
 
     def written(self) -> Tensor:
         """If it is far: not 0 if a script has written to the values since `remember`; int64 []."""
         assert self._published is not None
+        if not self.params.place.may_be_written:
+            return torch.zeros_like(self._published)
         return fingerprint(self.compute) - self._published
 
     @torch.no_grad()
@@ -199,12 +203,24 @@ class Master:
         self._update = ticket
         self.grads.lend(ticket)
 
+    def begin_send(self) -> Tensor:
+        """New values will be sent; the result is what `send` takes for them. Writes to old ones are lost."""
+        if not self.params.place.is_on_disk:
+            return self.compute
+        self.params.arrive()
+        self.params.place.begin_receive()
+        return self.params.place.tensor
+
     @torch.no_grad()
     def send(self, values: Tensor, compute: Tensor, after: Mark | None) -> Ticket:
         """Start to copy `values`, a buffer of the sender, to `compute`. In the thread of updates.
 
-        compute: `self.compute`, which must not be asked in that thread: it may wait for this copy.
+        compute: the result of `begin_send`, which must not be called in that thread: it may wait for this copy.
         """
+        if self.params.place.is_on_disk:
+            self.params.place.receive(values)
+            self._published = fingerprint(values)
+            return Done()
 
         return self.host.sender.send(values, compute, after, self._remembering(compute))
 
@@ -222,12 +238,15 @@ class Master:
     @torch.no_grad()
     def write_compute(self) -> None:
         """Set the values that forward computes with from the masters."""
+        if self.params.place.is_on_disk and not self.home.is_on_host:
+            self.send(self.tensor.to("cpu", self.params.dtype), self.begin_send(), None)
+            return
         if not (self.is_far and self.home.is_on_host):
             if self.is_apart:
                 self.compute.copy_(self.tensor.to(self.params.dtype))
             self.remember()
             return
-        tensor, compute = self.tensor, self.compute
+        tensor, compute = self.tensor, self.begin_send()
         mark = self.host.lanes.to_device.mark()
         tickets: list[Ticket] = []
 
