@@ -9,7 +9,7 @@ import offload_runs
 import pytest
 import torch
 import torch.distributed as dist
-from offload_runs import CPU, HALF, OVERLAP, PARAMS, config_of
+from offload_runs import CPU, GUESS, HALF, OVERLAP, PARAMS, config_of
 from test_auto_ratio import AUTO, with_memory
 from tiny_models import build, micro_batch
 from two_places import DEVICE, HOST, READ, Mixed, place_of, put, two_places
@@ -40,12 +40,12 @@ def check(world_size: int, offload: dict[str, Any], *case: Any) -> None:
     ("world_size", "stage", "precision", "offload"),
     [
         (1, 2, "bf16", CPU),
-        (1, 2, "fp32", OVERLAP),
+        (1, 2, "fp32", OVERLAP | GUESS),
         (2, 0, "fp32", CPU),
         (2, 1, "bf16", HALF),
         (2, 2, "bf16", AUTO),
         (2, 3, "fp32", CPU | PARAMS),
-        (2, 3, "bf16", HALF | PARAMS),
+        (2, 3, "bf16", GUESS | PARAMS),
     ],
 )
 def test_ops_stay_in_one_place(
@@ -132,7 +132,11 @@ def num_reads(stage: int, precision: str, accumulation: int, offload: dict[str, 
 
 @pytest.mark.parametrize(
     ("stage", "offload", "expected"),
-    [(2, {}, 1), (2, CPU, 2), (2, HALF, 2), (2, OVERLAP, 2), (3, CPU, 2), (3, CPU | PARAMS, 2)],
+    [
+        *((2, {}, 1), (2, CPU, 2), (3, CPU | PARAMS, 2)),
+        *(pytest.param(*case, 2, marks=pytest.mark.slow) for case in ((2, HALF), (2, OVERLAP))),
+        pytest.param(3, CPU, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_reads_that_wait_for_the_device(stage: int, offload: dict[str, Any], expected: int) -> None:
     for world_size, accumulation in ((1, 2), (2, 1)):
