@@ -41,7 +41,7 @@ from .engine import Engine
 from .model.arguments import check_arguments
 from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
-from .model.disk_space import reserve, state_home
+from .model.disk_space import reserve, shard_home, state_home
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
 from .optim.loss_scale import build_loss_scale
@@ -141,7 +141,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     collectives = _collectives(config, group, device)
     check_same_model(model, config.zero_optimization, collectives)
     policy = _policy(config, group.size())
-    states = state_home(config, given.optimizer, group.rank())
+    states = state_home(config, given.optimizer)
     host = _host(config, device, states)
     if policy.shards_params:
         return_freed_blocks()
@@ -339,7 +339,7 @@ def _homes(model: nn.Module, groups: Groups, config: Config, host: HostHome | No
         host,
         ratio=_ratio(zero),
         total_numel=sum(p.numel() for p in model.parameters() if id(p) in groups.index),
-        offloads_params=zero.offload_param.device != "none",
+        shards=shard_home(config, host),
         defers=zero.offload_optimizer.overlap_step,
     )
 

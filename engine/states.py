@@ -66,7 +66,8 @@ class States:
         """Bytes of model states on this rank."""
         memory = self._parts.sharded.memory
         plan = {**memory.state_bytes(), **StateMemory(self._parts.updater).state_bytes()}
-        plan["host"] += memory.host_bytes()
+        plan["host"] += memory.host_bytes() + self._parts.sharded.homes.shards.host_bytes
+        plan["disk"] += memory.disk_bytes()
         return plan
 
     def offload(self, include: Iterable[Any] | None, device: Any, *, pin_memory: bool) -> None:

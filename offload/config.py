@@ -39,15 +39,18 @@ class OffloadParam(Section):
     """Where the shards of the parameters are stored. For stage 3, on one rank as well."""
 
     others: ClassVar[Mapping[str, Entry]] = {
-        "nvme_path": Detail(TEXT),
         "buffer_count": NoEffect(whole(0), _SIZES),
         "buffer_size": NoEffect(size(), _SIZES),
-        "max_in_cpu": Detail(size()),
     }
 
     device: Device = Field(
         "none",
-        description='"cpu" stores parameters on the host; a unit is on the device while it is in use',
+        description='"cpu" stores parameters on the host; a unit is on the device while it is in use; "nvme" '
+        "stores them in a file",
+    )
+    nvme_path: Folder = Field(None, description='for "nvme": ' + _PATH)
+    max_in_cpu: Annotated[int, size()] = Field(
+        1_000_000_000, description='for "nvme": elements of each rank that stay in host memory'
     )
     pin_memory: Flag = Field(True, description="host memory for parameters is pinned")
 

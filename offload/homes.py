@@ -15,7 +15,7 @@ from .host_sums import OnDevice, OnHost, SumHome
 from .lanes import Lanes, Outbox
 from .rotation import Rotation
 from .sender import Sender
-from .shards import ShardHome, ShardsOnDevice, ShardsOnHost
+from .shards import ShardHome, ShardsOnDevice
 from .spare import Spare
 from .states import InMemory, Residence, StateHome, StatesInMemory
 
@@ -128,7 +128,7 @@ class Homes:
         *,
         ratio: float = 0.0,
         total_numel: int = 0,
-        offloads_params: bool = False,
+        shards: ShardHome | None = None,
         defers: bool = False,
     ) -> None:
         """
@@ -136,23 +136,31 @@ class Homes:
             host: None keeps everything on the device.
             ratio: the share of all masters and states on the host, to within one buffer.
             total_numel: elements of all trainable parameters.
-            offloads_params: shards of parameters are on the host (stage 3).
+            shards: where shards of parameters are stored (stage 3); default: on the device.
             defers: a step does not wait for updates on the host.
         """
         self.host = host
         self.states: StateHome = StatesInMemory() if host is None else host.states
         self.defers = defers and host is not None
-        self.shards: ShardHome = ShardsOnDevice()
-        if host is not None and offloads_params:
-            self.shards = ShardsOnHost(host.lanes, pin=host.pin)
+        self.shards = shards or ShardsOnDevice()
         self.device: Home = DeviceHome()
         self._all_on_device = host is None or not ratio
         self._device_numel = round((1 - ratio) * total_numel)
 
     def close(self) -> None:
-        """End the threads of the host's home."""
+        """End the threads of the host's home, and the files."""
         if self.host is not None:
             self.host.close()
+        self.shards.close()
+
+    @property
+    def are_on_disk(self) -> bool:
+        """Some values are in a file: what a rank does may fail when the others' does not."""
+        return self.states.is_on_disk or self.shards.is_on_disk
+
+    def failure(self) -> str:
+        """What has failed so far on this rank's disk, for a message; "" if nothing has."""
+        return self.states.failure() or self.shards.failure()
 
     def next(self, numel: int) -> Home:
         """The home of the next buffer, of `numel` elements."""

@@ -1,11 +1,12 @@
-"""Where this rank's shard of a flat buffer of parameters is stored at stage 3: on the device or on the host.
+"""Where this rank's shard of a flat buffer of parameters is stored at stage 3: device, host or disk.
 
-host shard ──to_device──> its slice of the gathered buffer ──all_gather──> the other slices
+shard ──to_device──> its slice of the gathered buffer ──all_gather──> the other slices
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 from torch import Tensor
@@ -13,20 +14,125 @@ from torch import Tensor
 from ..ops.comm.handles import Handle
 from .lanes import Lanes, Ticket
 from .pinned import host_memory
+from .states import Blocks
+
+
+class Shard(ABC):
+    """The shard of one flat buffer. `tensor` [n] stays the same object; on a disk it may read as NaN.
+
+    is_on_host: it is not on the device. is_on_disk: its values come and go.
+    """
+
+    tensor: Tensor
+    is_on_host: bool
+    is_on_disk: bool
+
+    @abstractmethod
+    def bring(self) -> None:
+        """`tensor` has its values on return, and may be written to. Raises XdsError: the disk failed."""
+
+    @abstractmethod
+    def fetch(self, target: Tensor, after: Ticket | None) -> Ticket:
+        """Start to copy the values to `target` [n], on the device, when `after` is done."""
+
+    @property
+    @abstractmethod
+    def may_be_written(self) -> bool:
+        """Somebody may have written to `tensor` since the engine's last values."""
+
+    @abstractmethod
+    def begin_receive(self) -> None:
+        """New values are about to come: those in memory count no more."""
+
+    @abstractmethod
+    def receive(self, values: Tensor) -> None:
+        """On a disk: start to write `values` [n], which may change on return. In the thread of updates."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """The values of now are the engine's own: see `may_be_written`."""
+
+    @abstractmethod
+    def blocks(self) -> Blocks | None:
+        """How the values are read while they are on a disk; None: in memory."""
+
+
+@final
+class ShardInMemory(Shard):
+    """Memory of the device, or of the host with `lanes`."""
+
+    is_on_disk = False
+    may_be_written = True
+
+    def __init__(self, tensor: Tensor, lanes: Lanes | None = None) -> None:
+        self.tensor = tensor
+        self.is_on_host = lanes is not None
+        self._lanes = lanes
+
+    def bring(self) -> None:
+        return
+
+    def fetch(self, target: Tensor, after: Ticket | None) -> Ticket:
+        assert self._lanes is not None, "the shard is on the device"
+
+        def copy() -> None:
+            if after is not None:
+                after.wait()
+            target.copy_(self.tensor, non_blocking=True)
+
+        return self._lanes.to_device.run(copy)
+
+    def begin_receive(self) -> None:
+        return
+
+    def receive(self, values: Tensor) -> None:
+        raise AssertionError("the shard is in memory")
+
+    def settle(self) -> None:
+        return
+
+    def blocks(self) -> Blocks | None:
+        return None
 
 
 class ShardHome(ABC):
     """The place of shards."""
 
     is_on_host: bool
+    is_on_disk = False
 
     @abstractmethod
-    def store(self, values: Tensor) -> Tensor:
-        """A copy of `values` [n] at home."""
+    def store(self, index: int, values: Tensor) -> Shard:
+        """A copy of `values` [n], those of flat buffer `index`, at home."""
 
-    @abstractmethod
-    def fetch(self, shard: Tensor, target: Tensor, after: Ticket | None) -> Ticket:
-        """Start to copy `shard` to `target` [n], on the device, when `after` is done."""
+    def plan(self, index: int, numel: int, itemsize: int) -> None:
+        """The shard of flat buffer `index` will have `numel` elements of `itemsize` bytes."""
+        return
+
+    def open(self) -> None:
+        """Reserve the space for all that is planned.
+
+        Raises:
+            UsageError: there is too little space, or no right to write there.
+        """
+        return
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Inside, everything that is brought stays in memory."""
+        return nullcontext()
+
+    def failure(self) -> str:
+        """What has failed so far, for a message; "" if nothing has."""
+        return ""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory through which shards travel."""
+        return 0
+
+    def close(self) -> None:
+        """End threads and give up the space."""
+        return
 
 
 @final
@@ -35,11 +141,8 @@ class ShardsOnDevice(ShardHome):
 
     is_on_host = False
 
-    def store(self, values: Tensor) -> Tensor:
-        return values.clone()
-
-    def fetch(self, shard: Tensor, target: Tensor, after: Ticket | None) -> Ticket:
-        raise AssertionError("the shard is on the device")
+    def store(self, index: int, values: Tensor) -> Shard:
+        return ShardInMemory(values.clone())
 
 
 @final
@@ -52,17 +155,9 @@ class ShardsOnHost(ShardHome):
         self._lanes = lanes
         self._pin = pin
 
-    def store(self, values: Tensor) -> Tensor:
+    def store(self, index: int, values: Tensor) -> Shard:
         memory = host_memory(values.numel() * values.element_size(), pin=self._pin)
-        return memory.view(values.dtype).copy_(values)
-
-    def fetch(self, shard: Tensor, target: Tensor, after: Ticket | None) -> Ticket:
-        def copy() -> None:
-            if after is not None:
-                after.wait()
-            target.copy_(shard, non_blocking=True)
-
-        return self._lanes.to_device.run(copy)
+        return ShardInMemory(memory.view(values.dtype).copy_(values), self._lanes)
 
 
 @final
@@ -78,4 +173,4 @@ class Fetched(Handle):
             ticket.order()
 
 
-__all__ = ["Fetched", "ShardHome", "ShardsOnDevice", "ShardsOnHost"]
+__all__ = ["Fetched", "Shard", "ShardHome", "ShardInMemory", "ShardsOnDevice", "ShardsOnHost"]

@@ -31,14 +31,20 @@ MAIN = 0  # the region of the master; states are in the regions after it
 class _Fetch:
     """A read on its way to a slot of the ring."""
 
-    def __init__(self, transfers: Transfers, residence: OnDisk) -> None:
+    def __init__(
+        self, transfers: Transfers, residence: OnDisk, after: LaneTicket | None = None
+    ) -> None:
+        """after: it reads when this is done."""
         self._transfers = transfers
+        self._after = after
         self._residence = residence
         self._slot: Tensor | None = None
         self._read: Ticket | None = None
         self._started: LaneTicket = transfers.fetches.run(self._start)
 
     def _start(self) -> None:
+        if self._after is not None:
+            self._after.wait()
         ring = self._transfers.ring
         slot = ring.take()
         ring.hand_over(slot)
@@ -87,7 +93,7 @@ class OnDisk(Residence, Movable):
         self._placeholder = transfers.placeholder(master.dtype)
         self._region_bytes = aligned(master.nbytes)
         self._first = MAIN + 1 if holds_master else MAIN
-        self._num_regions = extent.num_bytes // self._region_bytes
+        self._num_regions = extent.padded_bytes // self._region_bytes
         self._num_used = self._first
         self._views: list[tuple[Tensor, int]] = []
         self._find_states: OptimizerStates = lambda: ()
@@ -132,6 +138,27 @@ class OnDisk(Residence, Movable):
     def move_away(self) -> Ticket:
         """End `bring`: start to write what is in memory."""
         return self._leave()
+
+    @property
+    def is_in_memory(self) -> bool:
+        """The tensors have their values."""
+        return self._memory is not None
+
+    def fetch(self, after: LaneTicket | None) -> _Fetch:
+        """Start to read into a slot of the ring, when `after` is done. The caller gives the slot back."""
+        return _Fetch(self._transfers, self, after)
+
+    def discard(self) -> None:
+        """End `bring` without writing: new values come."""
+        if self._memory is not None:
+            self._kept.forget(self)
+            self._drop(None)
+
+    def write(self, memory: Tensor) -> Ticket:
+        """Start to write new values, at the start of `memory`, which must not change until it is done."""
+        num_bytes = self._num_used * self._region_bytes
+        self._written = self._transfers.file.write(self.extent, memory[:num_bytes])
+        return self._written
 
     def begin(self) -> None:
         self._kept.forget(self)
@@ -182,14 +209,11 @@ class OnDisk(Residence, Movable):
         assert self._memory is not None
         try:
             self._adopt_states()
-            ticket = self._transfers.file.write(
-                self.extent, self._memory[: self._num_used * self._region_bytes]
-            )
+            ticket = self.write(self._memory)
         except BaseException as error:
             self._transfers.fail(error)
             self._drop(None)
             raise
-        self._written = ticket
         self._drop(ticket)
         return ticket
 

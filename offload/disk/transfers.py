@@ -38,8 +38,16 @@ class Transfers:
         self._ring: Ring | None = None
         self._failure: BaseException | None = None
 
-    def open(self, folder: Path, options: DiskOptions, rank: int, extents: Extents) -> None:
-        """Create the file, and a ring whose slots hold the largest extent.
+    def open(
+        self,
+        folder: Path,
+        options: DiskOptions,
+        rank: int,
+        extents: Extents,
+        *,
+        pin: bool = False,
+    ) -> None:
+        """Create the file, and a ring whose slots hold the largest extent, pinned if `pin`.
 
         Raises:
             UsageError: there is too little space, or no right to write there.
@@ -47,7 +55,7 @@ class Transfers:
         self._file = DiskFile(folder, extents.total_bytes, options, rank)
         largest = max((extent.padded_bytes for extent in extents), default=0)
         if largest:
-            self._ring = Ring(largest, min(NUM_SLOTS, len(extents)), pin=False)
+            self._ring = Ring(largest, min(NUM_SLOTS, len(extents)), pin=pin)
 
     @property
     def file(self) -> DiskFile:

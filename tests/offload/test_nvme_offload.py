@@ -52,6 +52,22 @@ def test_the_same_bits(
     assert not list(tmp_path.iterdir())
 
 
+def params_on(folder: Path, keep: int = 0) -> dict[str, Any]:
+    section = {"device": "nvme", "nvme_path": str(folder), "max_in_cpu": keep}
+    return {"offload_param": section}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_on_a_disk(tmp_path: Path, world_size: int, precision: str) -> None:
+    accumulation = 2 if precision == "bf16" else 1
+    params = params_on(tmp_path)
+    offloads = [params | nvme(tmp_path), params_on(tmp_path, keep=500) | CPU]
+    if precision == "bf16":
+        offloads += [params, params | nvme(tmp_path, ratio=0.5)]
+    check(world_size, (3, precision, accumulation), offloads)
+
+
 @pytest.mark.parametrize("optimizer", ["Lion", "Lamb", "Muon", "Adagrad", "SGD", "RMSprop"])
 def test_other_optimizers(tmp_path: Path, optimizer: str) -> None:
     precision = "fp32" if optimizer in ("SGD", "RMSprop") else "bf16"
@@ -63,6 +79,8 @@ def test_late_reads_and_updates(tmp_path: Path, stage: int) -> None:
     more = PARAMS if stage == 3 else {}
     overlap = nvme(tmp_path, overlap_step=True)
     check(2, (stage, "bf16", 2), [nvme(tmp_path) | more, overlap], seed=0)
+    if stage == 3:
+        check(2, (stage, "bf16", 2), [nvme(tmp_path) | params_on(tmp_path)], seed=1)
     check(1, (stage, "bf16", 1), [nvme(tmp_path, ratio=0.5)], seed=3)
 
 

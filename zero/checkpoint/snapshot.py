@@ -152,8 +152,10 @@ class Snapshot:
                 self._slots.append({slot.offset: slot for slot in self.flats[-1].slots})
                 is_part = flat.is_sharded if master is None else master.is_sharded
                 start = flat.layout.shard_range(self.rank)[0] if is_part else 0
-                tensor = flat.shard if master is None else master.raw
-                blocks = None if master is None else master.residence.blocks_of(tensor)
+                tensor = flat.place.tensor if master is None else master.raw
+                blocks = flat.place.blocks()
+                if master is not None:
+                    blocks = master.residence.blocks_of(tensor)
                 self.values.append(Block(number, "value", start, tensor, blocks))
 
     def _add_alone(self, module: nn.Module) -> None:

@@ -12,14 +12,18 @@ from ...compression.reducer import GradientReducer
 from ...offload.homes import Homes
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.pool import BufferPool
+from ...utils.errors import UsageError
 from ..config import ZeroConfig
 from .discover import UnitPlan, find_units
+from .disk_failures import agree
 from .flat_grads import FlatGrads
 from .flat_params import FlatParams
-from .layout import Entry, plan_flat
+from .layout import Entry, FlatLayout, plan_flat
 from .policy import Policy
 from .tensors import broadcast_whole
 from .unit import Unit
+
+_Entries = Sequence[tuple[str, nn.Parameter]]
 
 
 class _Kind(NamedTuple):
@@ -62,6 +66,7 @@ class Builder:
         for buffer in model.buffers():
             buffer.data = broadcast_whole(self._collectives, buffer.data)
         self._cast_empty(model)
+        self._reserve([*blocks, root])
         units = [self._build(plan, is_root=False) for plan in blocks]
         units.append(self._build(root, is_root=True))
         return [unit for unit in units if unit.params or unit.is_root]
@@ -74,12 +79,7 @@ class Builder:
 
     def _build(self, plan: UnitPlan, *, is_root: bool) -> Unit:
         unit = Unit(plan.name, plan.modules, is_root)
-        kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
-        for name, param in plan.params:
-            dtype = self._policy.param_dtype(param.dtype)
-            kind = _Kind(id(param) in self._groups, param.numel() == 1, dtype)
-            kinds.setdefault(kind, []).append((name, param))
-        for kind, entries in sorted(kinds.items(), key=lambda found: not found[0].trains):
+        for kind, entries in self._kinds(plan):
             if kind.trains or self._policy.shards_params:
                 self._add_flat(unit, entries, kind)
             else:
@@ -88,14 +88,42 @@ class Builder:
                     param.data = broadcast_whole(self._collectives, value)
         return unit
 
-    def _add_flat(
-        self, unit: Unit, entries: Sequence[tuple[str, nn.Parameter]], kind: _Kind
-    ) -> None:
-        by_name = dict(entries)
-        layout = plan_flat(
+    def _reserve(self, plans: Sequence[UnitPlan]) -> None:
+        """Reserve space for shards on a disk.
+
+        Raises UsageError: on every rank, if one has too little space.
+        """
+        shards = self._homes.shards
+        if not shards.is_on_disk:
+            return
+        kinds = [found for plan in plans for found in self._kinds(plan)]
+        for index, (kind, entries) in enumerate(kinds):
+            shards.plan(index, self._layout(entries).shard_numel, kind.dtype.itemsize)
+        failure = ""
+        try:
+            shards.open()
+        except UsageError as error:
+            failure = str(error)
+        agree(self._collectives, failure, UsageError)
+
+    def _kinds(self, plan: UnitPlan) -> list[tuple[_Kind, _Entries]]:
+        """The parameters of a unit by kind, those that are trained first."""
+        kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
+        for name, param in plan.params:
+            dtype = self._policy.param_dtype(param.dtype)
+            kind = _Kind(id(param) in self._groups, param.numel() == 1, dtype)
+            kinds.setdefault(kind, []).append((name, param))
+        return sorted(kinds.items(), key=lambda found: not found[0].trains)
+
+    def _layout(self, entries: _Entries) -> FlatLayout:
+        return plan_flat(
             [Entry(name, tuple(p.shape), self._groups.get(id(p), 0)) for name, p in entries],
             self._collectives.world_size,
         )
+
+    def _add_flat(self, unit: Unit, entries: _Entries, kind: _Kind) -> None:
+        by_name = dict(entries)
+        layout = self._layout(entries)
         ordered = [by_name[slot.name] for slot in layout.slots]
         index = self._numbers
         self._numbers += 1

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from ...offload.states import StateHome
+from ...offload.homes import Homes
 from ...ops.comm.collectives import Collectives
 from ...utils.errors import XdsError
 
 TEXT_BYTES = 512
 
 
-def agree_on_disks(collectives: Collectives, states: StateHome) -> None:
-    """Sends 512 bytes to each rank if states are on a disk, and nothing otherwise. A collective.
+def agree_on_disks(collectives: Collectives, homes: Homes) -> None:
+    """Sends 512 bytes to each rank if values are on a disk, and nothing otherwise. A collective.
 
     Raises:
         XdsError: on every rank; the disk of one has failed.
     """
-    if not states.is_on_disk:
-        return
-    text = states.failure()
+    if homes.are_on_disk:
+        agree(collectives, homes.failure(), XdsError)
+
+
+def agree(collectives: Collectives, text: str, kind: type[XdsError]) -> None:
+    """Raise `kind` on every rank if one has a `text`; "" is none. Sends 512 bytes to each rank."""
     # a character that is cut in two is left out
     own = bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
     sent = torch.frombuffer(own, dtype=torch.uint8).to(collectives.device)
@@ -29,7 +32,7 @@ def agree_on_disks(collectives: Collectives, states: StateHome) -> None:
     failed = [rank for rank, row in enumerate(table) if row[0]]
     first = bytes(table[failed[0]].tolist()).rstrip(b"\0").decode(errors="ignore")
     others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
-    raise XdsError(f"offload to NVMe failed on rank {failed[0]}{others}: {text or first}")
+    raise kind(f"offload to NVMe failed on rank {failed[0]}{others}: {text or first}")
 
 
-__all__ = ["agree_on_disks"]
+__all__ = ["agree", "agree_on_disks"]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ...offload.lanes import Ticket
-from ...offload.shards import Fetched, ShardHome
+from ...offload.shards import Fetched, Shard, ShardHome, ShardInMemory
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Done, Handle
 from ...ops.fingerprint import fingerprint
@@ -83,12 +83,11 @@ class FlatParams:
         self._placeholder_bytes = bytes(_bytes_of(self._placeholder).tolist())
         self._placeholders = [self._placeholder.expand(slot.shape) for slot in layout.slots]
         own = collectives.shard_of(self.raw)
-        self._home = home
         self._gathered: Tensor | None = None  # the fingerprint of the part that was fetched
         self._num_checked = 0  # drops whose fingerprint was read
         self._was_written = False
         self._lost: Tensor | None = None
-        self._shard = home.store(own) if is_sharded else own
+        self.place: Shard = home.store(index, own) if is_sharded else ShardInMemory(own)
         self._arrival: Ticket | None = None
         self._is_deferred = False  # not sharded, and its next use waits for new values
         self._gathers_deferred = False
@@ -125,9 +124,10 @@ class FlatParams:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's part, [shard_numel]. Waits for values that an update is still sending from the host."""
+        """This rank's part, [shard_numel], with its values: waits for an update, and reads it from a disk."""
         self.arrive()
-        return self._shard
+        self.place.bring()
+        return self.place.tensor
 
     def arrive(self) -> None:
         """Wait for values that an update is still sending from the host."""
@@ -182,7 +182,7 @@ class FlatParams:
         if not self.is_on_host:
             return self._gather_from(self.shard)
         arrival, self._arrival = self._arrival, None
-        fetched = self._home.fetch(self._shard, own, arrival)
+        fetched = self.place.fetch(own, arrival)
         if self._collectives.world_size == 1:
             return Fetched(fetched)
         fetched.order()
@@ -200,8 +200,8 @@ class FlatParams:
 
     @property
     def is_on_host(self) -> bool:
-        """The shard is in host memory."""
-        return self.is_sharded and self._home.is_on_host
+        """The shard is in host memory, or on a disk."""
+        return self.is_sharded and self.place.is_on_host
 
     def serve(self, receivers: Sequence[int]) -> None:
         """Take part in a gather to the ranks `receivers` only, which may or may not include this one."""

@@ -131,7 +131,7 @@ def _start_far(update: HostUpdate) -> Arrival:
     mark = host.lanes.to_device.mark()
     master.wait()
     master.residence.begin()
-    compute, arrival = master.compute, Arrival()
+    compute, arrival = master.begin_send(), Arrival()
 
     def work() -> None:
         values = host.sender.buffer(grad.numel(), dtype)

@@ -28,7 +28,7 @@ class Master:
     """The master weights of one flat buffer, or of this rank's shard of it, and their items.
 
     casts: forward computes in a narrower dtype.
-    is_far: one of master and forward's values is on the host, the other one is not.
+    is_far: one of master and forward's values is on the host, the other one is not; or these are on a disk.
     is_apart: forward's values have memory of their own, because of a cast or a distance.
     """
 
@@ -67,7 +67,7 @@ class Master:
 
     def _settle_in(self, home: Home) -> None:
         self.home = home
-        self.is_far = home.is_on_host != self.params.is_on_host
+        self.is_far = home.is_on_host != self.params.is_on_host or self.params.place.is_on_disk
         self.is_apart = self.casts or self.is_far
 
     @torch.no_grad()
@@ -136,10 +136,13 @@ class Master:
         """The values that forward computes with are the engine's own: see `written`."""
         if self.is_far:
             self._published = fingerprint(self.compute)
+            self.params.place.settle()
 
     def written(self) -> Tensor:
         """If it is far: not 0 if a script has written to the values since `remember`; int64 []."""
         assert self._published is not None
+        if not self.params.place.may_be_written:
+            return torch.zeros_like(self._published)
         return fingerprint(self.compute) - self._published
 
     @torch.no_grad()
@@ -199,19 +202,35 @@ class Master:
         self._update = ticket
         self.grads.lend(ticket)
 
+    def begin_send(self) -> Tensor:
+        """New values will be sent; the result is what `send` takes for them. Writes to old ones are lost."""
+        if not self.params.place.is_on_disk:
+            return self.compute
+        self.params.arrive()
+        self.params.place.begin_receive()
+        return self.params.place.tensor
+
     @torch.no_grad()
     def send(self, values: Tensor, compute: Tensor, after: Mark | None) -> Ticket:
         """Start to copy `values`, a buffer of the sender, to `compute`. In the thread of updates.
 
-        compute: `self.compute`, which must not be asked in that thread: it may wait for this copy.
+        compute: the result of `begin_send`, which must not be called in that thread: it may wait for this copy.
         """
-
+        if self.params.place.is_on_disk:
+            return self._write_to_disk(values)
         return self.host.sender.send(values, compute, after, self._remembering(compute))
 
     @torch.no_grad()
     def send_kept(self, values: Tensor, compute: Tensor, after: Mark | None) -> Ticket:
         """The same for `values` in memory of the caller, which waits before it writes to them again."""
+        if self.params.place.is_on_disk:
+            return self._write_to_disk(values)
         return self.host.sender.copy(values, compute, after, self._remembering(compute))
+
+    def _write_to_disk(self, values: Tensor) -> Ticket:
+        self.params.place.receive(values)
+        self._published = fingerprint(values)
+        return Done()
 
     def _remembering(self, compute: Tensor) -> Callable[[], None]:
         def remember() -> None:
@@ -227,7 +246,7 @@ class Master:
                 self.compute.copy_(self.tensor.to(self.params.dtype))
             self.remember()
             return
-        tensor, compute = self.tensor, self.compute
+        tensor, compute = self.tensor, self.begin_send()
         mark = self.host.lanes.to_device.mark()
         tickets: list[Ticket] = []
 

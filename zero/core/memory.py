@@ -7,6 +7,7 @@ from typing import final
 
 from torch import Tensor
 
+from ...offload.shards import Shard
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.pool import BufferPool
 from .flat_grads import FlatGrads
@@ -31,7 +32,14 @@ class Memory:
 
     def host_bytes(self) -> int:
         """Bytes of shards of parameters in host memory."""
-        return sum(flat.shard.nbytes for flat in self._params if flat.is_on_host)
+        return sum(place.tensor.nbytes for place in self._on_host() if not place.is_on_disk)
+
+    def disk_bytes(self) -> int:
+        """Bytes of shards of parameters on a disk."""
+        return sum(place.tensor.nbytes for place in self._on_host() if place.is_on_disk)
+
+    def _on_host(self) -> list[Shard]:
+        return [flat.place for flat in self._params if flat.is_on_host]
 
     def release_gradients(self) -> None:
         """Free all gradient buffers; the next backward allocates them again."""
@@ -40,8 +48,9 @@ class Memory:
         self._pool.clear()
 
     def param_tensors(self) -> list[Tensor]:
-        """The tensors that hold parameters: shards and full buffers."""
-        return [flat.shard for flat in self._params] + [flat.raw for flat in self._params]
+        """The tensors that hold parameters: shards, without those on a disk, and full buffers."""
+        shards = [flat.shard for flat in self._params if not flat.place.is_on_disk]
+        return shards + [flat.raw for flat in self._params]
 
     def hide_whole_params(self, hides: bool) -> None:
         """With `hides` parameters read as NaN until `show_whole_params`."""

@@ -131,7 +131,7 @@ class Updater:
         assert self._optimizer is not None
         if _num_tensors(self._optimizer) != self._num_tensors:
             raise UsageError(ADDED_GROUP)
-        agree_on_disks(self.world.collectives, self.homes.states)
+        agree_on_disks(self.world.collectives, self.homes)
         self._model.before_update()
         optimizer = self._optimizer
         if not isinstance(optimizer, ShardOptimizer):
@@ -153,12 +153,17 @@ class Updater:
 
         Raises XdsError: on every rank, if the disk of one has failed.
         """
-        states = self.homes.states
-        with states.hold():
-            for master in self.masters:
-                with suppress(XdsError):  # `failure` has it
+        homes = self.homes
+        trained = {id(master.params) for master in self.masters}
+        flats = [flat for unit in self._model.units for flat in unit.params]
+        frozen = [flat for flat in flats if id(flat) not in trained]
+        with homes.states.hold(), homes.shards.hold():
+            with suppress(XdsError):  # `failure` has it
+                for master in self.masters:
                     master.bring()
-            agree_on_disks(self.world.collectives, states)
+                for flat in frozen:
+                    flat.place.bring()
+            agree_on_disks(self.world.collectives, homes)
             yield
 
     def take_edits(self) -> None:
@@ -211,7 +216,7 @@ class Updater:
                 kept.restore()
                 self._write_far(master)
                 self._publish(master)
-        if self.homes.states.is_on_disk:
+        if self.homes.are_on_disk:
             self._wait_for_disks(arrivals)
         for master, arrival in arrivals:
             if master.params.may_be_resharded:
@@ -227,7 +232,7 @@ class Updater:
         for master, arrival in arrivals:
             if not master.params.may_be_resharded and not self.homes.defers:
                 arrival.order()
-        agree_on_disks(self.world.collectives, self.homes.states)
+        agree_on_disks(self.world.collectives, self.homes)
 
     def _in_order_of_use(self) -> list[Master]:
         """First what is published in this step, then the root, then the blocks."""
