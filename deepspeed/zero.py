@@ -46,11 +46,12 @@ class Init:
             mem_efficient_linear, pin_memory: without effect.
             remote_device: None, "none", "cpu" or "cuda"; slices are on the device of the engine.
         Raises:
-            UsageError: an argument asks for offload or for ZeRO++.
+            UsageError: an argument asks for slices on a disk or for ZeRO++.
         """
         if remote_device == "nvme":
             raise UsageError(
-                'zero.Init(remote_device="nvme"): offload to NVMe is not supported yet; leave it out'
+                'zero.Init(remote_device="nvme"): slices are built in memory, and initialize moves them to the '
+                'disk; leave it out, and set offload_param.device = "nvme" in the config'
             )
         asked = sorted(name for name, value in others.items() if value)
         if asked:

@@ -11,7 +11,7 @@ from typing import final
 from .requests import Ticket
 from .transfers import wait_quietly
 
-NUM_KEPT = 4
+NUM_KEPT = 2  # a master is read while the one before it is still used
 WRITES_IN_FLIGHT = 2
 
 

@@ -402,7 +402,7 @@ def wrong_calls() -> None:
     engine, *_ = deepspeed.initialize(model=model, config=config, mpu=Mpu(1), mesh_param=(1, 1))
     assert engine.data_parallel_group is None  # one rank: nothing to share
     for arguments, said in (
-        ({"remote_device": "nvme"}, "NVMe is not supported yet"),
+        ({"remote_device": "nvme"}, "set offload_param.device"),
         ({"zero_quantized_weights": True}, r"zero.Init\(zero_quantized_weights=...\)"),
     ):
         with pytest.raises(xds.UsageError, match=said):

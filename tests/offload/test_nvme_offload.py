@@ -6,6 +6,7 @@ import re
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,10 +16,12 @@ import torch
 import torch.distributed as dist
 from broken_disk import READ_CALLS, BrokenDisk
 from offload_runs import CPU, PARAMS, check_equal
+from test_auto_ratio import EVERYTHING, with_memory
 from tiny_models import build, micro_batch
 from warm_ranks import warm
 
 import xds
+from xds.engine.optim.state_count import count_states
 
 STAGES, PRECISIONS = (0, 1, 2, 3), ("fp32", "bf16", "fp16")
 
@@ -84,6 +87,21 @@ def test_late_reads_and_updates(tmp_path: Path, stage: int) -> None:
     check(1, (stage, "bf16", 1), [nvme(tmp_path, ratio=0.5)], seed=3)
 
 
+def test_masters_that_fit_the_device_leave_the_disk(tmp_path: Path) -> None:
+    (plain,) = warm(1).run(offload_runs.train, 2, "bf16", 1, None)
+    for spare in (100_000, EVERYTHING):
+        case = (2, "bf16", 1, nvme(tmp_path, ratio="auto"))
+        (found,) = warm(1).run(with_memory, spare, offload_runs.train, *case)
+        check_equal(plain, found)
+
+
+def test_guesses_leave_masters_on_a_disk_alone(tmp_path: Path) -> None:
+    guess = nvme(tmp_path, super_offload=True)
+    check(2, (2, "bf16", 1), [guess])
+    on_host = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
+    check(2, (3, "bf16", 1), [guess | params_on(tmp_path), on_host | params_on(tmp_path)])
+
+
 # -- checkpoints --------------------------------------------------------------------------------------------
 
 
@@ -133,13 +151,100 @@ def test_checkpoints_go_from_any_place_to_any_place(tmp_path: Path) -> None:
             assert found["steps"] == 4
 
 
+def resume(offload: dict[str, Any], folder: str, feature: str) -> dict[str, Any]:
+    """Save, and load into a new engine with other values."""
+    engines = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        engine = xds.initialize(
+            build(feature), offload_runs.config_of(3, "bf16", 1, offload, "AdamW")
+        )
+        for step in range(2 + seed):
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+            part = micro_batch(step, seed, offload_runs.SAMPLES).chunk(world_size)[rank]
+            engine.backward(engine(part, rank))
+            engine.step()
+        engines.append(engine)
+    saved, loaded = engines
+    saved.save_checkpoint(folder)
+    loaded.load_checkpoint(folder)
+    values = [engine.full_state_dict(rank0_only=False, full_precision=True) for engine in engines]
+    computed = [engine.full_state_dict(rank0_only=False) for engine in engines]
+    for one, other in (values, computed):
+        for name, value in one.items():
+            assert torch.equal(value, other[name]), name
+    for engine in engines:
+        engine.destroy()
+    return computed[0]
+
+
+@pytest.mark.parametrize("feature", ["plain", "frozen"])
+def test_a_checkpoint_of_parameters_on_a_disk(tmp_path: Path, feature: str) -> None:
+    disk = nvme(tmp_path / "disk") | params_on(tmp_path / "disk")
+    found = warm(2).run(resume, disk, str(tmp_path / "one"), feature)[0]
+    plain = warm(2).run(resume, CPU | PARAMS, str(tmp_path / "two"), feature)[0]
+    for name, value in plain.items():
+        assert torch.equal(value, found[name]), name
+
+
+# -- what a script sees -------------------------------------------------------------------------------------
+
+
+def look(folder: str) -> dict[str, Any]:
+    config = offload_runs.config_of(2, "bf16", 1, nvme(Path(folder)), "AdamW")
+    engine = xds.initialize(build("plain"), config)
+
+    def train() -> None:
+        engine.backward(engine(micro_batch(0, 0, offload_runs.SAMPLES), 0))
+        engine.step()
+
+    train()
+    assert not list(Path(folder).iterdir())  # a SIGKILL leaves nothing
+    states = list(engine.optimizer.state.values())
+    tensors = [value for state in states for value in state.values() if value.dim()]
+    assert len(tensors) == 2 * len(states) and all(value.isnan().all() for value in tensors)
+    plan = engine.memory_plan()
+    sums = [master.grads.host_bytes for master in engine._parts.updater.masters]
+    numels = [master.raw.numel() for master in engine._parts.updater.masters]
+    assert plan["disk"] == 12 * sum(numels)
+    slots = 3 * 3 * (-(-4 * max(numels) // 4096) * 4096)
+    assert plan["host"] == sum(sums) + slots + 4 * len(states) + 2 * 2 * max(numels)
+    for param in engine.module.parameters():  # more than stay in memory
+        value = xds.zero.get_full_optimizer_state(param, "exp_avg")
+        assert value.isfinite().all()
+        xds.zero.set_full_optimizer_state(param, value + 1, "exp_avg")
+    for param in engine.module.parameters():
+        assert xds.zero.get_full_optimizer_state(param, "exp_avg").mean() > 0.5
+    train()
+    for tensor in tensors:
+        assert tensor.isnan().all()
+    with pytest.raises(RuntimeError):
+        tensors[0].add_(1)
+    tensors[0].zero_()
+    with pytest.raises(xds.UsageError, match="while it was on the disk: the value is lost"):
+        train()
+    engine.destroy()
+    return {}
+
+
+def test_states_on_a_disk_read_as_nan(tmp_path: Path) -> None:
+    warm(1).run(look, str(tmp_path))
+
+
 # -- disks that fail ----------------------------------------------------------------------------------------
 
 
-def fail(folder: str, stage: int, fails_at: int, calls: tuple[str, ...]) -> list[str]:
+def fail(
+    folder: str,
+    stage: int,
+    fails_at: int,
+    calls: tuple[str, ...],
+    offload: dict[str, Any] | None = None,
+) -> list[str]:
     """Train while the disk of the last rank fails; the error of each of two steps on this rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    config = offload_runs.config_of(stage, "bf16", 1, nvme(Path(folder)), "AdamW")
+    places = offload or nvme(Path(folder))
+    config = offload_runs.config_of(stage, "bf16", 1, places, "AdamW")
     engine = xds.initialize(build("plain"), config)
     said: list[str] = []
 
@@ -176,6 +281,13 @@ def test_a_disk_that_fails_is_an_error_on_every_rank(
             ), text
 
 
+@pytest.mark.parametrize("calls", [READ_CALLS, ()])
+def test_parameters_on_a_disk_that_fails(tmp_path: Path, calls: tuple[str, ...]) -> None:
+    """One rank: reads fail in forward, writes are an error of a later step."""
+    (said,) = warm(1).run(fail, str(tmp_path), 3, 0, calls, params_on(tmp_path))
+    assert len(said) == 2 and all("EIO" in text for text in said), said
+
+
 def refused(offload: dict[str, Any], free_bytes: int) -> str:
     from xds.offload.disk import creation
 
@@ -192,3 +304,68 @@ def test_too_little_space_is_an_error_on_every_rank(tmp_path: Path) -> None:
         assert re.search(
             r"nvme_path = .*rank 0 needs .* \(\d+ bytes\) there, and .* \(8192 bytes\)", said
         )
+
+
+class ManyStates(torch.optim.Optimizer):
+    """Keeps three states, one more than there is space for."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                for number in range(3):
+                    state.setdefault(f"sum{number}", torch.zeros_like(param)).add_(param.grad)
+                param.sub_(state["sum2"], alpha=group["lr"])
+
+
+def train_many(offload: dict[str, Any] | None) -> list[torch.Tensor]:
+    config = offload_runs.config_of(0, "bf16", 1, offload, "AdamW")
+    del config["scheduler"]
+    engine = xds.initialize(build("plain"), config, optimizer=ManyStates)
+    for step in range(3):
+        engine.backward(engine(micro_batch(step, 0, offload_runs.SAMPLES), 0))
+        engine.step()
+    values = list(engine.full_state_dict(full_precision=True).values())
+    engine.destroy()
+    return values
+
+
+def test_more_states_than_space_stay_in_memory(tmp_path: Path) -> None:
+    (plain,), (found,) = (warm(1).run(train_many, place) for place in (None, nvme(tmp_path)))
+    assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "num_states"),
+    [
+        ("SGD", 1),
+        ("Adagrad", 1),
+        ("NAdam", 2),
+        (torch.optim.SGD, 0),
+        (torch.optim.AdamW, 2),
+        (torch.optim.RMSprop, 1),
+        (ManyStates, 2),
+    ],
+)
+def test_states_are_counted_before_the_optimizer_is_built(given: Any, num_states: int) -> None:
+    section = SimpleNamespace(type=given, params={"lr": 0.1}) if isinstance(given, str) else None
+    assert count_states(section, None if section else given) == num_states
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("feature", "world_size"), [("plain", 1), ("tied", 2), ("lora", 2), ("plain", 4)]
+)
+def test_every_combination(tmp_path: Path, feature: str, world_size: int) -> None:
+    for stage in STAGES:
+        for precision in PRECISIONS:
+            accumulation = 2 if precision == "bf16" else 1
+            disk = nvme(tmp_path)
+            offloads = [disk, nvme(tmp_path, ratio=0.5), nvme(tmp_path, overlap_step=True)]
+            if stage == 3:
+                offloads = [disk, disk | params_on(tmp_path), CPU | params_on(tmp_path, keep=500)]
+            check(world_size, (stage, precision, accumulation, "AdamW", feature), offloads)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...offload.homes import Home, HostHome
 from ...offload.lanes import Done, Mark, Ticket
+from ...offload.states import InMemory, Residence
 from ...ops.fingerprint import fingerprint
 from ...ops.optim.edits import take_edits
 from ...ops.optim.shard_optimizer import Item, Old, Part, Update
@@ -61,7 +62,9 @@ class Master:
             )
             for segment in layout.segments_in(start, stop)
         ]
-        self.residence = home.residence(params.index, self._tensor, holds_master=self.is_apart)
+        self.residence: Residence = home.residence(
+            params.index, self._tensor, holds_master=self.is_apart
+        )
         for item in self.items:
             self.residence.add_view(item.master, item.start)
 
@@ -76,7 +79,9 @@ class Master:
 
         `raw` and the items' tensors stay the same objects. Views that others made keep the old memory.
         """
-        self.wait()
+        self.bring()
+        self.residence.release()
+        self.residence = InMemory()
         self._settle_in(home)
         self._tensor.data = (
             self._tensor.to(device, copy=True) if self.is_apart else self.compute.detach()
@@ -241,6 +246,9 @@ class Master:
     @torch.no_grad()
     def write_compute(self) -> None:
         """Set the values that forward computes with from the masters."""
+        if self.params.place.is_on_disk and not self.home.is_on_host:
+            self.send(self.tensor.to("cpu", self.params.dtype), self.begin_send(), None)
+            return
         if not (self.is_far and self.home.is_on_host):
             if self.is_apart:
                 self.compute.copy_(self.tensor.to(self.params.dtype))

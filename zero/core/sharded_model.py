@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
@@ -12,9 +13,11 @@ from ...compression.reducer import GradientReducer
 from ...offload.homes import Homes
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.pool import BufferPool
+from ...utils.errors import XdsError
 from ..config import ZeroConfig
 from .backwards import Backwards
 from .building import Builder
+from .disk_failures import agree_on_disks
 from .flat_params import FlatParams
 from .gather import Gatherer
 from .memory import Memory
@@ -23,6 +26,8 @@ from .policy import Policy
 from .reduction import REDUCTIONS_IN_FLIGHT, Reduction
 from .same_edits import SameEdits
 from .unchanged import Unchanged
+
+log = logging.getLogger("xds")
 
 
 @final
@@ -248,13 +253,27 @@ class ShardedModel:
         self._reduction.reset()
 
     def detach(self) -> None:
-        """Remove every hook from the user's model; its parameters stay in the flat buffers, gathered."""
+        """Remove every hook from the user's model; its parameters stay in the flat buffers, gathered.
+
+        If a disk has failed, sharded parameters stay NaN, and a warning says why.
+        """
         self.backwards.remove_hooks()
-        if self._gatherer is not None:
-            self._gatherer.remove()
+        try:
+            if self._gatherer is not None:
+                self._gatherer.remove()
+                self._gather_all()
+        finally:
+            self.homes.close()
+
+    def _gather_all(self) -> None:
+        try:
+            agree_on_disks(self.collectives, self.homes)
             for unit in self.units:
                 unit.unshard()
-        self.homes.close()
+        except XdsError as error:
+            if not self.homes.are_on_disk:
+                raise
+            log.warning("xds: parameters cannot be gathered at the end: %s", error)
 
     @property
     def has_gradients(self) -> bool:

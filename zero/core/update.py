@@ -262,10 +262,12 @@ class Updater:
 
     def _updates(self, master: Master, groups: Sequence[dict[str, Any]]) -> list[Update]:
         grad = master.grads.for_update()
-        out = master.compute if master.casts else None
-        if out is not None and master.is_far:
+        out = None
+        if master.casts and master.is_far:
             # a place at home: an optimizer may round differently without one
-            out = torch.empty_like(out, device=master.raw.device)
+            out = torch.empty(grad.numel(), dtype=master.params.dtype, device=master.raw.device)
+        elif master.casts:
+            out = master.compute
         return master.updates(groups, grad, out, has_old=not master.is_far)
 
     def _write_far(self, master: Master) -> None:
