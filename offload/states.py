@@ -41,6 +41,10 @@ class Residence(ABC):
         """
 
     @abstractmethod
+    def release(self) -> None:
+        """The tensors keep the memory that `bring` has given them, and never move again."""
+
+    @abstractmethod
     def begin(self) -> None:
         """An update will `run`: start to read. Not while an earlier update runs."""
 
@@ -80,6 +84,9 @@ class InMemory(Residence):
         return
 
     def bring(self) -> None:
+        return
+
+    def release(self) -> None:
         return
 
     def begin(self) -> None:

@@ -285,13 +285,6 @@ def _check_guesses(optimizer: Any, zero: ZeroConfig, report: Report) -> None:
 
 def _check_paths(zero: ZeroConfig, report: Report) -> None:
     offload = zero.offload_optimizer
-    if offload.device == "nvme" and offload.ratio == "auto":
-        report.complain(
-            "zero_optimization.offload_optimizer.ratio",
-            "auto",
-            'it moves states from host memory to the device, and device is "nvme": give the share as a number, '
-            'or set device to "cpu"',
-        )
     if offload.device == "nvme" and offload.super_offload:
         report.notes.append(
             'offload_optimizer.super_offload has no effect with device "nvme": these updates wait for the norm'

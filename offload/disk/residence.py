@@ -135,6 +135,11 @@ class OnDisk(Residence, Movable):
             self._point_to(memory)
         self._kept.note(self)
 
+    def release(self) -> None:
+        self._kept.forget(self)
+        self._memory, self._views, self._stored = None, [], []
+        self._find_states = lambda: ()
+
     def move_away(self) -> Ticket:
         """End `bring`: start to write what is in memory."""
         return self._leave()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from broken_disk import READ_CALLS, BrokenDisk
 from offload_runs import CPU, PARAMS, check_equal
+from test_auto_ratio import EVERYTHING, with_memory
 from tiny_models import build, micro_batch
 from warm_ranks import warm
 
@@ -84,6 +85,21 @@ def test_late_reads_and_updates(tmp_path: Path, stage: int) -> None:
     if stage == 3:
         check(2, (stage, "bf16", 2), [nvme(tmp_path) | params_on(tmp_path)], seed=1)
     check(1, (stage, "bf16", 1), [nvme(tmp_path, ratio=0.5)], seed=3)
+
+
+def test_masters_that_fit_the_device_leave_the_disk(tmp_path: Path) -> None:
+    (plain,) = warm(1).run(offload_runs.train, 2, "bf16", 1, None)
+    for spare in (100_000, EVERYTHING):
+        case = (2, "bf16", 1, nvme(tmp_path, ratio="auto"))
+        (found,) = warm(1).run(with_memory, spare, offload_runs.train, *case)
+        check_equal(plain, found)
+
+
+def test_guesses_leave_masters_on_a_disk_alone(tmp_path: Path) -> None:
+    guess = nvme(tmp_path, super_offload=True)
+    check(2, (2, "bf16", 1), [guess])
+    on_host = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
+    check(2, (3, "bf16", 1), [guess | params_on(tmp_path), on_host | params_on(tmp_path)])
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ class Guess:
 
     def _use_far(self) -> Arrival:
         assert self._room is not None
-        host, compute = self.master.host, self.master.compute
+        host, compute = self.master.host, self.master.begin_send()
         mark, arrival = host.lanes.to_device.mark(), Arrival()
 
         def work() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...offload.homes import Home, HostHome
 from ...offload.lanes import Done, Mark, Ticket
+from ...offload.states import InMemory, Residence
 from ...ops.fingerprint import fingerprint
 from ...ops.optim.edits import take_edits
 from ...ops.optim.shard_optimizer import Item, Old, Part, Update
@@ -61,14 +62,15 @@ class Master:
             )
             for segment in layout.segments_in(start, stop)
         ]
-        self.residence = home.residence(params.index, self._tensor, holds_master=self.is_apart)
+        self.residence: Residence = home.residence(
+            params.index, self._tensor, holds_master=self.is_apart
+        )
         for item in self.items:
             self.residence.add_view(item.master, item.start)
 
     def _settle_in(self, home: Home) -> None:
         self.home = home
-        on_disk = self.params.place.is_on_disk
-        self.is_far = home.is_on_host != self.params.is_on_host or on_disk
+        self.is_far = home.is_on_host != self.params.is_on_host or self.params.place.is_on_disk
         self.is_apart = self.casts or self.is_far
 
     @torch.no_grad()
@@ -77,7 +79,9 @@ class Master:
 
         `raw` and the items' tensors stay the same objects. Views that others made keep the old memory.
         """
-        self.wait()
+        self.bring()
+        self.residence.release()
+        self.residence = InMemory()
         self._settle_in(home)
         self._tensor.data = (
             self._tensor.to(device, copy=True) if self.is_apart else self.compute.detach()
@@ -218,16 +222,20 @@ class Master:
         compute: the result of `begin_send`, which must not be called in that thread: it may wait for this copy.
         """
         if self.params.place.is_on_disk:
-            self.params.place.receive(values)
-            self._published = fingerprint(values)
-            return Done()
-
+            return self._write_to_disk(values)
         return self.host.sender.send(values, compute, after, self._remembering(compute))
 
     @torch.no_grad()
     def send_kept(self, values: Tensor, compute: Tensor, after: Mark | None) -> Ticket:
         """The same for `values` in memory of the caller, which waits before it writes to them again."""
+        if self.params.place.is_on_disk:
+            return self._write_to_disk(values)
         return self.host.sender.copy(values, compute, after, self._remembering(compute))
+
+    def _write_to_disk(self, values: Tensor) -> Ticket:
+        self.params.place.receive(values)
+        self._published = fingerprint(values)
+        return Done()
 
     def _remembering(self, compute: Tensor) -> Callable[[], None]:
         def remember() -> None:
