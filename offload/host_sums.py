@@ -3,7 +3,7 @@
     device: sum of one reduction ──to_host──> host sum of the step [n] ──> update on the host
 
 The first sum of a step is copied in its own dtype, so one reduction of 16-bit gradients takes 2 bytes an
-element. Later ones are added in the dtype of sums.
+element. Later ones are added in the dtype of sums. A sum never has more bits than that.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class OnHost(SumHome):
 
     def add(self, source: Tensor, give_back: Callable[[], None]) -> None:
         if self._sum is None:
-            dtype = self._sum_dtype if self._adds else source.dtype
+            is_wider = source.dtype.itemsize > self._sum_dtype.itemsize
+            dtype = self._sum_dtype if self._adds or is_wider else source.dtype
             self._sum = self._allocate(source.numel(), dtype)
             ticket = self._copy(self._sum, source)
         else:

@@ -28,7 +28,9 @@ class Twice(nn.Module):
         return out.float().square().mean()
 
 
-def engine_of(precision: str, accumulation: int, *, offloads: bool) -> xds.Engine:
+def engine_of(
+    precision: str, accumulation: int, *, offloads: bool, sums: str | None = None
+) -> xds.Engine:
     torch.manual_seed(0)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
@@ -40,6 +42,7 @@ def engine_of(precision: str, accumulation: int, *, offloads: bool) -> xds.Engin
         del config["zero_optimization"]["offload_optimizer"]
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
+    config["data_types"] = {"grad_accum_dtype": sums}
     return xds.initialize(Twice(), config)
 
 
@@ -91,6 +94,22 @@ def test_no_sync_in_the_middle_of_a_step() -> None:
         engine.destroy()
     for name, value in results[0].items():
         assert torch.equal(value, results[1][name]), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_sums_of_fewer_bits(precision: str, accumulation: int) -> None:
+    results = []
+    for offloads in (False, True):
+        engine = engine_of(precision, accumulation, offloads=offloads, sums="bf16")
+        for _ in range(2 * accumulation):
+            engine.backward(engine(batch(precision)))
+            engine.step()
+        results.append((engine.get_global_grad_norm(), engine.full_state_dict(full_precision=True)))
+        engine.destroy()
+    assert results[0][0] == results[1][0]
+    for name, value in results[0][1].items():
+        assert torch.equal(value, results[1][1][name]), name
 
 
 def test_a_gradient_that_a_script_writes_keeps_its_precision() -> None:

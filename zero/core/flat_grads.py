@@ -224,8 +224,9 @@ class FlatGrads:
 
     def _leave(self, source: Tensor, buffer: Tensor) -> None:
         """Start to copy `source` to its home; then its `buffer` returns to the pool."""
-        is_only = not self._has_total
-        self._squares = self._squares_of(source, exact=False) if is_only else None
+        # the norm is that of what is stored: a sum of fewer bits is rounded on the host
+        is_exact = not self._has_total and source.dtype.itemsize <= self._sum_dtype.itemsize
+        self._squares = self._squares_of(source, exact=False) if is_exact else None
         self._has_total = True
         self._before_change()
         self._home.add(source, partial(self._pool.give, buffer))
