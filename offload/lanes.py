@@ -96,10 +96,7 @@ class ThreadLane(Lane):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        num_threads = torch.get_num_threads()  # a new thread would use the default of OpenMP
-        self._pool = ThreadPoolExecutor(
-            1, thread_name_prefix=name, initializer=torch.set_num_threads, initargs=(num_threads,)
-        )
+        self._pool = _one_thread(name)
 
     def run(self, job: Callable[[], Any], after: Mark | None = None) -> Ticket:
         return _ThreadTicket(self._pool.submit(_without_grad, job))
@@ -109,6 +106,19 @@ class ThreadLane(Lane):
 
     def close(self) -> None:
         self._pool.shutdown()
+
+
+def _one_thread(name: str) -> ThreadPoolExecutor:
+    """A thread with this thread's number of threads and device: a new one would use defaults, and device 0."""
+    num_threads = torch.get_num_threads()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def begin() -> None:
+        torch.set_num_threads(num_threads)
+        if device is not None:
+            torch.cuda.set_device(device)
+
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=begin)
 
 
 def _without_grad(job: Callable[[], Any]) -> None:
@@ -178,7 +188,7 @@ class LaunchedLane(Lane):
 
     def __init__(self, stream: StreamLane) -> None:
         self._stream = stream
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="xds-launch")
+        self._pool = _one_thread("xds-launch")
 
     def mark(self) -> Mark | None:
         return self._stream.mark()
