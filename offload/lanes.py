@@ -111,7 +111,8 @@ class ThreadLane(Lane):
 def _one_thread(name: str) -> ThreadPoolExecutor:
     """A thread with this thread's number of threads and device: a new one would use defaults, and device 0."""
     num_threads = torch.get_num_threads()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.cuda.current_device() if has_cuda else None
 
     def begin() -> None:
         torch.set_num_threads(num_threads)
