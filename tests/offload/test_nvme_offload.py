@@ -369,3 +369,17 @@ def test_every_combination(tmp_path: Path, feature: str, world_size: int) -> Non
             if stage == 3:
                 offloads = [disk, disk | params_on(tmp_path), CPU | params_on(tmp_path, keep=500)]
             check(world_size, (stage, precision, accumulation, "AdamW", feature), offloads)
+
+
+@pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])
+def test_state_dicts_of_the_optimizer_alone_are_refused(tmp_path: Path, call: str) -> None:
+    zero = {"stage": 2, **nvme(tmp_path)}
+    section = {"type": "AdamW", "params": {"lr": 1e-2}}
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": section, "zero_optimization": zero}
+    engine = xds.initialize(torch.nn.Linear(4, 4), config)
+    engine.backward(engine(torch.ones(4, 4)).square().mean())
+    engine.step()
+    given = [{"state": {}, "param_groups": []}] if call == "load_state_dict" else []
+    with pytest.raises(xds.UsageError, match=rf"optimizer\.{call}\(\) with .*nvme"):
+        getattr(engine.optimizer, call)(*given)
+    engine.destroy()

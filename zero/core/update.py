@@ -113,6 +113,20 @@ class Updater:
                 self._guesses = Guesses(self.masters, optimizer, host.spare, prepare)
         for master in self.masters:
             master.residence.bind(partial(self.states_in, master))
+        if self.homes.host is not None:
+            optimizer.register_state_dict_pre_hook(partial(self._before_state_dict, "state_dict"))
+            load_hook = partial(self._before_state_dict, "load_state_dict")
+            optimizer.register_load_state_dict_pre_hook(load_hook)
+
+    def _before_state_dict(self, call: str, *_: Any) -> None:
+        """The script calls state_dict or load_state_dict of the optimizer itself."""
+        if self.homes.states.is_on_disk:
+            raise UsageError(
+                f'optimizer.{call}() with offload_optimizer.device = "nvme": the states are in a file; use '
+                "engine.save_checkpoint and load_checkpoint, or xds.zero.get_full_optimizer_state and "
+                "set_full_optimizer_state"
+            )
+        self.wait()
 
     def expect(self, scale: float | None) -> None:
         """A backward begins. If its step is expected to have this `scale`, updates may run before it.
