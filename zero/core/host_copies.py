@@ -14,6 +14,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ...offload.pinned import host_memory
+
 
 @final
 class HostCopies:
@@ -33,7 +35,7 @@ class HostCopies:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         for storage in storages.values():
             if storage.nbytes():
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._pin)
+                host = host_memory(storage.nbytes(), pin=self._pin)  # exactly as much
                 host.copy_(_bytes_of(storage))
                 self._moved.append((storage, host))
                 storage.resize_(0)
