@@ -15,14 +15,11 @@ from torch import nn
 
 from ..compression.reducer import ExactReducer
 from ..offload.activations import Activations
-from ..offload.cores import place_updates
 from ..offload.homes import Homes, HostHome
-from ..offload.states import StateHome
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.opening import open_collectives
 from ..utils.errors import ConfigError, UsageError
 from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
-from ..zero.config import ZeroConfig
 from ..zero.construction.construction import Construction, materialise
 from ..zero.construction.slices import SliceStore
 from ..zero.construction.weights import load_weights
@@ -41,7 +38,7 @@ from .engine import Engine
 from .model.arguments import check_arguments
 from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
-from .model.disk_space import reserve, shard_home, state_home
+from .model.offloading import build_homes, build_host, host_ratio, reserve
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
 from .optim.loss_scale import build_loss_scale
@@ -141,8 +138,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     collectives = _collectives(config, group, device)
     check_same_model(model, config.zero_optimization, collectives)
     policy = _policy(config, group.size())
-    states = state_home(config, given.optimizer)
-    host = _host(config, device, states)
+    host = build_host(config, device, given.optimizer)
     if policy.shards_params:
         return_freed_blocks()
     blocks = [module for _, module in found_blocks(model, config.zero_optimization.units)]
@@ -209,7 +205,8 @@ def _sharded(
     _give_values(model, given.weights, collectives, policy)
     groups = _groups(model, config, given.optimizer, given.model_parameters)
     check_model(model, groups.index, must_train=trains)
-    homes = _homes(model, groups, config, host)
+    trained_numel = sum(p.numel() for p in model.parameters() if id(p) in groups.index)
+    homes = build_homes(config, host, trained_numel)
     return _shard(model, groups, policy, config, collectives, homes), groups
 
 
@@ -312,43 +309,12 @@ def _policy(config: Config, world_size: int) -> Policy:
         config.zero_optimization.stage,
         world_size=world_size,
         accumulation_steps=config.gradient_accumulation_steps,
-        offloads=_ratio(config.zero_optimization) > 0,
+        offloads=host_ratio(config) > 0,
         offloads_params=config.zero_optimization.offload_param.device != "none",
         compute=compute,
         accumulate=DTYPES[accumulate] if accumulate else None,
         communicate=DTYPES[sent] if sent else None,
     )
-
-
-def _host(config: Config, device: torch.device, states: StateHome) -> HostHome | None:
-    zero = config.zero_optimization
-    sections = (zero.offload_optimizer, zero.offload_param)
-    if all(section.device == "none" for section in sections):
-        return None
-    pins = all(section.pin_memory for section in sections if section.device != "none")
-    adds = config.gradient_accumulation_steps > 1
-    guesses = zero.offload_optimizer.super_offload
-    host = HostHome(device, pin=pins, adds=adds, guesses=guesses, states=states)
-    place_updates(host.lanes.updates, zero.offload_optimizer.cpuadam_cores_perc)
-    return host
-
-
-def _homes(model: nn.Module, groups: Groups, config: Config, host: HostHome | None) -> Homes:
-    zero = config.zero_optimization
-    return Homes(
-        host,
-        ratio=_ratio(zero),
-        total_numel=sum(p.numel() for p in model.parameters() if id(p) in groups.index),
-        shards=shard_home(config, host),
-        defers=zero.offload_optimizer.overlap_step,
-    )
-
-
-def _ratio(zero: ZeroConfig) -> float:
-    """The share of the optimizer's states on the host."""
-    section = zero.offload_optimizer
-    at_first = 1.0 if section.ratio == "auto" else section.ratio
-    return at_first if section.device != "none" else 0.0
 
 
 def _groups(

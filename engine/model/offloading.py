@@ -1,15 +1,17 @@
-"""Chooses where states and parameters on the host are stored, and reserves the space that they need."""
+"""Chooses from the config where states and parameters are stored: device, host or disk."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from ...offload.cores import place_updates
 from ...offload.disk.options import DiskOptions
 from ...offload.disk.shards import ShardsOnDisk
 from ...offload.disk.states import StatesOnDisk
-from ...offload.homes import HostHome
+from ...offload.homes import Homes, HostHome
 from ...offload.shards import ShardHome, ShardsOnHost
 from ...offload.states import StateHome, StatesInMemory
 from ...zero.core.policy import master_dtype
@@ -20,18 +22,58 @@ from ..optim.optimizers import ClientOptimizer
 from ..optim.state_count import count_states
 
 
-def state_home(config: Config, optimizer: ClientOptimizer | None) -> StateHome:
-    """Where masters and states on the host are between updates. `optimizer`: the script's, if there is one."""
+def build_host(
+    config: Config, device: torch.device, optimizer: ClientOptimizer | None
+) -> HostHome | None:
+    """Host memory for what is not on the device, and its threads; None: everything is on the device.
+
+    optimizer: the script's, if there is one.
+    """
+    zero = config.zero_optimization
+    sections = (zero.offload_optimizer, zero.offload_param)
+    if all(section.device == "none" for section in sections):
+        return None
+    host = HostHome(
+        device,
+        pin=all(section.pin_memory for section in sections if section.device != "none"),
+        adds=config.gradient_accumulation_steps > 1,
+        guesses=zero.offload_optimizer.super_offload,
+        states=_state_home(config, optimizer),
+    )
+    place_updates(host.lanes.updates, zero.offload_optimizer.cpuadam_cores_perc)
+    return host
+
+
+def build_homes(config: Config, host: HostHome | None, total_numel: int) -> Homes:
+    """The homes of all flat buffers. total_numel: elements of all trainable parameters."""
+    return Homes(
+        host,
+        ratio=host_ratio(config),
+        total_numel=total_numel,
+        shards=_shard_home(config, host),
+        defers=config.zero_optimization.offload_optimizer.overlap_step,
+    )
+
+
+def host_ratio(config: Config) -> float:
+    """The share of the optimizer's states that starts on the host or on a disk."""
+    section = config.zero_optimization.offload_optimizer
+    at_first = 1.0 if section.ratio == "auto" else section.ratio
+    return at_first if section.device != "none" else 0.0
+
+
+def _state_home(config: Config, optimizer: ClientOptimizer | None) -> StateHome:
+    """Where masters and states on the host are between updates."""
     section = config.zero_optimization.offload_optimizer
     if section.device != "nvme" or (optimizer is None and config.optimizer is None):
         return StatesInMemory()
     assert section.nvme_path is not None  # checked with the config
-    options = disk_options(config)
+    options = _disk_options(config)
     num_states = count_states(config.optimizer, optimizer)
     return StatesOnDisk(Path(section.nvme_path), options, dist.get_rank(), num_states=num_states)
 
 
-def shard_home(config: Config, host: HostHome | None) -> ShardHome | None:
+def _shard_home(config: Config, host: HostHome | None) -> ShardHome | None:
     """Where shards of parameters are stored; None: on the device."""
     section = config.zero_optimization.offload_param
     if host is None or section.device == "none":
@@ -42,14 +84,14 @@ def shard_home(config: Config, host: HostHome | None) -> ShardHome | None:
     return ShardsOnDisk(
         host.lanes,
         Path(section.nvme_path),
-        disk_options(config),
+        _disk_options(config),
         dist.get_rank(),
         max_in_memory=section.max_in_cpu,
         pin=host.pin,
     )
 
 
-def disk_options(config: Config) -> DiskOptions:
+def _disk_options(config: Config) -> DiskOptions:
     """How the files are read and written."""
     return DiskOptions(block_bytes=config.aio.block_size, queue_depth=config.aio.queue_depth)
 
@@ -71,4 +113,4 @@ def reserve(model: ShardedModel) -> None:
         together(model.collectives, "offload to NVMe", states.open)
 
 
-__all__ = ["reserve", "state_home"]
+__all__ = ["build_homes", "build_host", "host_ratio", "reserve"]
