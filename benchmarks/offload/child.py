@@ -1,0 +1,89 @@
+"""Runs a measurement in a process of its own. If it runs out of memory or time, others are not affected."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+class ChildFailed(Exception):
+    """The process raised, was killed, or did not finish in time; the message is one line."""
+
+
+OUT_OF_TIME = "time"
+
+
+def results_of(work: Callable[..., Iterator[Any]], *args: Any, until: float) -> Iterator[Any]:
+    """What `work(*args)` yields in a new process, as it comes.
+
+    Args:
+        until: in seconds of `time.monotonic`; the process is killed then.
+    Raises:
+        ChildFailed: with `OUT_OF_TIME`, the signal, or the last line of the error.
+    """
+    if time.monotonic() >= until:
+        raise ChildFailed(OUT_OF_TIME)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "xds"])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_main, args=(work, theirs, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        while True:
+            if not ours.poll(max(0.0, until - time.monotonic())):
+                raise ChildFailed(OUT_OF_TIME)
+            try:
+                kind, payload = ours.recv()
+            except EOFError:
+                process.join()
+                raise ChildFailed(_end_of(process.exitcode)) from None
+            if kind == "end":
+                return
+            if kind == "error":
+                raise ChildFailed(payload)
+            yield payload
+    finally:
+        ours.close()
+        if process.is_alive():
+            process.join(timeout=5)
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def _end_of(code: int | None) -> str:
+    if code == -9:
+        return "killed: too little host memory"
+    return f"the process ended with code {code}"
+
+
+def _main(work: Callable[..., Iterator[Any]], pipe: Connection, args: tuple[Any, ...]) -> None:
+    with suppress(
+        OSError
+    ):  # if host memory runs out, the system kills this process, not its parent
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    try:
+        for found in work(*args):
+            pipe.send(("result", found))
+        pipe.send(("end", None))
+    except BaseException as error:
+        text = str(error).strip().split("\n")[0][:160]
+        traceback.print_exc(file=sys.stderr)
+        pipe.send(("error", f"{type(error).__name__}: {text}"))
+    finally:
+        pipe.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # threads and exit hooks of libraries may abort a finished process
+
+
+__all__ = ["OUT_OF_TIME", "ChildFailed", "results_of"]
