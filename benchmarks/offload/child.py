@@ -13,12 +13,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+TIME, MEMORY, ERROR = "time", "memory", "error"  # reasons of a failure
+
 
 class ChildFailed(Exception):
-    """The process raised, was killed, or did not finish in time; the message is one line."""
+    """The process raised, was killed, or did not finish in time; the message is one line.
 
+    reason: `TIME`, `MEMORY` or `ERROR`.
+    """
 
-OUT_OF_TIME = "time"
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def results_of(work: Callable[..., Iterator[Any]], *args: Any, until: float) -> Iterator[Any]:
@@ -27,10 +33,10 @@ def results_of(work: Callable[..., Iterator[Any]], *args: Any, until: float) -> 
     Args:
         until: in seconds of `time.monotonic`; the process is killed then.
     Raises:
-        ChildFailed: with `OUT_OF_TIME`, the signal, or the last line of the error.
+        ChildFailed: it did not finish in time, had too little memory, or raised.
     """
     if time.monotonic() >= until:
-        raise ChildFailed(OUT_OF_TIME)
+        raise ChildFailed(TIME, TIME)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "xds"])
     ours, theirs = context.Pipe(duplex=False)
@@ -40,16 +46,16 @@ def results_of(work: Callable[..., Iterator[Any]], *args: Any, until: float) -> 
     try:
         while True:
             if not ours.poll(max(0.0, until - time.monotonic())):
-                raise ChildFailed(OUT_OF_TIME)
+                raise ChildFailed(TIME, TIME)
             try:
                 kind, payload = ours.recv()
             except EOFError:
                 process.join()
-                raise ChildFailed(_end_of(process.exitcode)) from None
+                raise _failure_of(process.exitcode) from None
             if kind == "end":
                 return
             if kind == "error":
-                raise ChildFailed(payload)
+                raise ChildFailed(*payload)
             yield payload
     finally:
         ours.close()
@@ -60,10 +66,20 @@ def results_of(work: Callable[..., Iterator[Any]], *args: Any, until: float) -> 
         process.join()
 
 
-def _end_of(code: int | None) -> str:
+def _failure_of(code: int | None) -> ChildFailed:
     if code == -9:
-        return "killed: too little host memory"
-    return f"the process ended with code {code}"
+        return ChildFailed(MEMORY, "killed, probably for host memory")
+    return ChildFailed(ERROR, f"the process ended with code {code}")
+
+
+def _described(error: BaseException) -> tuple[str, str]:
+    """The reason, and one line."""
+    text = (str(error).strip() or "no message").split("\n")[0][:160]
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
+        return MEMORY, "too little device memory"
+    if isinstance(error, MemoryError) or "cannot allocate" in text:
+        return MEMORY, "too little host memory"
+    return ERROR, f"{type(error).__name__}: {text}"
 
 
 def _main(work: Callable[..., Iterator[Any]], pipe: Connection, args: tuple[Any, ...]) -> None:
@@ -76,9 +92,8 @@ def _main(work: Callable[..., Iterator[Any]], pipe: Connection, args: tuple[Any,
             pipe.send(("result", found))
         pipe.send(("end", None))
     except BaseException as error:
-        text = str(error).strip().split("\n")[0][:160]
         traceback.print_exc(file=sys.stderr)
-        pipe.send(("error", f"{type(error).__name__}: {text}"))
+        pipe.send(("error", _described(error)))
     finally:
         pipe.close()
         sys.stdout.flush()
@@ -86,4 +101,4 @@ def _main(work: Callable[..., Iterator[Any]], pipe: Connection, args: tuple[Any,
         os._exit(0)  # threads and exit hooks of libraries may abort a finished process
 
 
-__all__ = ["OUT_OF_TIME", "ChildFailed", "results_of"]
+__all__ = ["ERROR", "MEMORY", "TIME", "ChildFailed", "results_of"]

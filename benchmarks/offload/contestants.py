@@ -76,15 +76,21 @@ def run(case: Case, scale: Scale) -> Iterator[dict[str, Any]]:
         yield from _run_bare(shape, scale, device)
         return
     start = time.perf_counter()
-    step, norm = _engine(case, shape, scale, device)
+    step, engine = _engine(case, shape, scale, device)
     built = time.perf_counter() - start
     for name, num_tokens in scale.tokens.items():
         batch = draw(shape, num_tokens, device.torch_device)
         for _ in range(2):
             step(batch)
         times = [device.seconds(lambda b=batch: step(b)) for _ in range(scale.steps)]
-        found = {"tokens": name, "seconds": times, "norm": norm(), "built_seconds": built}
-        yield found | {"peak_bytes": device.peak_bytes()}
+        yield {
+            "tokens": name,
+            "seconds": times,
+            "norm": float(engine.get_global_grad_norm() or 0.0),
+            "guesses": _num_guesses(engine) if case.kind == GUESS else 0,
+            "built_seconds": built,
+            "peak_bytes": device.peak_bytes(),
+        }
 
 
 def _run_bare(shape: Shape, scale: Scale, device: Device) -> Iterator[dict[str, Any]]:
@@ -107,8 +113,8 @@ def _run_bare(shape: Shape, scale: Scale, device: Device) -> Iterator[dict[str, 
 
 def _engine(
     case: Case, shape: Shape, scale: Scale, device: Device
-) -> tuple[Callable[[Tensor], None], Callable[[], float]]:
-    """One step of the contestant, and the last gradient norm."""
+) -> tuple[Callable[[Tensor], None], Any]:
+    """One step of the contestant, and its engine."""
     sequences = max(scale.tokens.values()) // shape.context
     config = config_of(case, sequences)
     is_peer = case.kind == DEEPSPEED
@@ -119,7 +125,12 @@ def _engine(
         engine.backward(engine(batch))
         engine.step()
 
-    return step, lambda: float(engine.get_global_grad_norm() or 0.0)
+    return step, engine
+
+
+def _num_guesses(engine: Any) -> int:
+    guesses = engine._parts.updater._guesses
+    return guesses.num_used if guesses is not None else 0
 
 
 def _xds(model: GPT, config: dict[str, Any]) -> Any:

@@ -80,7 +80,7 @@ class StandIn(Device):
 
     name = "a CPU in place of a GPU: the figures mean nothing"
     torch_device = torch.device("cpu")
-    total_bytes = 64 << 20
+    total_bytes = 2 << 20
 
     def synchronize(self) -> None:
         return

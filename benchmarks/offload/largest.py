@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from child import OUT_OF_TIME, ChildFailed, results_of
+from child import MEMORY, TIME, ChildFailed, results_of
 from device import pick
 from model import Shape, build, draw
 from scale import Scale
+from search import DISK, HOST, Room, estimate, next_layers
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from harness import Row  # noqa: E402
@@ -23,79 +24,16 @@ DEVICE_OF_TARGET, HOST_OF_TARGET = 140e9, 130e9  # the targets are for 141 GB an
 NEAR, ON_DISK = "largest GPT, device and host", "largest GPT, device, host and disk"
 
 
-@dataclasses.dataclass(frozen=True)
-class Room:
-    """Bytes that model states may take."""
-
-    device: float
-    host: float
-    disk: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Places:
-    """Bytes of a parameter with a share r of the optimizer's states away from the device.
-
-    device: `device` + `device_states` (1 - r); host: `host` + `host_states` r; disk: `disk_states` r.
-    """
-
-    device: float
-    device_states: float
-    host: float
-    host_states: float
-    disk_states: float
-
-    def share(self, numel: int, room: Room) -> tuple[float, bool]:
-        """A share r, and whether it fits: the middle of the shares that device, and host and disk, allow."""
-        low = 1 - (room.device / numel - self.device) / self.device_states
-        high = (room.host / numel - self.host) / self.host_states
-        if self.disk_states:
-            high = min(high, room.disk / numel / self.disk_states)
-        low, high = max(0.0, low), min(1.0, high)
-        return round(min(1.0, max(0.0, (low + high) / 2)), 4), low <= high
-
-
-# A unit on the device takes 12 bytes of states and 4 of gradient sums. On the host the gradient has 16 bits.
-HOST = Places(device=2, device_states=16, host=0, host_states=14, disk_states=0)
-DISK = Places(device=0, device_states=16, host=2, host_states=2, disk_states=12)
-
-
-def estimate(shape: Shape, places: Places, room: Room, max_layers: int) -> int:
-    """The largest number of layers whose states fit; at least 1."""
-    fits = [
-        layers
-        for layers in range(1, max_layers + 1)
-        if places.share(dataclasses.replace(shape, layers=layers).numel, room)[1]
-    ]
-    return max(fits, default=1)
-
-
-def next_layers(tried: Mapping[int, bool], first: int, max_layers: int) -> int | None:
-    """The next number of layers to try: `first`, then away from it in growing steps, then between.
-
-    None: the largest one that trains is known to within 2 % of `first`, or none does.
-    """
-    if not tried:
-        return first
-    good = max((layers for layers, trains in tried.items() if trains), default=0)
-    bad = min((layers for layers, trains in tried.items() if not trains), default=max_layers + 1)
-    reach = max(1, first // 16) * 2 ** max(0, len(tried) - 1)
-    if not good:
-        return None if bad <= 1 else max(1, bad - reach)
-    if bad > max_layers:
-        return min(max_layers, good + reach) if good < max_layers else None
-    if bad - good <= max(1, first // 50):
-        return None
-    return (good + bad) // 2
-
-
 def not_measured(reason: str) -> list[Row]:
     """The rows without figures."""
     return [Row(name, unit="B", void="not measured", note=reason) for name in (NEAR, ON_DISK)]
 
 
 def measured(scale: Scale, disk: Path | None, disk_bytes: float, *, until: float) -> Iterator[Row]:
-    """One row for the disk if there is a folder, else one without. A table of what was tried is its note."""
+    """The row with the disk if there is a folder, else the one without: again whenever a larger one trains.
+
+    Its note lists what was tried.
+    """
     name, places = (ON_DISK, DISK) if disk else (NEAR, HOST)
     row = Row(name, unit="B", more_is_better=True)
     try:
@@ -107,34 +45,40 @@ def measured(scale: Scale, disk: Path | None, disk_bytes: float, *, until: float
     room = Room(**here["room"])
     if here["device_bytes"] >= DEVICE_OF_TARGET and here["host_bytes"] >= HOST_OF_TARGET:
         row.must, row.aim = (None, 20.0) if disk else (14.0, 17.0)
-    first = estimate(scale.largest, places, room, scale.max_layers)
+    first = estimate(lambda n: _numel(scale.largest, n), places, room, scale.max_layers)
+    expected = _billions(scale.largest, first)
+    words = [f"expected {expected:.3g}B; {here['text']}"]
     tried: dict[int, bool] = {}
-    words = []
+    row.void = "FAIL"
     while (layers := next_layers(tried, first, scale.max_layers)) is not None:
         shape = dataclasses.replace(scale.largest, layers=layers)
         share, _ = places.share(shape.numel, room)
-        billions = shape.numel / 1e9
         try:
-            ended = list(results_of(_train, shape, share, str(disk or ""), scale, until=until))[-1]
+            (ended,) = results_of(_train, shape, share, str(disk or ""), scale, until=until)
         except ChildFailed as error:
-            words.append(f"{billions:.3g}B: {error}")
-            if str(error) == OUT_OF_TIME:
+            words.append(f"{_billions(shape, layers):.3g}B: {error}")
+            if error.reason != MEMORY:
+                is_late = error.reason == TIME
+                row.void = row.void and ("not measured" if is_late else "FAIL")
                 break
             tried[layers] = False
             continue
         tried[layers] = True
-        words.append(f"{billions:.3g}B (ratio {share}): {ended['tokens_per_second']:.0f} tokens/s")
-    row.value = _largest(scale.largest, tried)
-    expected = dataclasses.replace(scale.largest, layers=first).numel / 1e9
-    row.note = f"expected {expected:.3g}B; {here['text']}; tried {'; '.join(words)}"
-    if row.value is None:
-        row.void = "not measured" if OUT_OF_TIME in row.note else "FAIL"
+        speed = f"{ended['tokens_per_second']:.0f} tokens/s"
+        words.append(f"{_billions(shape, layers):.3g}B (ratio {share}): {speed}")
+        row.value, row.void = max(row.value or 0.0, _billions(shape, layers)), ""
+        row.note = "; ".join(words)
+        yield row
+    row.note = "; ".join(words)
     yield row
 
 
-def _largest(shape: Shape, tried: Mapping[int, bool]) -> float | None:
-    sizes = [dataclasses.replace(shape, layers=n).numel for n, trains in tried.items() if trains]
-    return max(sizes) / 1e9 if sizes else None
+def _billions(shape: Shape, layers: int) -> float:
+    return _numel(shape, layers) / 1e9
+
+
+def _numel(shape: Shape, layers: int) -> int:
+    return dataclasses.replace(shape, layers=layers).numel
 
 
 def _room(scale: Scale, disk_bytes: float) -> Iterator[dict[str, Any]]:
@@ -190,4 +134,4 @@ def config_of(share: float, disk: str) -> dict[str, Any]:
     }
 
 
-__all__ = ["DISK", "HOST", "Places", "Room", "estimate", "measured", "next_layers", "not_measured"]
+__all__ = ["measured", "not_measured"]

@@ -120,6 +120,11 @@ def measured_before() -> dict[str, Row]:
     return found
 
 
+def extra_of_gpu() -> dict[str, str | None]:
+    """The name of the GPU, for the file of results."""
+    return {"gpu": device.pick(dry=False).name if device.has_gpu() else None}
+
+
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ceilings", action="store_true", help="the limits of this machine")
@@ -145,20 +150,23 @@ def main() -> int:
         source: Iterator[Row] = _both(cpu_rows(options), unmeasured_rows(options, reason))
     else:
         source = gpu_rows(options) if can_run else unmeasured_rows(options, NO_GPU)
-    rows = []
+    keeps = not options.quick and not options.dry_run_on_cpu and (can_run or not is_gpu_run)
+    found: dict[str, Row] = {}
     for row in source:
-        rows.append(row)
+        found[row.name] = row
         if options.json:
             print(json.dumps(asdict(row) | {"verdict": row.verdict}), flush=True)
         elif row.value is not None:
             print("  ".join(row.cells()), flush=True)
+        if keeps and is_gpu_run:
+            save(HERE, [row], extra_of_gpu())  # a run that is killed keeps its rows
+    rows = list(found.values())
     if not options.json:
         print_rows(rows)
-    if not options.quick and not options.dry_run_on_cpu and (can_run or not is_gpu_run):
-        earlier = {} if is_gpu_run else measured_before()
+    if keeps:
+        earlier = measured_before()
         kept = [earlier.get(row.name, row) if row.value is None else row for row in rows]
-        extra = {"gpu": device.pick(dry=False).name if device.has_gpu() else None}
-        print(f"kept in {save(HERE, kept, extra)}", file=sys.stderr)
+        print(f"kept in {save(HERE, kept, extra_of_gpu())}", file=sys.stderr)
     return exit_code(rows)
 
 
