@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -142,6 +145,12 @@ def _xds(model: GPT, config: dict[str, Any]) -> Any:
 def _deepspeed(model: GPT, config: dict[str, Any]) -> Any:
     import deepspeed
 
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in (alone | {"MASTER_PORT": port}).items()})
     parameters = list(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     return engine
