@@ -83,9 +83,9 @@ def _described(error: BaseException) -> tuple[str, str]:
 
 
 def _main(work: Callable[..., Iterator[Any]], pipe: Connection, args: tuple[Any, ...]) -> None:
-    with suppress(
-        OSError
-    ):  # if host memory runs out, the system kills this process, not its parent
+    os.dup2(2, 1)  # the lines that libraries print must not mix with rows
+    # if host memory runs out, the system kills this process, not its parent
+    with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         for found in work(*args):
