@@ -158,7 +158,7 @@ def main() -> int:
             print(json.dumps(asdict(row) | {"verdict": row.verdict}), flush=True)
         elif row.value is not None:
             print("  ".join(row.cells()), flush=True)
-        if keeps and is_gpu_run:
+        if keeps and row.value is not None:
             save(HERE, [row], extra_of_gpu())  # a run that is killed keeps its rows
     rows = list(found.values())
     if not options.json:
