@@ -60,5 +60,5 @@ class Adagrad(OnePassOptimizer):
             group["eps"],
             group["weight_decay"],
             update.takes_edits,
-            *update.old_values("sum"),
+            *update.old_values(state, "sum"),
         )

@@ -99,7 +99,7 @@ class Adam(ShardOptimizer):
             self._adam_w_mode,
             group["bias_correction"],
             update.takes_edits,
-            *update.old_values("exp_avg", "exp_avg_sq"),
+            *update.old_values(state, "exp_avg", "exp_avg_sq"),
         )
         mark_written(update)
 

@@ -49,5 +49,5 @@ class Lion(OnePassOptimizer):
             *group["betas"],
             group["weight_decay"],
             update.takes_edits,
-            *update.old_values("exp_avg"),
+            *update.old_values(state, "exp_avg"),
         )

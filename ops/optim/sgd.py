@@ -62,5 +62,5 @@ class SGD(OnePassOptimizer):
             group["weight_decay"],
             group["nesterov"],
             update.takes_edits,
-            *update.old_values("momentum_buffer"),
+            *update.old_values(state, "momentum_buffer"),
         )

@@ -110,11 +110,11 @@ class Update:
     has_old: bool = True
     old: Old | None = None
 
-    def old_values(self, *keys: str) -> tuple[Tensor | None, ...]:
-        """The old master and states `keys`, as the ops of kernels/ take them."""
+    def old_values(self, state: dict[str, Any], *keys: str) -> tuple[Tensor | None, ...]:
+        """The old master and states `keys`, as the ops of kernels/ take them. New states are their own."""
         if self.old is None:
             return (None,) * (1 + len(keys))
-        return (self.old.master, *(self.old.states.get(key) for key in keys))
+        return (self.old.master, *(self.old.states.get(key, state.get(key)) for key in keys))
 
     @property
     def takes_edits(self) -> bool:

@@ -200,7 +200,7 @@ def run_all(names: list[str]) -> None:
             globals()[name](stage)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_accumulation_at_every_stage(world: int) -> None:
     run_ranks(run_all, world, [function.__name__ for function in ACCUMULATION])
 

@@ -24,6 +24,7 @@ import xds
 from xds.engine.optim.state_count import count_states
 
 STAGES, PRECISIONS = (0, 1, 2, 3), ("fp32", "bf16", "fp16")
+SLOW = pytest.mark.slow
 
 
 def nvme(folder: Path, **more: Any) -> dict[str, Any]:
@@ -60,8 +61,14 @@ def params_on(folder: Path, keep: int = 0) -> dict[str, Any]:
     return {"offload_param": section}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "precision"),
+    [
+        *((1, "fp16"), (2, "bf16")),
+        *(pytest.param(*case, marks=SLOW) for case in ((1, "fp32"), (1, "bf16"), (2, "fp32"))),
+        pytest.param(2, "fp16", marks=SLOW),
+    ],
+)
 def test_parameters_on_a_disk(tmp_path: Path, world_size: int, precision: str) -> None:
     accumulation = 2 if precision == "bf16" else 1
     params = params_on(tmp_path)
@@ -71,13 +78,19 @@ def test_parameters_on_a_disk(tmp_path: Path, world_size: int, precision: str) -
     check(world_size, (3, precision, accumulation), offloads)
 
 
-@pytest.mark.parametrize("optimizer", ["Lion", "Lamb", "Muon", "Adagrad", "SGD", "RMSprop"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        *("Lion", "Lamb", "SGD"),
+        *(pytest.param(name, marks=SLOW) for name in ("Muon", "Adagrad", "RMSprop")),
+    ],
+)
 def test_other_optimizers(tmp_path: Path, optimizer: str) -> None:
     precision = "fp32" if optimizer in ("SGD", "RMSprop") else "bf16"
     check(2, (1, precision, 1, optimizer), [nvme(tmp_path)])
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=SLOW), 3])
 def test_late_reads_and_updates(tmp_path: Path, stage: int) -> None:
     more = PARAMS if stage == 3 else {}
     overlap = nvme(tmp_path, overlap_step=True)

@@ -125,7 +125,7 @@ def every(name: str) -> None:
         assert all(torch.equal(low[0][key], other[key]) for key in other)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(SECTIONS))
 def test_sharded_equals_whole(name: str, world: int) -> None:
     run_ranks(every, world, name)

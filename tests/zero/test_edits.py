@@ -197,7 +197,9 @@ def train(kind: type[Net], width: int) -> dict[str, list[float]]:
 @pytest.mark.parametrize(
     "kind", [Clamps, Shrinks, Teacher, Renormed], ids=lambda kind: kind.__name__
 )
-@pytest.mark.parametrize(("world_size", "width"), [(2, 8), (2, 132), (1, 8)])
+@pytest.mark.parametrize(
+    ("world_size", "width"), [pytest.param(2, 8, marks=pytest.mark.slow), (2, 132), (1, 8)]
+)
 def test_writes_inside_of_forward_count(kind: type[Net], world_size: int, width: int) -> None:
     got = run_ranks(train, world_size, kind, width)[0]
     for precision in ("fp32", "bf16"):
