@@ -68,6 +68,12 @@ def _write_param(engine: xds.Engine, weight: torch.nn.Parameter) -> None:
         weight.mul_(0.9)
 
 
+@torch.no_grad()
+def _halve_states(engine: xds.Engine, weight: torch.nn.Parameter) -> None:
+    for state in engine.optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+
+
 def _halve_rate(engine: xds.Engine, weight: torch.nn.Parameter) -> None:
     engine.optimizer.param_groups[0]["lr"] *= 0.5
 
@@ -113,6 +119,8 @@ BETWEEN: dict[str, Any] = {
     ),
     "read_grad": lambda engine, weight: _sum(xds.zero.get_full_grad(weight)),
     "read_all": _whole,
+    "halve_states": _halve_states,
+    "clear_states": lambda engine, weight: engine.optimizer.state.clear(),
     "write_grad": _write_grad,
     "write_param": _write_param,
     "freeze": lambda engine, weight: weight.requires_grad_(False).shape,

@@ -61,7 +61,7 @@ class Adam(ShardOptimizer):
     def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
         for update in updates:
             master = update.item.master
-            state = self.state[master]
+            state = self._states[master]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
                 state["exp_avg"] = torch.zeros_like(master)

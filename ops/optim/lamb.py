@@ -67,7 +67,7 @@ class Lamb(ShardOptimizer):
         """Adam's direction plus decay, [n], in the gradient's memory if its dtype allows it, and the squared
         norms, [cuts, 2], of master and direction."""
         master, grad = update.item.master, update.grad
-        state = self.state[master]
+        state = self._states[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             state["exp_avg"] = torch.zeros_like(master)

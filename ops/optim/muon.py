@@ -67,7 +67,7 @@ class Muon(ShardOptimizer):
         self._adam = Adam([dict(group) for group in self.param_groups])
         # one shared list of groups and one state, so that LR schedules and checkpoints use a single optimizer
         self._adam.param_groups = self.param_groups
-        self._adam.state = self.state
+        self._adam.state = self._states
 
     def gains_from_kernels(self, *, casts: bool) -> bool:
         return self._adam.gains_from_kernels(casts=casts)
@@ -105,7 +105,7 @@ class Muon(ShardOptimizer):
 
     def _momentum(self, update: Update, scale: float) -> Tensor:
         group = update.group
-        state = self.state[update.item.master]
+        state = self._states[update.item.master]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(update.item.master)
         grad = update.grad.to(update.item.master.dtype).mul_(scale)

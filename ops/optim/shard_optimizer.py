@@ -8,7 +8,8 @@ position of its elements in the parameters, and communication with the other ran
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +123,11 @@ class Update:
         return self.has_old and self.out is not None
 
 
+def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
+    """The optimizer's states, without waiting for updates that run in a thread: for the engine itself."""
+    return optimizer._states if isinstance(optimizer, ShardOptimizer) else optimizer.state
+
+
 def factor(scale: float, device: torch.device) -> Tensor | None:
     """`scale` in the form that the ops of kernels/ take: fp32 [], or None for 1."""
     return None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=device)
@@ -143,6 +149,28 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
     )
     num_states = 2  # tensors of a parameter's size that it keeps for each parameter, at most
     is_bound = False  # True: an engine steps it, and its groups are complete
+    _states: defaultdict[Tensor, Any]
+    _before_access: Callable[[], None] | None = None
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """As in torch. Waits for updates that run in a thread, so a script may read and write it."""
+        if self._before_access is not None:
+            self._before_access()
+        return self._states
+
+    @state.setter
+    def state(self, states: defaultdict[Tensor, Any]) -> None:
+        self._states = states
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._states = state["state"]
+        super().__setstate__({key: value for key, value in state.items() if key != "state"})
+
+    def bind(self, before_access: Callable[[], None]) -> None:
+        """An engine steps it from now on. `before_access` is called before a script gets `state`."""
+        self.is_bound = True
+        self._before_access = before_access
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, until an engine uses the optimizer.
@@ -193,5 +221,5 @@ class OnePassOptimizer(ShardOptimizer, ABC):
         for update in updates:
             master = update.item.master
             scale_tensor = factor(scale, master.device)
-            self.one_pass(update, self.state[master], update.group, scale_tensor)
+            self.one_pass(update, self._states[master], update.group, scale_tensor)
             mark_written(update)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...offload.lanes import Done, Ticket
 from ...offload.spare import Room, Spare
 from ...ops.fingerprint import fingerprint
-from ...ops.optim.shard_optimizer import Old
+from ...ops.optim.shard_optimizer import Old, states_of
 from .host_updates import Arrival, HostUpdate, start
 from .master import Master
 
@@ -34,7 +34,7 @@ class _States:
     def __init__(self, master: Master, optimizer: torch.optim.Optimizer) -> None:
         self._master = master
         self._optimizer = optimizer
-        self._dicts = [dict(optimizer.state.get(item.master, {})) for item in master.items]
+        self._dicts = [dict(states_of(optimizer).get(item.master, {})) for item in master.items]
         self._flat = [
             (at, key, value)
             for at, state in enumerate(self._dicts)
@@ -78,10 +78,10 @@ class _States:
             value.copy_(count)
         for item, state in zip(self._master.items, self._dicts, strict=True):
             if state:
-                self._optimizer.state[item.master].clear()
-                self._optimizer.state[item.master].update(state)
+                states_of(self._optimizer)[item.master].clear()
+                states_of(self._optimizer)[item.master].update(state)
             else:
-                self._optimizer.state.pop(item.master, None)
+                states_of(self._optimizer).pop(item.master, None)
 
     def _move(self, memory: Sequence[Tensor]) -> None:
         self._master.use_memory(memory[0].view(self._master.raw.dtype))

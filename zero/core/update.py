@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...offload.lanes import Ticket
-from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World
+from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World, states_of
 from ...utils.errors import UsageError, XdsError
 from .disk_failures import agree_on_disks
 from .frozen import FrozenValues, Range, clip, frozen_ranges
@@ -106,7 +106,7 @@ class Updater:
         self._optimizer = optimizer
         self._num_tensors = _num_tensors(optimizer)
         if isinstance(optimizer, ShardOptimizer):
-            optimizer.is_bound = True
+            optimizer.bind(self.wait)
             host = self.homes.host
             if host is not None and host.spare is not None and optimizer.is_elementwise:
                 prepare = partial(self._host_update, optimizer)
@@ -323,7 +323,7 @@ class Updater:
         for tensor, at in self._tensors_in(master) if ranges else ():
             inside = clip(ranges, at, tensor.numel())
             if inside:
-                state = self._optimizer.state.get(tensor, {})
+                state = states_of(self._optimizer).get(tensor, {})
                 kept.keep_state(state, tensor.numel(), inside)
 
     def _step_torch(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
@@ -362,27 +362,32 @@ class Updater:
         start = master.params.layout.shard_range(self.world.collectives.rank)[0]
         first = slot.offset - (start if master.is_sharded else 0)
         for tensor, at in self._tensors_in(master):
-            state = self._optimizer.state.get(tensor)
+            state = states_of(self._optimizer).get(tensor)
             if at == first and tensor.shape == slot.shape and not master.is_sharded:
                 return state or None, None
             if at < first + slot.numel and first < at + tensor.numel():
                 return state or None, (at, at + tensor.numel())
-        return self._states_elsewhere(master), (0, 0)
+        return self._states_elsewhere(master, slot.group), (0, 0)
 
-    def _states_elsewhere(self, master: Master) -> dict[str, Any] | None:
-        """States of other parameters: they show the keys and dtypes if this rank has no part of a slot."""
+    def _states_elsewhere(self, master: Master, group: int) -> dict[str, Any] | None:
+        """States of other parameters: they show the keys and dtypes if this rank has no part of a slot.
+
+        First those of the slot's hyperparameter group: an optimizer may keep other states for other groups.
+        """
         assert self._optimizer is not None
-        found = [self._optimizer.state.get(tensor) for tensor, _ in self._tensors_in(master)]
-        own: dict[str, Any] | None = next((state for state in found if state), None)
-        if own is not None:
-            return own
-        other: dict[str, Any] | None
-        other = next((state for state in self._optimizer.state.values() if state), None)
-        if other is None:
+        states = states_of(self._optimizer)
+        own = [tensor for tensor, _ in self._tensors_in(master)]
+        alike = {id(tensor) for tensor in self._optimizer.param_groups[group]["params"]}
+        order = sorted([*own, *states], key=lambda tensor: id(tensor) not in alike)
+        found = next((tensor for tensor in order if states.get(tensor)), None)
+        if found is None:
             return None
+        if any(tensor is found for tensor in own):
+            state: dict[str, Any] = states[found]
+            return state
         return {
             key: master.tensor.new_empty(0) if isinstance(value, Tensor) and value.dim() else value
-            for key, value in other.items()
+            for key, value in states[found].items()
         }
 
     def states_in(self, master: Master) -> list[tuple[int, Tensor, dict[str, Any]]]:
@@ -412,7 +417,7 @@ class Updater:
             master.wait()
 
     def _states_of(self, tensor: Tensor) -> dict[str, Any]:
-        return {} if self._optimizer is None else self._optimizer.state.get(tensor, {})
+        return {} if self._optimizer is None else states_of(self._optimizer).get(tensor, {})
 
 
 def _num_tensors(optimizer: torch.optim.Optimizer) -> int:
