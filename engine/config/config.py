@@ -291,6 +291,9 @@ def _check_paths(zero: ZeroConfig, report: Report) -> None:
         )
     for name in ("offload_optimizer", "offload_param"):
         section = getattr(zero, name)
+        if section.nvme_path is not None and "\0" in section.nvme_path:
+            key = f"zero_optimization.{name}.nvme_path"
+            report.complain(key, section.nvme_path, "a path has no null character")
         if section.device == "nvme" and not section.nvme_path:
             report.complain(
                 f"zero_optimization.{name}.nvme_path",

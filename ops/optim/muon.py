@@ -69,6 +69,9 @@ class Muon(ShardOptimizer):
         self._adam.param_groups = self.param_groups
         self._adam.state = self._states
 
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...] | None:
+        return ("momentum_buffer",) if group.get("use_muon", True) else ("exp_avg", "exp_avg_sq")
+
     def gains_from_kernels(self, *, casts: bool) -> bool:
         return self._adam.gains_from_kernels(casts=casts)
 

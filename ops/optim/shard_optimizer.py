@@ -182,6 +182,10 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
             raise UsageError(ADDED_GROUP)
         super().add_param_group(param_group)
 
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...] | None:
+        """The states per element of a parameter of `group`; None: those of every other parameter."""
+        return None
+
     def gains_from_kernels(self, *, casts: bool) -> bool:
         """Whether native kernels would be used. casts: parameters have a narrower dtype than their masters."""
         return True

@@ -276,3 +276,36 @@ def test_a_rank_that_does_not_take_part_in_an_access_is_named() -> None:
     said = run_ranks(skipped_access, 2, timeout_seconds=6)
     assert "get_full_param(head.weight)" in said[0] and "rank 1" in said[0]
     assert "get_full_param(head.weight)" in said[1] and "rank 0" in said[1]
+
+
+def read_muon() -> list[str]:
+    """Keys that can be read, by parameter: an optimizer with other states for other groups."""
+    model = nn.Sequential(nn.Embedding(29, 8), nn.LayerNorm(8), nn.Linear(8, 29))
+    optimizer = {"type": "Muon", "params": {}}
+    zero = {"stage": 2, "unit_min_numel": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": optimizer,
+        "zero_optimization": zero,
+    }
+    engine = xds.initialize(model, config)
+    engine.backward(engine(torch.randint(0, 29, (4,))).square().mean())
+    engine.step()
+    found = []
+    for name, param in engine.module.named_parameters():
+        for key in ("exp_avg", "momentum_buffer"):
+            try:
+                found.append(
+                    f"{name} {key} {tuple(xds.zero.get_full_optimizer_state(param, key).shape)}"
+                )
+            except xds.UsageError as error:
+                found.append(f"{name} {key} {type(error).__name__}")
+    engine.destroy()
+    return found
+
+
+def test_ranks_without_a_part_of_a_group_read_its_states_too() -> None:
+    one, other = run_ranks(read_muon, 2)
+    assert one == other
+    assert "0.weight momentum_buffer (29, 8)" in one and "1.bias exp_avg (8,)" in one
+    assert "0.weight exp_avg UsageError" in one

@@ -382,6 +382,10 @@ class Updater:
         found = next((tensor for tensor in order if states.get(tensor)), None)
         if found is None:
             return None
+        if id(found) not in alike and isinstance(self._optimizer, ShardOptimizer):
+            keys = self._optimizer.state_keys(self._optimizer.param_groups[group])
+            if keys is not None:
+                return dict.fromkeys(keys, master.tensor.new_empty(0))
         if any(tensor is found for tensor in own):
             state: dict[str, Any] = states[found]
             return state
