@@ -211,7 +211,9 @@ def test_a_script_whose_last_checkpoint_failed_does_not_end_well(tmp_path: Path)
     assert (tmp_path / "latest").read_text() == "first"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_a_script_that_is_killed_leaves_no_process_and_the_old_checkpoint(
     tmp_path: Path, number: signal.Signals
 ) -> None:

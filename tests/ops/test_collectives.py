@@ -51,7 +51,7 @@ def exercise(native: bool, dtype: torch.dtype, add: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("native", [False, True])
 def test_sums_gathers_and_bytes(world: int, native: bool) -> None:
     for dtype in (torch.float32, torch.bfloat16):
