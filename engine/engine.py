@@ -234,7 +234,7 @@ class Engine:
         return dict(self._sharded.collectives.sent_bytes)
 
     def memory_plan(self) -> dict[str, int]:
-        """Bytes of model states on this rank: param, grad, master, optimizer, and the named buckets."""
+        """Bytes that this rank holds now: param, grad, master, optimizer, buckets; and on "host" and "disk"."""
         return self._states.memory_plan()
 
     def zero_optimization_stage(self) -> int:

@@ -86,7 +86,8 @@ class OffloadOptimizer(Section):
     overlap_step: Flag = Field(
         False,
         description="stages 0 to 2: step() does not wait for updates on the host, which run under the next "
-        "forward. Until its unit runs, a parameter reads as NaN in the script. Stage 3 always does this",
+        "forward. Until its unit runs, a parameter reads as NaN in the script. Stage 3 always does this for "
+        "parameters that are dropped after use",
     )
     super_offload: Flag = Field(
         False,
@@ -105,7 +106,7 @@ ZENFLOW = Group(
         "full_warm_up_rounds": Detail(whole(0)),
     },
     "updates the largest gradients on the device and the rest later on the host",
-    present="ZenFlow is not supported yet; remove the section",
+    present="ZenFlow is not supported: it changes the numbers; remove the section",
 )
 
 ZERO_KEYS: dict[str, Entry] = {
@@ -150,6 +151,6 @@ class Aio(Section):
 
 TOP_LEVEL_KEYS: dict[str, Entry] = {
     "zero_force_ds_cpu_optimizer": NoEffect(
-        FLAG, "only offloading to the CPU would use it, and that is not supported yet", same=(True,)
+        FLAG, "any optimizer may be offloaded; those of xds overlap with the device", same=(True,)
     ),
 }

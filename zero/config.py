@@ -70,7 +70,7 @@ _OTHERS: dict[str, Entry] = {
     "override_module_apply": _always("no module is patched"),
     "log_trace_cache_warnings": _never("units are gathered when they are used; there is no trace"),
     "enable_sanity_checks": _never("the checks are cheap and always enabled"),
-    "save_muon_momentum_buffer_in_memory": _never("optimizer state stays on the device"),
+    "save_muon_momentum_buffer_in_memory": _never("offload_optimizer decides where states are"),
     "legacy_stage1": _refused_flag("the legacy stage 1 is not supported; remove the key"),
     "mics_shard_size": Refused(
         whole(-1),

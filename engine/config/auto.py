@@ -28,8 +28,8 @@ MUST_BE_FILLED: dict[str, str] = {
     "amp.enabled": "true or false",
     "torch_autocast.enabled": "true or false",
     "zero_optimization.stage": "0, 1, 2 or 3",
-    "zero_optimization.offload_param.device": "none or cpu",
-    "zero_optimization.offload_optimizer.device": "none or cpu",
+    "zero_optimization.offload_param.device": "none, cpu or nvme",
+    "zero_optimization.offload_optimizer.device": "none, cpu or nvme",
 }
 CLIPPING_OF_INTEGRATIONS = 1.0
 COMPUTED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -238,6 +238,7 @@ def _prepare(data: dict[str, Any], report: Report) -> dict[str, Any]:
 
 def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Config:
     """Check what depends on several sections; make optimizer, scheduler and leaf modules canonical."""
+    _check_old_names(config.zero_optimization, report)
     zero = config.zero_optimization.with_leaf_modules().with_old_names()
     changes: dict[str, Any] = {"zero_optimization": zero}
     if config.optimizer is not None:
@@ -281,6 +282,30 @@ def _check_guesses(optimizer: Any, zero: ZeroConfig, report: Report) -> None:
             f"{optimizer.type} uses norms or products of whole tensors, which are known after backward only: "
             "set it to false, or choose an optimizer such as AdamW",
         )
+
+
+def _check_old_names(zero: ZeroConfig, report: Report) -> None:
+    """DeepSpeed's old names must not contradict the sections; a section without a device does nothing."""
+    for old, name in (
+        ("cpu_offload", "offload_optimizer"),
+        ("cpu_offload_param", "offload_param"),
+    ):
+        section = getattr(zero, name)
+        given = section.model_fields_set
+        if getattr(zero, old) and "device" in given and section.device != "cpu":
+            report.complain(
+                f"zero_optimization.{old}",
+                True,
+                f'it means {name}.device = "cpu", and {name}.device is "{section.device}": remove {old}',
+            )
+        if given and "device" not in given and not getattr(zero, old) and not _is_refused(section):
+            report.notes.append(
+                f'zero_optimization.{name} has no device, so nothing is offloaded: set it to "cpu" or "nvme"'
+            )
+
+
+def _is_refused(section: Any) -> bool:
+    return bool(getattr(section, "super_offload", False))  # without a device it is an error anyway
 
 
 def _check_paths(zero: ZeroConfig, report: Report) -> None:

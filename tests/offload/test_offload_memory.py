@@ -101,11 +101,21 @@ def test_a_ratio_is_met_to_one_unit() -> None:
         ({"offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "ratio = 1.5: must be"),
         ({"offload_optimizer": {"super_offload": True}}, "needs updates on the host"),
         ({"zenflow": {"topk_ratio": 0.1}}, "ZenFlow"),
+        (
+            {"cpu_offload": True, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}},
+            "remove cpu_offload",
+        ),
     ],
 )
 def test_wrong_sections_are_refused(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         xds.Config.load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
+
+
+def test_a_section_without_a_device_is_noted() -> None:
+    zero = {"stage": 1, "offload_optimizer": {"ratio": 0.5}}
+    config = xds.Config.load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
+    assert any("offload_optimizer has no device" in note for note in config.notes)
 
 
 def test_deepspeeds_old_names() -> None:
