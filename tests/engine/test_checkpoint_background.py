@@ -202,6 +202,7 @@ def test_a_script_that_ends_waits_for_its_last_checkpoint(tmp_path: Path) -> Non
     assert not is_running(int(out))
 
 
+@pytest.mark.slow
 def test_a_script_whose_last_checkpoint_failed_does_not_end_well(tmp_path: Path) -> None:
     process = start(tmp_path, "fail")
     _, err = process.communicate(timeout=60)

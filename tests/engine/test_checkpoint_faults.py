@@ -136,6 +136,7 @@ def test_whichever_call_fails_all_ranks_raise_and_both_checkpoints_are_whole(
     assert min(counts) >= 3 and counts[0] > 12  # rank 1: open, write, fsync
 
 
+@pytest.mark.slow
 def test_whichever_call_of_a_commit_in_the_background_fails_all_ranks_hear_of_it(
     tmp_path: Path,
 ) -> None:

@@ -420,6 +420,7 @@ def test_importing_xds_builds_nothing(tmp_path: Path) -> None:
 
 
 @needs_cxx
+@pytest.mark.slow
 def test_objects_for_newer_processors_hold_nothing_that_others_would_be_linked_to(
     tmp_path: Path, cache: Path
 ) -> None:

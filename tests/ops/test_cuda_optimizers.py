@@ -198,6 +198,7 @@ def relative(a: Tensor, exact: Array) -> float:
 # ----------------------------------------------------------------------------------------------- the optimizers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_a_thousand_steps_stay_at_the_plain_formula_in_float64(kernels: Kernels, name: str) -> None:
     rule = RULES[name]

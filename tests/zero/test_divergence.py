@@ -60,7 +60,13 @@ def train(kind: str, cases: list[tuple[int, dict[str, Any]]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", TOGETHER)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if number % 2 == 0 else pytest.mark.slow)
+        for number, kind in enumerate(TOGETHER)
+    ],
+)
 def test_ranks_with_different_graphs_train_as_plain_pytorch(kind: str, world_size: int) -> None:
     apart = {"unit_min_numel": 0, "stage3_max_reuse_distance": 0, "divergent_graphs": True}
     if kind.startswith("unused experts"):
