@@ -40,7 +40,6 @@ class Sender:
 
         after: see `Lane.run`. then: is called in the lane after the copy.
         """
-
         ticket = self.copy(values, target, after, then)
         self._buffers.lend(ticket)
         return ticket

@@ -298,14 +298,10 @@ def _check_old_names(zero: ZeroConfig, report: Report) -> None:
                 True,
                 f'it means {name}.device = "cpu", and {name}.device is "{section.device}": remove {old}',
             )
-        if given and "device" not in given and not getattr(zero, old) and not _is_refused(section):
+        if given and "device" not in given and not getattr(zero, old):
             report.notes.append(
                 f'zero_optimization.{name} has no device, so nothing is offloaded: set it to "cpu" or "nvme"'
             )
-
-
-def _is_refused(section: Any) -> bool:
-    return bool(getattr(section, "super_offload", False))  # without a device it is an error anyway
 
 
 def _check_paths(zero: ZeroConfig, report: Report) -> None:

@@ -12,10 +12,7 @@ _IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ANOTHER = "set nvme_path to a folder on another disk"
 _REMEDIES = {
     errno.EIO: f"the disk is failing: look at the kernel log (dmesg), or {_ANOTHER}",
-    **dict.fromkeys(
-        _IS_FULL,
-        f"free space there, {_ANOTHER}, or use more ranks",
-    ),
+    **dict.fromkeys(_IS_FULL, f"free space there, {_ANOTHER}, or use more ranks"),
     errno.EACCES: "give this user the right to write there, or set nvme_path to another folder",
     errno.EPERM: "give this user the right to write there, or set nvme_path to another folder",
     errno.ENOENT: f"the folder cannot be created there: {_ANOTHER}",

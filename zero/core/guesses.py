@@ -199,9 +199,10 @@ class Guess:
         def work() -> None:
             self.wait()
             assert self._seen is not None
-            if int(
-                fingerprint(compute) - self._seen
-            ):  # a script has written to the parameters since
+            is_written = bool(
+                int(fingerprint(compute) - self._seen)
+            )  # by a script, since the guess
+            if is_written:
                 self._restore()
                 self._update.write_near(self._sum, compute)
             else:
