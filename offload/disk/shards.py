@@ -7,7 +7,6 @@ update ──> slot of the ring ──> file
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -15,13 +14,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ...utils.errors import XdsError
 from ..lanes import Lanes, Ticket
 from ..pinned import host_memory
 from ..shards import Shard, ShardHome, ShardInMemory
 from ..states import Blocks
-from .extents import Extents
-from .kept import Kept
+from .in_file import InFile
 from .options import DiskOptions
 from .residence import OnDisk
 from .transfers import Transfers, wait_quietly
@@ -82,10 +79,6 @@ class ShardOnDisk(Shard):
     def blocks(self) -> Blocks | None:
         return self._residence.blocks_of(self.tensor)
 
-    def check_written(self) -> None:
-        """Raises XdsError: the last write is done and has failed."""
-        self._residence.check_written()
-
 
 def _end_of_copy(device: torch.device) -> Callable[[], object] | None:
     """What returns when the copy that the lane has just started is done; None: it is done."""
@@ -98,7 +91,7 @@ def _end_of_copy(device: torch.device) -> Callable[[], object] | None:
 
 
 @final
-class ShardsOnDisk(ShardHome):
+class ShardsOnDisk(InFile, ShardHome):
     """The file of this rank. The first `max_in_memory` elements stay in host memory."""
 
     is_on_host = True
@@ -119,17 +112,10 @@ class ShardsOnDisk(ShardHome):
             folder: `offload_param.nvme_path`.
             max_in_memory: `offload_param.max_in_cpu`, elements of this rank.
         """
+        super().__init__(folder, options, rank, pin=pin)
         self._lanes = lanes
-        self._folder = folder
-        self._options = options
-        self._rank = rank
         self._left_in_memory = max_in_memory
-        self._pin = pin
-        self._extents = Extents()
         self._planned: set[int] = set()
-        self._transfers = Transfers()
-        self._kept = Kept()
-        self._shards: list[ShardOnDisk] = []
 
     def plan(self, index: int, numel: int, itemsize: int) -> None:
         if numel <= self._left_in_memory:
@@ -138,38 +124,13 @@ class ShardsOnDisk(ShardHome):
         self._planned.add(index)
         self._extents.add(str(index), numel * itemsize)
 
-    def open(self) -> None:
-        self._transfers.open(self._folder, self._options, self._rank, self._extents, pin=self._pin)
-
     def store(self, index: int, values: Tensor) -> Shard:
         if index not in self._planned:
             memory = host_memory(values.nbytes, pin=self._pin)
             return ShardInMemory(memory.view(values.dtype).copy_(values), self._lanes)
         shard = values.to("cpu", copy=True)
-        extent = self._extents[str(index)]
-        residence = OnDisk(self._transfers, self._kept, extent, shard, holds_master=True)
-        self._shards.append(ShardOnDisk(self._transfers, self._lanes, residence, shard))
-        return self._shards[-1]
-
-    def hold(self) -> AbstractContextManager[None]:
-        return self._kept.hold()
-
-    def failure(self) -> str:
-        for shard in self._shards:
-            with suppress(XdsError):
-                shard.check_written()
-        return self._transfers.failure()
-
-    @property
-    def host_bytes(self) -> int:
-        return self._transfers.ring_bytes + self._kept.memory_bytes
-
-    @property
-    def disk_bytes(self) -> int:
-        return self._extents.total_bytes
-
-    def close(self) -> None:
-        self._transfers.close()
+        residence = self._residence(index, shard, holds_master=True)
+        return ShardOnDisk(self._transfers, self._lanes, residence, shard)
 
 
 __all__ = ["ShardOnDisk", "ShardsOnDisk"]
