@@ -25,6 +25,7 @@ from ..zero.construction.slices import SliceStore
 from ..zero.construction.weights import load_weights
 from ..zero.core.discover import found_blocks
 from ..zero.core.filling import build_filling
+from ..zero.core.groups import FlatGroup, FlatGroups
 from ..zero.core.model_checks import check_model, move_model
 from ..zero.core.policy import Policy
 from ..zero.core.sharded_model import ShardedModel
@@ -226,9 +227,9 @@ def _shard(
     """The model on this rank's device, in flat buffers; floating buffers follow the parameters' dtype."""
     move_model(model, collectives.device)
     following = buffers_that_follow(model)  # before the parameters change their dtype
-    reducer = ExactReducer(collectives)
-    zero = config.zero_optimization
-    sharded = ShardedModel(model, groups.index, policy, zero, collectives, reducer, homes)
+    data = FlatGroup(collectives, ExactReducer(collectives), policy)
+    flat_groups = FlatGroups(collectives, data)
+    sharded = ShardedModel(model, groups.index, flat_groups, config.zero_optimization, homes)
     if policy.compute is not None:
         for buffer in following:
             buffer.data = buffer.data.to(policy.compute)

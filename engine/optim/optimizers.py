@@ -217,7 +217,7 @@ def _layout_for(
     """Flat shards for elementwise arithmetic, whole parameters where nothing is sharded."""
     if issubclass(kind, ShardOptimizer):
         return updater.tensors_of
-    if updater.world.collectives.world_size == 1:
+    if updater.world.is_alone:
         return updater.whole_params  # the tensors plain torch would get: bit-identical results
     if kind in ELEMENTWISE:
         return updater.tensors_of

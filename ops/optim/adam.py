@@ -120,7 +120,7 @@ class Adam(ShardOptimizer):
             # the kernel writes the unscaled gradient back
             grad = grad.clone() if grad is update.grad and divisor is not None else grad
         tensors = (master, grad, state["exp_avg"], state["exp_avg_sq"])
-        if world.collectives.world_size == 1:
+        if world.flat_of(update.item).collectives.world_size == 1:
             if update.takes_edits and out is not None:
                 take_edits(master, out)
             # one call per parameter, as in torch: its kernel rounds the last partial vector of a tensor

@@ -115,9 +115,14 @@ class Lamb(ShardOptimizer):
                 table.index_add_(0, to, found.to(device)[torch.tensor(ours, device=device)])
             for part in update.item.parts:
                 limits[part.name] = update.group
-        if world.is_sharded:
-            sent = table.view(-1).to(world.collectives.device)
-            table = world.collectives.gather_small(sent).sum(0).view(-1, 2)
+        sharded = [flat for flat in world.flats if flat.is_sharded]
+        for collectives in dict.fromkeys(flat.collectives for flat in sharded):
+            flats = [flat for flat in sharded if flat.collectives is collectives]
+            own = torch.tensor(
+                [rows[part.name] for flat in flats for part in flat.parts], device=device
+            )
+            sent = table[own].view(-1).to(collectives.device)
+            table[own] = collectives.gather_small(sent).sum(0).view(-1, 2).to(device)
         found_norms = table.sqrt().tolist()
         return {name: _clamped(found_norms[rows[name]], group) for name, group in limits.items()}
 

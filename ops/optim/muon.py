@@ -85,19 +85,17 @@ class Muon(ShardOptimizer):
                 mine.setdefault(update.item.flat, []).append(update)
         for flat in world.flats:
             if any(self.param_groups[part.group]["use_muon"] for part in flat.parts):
-                self._update_flat(flat, mine.get(flat.index, []), scale, world)
+                self._update_flat(flat, mine.get(flat.index, []), scale)
 
-    def _update_flat(
-        self, flat: Flat, updates: Sequence[Update], scale: float, world: World
-    ) -> None:
-        """Update one flat buffer. Every rank must call this, with or without matrices of its own."""
-        collectives = world.collectives
+    def _update_flat(self, flat: Flat, updates: Sequence[Update], scale: float) -> None:
+        """Update one flat buffer. Every rank of its group calls this, also without matrices of its own."""
+        collectives = flat.collectives
         whole = torch.zeros(flat.numel, dtype=torch.bfloat16, device=collectives.device)
-        here = collectives.shard_of(whole) if world.is_sharded else whole
+        here = collectives.shard_of(whole) if flat.is_sharded else whole
         for update in updates:
             start, numel = update.item.start, update.item.master.numel()
             here[start : start + numel].copy_(self._momentum(update, scale))
-        if world.is_sharded:
+        if flat.is_sharded:
             collectives.all_gather(whole, here, buffer=flat.index, kind="muon").wait()
         places = {part.name: part for part in flat.parts}
         for update in updates:

@@ -43,24 +43,42 @@ class Part:
 
 @dataclass(frozen=True)
 class Flat:
-    """One flat buffer, the same on every rank: its number, its length, all parameters in it."""
+    """One flat buffer, the same on every rank of its group: its number, its length, all parameters in it.
+
+    is_sharded: items are this rank's shards; else every rank of the group holds and updates all elements.
+    """
 
     index: int
     numel: int
     parts: tuple[Part, ...]
+    collectives: Collectives
+    is_sharded: bool
 
 
 @dataclass(frozen=True, eq=False)
 class World:
     """The context for an optimizer that uses whole parameters, in addition to its own items.
 
-    flats: every flat buffer of the model, the same list on every rank.
-    is_sharded: items are this rank's shards; else every rank holds and updates all elements.
+    collectives: of all ranks of the engine.
+    flats: every flat buffer of this rank, those of one group together, the same list on every rank of a group.
     """
 
     collectives: Collectives
     flats: tuple[Flat, ...]
-    is_sharded: bool
+
+    @property
+    def is_sharded(self) -> bool:
+        """Some flat buffer is sharded."""
+        return any(flat.is_sharded for flat in self.flats)
+
+    @property
+    def is_alone(self) -> bool:
+        """No other rank holds a part of these buffers."""
+        return all(flat.collectives.world_size == 1 for flat in self.flats)
+
+    def flat_of(self, item: Item) -> Flat:
+        """The flat buffer that `item` is in."""
+        return next(flat for flat in self.flats if flat.index == item.flat)
 
 
 @dataclass(frozen=True, eq=False)

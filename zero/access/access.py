@@ -6,6 +6,7 @@ the rank's range. A read sends only the elements of that parameter.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
@@ -13,6 +14,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from ...ops.comm.collectives import Collectives
 from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ...utils.views import write
@@ -55,6 +57,7 @@ class Access(Owner):
             may_reduce: gradients that are not reduced yet may be: the step will get no others.
         """
         self.collectives = model.collectives
+        self._data = model.flat_groups.data.collectives
         self._model = model
         self._updater = updater
         self._factor = gradient_factor
@@ -73,6 +76,7 @@ class Access(Owner):
         self._loose: dict[int, tuple[int, str]] = {}
         for name, param in model.units[-1].modules[0].named_parameters():
             if id(param) not in self._places:
+                name = model.flat_groups.name_of(param, name)
                 self._loose[id(param)] = (len(self._params), name)
                 self._params.append(param)
                 set_owner(param, self)
@@ -94,7 +98,12 @@ class Access(Owner):
     def number_of(self, param: nn.Parameter) -> int:
         if id(param) in self._loose:
             return self._loose[id(param)][0]
+        if self.group_of(param) is not self._data:  # other stages count in another order
+            return zlib.crc32(self.name_of(param).encode())
         return self._places[id(param)].number
+
+    def group_of(self, param: nn.Parameter) -> Collectives:
+        return self._model.flat_groups.of(param).collectives
 
     def _settle(self) -> None:
         """End what is in flight: its collectives come before those of the access."""
@@ -144,22 +153,22 @@ class Access(Owner):
         """The slot's part of `held`, which begins at element `first` of the flat buffer."""
         slot, layout = place.slot, place.flat.layout
         bounds = [_overlap(slot, *layout.shard_range(rank)) for rank in range(layout.world_size)]
-        start, stop = (0, slot.numel) if is_whole else bounds[self.collectives.rank]
+        start, stop = (0, slot.numel) if is_whole else bounds[place.flat.collectives.rank]
         at = slot.offset - first
         local = held[at + start : at + stop] if stop > start else held[:0]
         return Stored(slot.shape, local, bounds, is_whole)
 
     def _first(self, place: _Place, *, is_whole: bool) -> int:
         """The first element of the flat buffer that this rank holds."""
-        return 0 if is_whole else place.flat.layout.shard_range(self.collectives.rank)[0]
+        return 0 if is_whole else place.flat.layout.shard_range(place.flat.collectives.rank)[0]
 
     def write(self, param: nn.Parameter, reader: Reader) -> None:
         place = self._places.get(id(param))
         if place is None:
             write(param.data, reader(0, param.numel()).view(param.shape))
             return
-        rank = self.collectives.rank
         flat = place.flat
+        rank = flat.collectives.rank
         with torch.no_grad():
             self.value(param).write(reader, rank)
             if (place.master is not None and place.master.is_apart) or self._is_apart(place):
@@ -175,7 +184,7 @@ class Access(Owner):
         with torch.no_grad():
             master = self.value(param)
             kept = master.local.clone()
-            given = reader(*master.range_of(self.collectives.rank)).to(kept.device)
+            given = reader(*master.range_of(place.flat.collectives.rank)).to(kept.device)
             changed = given != kept.to(place.flat.dtype)
             self.write(param, reader)
             master.local.copy_(torch.where(changed, master.local, kept))

@@ -28,7 +28,7 @@ def get_full_param(param: nn.Parameter) -> Tensor:
     """
     owner = owner_of(param, "get_full_param")
     owner.agree("get_full_param", param)
-    value = owner.value(param).read(owner.collectives)
+    value = owner.value(param).read(owner.group_of(param))
     assert value is not None
     return value
 
@@ -76,7 +76,7 @@ def set_full_grad(param: nn.Parameter, value: Tensor) -> None:
             "backward and before step()"
         )
     with torch.no_grad():
-        stored.write(reader_of(value / owner.gradient_factor()), owner.collectives.rank)
+        stored.write(reader_of(value / owner.gradient_factor()), owner.group_of(param).rank)
 
 
 def get_full_optimizer_state(param: nn.Parameter, key: str) -> Tensor:
@@ -114,7 +114,7 @@ def set_full_optimizer_state(param: nn.Parameter, value: Tensor, key: str) -> No
         )
     _check_shape("set_full_optimizer_state", owner, param, value)
     with torch.no_grad():
-        stored.write(reader_of(value), owner.collectives.rank)
+        stored.write(reader_of(value), owner.group_of(param).rank)
 
 
 # -- DeepSpeed's names ------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     stored = owner.grad(param)
     if stored is None:
         return None
-    grad = stored.read(owner.collectives)
+    grad = stored.read(owner.group_of(param))
     assert grad is not None
     wide = grad.float() if grad.dtype in LOW_PRECISION else grad
     return wide.mul_(owner.gradient_factor())
@@ -146,7 +146,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, key: str) -> Tensor | Non
     stored = owner.optimizer_state(param, key)
     if stored is None or isinstance(stored, Tensor):
         return None if stored is None else stored.clone()
-    return stored.read(owner.collectives)
+    return stored.read(owner.group_of(param))
 
 
 def _check_key(doing: str, key: object) -> None:

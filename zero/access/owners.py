@@ -72,6 +72,10 @@ class Owner(ABC):
 
     collectives: Collectives
 
+    def group_of(self, param: nn.Parameter) -> Collectives:
+        """The ranks that hold `param`: they call every method with it together."""
+        return self.collectives
+
     @abstractmethod
     def name_of(self, param: nn.Parameter) -> str:
         """The parameter's global name."""
@@ -155,11 +159,11 @@ class Owner(ABC):
         own = [zlib.crc32(doing.encode()), self.number_of(param), _fingerprint(value)]
         sent = torch.tensor(own, dtype=torch.int64, device=self.collectives.device)
         what = f"{doing}({self.name_of(param)})"
-        table = self.collectives.gather_small(sent, ACCESS_BUFFER, what).tolist()
+        table = self.group_of(param).gather_small(sent, ACCESS_BUFFER, what).tolist()
         others = [rank for rank, row in enumerate(table) if row[:2] != own[:2]]
         if others:
             raise UsageError(
-                f"rank {self.collectives.rank} calls {doing}({self.name_of(param)}), but rank {others[0]} "
+                f"rank {self.group_of(param).rank} calls {doing}({self.name_of(param)}), but rank {others[0]} "
                 "calls another access, or the same with another parameter: these calls are collective, so "
                 "make the same ones in the same order on every rank"
             )

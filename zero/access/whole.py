@@ -44,7 +44,7 @@ def _on_cpu(value: Tensor, target: int | None, full_precision: bool) -> Tensor |
         return value.detach().to("cpu", copy=True)
     param: nn.Parameter = value  # type: ignore[assignment]
     stored = owner.value(param) if full_precision else owner.compute(param)
-    full = stored.read(owner.collectives, target)
+    full = stored.read(owner.group_of(param), target)
     return None if full is None else full.cpu()
 
 

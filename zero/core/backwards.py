@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ...utils.errors import UsageError
 from .flat_grads import FlatGrads
 from .gather import Gatherer
-from .reduction import Reduction
+from .reduction import Reduction, Scope
 from .script_grads import ScriptGrads
 from .unit import Unit
 
@@ -65,15 +65,18 @@ class Backwards:
 
     # -- begin and end ----------------------------------------------------------------------------------
 
-    def begin(self, *, reduces: bool) -> None:
-        """A backward is about to start. With `reduces` its gradients are reduced before it ends."""
+    def begin(self, *, reduces: bool, scope: Scope | None = None) -> None:
+        """A backward is about to start. With `reduces` its gradients are reduced before it ends.
+
+        scope: the part of the model that it runs through; None: all of it.
+        """
         if self._gatherer is not None and self._gatherer.is_uneven:
             raise UsageError(
                 "backward inside uneven_forwards(): ranks that run unequal numbers of forwards cannot reduce "
                 "gradients together; leave the context first"
             )
         self.end_script_backward()
-        self._reduction.begin_backward(reduces=reduces)
+        self._reduction.begin_backward(reduces=reduces, scope=scope)
         self._is_running = True
         self._has_factor = True
         self.has_seen_one = True

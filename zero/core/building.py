@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
 
 import torch
 from torch import nn
 
-from ...compression.reducer import GradientReducer
 from ...offload.homes import Homes
-from ...ops.comm.collectives import Collectives
 from ...ops.comm.pool import BufferPool
 from ...utils.errors import UsageError
-from ..config import ZeroConfig
-from .discover import UnitPlan, find_units
+from .discover import UnitPlan, plan_units
 from .disk_failures import agree
 from .flat_grads import FlatGrads
 from .flat_params import FlatParams
+from .groups import FlatGroup, FlatGroups
 from .layout import Entry, FlatLayout, plan_flat
-from .policy import Policy
 from .tensors import broadcast_whole
 from .unit import Unit
+
+SHARED_BUFFERS = 1 << 12  # the first number of buffers of shared groups
+BUFFERS_OF_ONE = 1 << 4  # numbers of one shared group
 
 _Entries = Sequence[tuple[str, nn.Parameter]]
 
@@ -32,11 +33,13 @@ class _Kind(NamedTuple):
     is_single: the parameter has one element. torch allows writes to a placeholder of one element, so stage 3
     never drops such parameters, and writes between steps count. They have their own buffer at every stage,
     so that all stages sum the norm in the same order.
+    group: the number of its group of ranks.
     """
 
     trains: bool
     is_single: bool
     dtype: torch.dtype
+    group: int
 
 
 @final
@@ -46,25 +49,24 @@ class Builder:
     def __init__(
         self,
         groups: Mapping[int, int],
-        policy: Policy,
-        collectives: Collectives,
-        reducer: GradientReducer,
+        flat_groups: FlatGroups,
         pool: BufferPool,
         homes: Homes,
     ) -> None:
         self._groups = groups
-        self._policy = policy
-        self._collectives = collectives
-        self._reducer = reducer
+        self._flat_groups = flat_groups
+        self._policy = flat_groups.data.policy
         self._pool = pool
         self._homes = homes
-        self._numbers = 0
+        self._counts: Counter[int] = Counter()  # buffers of each group, by its number
 
-    def build(self, model: nn.Module, config: ZeroConfig) -> list[Unit]:
-        """The units of `model`, the root last."""
-        blocks, root = find_units(model, config.units, config.unit_min_numel)
+    def build(
+        self, model: nn.Module, runs: Sequence[Sequence[tuple[str, nn.Module]]], min_numel: int
+    ) -> list[Unit]:
+        """The units of `model`, the root last. `runs`, `min_numel`: see `plan_units`."""
+        blocks, root = plan_units(model, runs, min_numel, self._flat_groups.shared.keys())
         for buffer in model.buffers():
-            buffer.data = broadcast_whole(self._collectives, buffer.data)
+            buffer.data = broadcast_whole(self._flat_groups.data.collectives, buffer.data)
         self._cast_empty(model)
         self._reserve([*blocks, root])
         units = [self._build(plan, is_root=False) for plan in blocks]
@@ -80,12 +82,13 @@ class Builder:
     def _build(self, plan: UnitPlan, *, is_root: bool) -> Unit:
         unit = Unit(plan.name, plan.modules, is_root)
         for kind, entries in self._kinds(plan):
-            if kind.trains or self._policy.shards_params:
-                self._add_flat(unit, entries, kind)
+            group = self._flat_groups.of(entries[0][1])
+            if kind.trains or group.policy.shards_params:
+                self._add_flat(unit, entries, kind, group)
             else:
                 for _, param in entries:
                     value = param.data.to(kind.dtype)
-                    param.data = broadcast_whole(self._collectives, value)
+                    param.data = broadcast_whole(group.collectives, value)
         return unit
 
     def _reserve(self, plans: Sequence[UnitPlan]) -> None:
@@ -96,58 +99,67 @@ class Builder:
         shards = self._homes.shards
         if not shards.is_on_disk:
             return
-        kinds = [found for plan in plans for found in self._kinds(plan)]
+        kinds = [found for plan in plans for found in self._kinds(plan) if not found[0].group]
         for index, (kind, entries) in enumerate(kinds):
-            shards.plan(index, self._layout(entries).shard_numel, kind.dtype.itemsize)
+            layout = self._layout(entries, self._flat_groups.data)
+            shards.plan(index, layout.shard_numel, kind.dtype.itemsize)
         failure = ""
         try:
             shards.open()
         except UsageError as error:
             failure = str(error)
-        agree(self._collectives, failure, UsageError)
+        agree(self._flat_groups.world, failure, UsageError)
 
     def _kinds(self, plan: UnitPlan) -> list[tuple[_Kind, _Entries]]:
         """The parameters of a unit by kind, those that are trained first."""
         kinds: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
         for name, param in plan.params:
             dtype = self._policy.param_dtype(param.dtype)
-            kind = _Kind(id(param) in self._groups, param.numel() == 1, dtype)
-            kinds.setdefault(kind, []).append((name, param))
-        return sorted(kinds.items(), key=lambda found: not found[0].trains)
+            group = self._flat_groups.of(param)
+            kind = _Kind(id(param) in self._groups, param.numel() == 1, dtype, group.number)
+            kinds.setdefault(kind, []).append((self._flat_groups.name_of(param, name), param))
+        return sorted(kinds.items(), key=lambda found: (not found[0].trains, found[0].group))
 
-    def _layout(self, entries: _Entries) -> FlatLayout:
+    def _layout(self, entries: _Entries, group: FlatGroup) -> FlatLayout:
         return plan_flat(
             [Entry(name, tuple(p.shape), self._groups.get(id(p), 0)) for name, p in entries],
-            self._collectives.world_size,
+            group.collectives.world_size,
         )
 
-    def _add_flat(self, unit: Unit, entries: _Entries, kind: _Kind) -> None:
+    def _number(self, group: FlatGroup) -> int:
+        """The number of a new buffer: the same on all ranks of its group, and used once on each."""
+        count = self._counts[group.number]
+        self._counts[group.number] += 1
+        return count + (SHARED_BUFFERS + group.number * BUFFERS_OF_ONE if group.is_shared else 0)
+
+    def _add_flat(self, unit: Unit, entries: _Entries, kind: _Kind, group: FlatGroup) -> None:
+        if group.is_shared:  # stages find the parameters in different orders
+            entries = sorted(entries, key=lambda entry: entry[0])
         by_name = dict(entries)
-        layout = self._layout(entries)
+        layout = self._layout(entries, group)
         ordered = [by_name[slot.name] for slot in layout.slots]
-        index = self._numbers
-        self._numbers += 1
+        index = self._number(group)
         frozen = "" if kind.trains else " (frozen)"
         name = f"unit '{unit.name}'" if unit.name else "the root unit"
-        self._collectives.name_buffer(index, name + frozen)
+        shared = ", shared by several stages" if group.is_shared else ""
+        group.collectives.name_buffer(index, name + frozen + shared)
         params = FlatParams(
             layout,
             ordered,
             kind.dtype,
-            self._collectives,
+            group.collectives,
             index=index,
-            is_sharded=self._policy.shards_params,
+            is_sharded=group.policy.shards_params,
             home=self._homes.shards,
         )
-        if kind.is_single and self._policy.shards_params:
+        if kind.is_single and group.policy.shards_params:
             params.keep_gathered()
             params.unshard()
         unit.params.append(params)
         if kind.trains:
             home = self._homes.next(layout.numel)
             sums = home.sums(self._policy.sum_dtype(kind.dtype))
-            grads = (layout, ordered, self._policy, self._collectives, self._reducer, self._pool)
-            unit.grads.append(FlatGrads(*grads, sums, index))
+            unit.grads.append(FlatGrads(layout, ordered, group, self._pool, sums, index))
             unit.homes.append(home)
 
 

@@ -10,7 +10,7 @@ finds the same units in the same order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -46,13 +46,28 @@ def find_units(
     Raises:
         UsageError: a name in `named` matches no module.
     """
-    blocks = _named_blocks(model, named) if named else list(_repeated_blocks(model, ""))
-    merged = _merge_small(blocks, min_numel)
+    return plan_units(model, [found_blocks(model, named)], min_numel)
+
+
+def plan_units(
+    model: nn.Module,
+    runs: Sequence[Sequence[tuple[str, nn.Module]]],
+    min_numel: int,
+    in_root: Collection[int] = (),
+) -> tuple[list[UnitPlan], UnitPlan]:
+    """The same for blocks that are known: `found_blocks`, possibly of a model that was cut since.
+
+    Args:
+        runs: blocks by name; those of different runs are never merged.
+        in_root: id of parameters that belong to the root unit in any case.
+    """
+    merged = [group for blocks in runs for group in _merge_small(blocks, min_numel)]
     names = {id(param): name for name, param in model.named_parameters()}
     owners: Counter[int] = Counter()
     for group in merged:
         owners.update({id(param) for _, module in group for param in module.parameters()})
     outside = {id(p) for p in _params_outside(model, [m for g in merged for _, m in g])}
+    outside.update(in_root)
     units = []
     for group in merged:
         params = {id(p): p for _, module in group for p in module.parameters()}

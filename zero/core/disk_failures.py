@@ -21,18 +21,20 @@ def agree_on_disks(collectives: Collectives, homes: Homes) -> None:
         agree(collectives, homes.failure(), XdsError)
 
 
-def agree(collectives: Collectives, text: str, kind: type[XdsError]) -> None:
+def agree(
+    collectives: Collectives, text: str, kind: type[XdsError], doing: str = "offload to NVMe"
+) -> None:
     """Raise `kind` on every rank if one has a `text`; "" is none. Sends 512 bytes to each rank."""
     # a character that is cut in two is left out
     own = bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
     sent = torch.frombuffer(own, dtype=torch.uint8).to(collectives.device)
-    table = collectives.gather_small(sent, what="whether the disks work").view(-1, TEXT_BYTES).cpu()
+    table = collectives.gather_small(sent, what=f"whether {doing} works").view(-1, TEXT_BYTES).cpu()
     if not table[:, 0].any():
         return
     failed = [rank for rank, row in enumerate(table) if row[0]]
     first = bytes(table[failed[0]].tolist()).rstrip(b"\0").decode(errors="ignore")
     others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
-    raise kind(f"offload to NVMe failed on rank {failed[0]}{others}: {text or first}")
+    raise kind(f"{doing} failed on rank {failed[0]}{others}: {text or first}")
 
 
 __all__ = ["agree", "agree_on_disks"]

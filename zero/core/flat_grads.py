@@ -19,18 +19,16 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from ...compression.reducer import GradientReducer
 from ...offload.homes import Home
 from ...offload.host_sums import SumHome
 from ...offload.lanes import Ticket
-from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle
 from ...ops.comm.pool import BufferPool
 from ...ops.kernels.square_sum import exact_square_sum, square_sum
 from .arrivals import Arrivals
+from .groups import FlatGroup
 from .layout import FlatLayout
 from .local_sum import LocalSum
-from .policy import Policy
 
 
 class GradSums(NamedTuple):
@@ -49,9 +47,7 @@ class FlatGrads:
         self,
         layout: FlatLayout,
         params: Sequence[nn.Parameter],
-        policy: Policy,
-        collectives: Collectives,
-        reducer: GradientReducer,
+        group: FlatGroup,
         pool: BufferPool,
         home: SumHome,
         index: int,
@@ -60,10 +56,11 @@ class FlatGrads:
         self.params = tuple(params)
         self.index = index
         self.is_sent = False
-        self.is_single_rank = collectives.world_size == 1
-        self._policy = policy
-        self._collectives = collectives
-        self._reducer = reducer
+        self.group = group
+        self.is_single_rank = group.collectives.world_size == 1
+        self._policy = policy = group.policy
+        self._collectives = group.collectives
+        self._reducer = group.reducer
         self._pool = pool
         self._arrivals = Arrivals(self.params)
         self._param_dtype = params[0].dtype

@@ -70,7 +70,7 @@ class FlatParams:
         self.params = tuple(params)
         self.index = index
         self.is_sharded = is_sharded
-        self._collectives = collectives
+        self.collectives = collectives
         self._handle: Handle | None = None
         self._reshards = is_sharded
         self._overridden: dict[int, Tensor] = {}  # position -> the tensor that replaces `.data`
@@ -107,7 +107,7 @@ class FlatParams:
                 owner.move_into(param, view)
             param.data = view
         for part in [self.raw] if len(own) == len(self.params) else own:
-            self._collectives.broadcast(part)
+            self.collectives.broadcast(part)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -155,6 +155,11 @@ class FlatParams:
         """Parameters read as if dropped until `unshard`."""
         return self._is_deferred
 
+    @property
+    def gathers_deferred(self) -> bool:
+        """The next `unshard` after `defer` sends something."""
+        return self._gathers_deferred and self.collectives.world_size > 1
+
     def keep_gathered(self) -> None:
         """From now on `reshard` does nothing: the full buffer stays gathered between steps."""
         self._reshards = False
@@ -178,25 +183,25 @@ class FlatParams:
             if not self._gathers_deferred:
                 self.arrive()
                 return Done()
-        own = self._collectives.shard_of(self.raw)
+        own = self.collectives.shard_of(self.raw)
         if not self.is_on_host:
             return self._gather_from(self.shard)
         arrival, self._arrival = self._arrival, None
         fetched = self.place.fetch(own, arrival)
-        if self._collectives.world_size == 1:
+        if self.collectives.world_size == 1:
             return Fetched(fetched)
         fetched.order()
         return self._gather_from(own)
 
     def _gather_from(self, shard: Tensor) -> Handle:
-        return self._collectives.all_gather(self.raw, shard, buffer=self.index, kind="all_gather")
+        return self.collectives.all_gather(self.raw, shard, buffer=self.index, kind="all_gather")
 
     @property
     def may_start(self) -> bool:
         """`start_unshard` would not wait for an update on the host."""
         if self._arrival is None or self._arrival.is_done:
             return True
-        return self.is_on_host and self._collectives.world_size == 1
+        return self.is_on_host and self.collectives.world_size == 1
 
     @property
     def is_on_host(self) -> bool:
@@ -205,12 +210,12 @@ class FlatParams:
 
     def serve(self, receivers: Sequence[int]) -> None:
         """Take part in a gather to the ranks `receivers` only, which may or may not include this one."""
-        receives = self._collectives.rank in receivers
+        receives = self.collectives.rank in receivers
         if receives:
             self._check_not_written()
             self.raw.untyped_storage().resize_(self.full_bytes)
-        shard = self.shard.to(self._collectives.device)
-        self._collectives.serve(self.raw if receives else None, shard, receivers, buffer=self.index)
+        shard = self.shard.to(self.collectives.device)
+        self.collectives.serve(self.raw if receives else None, shard, receivers, buffer=self.index)
         if receives:
             self._remember()
             self.is_unsharded = True
@@ -320,21 +325,21 @@ class FlatParams:
 
     def _write_back(self, only: int | None) -> None:
         """Copy this rank's part of the full buffer, or of one slot of it, into the shard."""
-        start, stop = self.layout.shard_range(self._collectives.rank)
+        start, stop = self.layout.shard_range(self.collectives.rank)
         if self.is_on_host and not self._is_written(checks_now=only is not None):
             return
         if only is not None:
             slot = self.layout.slots[only]
             start, stop = overlap((slot.offset, slot.stop), (start, stop))
         if start < stop:
-            first = self.layout.shard_range(self._collectives.rank)[0]
+            first = self.layout.shard_range(self.collectives.rank)[0]
             self.shard[start - first : stop - first].copy_(self.raw[start:stop])
 
     @torch.no_grad()
     def _remember(self) -> None:
         """The gathered values are those of the shard: see `_is_written`."""
         if self.is_on_host:
-            self._gathered = fingerprint(self._collectives.shard_of(self.raw))
+            self._gathered = fingerprint(self.collectives.shard_of(self.raw))
 
     def _is_written(self, *, checks_now: bool) -> bool:
         """A script has written to this rank's part of the gathered values: copies to the host are rare.
@@ -342,7 +347,7 @@ class FlatParams:
         On a device, asking at each drop would wait for it each time. So only the first drops ask, and all
         later ones of a buffer that a script writes to; for the others see `take_lost_writes`.
         """
-        now = fingerprint(self._collectives.shard_of(self.raw))
+        now = fingerprint(self.collectives.shard_of(self.raw))
         if self._gathered is None:
             return True
         if checks_now or self._was_written or self._num_checked < drops_to_check(now.device):

@@ -33,10 +33,10 @@ class Master:
     is_apart: forward's values have memory of their own, because of a cast or a distance.
     """
 
-    def __init__(
-        self, params: FlatParams, grads: FlatGrads, home: Home, rank: int, *, is_sharded: bool
-    ) -> None:
+    def __init__(self, params: FlatParams, grads: FlatGrads, home: Home) -> None:
         layout = params.layout
+        is_sharded = grads.group.policy.shards_optimizer
+        self.rank = rank = grads.group.collectives.rank  # in the group of the buffer
         self.params = params
         self.grads = grads
         self.home = home

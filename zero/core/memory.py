@@ -8,9 +8,9 @@ from typing import final
 from torch import Tensor
 
 from ...offload.shards import Shard
-from ...ops.comm.collectives import Collectives
 from ...ops.comm.pool import BufferPool
 from .flat_grads import FlatGrads
+from .groups import FlatGroups
 from .unit import Unit
 
 
@@ -23,12 +23,12 @@ class Memory:
         units: Sequence[Unit],
         grads: Sequence[FlatGrads],
         pool: BufferPool,
-        collectives: Collectives,
+        groups: FlatGroups,
     ) -> None:
         self._params = [flat for unit in units for flat in unit.params]
         self._grads = grads
         self._pool = pool
-        self._collectives = collectives
+        self._groups = groups
 
     def host_bytes(self) -> int:
         """Bytes of shards of parameters in host memory."""
@@ -77,5 +77,9 @@ class Memory:
         return {
             "param": params,
             "grad": sum(grads.held_bytes for grads in self._grads),
-            "buckets": self._pool.allocated_bytes + gathered + self._collectives.scratch_bytes,
+            "buckets": self._pool.allocated_bytes + gathered + self._scratch_bytes(),
         }
+
+    def _scratch_bytes(self) -> int:
+        """Bytes of the receive buffers of all groups."""
+        return sum(collectives.scratch_bytes for collectives in self._groups.several)

@@ -9,15 +9,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence, Set
+from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from ...ops.comm.collectives import Collectives
 from ...ops.kernels.square_sum import is_in_range
 from .flat_grads import FlatGrads
+from .groups import FlatGroups
 from .same_edits import NUM_COUNTS, SameEdits
 
 REDUCTIONS_IN_FLIGHT = 2  # one is sent while the one before it is summed; 0 without overlap_comm
@@ -38,50 +39,84 @@ class _Agreed(NamedTuple):
 
 
 @final
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """A backward through a part of the model: the gradients that it brings, and those that it reduces."""
+
+    brings: Set[FlatGrads]
+    reduces: Set[FlatGrads]
+
+
+@final
 class Reduction:
     """Reduces flat gradients in the order of `order`. Every method but `settle` is for all ranks."""
 
     def __init__(
         self,
         order: Sequence[FlatGrads],
-        collectives: Collectives,
+        groups: FlatGroups,
         *,
         in_flight: int,
-        gathers: bool,
     ) -> None:
         """
         Args:
             in_flight: the maximum number of reductions in flight when another one starts.
-            gathers: every rank gets every total (stage 0), not only its shard.
         """
-        self.order = list(order)
-        self._collectives = collectives
+        # what several pipeline stages share comes last, in an order that they share as well
+        self.order = sorted(order, key=lambda grads: grads.group.number)
+        self._groups = groups
+        self._world = groups.world
+        self._spans_stages = groups.world.world_size > groups.data.collectives.world_size
+        self._numel = self._count_numel()
         self._depth = in_flight
-        self._gathers = gathers
+        self._running = self.order  # what the current backward brings gradients for
+        self._scope: Scope | None = None
         self._next = 0
         self._in_flight: list[FlatGrads] = []
         self._reduces = True
-        self._holds = False  # gradients of whole backward passes are not reduced yet
+        self._held: set[FlatGrads] = set()  # gradients of whole backward passes are not reduced yet
         self.has_sums = False  # a backward has brought gradients since the last step
 
-    def begin_backward(self, *, reduces: bool) -> None:
-        """Gradients are about to arrive. With `reduces`, `end_backward` returns after their reduction began."""
-        self.settle()  # buffers may be written again only when they are not being sent
+    def _count_numel(self) -> int:
+        """The elements of all buffers, on the rank that has the most."""
+        numel = sum(grads.layout.numel for grads in self.order)
+        if not self._spans_stages:
+            return numel
+        mine = torch.tensor([numel], dtype=torch.int64, device=self._world.device)
+        return int(self._world.gather_small(mine).max())
+
+    def begin_backward(self, *, reduces: bool, scope: Scope | None = None) -> None:
+        """Gradients are about to arrive. With `reduces`, `end_backward` returns after their reduction began.
+
+        scope: what the backward brings and reduces; None: everything.
+        """
+        if scope is None:
+            self.settle()  # buffers may be written again only when they are not being sent
+            self._running = self.order
+        else:
+            self._running = [grads for grads in self.order if grads in scope.brings]
+            for grads in self._running:
+                self.settle(grads)
         self._reduces = reduces
+        self._scope = scope
         self._next = 0
-        for grads in self.order:
-            grads.begin_backward(hold=not reduces)
+        for grads in self._running:
+            grads.begin_backward(hold=not self._reduces_now(grads))
+
+    def _reduces_now(self, grads: FlatGrads) -> bool:
+        """`grads` is reduced at the end of the running backward."""
+        return self._reduces and (self._scope is None or grads in self._scope.reduces)
 
     def start_complete(self) -> None:
         """Start the reductions of complete buffers, up to the first that is not complete.
 
         Where gradients are held back they are collected at the same moment, so that sums have the same bits.
         """
-        while self._next < len(self.order):
-            grads = self.order[self._next]
+        while self._next < len(self._running):
+            grads = self._running[self._next]
             if not grads.is_complete:
                 return
-            if self._reduces:
+            if self._reduces_now(grads):
                 self._start(grads)
             else:
                 grads.collect()
@@ -90,21 +125,25 @@ class Reduction:
     def end_backward(self) -> None:
         """No more gradients will arrive: reduce the rest, with zeros for unused parameters."""
         if self._reduces:
-            for grads in self.order[self._next :]:
-                self._start(grads)
-            self._next = len(self.order)
-        for grads in self.order:  # if all are sent: late gradients of small parameters
+            for grads in self._running[self._next :]:
+                if self._reduces_now(grads):
+                    self._start(grads)
+            self._next = len(self._running)
+        for grads in self._running:  # if all are sent: late gradients of small parameters
             grads.collect()
-            if not self._reduces and grads.leaves_alone and grads.has_local:
-                grads.start_reduce()
-        self._holds = not self._reduces
+            if not self._reduces_now(grads):
+                if grads.leaves_alone and grads.has_local:
+                    grads.start_reduce()
+                self._held.add(grads)
+            else:
+                self._held.discard(grads)
         self.has_sums = True
 
     def end_without_reducing(self) -> None:
         """End a backward whose gradients are not taken; gradients held back earlier are kept."""
-        held, self._reduces = self._holds, False
+        held, self._reduces = set(self._held), False
         self.end_backward()
-        self._holds = held
+        self._held = held
 
     def scale_by(self, factor: float) -> None:
         """Multiply the following gradients of this backward by `factor`."""
@@ -127,59 +166,70 @@ class Reduction:
         if agreed.is_late:
             self.reduce_late()
             agreed = self._agree(exact=False)
-        if is_in_range(agreed.square, sum(grads.layout.numel for grads in self.order)):
+        if is_in_range(agreed.square, self._numel):
             return agreed.square
         return self._agree(exact=True).square
 
     @property
     def holds(self) -> bool:
         """The gradients of the last backward are not reduced yet."""
-        return self._holds
+        return bool(self._held)
 
     def reduce_held(self) -> None:
         """Reduce the gradients that earlier backward passes held back."""
-        if self._holds:
-            self._reduce(self.order)
-            self._holds = False
+        if self._held:
+            self.start_held(self._held)
+            self.settle()
+
+    def start_held(self, only: Collection[FlatGrads]) -> None:
+        """Start to reduce what was held back of `only`, the same on all ranks of each group."""
+        for grads in self.order:
+            if grads in only and grads in self._held:
+                self.settle(grads)
+                self._start(grads)
+        self._held = self._held.difference(only)
 
     def _agree(self, *, exact: bool, edits: int = 0) -> _Agreed:
         """The squared norm of the reduced sums, and what each rank has to say: late gradients, its `edits`."""
-        collectives = self._collectives
+        collectives = self._world
         said = edits + NUM_COUNTS * any(grads.is_late for grads in self.order)
         flag = torch.tensor([said], dtype=torch.uint8, device=collectives.device)
         # at stage 0 every rank gets all sums, so no exchange of norms follows: send the flag first
-        early = collectives.start_gather_small(flag) if self._gathers else None
+        sees_all = not (self._groups.data.policy.shards_optimizer or self._spans_stages)
+        early = collectives.start_gather_small(flag) if sees_all else None
         self._drain()
         found = []
         for grads in self.order:  # the norm of one buffer is computed while the next is in flight
             grads.finish_gather()
             found.append(grads.square_sums(exact=exact))
-        squares = torch.zeros(
-            collectives.world_size, dtype=torch.float64, device=collectives.device
-        )
-        for one in _on_device(found, collectives.device):
-            squares += one
+        found = _on_device(found, collectives.device)
         if early is not None:
+            squares = torch.zeros(
+                collectives.world_size, dtype=torch.float64, device=collectives.device
+            )
+            for one in found:
+                squares += one
             table, handle = early
             handle.wait()
             numbers = torch.cat([squares, table.view(-1).to(squares.dtype)]).tolist()  # one read
             return _Agreed.of(numbers[: len(squares)], numbers[len(squares) :])
-        own = squares[collectives.rank]
+        own = torch.zeros((), dtype=torch.float64, device=collectives.device)
+        for grads, one in zip(self.order, found, strict=True):  # each element on one rank only
+            own += one[grads.group.collectives.rank]
         table = collectives.gather_small(torch.stack([own, own.new_full((), said)]))
         return _Agreed.of(*table.T.tolist())
 
     def reduce_late(self) -> None:
         """Reduce buffers again that got late gradients on any rank. Sends one byte per buffer to each rank."""
-        flags = [grads.is_late for grads in self.order]
-        mine = torch.tensor(flags, dtype=torch.uint8, device=self._collectives.device)
-        late = self._collectives.gather_small(mine).amax(0).tolist()
-        self._reduce([grads for grads, flag in zip(self.order, late, strict=True) if flag])
-
-    def _reduce(self, several: Sequence[FlatGrads]) -> None:
-        """Add this rank's sums to the totals of `several`, the same on all ranks, and wait for it."""
         self.settle()
-        for grads in several:
-            self._start(grads)
+        for collectives in self._groups.several:
+            inside = [grads for grads in self.order if grads.group.collectives is collectives]
+            flags = [grads.is_late for grads in inside]
+            mine = torch.tensor(flags, dtype=torch.uint8, device=collectives.device)
+            late = collectives.gather_small(mine).amax(0).tolist() if inside else []
+            for grads, flag in zip(inside, late, strict=True):
+                if flag:
+                    self._start(grads)
         self.settle()
 
     def settle(self, only: FlatGrads | None = None) -> None:
@@ -195,7 +245,7 @@ class Reduction:
         """Drop all gradients: the step is done, or skipped."""
         for grads in self.order:
             grads.reset()
-        self._holds = False
+        self._held = set()
         self.has_sums = False
 
     def _start(self, grads: FlatGrads) -> None:
@@ -206,7 +256,7 @@ class Reduction:
 
     def _end(self, grads: FlatGrads) -> None:
         grads.finish_reduce()
-        if self._gathers:
+        if not grads.group.policy.shards_optimizer:  # stage 0: every rank gets the whole total
             grads.start_gather()
 
     def _drain(self) -> None:
@@ -224,4 +274,4 @@ def _on_device(found: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [copies.get(number, one) for number, one in enumerate(found)]
 
 
-__all__ = ["REDUCTIONS_IN_FLIGHT", "Reduction"]
+__all__ = ["REDUCTIONS_IN_FLIGHT", "Reduction", "Scope"]

@@ -15,7 +15,9 @@ import torch
 from ...ops.comm.collectives import Collectives
 from ...ops.fingerprint import fingerprint
 from ...utils.errors import UsageError
+from .disk_failures import agree
 from .flat_params import FlatParams
+from .groups import FlatGroups
 
 NUM_COUNTS = 1 << 7  # a number below it fits into one byte with a flag
 
@@ -46,10 +48,10 @@ class _Watched:
 class SameEdits:
     """Compares over the ranks. It costs about 0.1 us for each parameter that stays whole, and no message."""
 
-    def __init__(self, flats: Sequence[FlatParams], collectives: Collectives) -> None:
+    def __init__(self, flats: Sequence[FlatParams], groups: FlatGroups) -> None:
         """`flats`: those that stay whole are watched; they are known by now."""
-        whole = [] if collectives.world_size == 1 else flats
-        self._collectives = collectives
+        whole = [flat for flat in flats if flat.collectives.world_size > 1]
+        self._groups = groups
         self._watched = [_Watched(flat) for flat in whole if not flat.may_be_resharded]
         self._versions = 0
         self._base = self._sum()
@@ -73,17 +75,29 @@ class SameEdits:
             UsageError: on every rank; a parameter has different values. What is sharded has its old ones again.
         """
         if len(set(counts)) > 1:
-            self._compare()
+            messages = [self._compare(one) for one in self._groups.several]
+            text = next((message for message in messages if message), "")
+            if (
+                len(self._groups.several) > 1
+                or self._groups.world is not self._groups.data.collectives
+            ):
+                agree(self._groups.world, text, UsageError, "the comparison of parameters")
+            elif text:
+                raise UsageError(text)
         self._base = self._versions
 
-    def _compare(self) -> None:
-        own = [value for watched in self._watched for value in watched.fingerprints()]
-        table = self._collectives.gather_small(torch.stack(own)).tolist()
+    def _compare(self, collectives: Collectives) -> str:
+        """What differs in the buffers of one group; "" if nothing does."""
+        inside = [watched for watched in self._watched if watched.flat.collectives is collectives]
+        own = [value for watched in inside for value in watched.fingerprints()]
+        if not own:
+            return ""
+        table = collectives.gather_small(torch.stack(own)).tolist()
         columns = list(zip(*table, strict=True))
-        places = [(watched, name) for watched in self._watched for name in watched.names]
+        places = [(watched, name) for watched in inside for name in watched.names]
         found = [at for at, column in enumerate(columns) if len(set(column)) > 1]
         if not found:
-            return
+            return ""
         differing = dict.fromkeys(places[at][0].flat for at in found)
         for flat in differing:
             if flat.is_sharded:
@@ -97,7 +111,7 @@ class SameEdits:
         state = (
             "it has its old values again" if is_restored else "each rank still has its own values"
         )
-        raise UsageError(
+        return (
             f"{places[found[0]][1]} was written on some ranks only: rank 0 and rank {other} have different "
             f"values; {state}, and nothing was updated; write the same values on every rank, or inside "
             "xds.zero.GatheredParameters(params, modifier_rank=0)"

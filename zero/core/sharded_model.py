@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
 
 from torch import Tensor, nn
 
-from ...compression.reducer import GradientReducer
 from ...offload.homes import Homes
-from ...ops.comm.collectives import Collectives
 from ...ops.comm.pool import BufferPool
 from ...utils.errors import XdsError
 from ..config import ZeroConfig
 from .backwards import Backwards
 from .building import Builder
+from .discover import found_blocks
 from .disk_failures import agree_on_disks
+from .flat_grads import FlatGrads
 from .flat_params import FlatParams
 from .gather import Gatherer
+from .groups import FlatGroups
 from .memory import Memory
 from .outside import CHECKED_FORWARDS, OutsideUse
-from .policy import Policy
 from .reduction import REDUCTIONS_IN_FLIGHT, Reduction
 from .same_edits import SameEdits
 from .unchanged import Unchanged
@@ -38,11 +38,10 @@ class ShardedModel:
         self,
         model: nn.Module,
         groups: Mapping[int, int],
-        policy: Policy,
+        flat_groups: FlatGroups,
         config: ZeroConfig,
-        collectives: Collectives,
-        reducer: GradientReducer,
         homes: Homes,
+        runs: Sequence[Sequence[tuple[str, nn.Module]]] | None = None,
     ) -> None:
         """Move the parameters of `model`, which passed `check_model`, into flat buffers and hook them.
 
@@ -50,13 +49,16 @@ class ShardedModel:
             groups: id(parameter) -> index of its hyperparameter group, for every trainable parameter that
                 the optimizer is to update. Parameters that are not in it are treated as frozen.
             homes: where masters and optimizer states are stored.
+            runs: the blocks, in runs that are not merged with one another; None: found in `model`.
         """
-        self.policy = policy
-        self.collectives = collectives
+        self.policy = policy = flat_groups.data.policy
+        self.flat_groups = flat_groups
+        self.collectives = flat_groups.world
         self._pool = BufferPool()
         self.homes = homes
-        builder = Builder(groups, policy, collectives, reducer, self._pool, homes)
-        self.units = builder.build(model, config)
+        builder = Builder(groups, flat_groups, self._pool, homes)
+        found = [found_blocks(model, config.units)] if runs is None else runs
+        self.units = builder.build(model, found, config.unit_min_numel)
         self.trainable = [
             (unit, params, grads)
             for unit in self.units
@@ -67,11 +69,10 @@ class ShardedModel:
         roots = [entry for entry in self.trainable if entry[0].is_root]
         self._reduction = Reduction(
             [entry[2] for entry in blocks_last_first + roots],
-            collectives,
+            flat_groups,
             in_flight=REDUCTIONS_IN_FLIGHT if config.overlap_comm else 0,
-            gathers=not policy.shards_optimizer,
         )
-        self.memory = Memory(self.units, self._reduction.order, self._pool, collectives)
+        self.memory = Memory(self.units, self._reduction.order, self._pool, flat_groups)
         self._diverges = config.divergent_graphs and policy.shards_params
         self.backwards = Backwards(
             [(unit, grads) for unit, _, grads in self.trainable],
@@ -88,7 +89,7 @@ class ShardedModel:
         self._publishes = homes.defers and not policy.shards_params
         hooks = policy.shards_params or self._publishes
         self._gatherer = self._build_gatherer(config) if hooks else None
-        self._same_edits = SameEdits(flats, collectives)
+        self._same_edits = SameEdits(flats, flat_groups)
         self.backwards.hook_gradients()
 
     def _build_gatherer(self, config: ZeroConfig) -> Gatherer:
@@ -111,7 +112,7 @@ class ShardedModel:
             self.units,
             prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
             max_live_numel=config.max_live_parameters,
-            collectives=self.collectives,
+            collectives=self.flat_groups.data.collectives,
             on_backward=self.backwards.on_output_grad,
             on_call_done=self.backwards.on_call_done,
             gathers_all=self._publishes,
@@ -175,6 +176,10 @@ class ShardedModel:
         self.backwards.end()  # a loss.backward() of the script's own
         return self._reduction.finish(self._same_edits)
 
+    def start_held(self, only: Collection[FlatGrads]) -> None:
+        """Start to reduce the gradients of `only` that were held back. For all ranks of their groups."""
+        self._reduction.start_held(only)
+
     def drop_gradients(self) -> None:
         """Drop all gradients, at any time outside of a backward."""
         self.backwards.drop()
@@ -228,8 +233,7 @@ class ShardedModel:
     def needs_others_to_publish(self) -> bool:
         """`publish` would send something."""
         flats = [flat for unit in self.units for flat in unit.params]
-        is_alone = self.collectives.world_size == 1 or not self.policy.shards_optimizer
-        return not is_alone and any(flat.is_deferred for flat in flats)
+        return any(flat.is_deferred and flat.gathers_deferred for flat in flats)
 
     @property
     def defers(self) -> bool:

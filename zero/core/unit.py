@@ -33,6 +33,7 @@ class Unit:
         num_recomputes: calls that began in this backward (reentrant checkpoints).
         is_used_by_others: other units use its parameters, so only the end of backward ends its use.
         awaits_backward: the graph of a call has no output to hook; gathered until the update.
+        is_held: stays gathered until `release`, whatever calls it.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Unit:
     num_recomputes: int = 0
     is_used_by_others: bool = False
     awaits_backward: bool = False
+    is_held: bool = False
 
     @property
     def inner_modules(self) -> list[nn.Module]:
@@ -104,7 +106,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Free the gathered buffers, unless a running unit or a later backward needs them."""
-        if self.num_running_users or self.awaits_backward:
+        if self.num_running_users or self.awaits_backward or self.is_held:
             return
         self.is_running = False
         for flat in self.params:
@@ -165,6 +167,16 @@ class Unit:
     def keep_until_update(self) -> None:
         """`reshard` does nothing until `begin_update`."""
         self.awaits_backward = True
+
+    def hold(self) -> None:
+        """Start to gather the unit; `reshard` does nothing until `release`."""
+        self.is_held = True
+        self.start_unshard()
+
+    def release(self) -> None:
+        """End `hold`, and drop the unit."""
+        self.is_held = False
+        self.reshard()
 
     def begin_update(self) -> None:
         """The parameters are about to change: no earlier graph needs them any more."""

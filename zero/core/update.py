@@ -22,14 +22,19 @@ from .disk_failures import agree_on_disks
 from .frozen import FrozenValues, Range, clip, frozen_ranges
 from .guesses import Guesses
 from .host_updates import HostUpdate, Olds, start
-from .layout import FlatLayout, Slot
+from .layout import Slot
 from .master import Master, parts_in
 from .sharded_model import ShardedModel
 from .tensors import values_of
 
 
-def _flat(layout: FlatLayout, index: int) -> Flat:
-    return Flat(index, layout.numel, parts_in(layout.pieces_in(0, layout.numel), 0, layout.numel))
+def _flat(master: Master) -> Flat:
+    layout = master.params.layout
+    parts = parts_in(layout.pieces_in(0, layout.numel), 0, layout.numel)
+    group = master.grads.group
+    return Flat(
+        master.params.index, layout.numel, parts, group.collectives, group.policy.shards_optimizer
+    )
 
 
 @final
@@ -38,15 +43,13 @@ class Updater:
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
-        is_sharded = model.policy.shards_optimizer
-        rank = model.collectives.rank
         self.masters = [
-            Master(params, grads, home, rank, is_sharded=is_sharded)
+            Master(params, grads, home)
             for unit in model.units
             for params, grads, home in zip(unit.params, unit.grads, unit.homes, strict=False)
         ]
-        flats = tuple(_flat(m.params.layout, m.params.index) for m in self.masters)
-        self.world = World(model.collectives, flats, is_sharded)
+        self.masters.sort(key=lambda master: master.grads.group.number)
+        self.world = World(model.collectives, tuple(_flat(master) for master in self.masters))
         self.homes = model.homes
         self._optimizer: torch.optim.Optimizer | None = None
         self._num_tensors = 0  # in the optimizer's groups
@@ -236,7 +239,7 @@ class Updater:
             if master.params.may_be_resharded:
                 master.params.expect(arrival)  # the unit's next use waits for it
             elif self.homes.defers and not master.params.is_sharded:
-                master.params.defer(arrival, gathers=self.world.is_sharded)
+                master.params.defer(arrival, gathers=master.is_sharded)
             else:
                 arrival.order()
                 self._publish(master)
@@ -315,7 +318,7 @@ class Updater:
     def _frozen_ranges(self, master: Master) -> list[Range]:
         layout = master.params.layout
         whole = (0, layout.numel)
-        bounds = layout.shard_range(self.world.collectives.rank) if master.is_sharded else whole
+        bounds = layout.shard_range(master.rank) if master.is_sharded else whole
         return frozen_ranges(master.params, *bounds)
 
     def _keep_states(self, kept: FrozenValues, master: Master, ranges: Sequence[Range]) -> None:
@@ -359,7 +362,7 @@ class Updater:
         """
         assert self._optimizer is not None
         master.bring()
-        start = master.params.layout.shard_range(self.world.collectives.rank)[0]
+        start = master.params.layout.shard_range(master.rank)[0]
         first = slot.offset - (start if master.is_sharded else 0)
         for tensor, at in self._tensors_in(master):
             state = states_of(self._optimizer).get(tensor)
@@ -407,7 +410,7 @@ class Updater:
                     yield tensor, place[1]
 
     def _publish(self, master: Master) -> None:
-        if self.world.is_sharded or master.params.is_sharded:
+        if master.is_sharded or master.params.is_sharded:
             master.params.start_publish()
 
     @property

@@ -1,0 +1,71 @@
+"""The group of each flat buffer: the ranks that hold it, how they communicate, what is sharded over them.
+
+    data group     the data-parallel ranks of this rank's pipeline stage: most flat buffers
+    shared group   the data-parallel ranks of several stages: weights that these stages tie
+
+A tied weight needs no code of its own: its flat buffer is reduced and updated over a larger group. At stage
+3 it stays whole, as at stage 2: gathers of one stage would wait for another stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from torch import nn
+
+from ...compression.reducer import GradientReducer
+from ...ops.comm.collectives import Collectives
+from .policy import Policy
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FlatGroup:
+    """The ranks of a flat buffer. `number`: 0 for the data group; shared groups by one order on all ranks."""
+
+    collectives: Collectives
+    reducer: GradientReducer
+    policy: Policy
+    number: int = 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Ranks of several pipeline stages hold the buffer."""
+        return self.number > 0
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FlatGroups:
+    """The groups of one engine.
+
+    Attributes:
+        world: all ranks: norms, losses, errors.
+        data: the group of every parameter that is not in `shared`.
+        shared: id(parameter) -> its group.
+        names: id(parameter) -> its name in the whole model, where the module of this rank has another one.
+    """
+
+    world: Collectives
+    data: FlatGroup
+    shared: Mapping[int, FlatGroup] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
+
+    def of(self, param: nn.Parameter) -> FlatGroup:
+        """The group of the buffer that holds `param`."""
+        return self.shared.get(id(param), self.data)
+
+    def name_of(self, param: nn.Parameter, name: str) -> str:
+        """The name of `param` in the whole model; `name` is the one in this rank's module."""
+        return self.names.get(id(param), name)
+
+    @property
+    def several(self) -> list[Collectives]:
+        """The collectives of all groups of this rank, without `world`, by number."""
+        found = {group.number: group for group in [self.data, *self.shared.values()]}
+        return [found[number].collectives for number in sorted(found)]
+
+
+__all__ = ["FlatGroup", "FlatGroups"]
