@@ -2,6 +2,7 @@
 
 from .actions import Action, DeadlockError, Op, Placement, ScheduleError, Table
 from .build import SCHEDULES, build_forward_table, build_table, choose
+from .csv_table import load_table, read_table
 from .lowering import with_messages, with_states
 from .simulation import Costs, Simulation, simulate
 
@@ -18,6 +19,8 @@ __all__ = [
     "build_forward_table",
     "build_table",
     "choose",
+    "load_table",
+    "read_table",
     "simulate",
     "with_messages",
     "with_states",

@@ -1,7 +1,8 @@
 """Actions of a pipeline step, and the table that lists them for each rank.
 
-Terms: a virtual stage is one part of the model, numbered in the order of the forward. A rank holds one virtual stage
-for each of its chunks. All times are in seconds; micro-batches and stages count from 0.
+Terms: a virtual stage is one part of the model; stages are numbered in the order of the forward. A rank
+holds one virtual stage for each of its chunks. All times are in seconds; micro-batches and stages count
+from 0.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Placement:
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.num_chunks < 1:
             raise ScheduleError(
-                f"{self.num_ranks} ranks with {self.num_chunks} chunks each is no pipeline; both must be at least 1"
+                f"a pipeline of {self.num_ranks} ranks with {self.num_chunks} chunks each has no stages; "
+                "both numbers must be at least 1"
             )
         if self.is_v and self.num_chunks != 2:
             raise ScheduleError(f"a V placement has 2 chunks a rank, not {self.num_chunks}")

@@ -128,19 +128,22 @@ def _joined(order: Order) -> Order:
 
 
 def choose(costs: Costs, num_ranks: int, num_micro_batches: int) -> str:
-    """The name of the schedule with the shortest step; of equal ones the first of `SCHEDULES`.
+    """The name of the schedule with the shortest step; of equal ones that with the least activations.
 
     Args:
         costs: seconds of all virtual stages of a rank together; a chunk takes its share of them.
         num_ranks: pipeline ranks.
         num_micro_batches: micro-batches of a step. Schedules that cannot run this number are left out.
     """
-    seconds: dict[str, float] = {}
+    found: dict[str, tuple[float, float]] = {}
     for name, schedule in SCHEDULES.items():
         if num_micro_batches < max(1, schedule.micro_batches_a_rank * num_ranks):
             continue
         table = build_table(name, num_ranks, num_micro_batches)
         share = costs.divided(table.placement.num_chunks)
-        seconds[name] = simulate(table, share).makespan_seconds
-    shortest = min(seconds.values(), default=0.0) * (1 + 1e-9)
-    return next(name for name, value in seconds.items() if value <= shortest)
+        run = simulate(table, share)
+        peak = max(run.peak_activations(rank) for rank in range(num_ranks))
+        found[name] = run.makespan_seconds, peak / table.placement.num_chunks
+    shortest = min(seconds for seconds, _ in found.values()) * (1 + 1e-9)
+    equal = [name for name, (seconds, _) in found.items() if seconds <= shortest]
+    return min(equal, key=lambda name: found[name][1])

@@ -1,7 +1,8 @@
 """DualPipeV: two chunks in the shape of a V; a forward of one is next to a backward of the other.
 
-Source: DeepSeek, https://github.com/deepseek-ai/DualPipe, the eight steps of DualPipeV. `down` is the rank's stage of
-the first arm of the V, `up` that of the second. A pair of forward and backward runs one after the other here.
+Source: DeepSeek, https://github.com/deepseek-ai/DualPipe, the eight steps of DualPipeV. `down` is the
+rank's stage of the first arm of the V, `up` that of the second. A forward and its paired backward run one
+after the other here, not at the same time.
 """
 
 from __future__ import annotations

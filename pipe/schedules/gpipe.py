@@ -1,7 +1,7 @@
 """GPipe: all forwards, then all backwards.
 
-Source: Huang et al., GPipe, 2018, https://arxiv.org/abs/1811.06965, section 2.2. All micro-batches are in flight at
-once. The bubble is (p - 1) / (m + p - 1).
+Source: Huang et al., GPipe, 2018, https://arxiv.org/abs/1811.06965, section 2.2. All micro-batches are in
+flight at once. The bubble is (p - 1) / (m + p - 1).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Interleaved 1F1B: several chunks a rank, so that a smaller part of the model fills and drains the pipeline.
 
-Source: Narayanan et al., Megatron-LM, 2021, https://arxiv.org/abs/2104.04473, section 2.2. The bubble of v chunks is
-(p - 1) / (v * m + p - 1) where m is a multiple of p. Unlike the paper, any m >= p works: the rounds then have
-more than p micro-batches, and differ by at most one.
+Source: Narayanan et al., Megatron-LM, 2021, https://arxiv.org/abs/2104.04473, section 2.2.2. The bubble of
+v chunks is (p - 1) / (v * m + p - 1) where m is a multiple of p. Unlike in the paper, any m >= p works: the
+rounds then have more than p micro-batches, and differ by at most one.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from .actions import (
+    COMPUTE,
     FLOW_BACK,
     MAKES_GRADIENTS,
     SENDS,
@@ -26,9 +27,9 @@ def with_messages(
 ) -> Table:
     """The table of `orders` with a send and a receive for each value that changes its rank.
 
-    A send directly follows the compute action that makes the value. A receive starts one compute action before the
-    one that uses the value. It starts earlier where the sender sends in another order, because the messages between
-    two ranks in one direction are received in the order in which they are sent.
+    A send directly follows the compute action that makes the value. A receive starts one compute action before
+    the one that uses the value. It starts earlier where the sender sends in another order: between two ranks,
+    the messages of one direction start to be received in the order in which they are sent.
     """
     sent: dict[_Channel, list[Action]] = defaultdict(list)
     for rank, order in enumerate(orders):
@@ -69,7 +70,7 @@ def _in_sending_order(
     """Moves receives forward, so that none starts after the next one of its channel."""
     known = [receive for receive in receives if receive in starts]
     for receive, following in reversed(list(zip(known, known[1:], strict=False))):
-        if (starts[following], turn[following]) < (starts[receive], turn[receive]):
+        if (starts[following], turn[following]) <= (starts[receive], turn[receive]):
             starts[receive], turn[receive] = starts[following], turn[following] - 1
 
 
@@ -105,8 +106,8 @@ def with_states(table: Table, *, gathers_each: bool, reduces_each: bool) -> Tabl
 
     Args:
         table: a table that has its messages.
-        gathers_each: True gathers a stage before each run of its compute actions and drops it after the run. False
-            gathers it once, before its first forward, and drops it after its last backward action.
+        gathers_each: True gathers a stage before each run of its compute actions and drops it after the run.
+            False gathers it once, before its first action, and drops it after its last.
         reduces_each: True reduces the gradients of each micro-batch, False those of the whole step.
 
     After a compute action come its send, DROP and REDUCE, in this order.
@@ -154,7 +155,7 @@ def _with_states(
         if action.op not in SENDS:  # a send stays next to the action that makes its value
             result += after
             after = []
-        if action.op not in (Op.FORWARD, Op.INPUT, Op.WEIGHT, Op.BACKWARD):
+        if action.op not in COMPUTE:
             result.append(action)
             continue
         if position in gathers:

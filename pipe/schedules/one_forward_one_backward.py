@@ -1,7 +1,7 @@
 """1F1B: each stage alternates one forward and one backward once its first gradient can arrive.
 
-Source: Narayanan et al., PipeDream-Flush, 2020, https://arxiv.org/abs/2006.09503, section 3.2. Stage s of p has
-min(m, p - s) micro-batches in flight. The bubble is that of GPipe, (p - 1) / (m + p - 1).
+Source: Narayanan et al., PipeDream-Flush, 2020, https://arxiv.org/abs/2006.09503. Stage s of p has min(m, p
+- s) micro-batches in flight. The bubble is that of GPipe, (p - 1) / (m + p - 1).
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Costs:
 @final
 @dataclass(frozen=True)
 class Simulation:
-    """The times of a table. `starts[rank][i]` and `ends[rank][i]` belong to `table.rows[rank][i]`, in seconds."""
+    """The times of a table, in seconds: `starts[rank][i]` and `ends[rank][i]` of `table.rows[rank][i]`."""
 
     table: Table
     starts: tuple[tuple[float, ...], ...]
@@ -96,8 +96,9 @@ class Simulation:
 def simulate(table: Table, costs: Costs) -> Simulation:
     """Runs `table`, which has its messages, in simulated time.
 
-    A send takes no time of its rank. Its message starts when both sides have started it and arrives `costs.message`
-    later. A compute action starts when its rank has ended the action before and its values have arrived.
+    A send takes no time of its rank. Its message starts when both sides have started it, and arrives
+    `costs.message` later. A compute action starts when its rank has ended the action before, and its values
+    have arrived.
 
     Raises:
         DeadlockError: an action waits for a value that is never made or never sent.
@@ -130,7 +131,8 @@ class _Run:
 
     def _advance(self, rank: int) -> list[int]:
         """Runs the actions of `rank` until one has to wait; returns the ranks that need not wait any more."""
-        row, woken = self._table.rows[rank], []
+        row = self._table.rows[rank]
+        woken: list[int] = []
         while (position := len(self._starts[rank])) < len(row):
             action, start = row[position], self._clocks[rank]
             for value in self._needs(action):
@@ -191,7 +193,13 @@ class _Run:
         for value, ranks in self._waiting.items():
             for rank in ranks:
                 action = self._table.rows[rank][len(self._starts[rank])]
-                holder = self._table.placement.rank_of(value.stage)
-                waits.append((rank, f"rank {rank} waits in {action} for {value} of rank {holder}"))
+                waits.append((rank, f"rank {rank} waits in {action} for {self._described(value)}"))
         text = ", ".join(text for _, text in sorted(waits))
         return f"the schedule can never finish: {text}; change the order of these actions"
+
+    def _described(self, value: Action) -> str:
+        if value.op in SENDS:
+            what = "outputs" if value.op is Op.SEND_F else "gradient"
+            rank = self._table.placement.rank_of(value.stage)
+            return f"the {what} of micro-batch {value.micro_batch} from stage {value.stage} on rank {rank}"
+        return f"its own {value}"

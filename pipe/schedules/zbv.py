@@ -1,8 +1,9 @@
 """ZBV: two chunks in the shape of a V, with split backwards, in the memory of 1F1B.
 
-Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024, https://arxiv.org/abs/2405.15362, section 4.
-A rank holds a stage of each arm of the V. `down` is its stage of the first arm, `up` that of the second. The gradient
-of a micro-batch starts on the rank where its forward ends, which is the first rank.
+Sources: Qi et al., Zero Bubble Pipeline Parallelism, 2023, https://arxiv.org/abs/2401.10241, section 6; Qi
+et al., Pipeline Parallelism with Controllable Memory, 2024, https://arxiv.org/abs/2405.15362. A rank holds
+a stage of each arm of the V: `down` is its stage of the first arm, `up` that of the second. The forward of
+a micro-batch ends on the first rank, and its backward starts there at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Zero bubble, ZB-H1: 1F1B whose weight gradients fill the wait at the end of the step.
 
-Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, https://arxiv.org/abs/2401.10241, section 2.3.1. Stage s
-keeps s weight gradients back, so every stage holds the activations of at most p micro-batches: as much as the first
-stage of 1F1B. The bubble lasts (p - 1) * (F + I - W) instead of (p - 1) * (F + I + W).
+Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, https://arxiv.org/abs/2401.10241, section 2.
+Stage s delays s weight gradients, so every stage holds the activations of at most p micro-batches: as many
+as the first stage of 1F1B. The bubble lasts (p - 1) * (F + I - W) instead of (p - 1) * (F + I + W).
 """
 
 from __future__ import annotations
