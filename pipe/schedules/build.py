@@ -1,0 +1,149 @@
+"""Every schedule by its name, and the table of one for given numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+from .actions import Action, Op, Order, Placement, ScheduleError, Table
+from .dualpipev import dualpipev
+from .gpipe import gpipe
+from .interleaved import interleaved_1f1b
+from .lowering import with_messages
+from .one_forward_one_backward import one_forward_one_backward
+from .simulation import Costs, simulate
+from .zbv import zbv
+from .zero_bubble import zero_bubble
+
+
+@final
+@dataclass(frozen=True)
+class Schedule:
+    """A named order and the numbers that it works for."""
+
+    name: str
+    orders: Callable[[Placement, int], list[Order]]
+    num_chunks: tuple[int, ...] = (1,)
+    """The chunks a rank can have, the default first; a last 0 allows any larger number."""
+    is_v: bool = False
+    micro_batches_a_rank: int = 1
+    """The least number of micro-batches, for each rank. 0: one micro-batch is enough for all ranks."""
+
+    def placement(self, num_ranks: int, num_chunks: int = 0) -> Placement:
+        """The placement of the stages; 0 chunks take the schedule's own number."""
+        num_chunks = num_chunks or self.num_chunks[0]
+        more = self.num_chunks[-1] == 0 and num_chunks > self.num_chunks[0]
+        if num_chunks not in self.num_chunks and not more:
+            least = "at least " if self.num_chunks[-1] == 0 else ""
+            raise ScheduleError(
+                f"{self.name} has {least}{self.num_chunks[0]} chunks a rank, not {num_chunks}; "
+                "set pipeline.chunks to that or leave it out"
+            )
+        return Placement(num_ranks, num_chunks, self.is_v)
+
+    def check(self, num_ranks: int, num_micro_batches: int) -> None:
+        """Raises ScheduleError where the schedule cannot run this number of micro-batches."""
+        least = max(1, self.micro_batches_a_rank * num_ranks)
+        if num_micro_batches < least:
+            raise ScheduleError(
+                f"{self.name} on {num_ranks} pipeline ranks needs at least {least} micro-batches, not "
+                f"{num_micro_batches}; raise gradient_accumulation_steps, or set pipeline.schedule to gpipe"
+            )
+
+
+_ALL = (
+    Schedule("gpipe", gpipe, micro_batches_a_rank=0),
+    Schedule("1f1b", one_forward_one_backward),
+    Schedule("interleaved_1f1b", interleaved_1f1b, num_chunks=(2, 0)),
+    Schedule("zero_bubble", zero_bubble),
+    Schedule("zbv", zbv, num_chunks=(2,), is_v=True),
+    Schedule("dualpipev", dualpipev, num_chunks=(2,), is_v=True, micro_batches_a_rank=2),
+)
+SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
+
+
+def named(schedule: str) -> Schedule:
+    """The schedule of this name."""
+    if schedule not in SCHEDULES:
+        raise ScheduleError(
+            f"pipeline.schedule is {schedule!r}; it must be one of {', '.join(SCHEDULES)}"
+        )
+    return SCHEDULES[schedule]
+
+
+def build_table(
+    schedule: str, num_ranks: int, num_micro_batches: int, num_chunks: int = 0
+) -> Table:
+    """The table of a step, with its messages.
+
+    Args:
+        schedule: a name of `SCHEDULES`.
+        num_ranks: pipeline ranks.
+        num_micro_batches: micro-batches of a step.
+        num_chunks: virtual stages a rank; 0 takes the schedule's own number.
+
+    Raises:
+        ScheduleError: the schedule is unknown or cannot work with these numbers.
+    """
+    chosen = named(schedule)
+    placement = chosen.placement(num_ranks, num_chunks)
+    chosen.check(num_ranks, num_micro_batches)
+    orders = [_joined(order) for order in chosen.orders(placement, num_micro_batches)]
+    return with_messages(orders, placement, num_micro_batches)
+
+
+def build_forward_table(placement: Placement, num_micro_batches: int) -> Table:
+    """The table of an evaluation: forwards alone, of any number of micro-batches, with their messages."""
+    if num_micro_batches < 1:
+        raise ScheduleError(f"{num_micro_batches} micro-batches are no step; at least 1 is needed")
+    round_size = placement.num_ranks
+    orders = []
+    for rank in range(placement.num_ranks):
+        order = []
+        for start in range(0, num_micro_batches, round_size):
+            batches = range(start, min(start + round_size, num_micro_batches))
+            order += [
+                Action(Op.FORWARD, stage, micro_batch)
+                for stage in placement.stages_of(rank)
+                for micro_batch in batches
+            ]
+        orders.append(order)
+    return with_messages(orders, placement, num_micro_batches)
+
+
+def _joined(order: Order) -> Order:
+    """`order` where INPUT and WEIGHT of the first stage, one directly after the other, are one BACKWARD.
+
+    The first stage sends no gradient, so no other rank gains from the split.
+    """
+    result: Order = []
+    for action in order:
+        split = Action(Op.INPUT, 0, action.micro_batch)
+        if action.op is Op.WEIGHT and action.stage == 0 and result[-1] == split:
+            result[-1] = Action(Op.BACKWARD, 0, action.micro_batch)
+        else:
+            result.append(action)
+    return result
+
+
+def choose(costs: Costs, num_ranks: int, num_micro_batches: int) -> str:
+    """The name of the schedule with the shortest step; of equal ones that with the least activations.
+
+    Args:
+        costs: seconds of all virtual stages of a rank together; a chunk takes its share of them.
+        num_ranks: pipeline ranks.
+        num_micro_batches: micro-batches of a step. Schedules that cannot run this number are left out.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    for name, schedule in SCHEDULES.items():
+        if num_micro_batches < max(1, schedule.micro_batches_a_rank * num_ranks):
+            continue
+        table = build_table(name, num_ranks, num_micro_batches)
+        share = costs.divided(table.placement.num_chunks)
+        run = simulate(table, share)
+        peak = max(run.peak_activations(rank) for rank in range(num_ranks))
+        found[name] = run.makespan_seconds, peak / table.placement.num_chunks
+    shortest = min(seconds for seconds, _ in found.values()) * (1 + 1e-9)
+    equal = [name for name, (seconds, _) in found.items() if seconds <= shortest]
+    return min(equal, key=lambda name: found[name][1])
