@@ -7,6 +7,7 @@ Engine ──> TrainingStep (steps/)    forward, backward, step
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from ..utils.arguments import wrong
 from ..utils.errors import UsageError
 from ..zero.access.access import Access
 from ..zero.access.guards import Guards
@@ -23,7 +25,7 @@ from .checkpoint.saver import Progress
 from .parts import Parts
 from .states import States
 from .steps.accumulation import Accumulation
-from .steps.batch_loop import BatchLoop
+from .steps.batch_loop import Loop
 from .steps.counters import CounterAttribute, Counters
 from .steps.training_step import TrainingStep
 
@@ -56,7 +58,8 @@ class Engine:
         self.local_rank = parts.local_rank
         self.global_rank = parts.sharded.collectives.rank
         self.world_size = parts.sharded.collectives.world_size
-        self.dp_world_size = self.world_size
+        data = parts.sharded.flat_groups.data.collectives
+        self.dp_world_size, self.dp_rank = data.world_size, data.rank
         self._sharded = parts.sharded
         self._accumulation = Accumulation(
             parts.config.gradient_accumulation_steps,
@@ -65,7 +68,7 @@ class Engine:
         self._counters = Counters(
             self._accumulation,
             micro_batch_size=parts.config.train_micro_batch_size_per_gpu,
-            world_size=self.world_size,
+            world_size=self.dp_world_size,
         )
         self._step = TrainingStep(parts, self._counters, self._check_usable)
         self._states = States(parts, self._counters)
@@ -73,7 +76,7 @@ class Engine:
             parts.sharded, parts.updater, self._step.gradient_factor, self._step.reduces_when_asked
         )
         self._guards = Guards(parts.module, self._access, defers=parts.sharded.defers)
-        self._batches = BatchLoop(parts, self._accumulation)
+        self._batches: Loop = parts.loop(parts, self._step, self._counters)
         self._is_destroyed = False
 
     # -- forward, backward, step ------------------------------------------------------------------------
@@ -87,6 +90,7 @@ class Engine:
         Raises Preempted: with checkpoint.preemption_save_dir a rank was asked to stop; all states are saved.
         """
         self._check_usable()
+        self._batches.refuse("forward")
         self._parts.preemption.check()
         return self._step.forward(args, kwargs)
 
@@ -105,6 +109,7 @@ class Engine:
             UsageError: `loss` is not a scalar, or has no graph.
         """
         self._check_trains()
+        self._batches.refuse("backward")
         return self._step.backward(loss, retain_graph=retain_graph, divides=scale_wrt_gas)
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
@@ -125,6 +130,11 @@ class Engine:
                 that was written in the background is not there.
         """
         self._check_trains()
+        self._batches.refuse("step")
+        self.end_step()
+
+    def end_step(self) -> None:
+        """`step` of the loops of train_batch. Scripts call `step`."""
         is_boundary = self._step.step(self.lr_scheduler)
         if is_boundary:
             self._parts.report.step(self)
@@ -157,11 +167,33 @@ class Engine:
         Returns:
             the loss, averaged over micro-batches and ranks, [] fp32.
         """
+        self._check_trains()
         return self._batches.train(self, data_iter)
 
-    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
-        """The loss of the next micro-batches (default: as many as a step takes), averaged as in training."""
-        return self._batches.evaluate(self, data_iter, num_micro_batches)
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        reduce_output: str | None = "avg",
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The loss of the next micro-batches (default: as many as a step takes), averaged as in training.
+
+        Args:
+            return_logits: return (loss, outputs): what the module returned for each micro-batch of this rank;
+                in a pipeline None on ranks without the last stage.
+            reduce_output: "avg", or None for the losses of this rank's micro-batches.
+        """
+        self._check_usable()
+        if reduce_output not in ("avg", None):
+            raise wrong("eval_batch: reduce_output", reduce_output, '"avg" or None')
+        return self._batches.evaluate(
+            self,
+            data_iter,
+            num_micro_batches,
+            return_logits=return_logits,
+            reduces=reduce_output == "avg",
+        )
 
     # -- accumulation and batch sizes -------------------------------------------------------------------
 
@@ -231,7 +263,10 @@ class Engine:
 
     def bytes_sent(self) -> dict[str, int]:
         """Bytes this rank has sent since the engine was made, for each kind of collective."""
-        return dict(self._sharded.collectives.sent_bytes)
+        sent: Counter[str] = Counter()
+        for collectives in self._parts.opened:
+            sent.update(collectives.sent_bytes)
+        return dict(sent)
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes that this rank holds now: param, grad, master, optimizer, buckets; and on "host" and "disk"."""
@@ -411,7 +446,8 @@ class Engine:
             self._parts.compiler.undo()
             self._parts.undo()
             self.monitor.close()
-            self._sharded.collectives.stop_watching()
+            for collectives in self._parts.opened:
+                collectives.stop_watching()
             self._parts.saver.close()
 
     def _check_usable(self) -> None:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..compression.reducer import ExactReducer
 from ..offload.activations import Activations
-from ..offload.homes import Homes, HostHome
+from ..offload.homes import HostHome
 from ..ops.comm.collectives import Collectives
+from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.opening import open_collectives
 from ..utils.errors import ConfigError, UsageError
 from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
@@ -25,7 +25,7 @@ from ..zero.construction.slices import SliceStore
 from ..zero.construction.weights import load_weights
 from ..zero.core.discover import found_blocks
 from ..zero.core.filling import build_filling
-from ..zero.core.groups import FlatGroup, FlatGroups
+from ..zero.core.groups import FlatGroups
 from ..zero.core.model_checks import check_model, move_model
 from ..zero.core.policy import Policy
 from ..zero.core.sharded_model import ShardedModel
@@ -36,6 +36,8 @@ from .checkpoint.training import Scheduler
 from .config.config import Config
 from .data.loaders import build_loader, keeps_position
 from .engine import Engine
+from .model.pipelining import Runs, build_pipeline, cut, is_cut, is_part, mesh_of, open_flat_groups
+from .steps.batch_loop import batch_loop
 from .model.arguments import check_arguments
 from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
@@ -109,7 +111,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     given = _Given(
         optimizer, model_parameters, lr_scheduler, training_data, collate_fn, weights, group
     )
-    trains = any(param.requires_grad for param in model.parameters())
+    trains = is_part(model) or any(param.requires_grad for param in model.parameters())
     _check_optimizer(config, optimizer, trains)
     parts = _assemble(model, config, given, trains=trains)
     engine = Engine(parts)
@@ -136,15 +138,27 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     group = _group(device, given)
     config = config.resolve(group.size())
     _log_notes(config, group.rank())
-    collectives = _collectives(config, group, device)
-    check_same_model(model, config.zero_optimization, collectives)
-    policy = _policy(config, group.size())
+    mesh = MeshGroups(mesh_of(config, group.size()), group, device, timeout_seconds())
+    collectives = _watched(config, open_collectives(group, device))
+    if not is_part(model):
+        check_same_model(model, config.zero_optimization, collectives)
     host = build_host(config, device, given.optimizer)
-    if policy.shards_params:
+    groups = None if is_part(model) else _groups(model, config, given)
+    runs = [found_blocks(model, config.zero_optimization.units)]
+    found = cut(model, runs[0], config.pipeline, mesh) if is_cut(model, config) else None
+    if found is not None:
+        model, runs = found.part.module, found.runs
+    groups = groups or _groups(model, config, given)
+    flat_groups = open_flat_groups(
+        mesh, collectives, partial(_policy, config), config.zero_optimization.stage, found
+    )
+    for opened in mesh.opened:
+        _watched(config, opened)
+    if flat_groups.data.policy.shards_params:
         return_freed_blocks()
-    blocks = [module for _, module in found_blocks(model, config.zero_optimization.units)]
+    blocks = [module for run in runs for _, module in run]
     compiler = Compiler(model, blocks, config)
-    sharded, groups = _sharded(model, config, given, policy, collectives, host, trains=trains)
+    sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
     reserve(sharded)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
@@ -153,7 +167,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         compiler.compile()
     monitor = build_monitor(config, dist.get_rank())
     report = _report(config, monitor, device)
-    loader = _loader(given.training_data, given.collate_fn, config, group)
+    loader = _loader(given.training_data, given.collate_fn, config, flat_groups.data.collectives)
     if device.type == "cpu":
         keep_freed_blocks()  # training takes and frees the same blocks in every step
     skips = bool(config.bf16.enabled and config.bf16.check_grad_overflow)
@@ -177,6 +191,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         compiler=compiler,
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
+        opened=[collectives, *mesh.opened],
+        loop=batch_loop if found is None else build_pipeline(found, mesh, config, sharded),
     )
 
 
@@ -185,8 +201,7 @@ def _group(device: torch.device, given: _Given) -> dist.ProcessGroup:
     return given.group or world
 
 
-def _collectives(config: Config, group: dist.ProcessGroup, device: torch.device) -> Collectives:
-    collectives = open_collectives(group, device)
+def _watched(config: Config, collectives: Collectives) -> Collectives:
     if config.watch.enabled:
         collectives.start_watching(config.watch, timeout_seconds())
     return collectives
@@ -196,19 +211,26 @@ def _sharded(
     model: nn.Module,
     config: Config,
     given: _Given,
-    policy: Policy,
-    collectives: Collectives,
+    groups: Groups,
+    flat_groups: FlatGroups,
     host: HostHome | None,
-    *,
-    trains: bool,
-) -> tuple[ShardedModel, Groups]:
-    """The model with its values in flat buffers, and the hyperparameter groups of its parameters."""
-    _give_values(model, given.weights, collectives, policy)
-    groups = _groups(model, config, given.optimizer, given.model_parameters)
-    check_model(model, groups.index, must_train=trains)
+    runs: Runs,
+) -> ShardedModel:
+    """The model on this rank's device, with its values in flat buffers."""
+    policy, names = flat_groups.data.policy, flat_groups.names
+    _give_values(model, given.weights, flat_groups.data.collectives, policy)
+    must_train = not names and any(param.requires_grad for param in model.parameters())
+    check_model(model, groups.index, must_train=must_train)
     trained_numel = sum(p.numel() for p in model.parameters() if id(p) in groups.index)
     homes = build_homes(config, host, trained_numel)
-    return _shard(model, groups, policy, config, collectives, homes), groups
+    move_model(model, flat_groups.world.device)
+    following = buffers_that_follow(model)  # before the parameters change their dtype
+    zero = config.zero_optimization
+    sharded = ShardedModel(model, groups.index, flat_groups, zero, homes, runs)
+    if policy.compute is not None:
+        for buffer in following:
+            buffer.data = buffer.data.to(policy.compute)
+    return sharded
 
 
 def _report(config: Config, monitor: Monitor, device: torch.device) -> StepReport:
@@ -216,39 +238,19 @@ def _report(config: Config, monitor: Monitor, device: torch.device) -> StepRepor
     return StepReport(config, monitor, timers, throughput)
 
 
-def _shard(
-    model: nn.Module,
-    groups: Groups,
-    policy: Policy,
-    config: Config,
-    collectives: Collectives,
-    homes: Homes,
-) -> ShardedModel:
-    """The model on this rank's device, in flat buffers; floating buffers follow the parameters' dtype."""
-    move_model(model, collectives.device)
-    following = buffers_that_follow(model)  # before the parameters change their dtype
-    data = FlatGroup(collectives, ExactReducer(collectives), policy)
-    flat_groups = FlatGroups(collectives, data)
-    sharded = ShardedModel(model, groups.index, flat_groups, config.zero_optimization, homes)
-    if policy.compute is not None:
-        for buffer in following:
-            buffer.data = buffer.data.to(policy.compute)
-    return sharded
-
-
 def _loader(
     data: Any,
     collate_fn: Callable[[list[Any]], Any] | None,
     config: Config,
-    group: dist.ProcessGroup,
+    group: Collectives,
 ) -> Any:
     if data is None or keeps_position(data):
         return data
     return build_loader(
         data,
         micro_batch_size=config.train_micro_batch_size_per_gpu,
-        rank=group.rank(),
-        world_size=group.size(),
+        rank=group.rank,
+        world_size=group.world_size,
         collate_fn=collate_fn,
         drop_last=config.dataloader_drop_last,
         step_samples=config.train_batch_size if config.elasticity.enabled else 0,
@@ -298,7 +300,7 @@ def _log_notes(config: Config, rank: int) -> None:
             log.info("%s: %s", config.source, note)
 
 
-def _policy(config: Config, world_size: int) -> Policy:
+def _policy(config: Config, stage: int, world_size: int) -> Policy:
     compute = None
     if config.bf16.enabled:
         compute = torch.bfloat16
@@ -307,23 +309,20 @@ def _policy(config: Config, world_size: int) -> Policy:
     accumulate = config.data_types.grad_accum_dtype
     sent = config.communication_data_type
     return Policy.of_stage(
-        config.zero_optimization.stage,
+        stage,
         world_size=world_size,
         accumulation_steps=config.gradient_accumulation_steps,
         offloads=host_ratio(config) > 0,
-        offloads_params=config.zero_optimization.offload_param.device != "none",
+        offloads_params=config.zero_optimization.offload_param.device != "none" and stage == 3,
         compute=compute,
         accumulate=DTYPES[accumulate] if accumulate else None,
         communicate=DTYPES[sent] if sent else None,
     )
 
 
-def _groups(
-    model: nn.Module,
-    config: Config,
-    optimizer: ClientOptimizer | None,
-    model_parameters: Iterable[Any] | None,
-) -> Groups:
+def _groups(model: nn.Module, config: Config, given: _Given) -> Groups:
+    """The hyperparameter groups of the parameters that the optimizer is to update."""
+    optimizer, model_parameters = given.optimizer, given.model_parameters
     if isinstance(optimizer, torch.optim.Optimizer):
         if model_parameters is not None:
             raise UsageError(

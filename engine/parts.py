@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from ..ops.comm.collectives import Collectives
 from ..zero.core.filling import Filling
 from ..zero.core.sharded_model import ShardedModel
 from ..zero.core.update import Updater
@@ -19,8 +20,15 @@ from .config.config import Config
 from .model.compiling import Compiler
 from .optim.loss_scale import LossScale
 from .preemption.policy import Preemption
+from .steps.counters import Counters
 from .telemetry.monitor import Monitor
 from .telemetry.report import StepReport
+
+
+class LoopFactory(Protocol):
+    """Makes the loop of train_batch and eval_batch."""
+
+    def __call__(self, parts: Parts, step: Any, counters: Counters) -> Any: ...
 
 
 @dataclass
@@ -46,6 +54,8 @@ class Parts:
     compiler: Compiler
     saver: Saver
     preemption: Preemption
+    opened: list[Collectives]  # of all groups that this engine uses
+    loop: LoopFactory
 
     @property
     def training(self) -> Training:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Protocol, final
 
@@ -13,6 +14,8 @@ from ...utils.errors import UsageError
 from ..data.batches import call_with, loss_of, move
 from ..parts import Parts
 from .accumulation import Accumulation
+from .counters import Counters
+from .training_step import TrainingStep
 
 
 class Trained(Protocol):
@@ -24,10 +27,44 @@ class Trained(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
     def backward(self, loss: Tensor) -> Tensor: ...
     def step(self) -> None: ...
+    def end_step(self) -> None: ...
+
+
+class Loop(ABC):
+    """Whole batches: `train_batch` and `eval_batch` of an engine."""
+
+    def refuse(self, call: str) -> None:
+        """Raise UsageError if a script may not call `call` of the engine itself."""
+        return
+
+    @abstractmethod
+    def train(self, engine: Trained, data_iter: Iterator[Any] | None) -> Tensor:
+        """One optimizer step; the loss, averaged over micro-batches and ranks, [] fp32."""
+
+    @abstractmethod
+    def evaluate(
+        self,
+        engine: Trained,
+        data_iter: Iterator[Any],
+        count: int | None,
+        *,
+        return_logits: bool = False,
+        reduces: bool = True,
+    ) -> Any:
+        """The loss of `count` micro-batches (default: as many as a step takes), averaged as in `train`.
+
+        Args:
+            return_logits: return (loss, what the module returned for each micro-batch).
+            reduces: False returns the losses of this rank's micro-batches.
+        """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """The next batches come from where the loader is now."""
 
 
 @final
-class BatchLoop:
+class BatchLoop(Loop):
     """Runs the micro-batches of a step. Owns the iterator over the engine's own loader."""
 
     def __init__(self, parts: Parts, accumulation: Accumulation) -> None:
@@ -38,7 +75,6 @@ class BatchLoop:
         self._repeated: Iterator[Any] | None = None
 
     def train(self, engine: Trained, data_iter: Iterator[Any] | None) -> Tensor:
-        """One optimizer step; the loss, averaged over micro-batches and ranks, [] fp32."""
         batches = self._next_batches(engine, data_iter)
         engine.module.train()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -53,8 +89,15 @@ class BatchLoop:
         return self.average(total / steps)
 
     @torch.no_grad()
-    def evaluate(self, engine: Trained, data_iter: Iterator[Any], count: int | None) -> Tensor:
-        """The loss of `count` micro-batches (default: as many as a step takes), averaged as in `train`."""
+    def evaluate(
+        self,
+        engine: Trained,
+        data_iter: Iterator[Any],
+        count: int | None,
+        *,
+        return_logits: bool = False,
+        reduces: bool = True,
+    ) -> Any:
         _checked(data_iter, "eval_batch")
         count = (
             self._accumulation.steps
@@ -64,17 +107,21 @@ class BatchLoop:
         was_training = engine.module.training
         engine.module.eval()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
+        outputs, losses = [], []
         for _ in range(count):
-            total += loss_of(call_with(engine, move(next(data_iter), self._device))).double()
+            output = call_with(engine, move(next(data_iter), self._device))
+            losses.append(loss_of(output))
+            total += losses[-1].double()
+            outputs += [output] if return_logits else []
         engine.module.train(was_training)
-        return self.average(total / count)
+        loss = self.average(total / count) if reduces else losses
+        return (loss, outputs) if return_logits else loss
 
     def average(self, value: Tensor) -> Tensor:
         """The mean of `value`, [] over the ranks."""
         return self._collectives.gather_small(value.view(1)).mean().float()
 
     def forget(self) -> None:
-        """The next batches come from where the loader is now."""
         self._repeated = None
 
     def _next_batches(self, engine: Trained, data_iter: Iterator[Any] | None) -> Iterator[Any]:
@@ -90,10 +137,15 @@ class BatchLoop:
         return self._repeated
 
 
+def batch_loop(parts: Parts, step: TrainingStep, counters: Counters) -> Loop:
+    """The loop of a model that is not cut: forward, backward and step of the engine."""
+    return BatchLoop(parts, counters.accumulation)
+
+
 def _checked(data_iter: Iterator[Any], call: str) -> Iterator[Any]:
     if not hasattr(data_iter, "__next__"):
         raise wrong(f"{call}: data_iter", data_iter, "an iterator of batches, such as iter(loader)")
     return data_iter
 
 
-__all__ = ["BatchLoop"]
+__all__ = ["BatchLoop", "Loop", "Trained", "batch_loop"]

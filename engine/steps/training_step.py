@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError, XdsError
+from ...zero.core.reduction import Scope
 from ..checkpoint.training import Scheduler
 from ..data.batches import check_loss, move
 from ..optim.backward_scale import forget_failed, mark, running_loss_scale, scaled_backward
@@ -43,7 +45,8 @@ class TrainingStep:
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         self._forecast = Forecast()
         takes_mean = parts.config.gradient_allreduce_op == "mean"
-        self._mean = 1.0 / parts.sharded.collectives.world_size if takes_mean else 1.0
+        data = parts.sharded.flat_groups.data.collectives
+        self._mean = 1.0 / data.world_size if takes_mean else 1.0
         parts.sharded.backwards.set_script_callbacks(
             self._own_backward_begins, self._factor_of_own_backward
         )
@@ -92,6 +95,30 @@ class TrainingStep:
         result = loss.detach() / divisor if divisor > 1 else loss.detach()
         self._report.add_loss(result)
         return result
+
+    @contextmanager
+    def stage_forward(self) -> Iterator[None]:
+        """Around the forward of one pipeline stage."""
+        forget_failed()
+        watched = self._sharded.forward_context(
+            is_training=self._parts.module.training,
+            is_compiled=self._parts.compiler.is_compiled,
+        )
+        with self._report.region("forward"), self._parts.autocast(), watched:
+            yield
+
+    @contextmanager
+    def stage_backward(self, scope: Scope) -> Iterator[None]:
+        """Around the backward of one pipeline stage for one micro-batch."""
+        self._clipping = None
+        with self._report.region("backward"), scaled_backward(self._scale.value):
+            self._sharded.backwards.begin(reduces=bool(scope.reduces), scope=scope)
+            try:
+                yield
+            except BaseException:
+                self._sharded.backwards.abandon()
+                raise
+            self._sharded.backwards.end()
 
     def scale(self, loss: Tensor, *, divides: bool) -> Tensor:
         """`loss` with the factors that `backward` would multiply it with."""

@@ -29,7 +29,7 @@ TAG_BASE = 0x5D000  # above the small tags that a user's own send and recv are l
 TAGS_PER_BUFFER = 2
 TAGS_PER_INSTANCE = 1 << 16  # so that two engines in one group never receive each other's messages
 SMALL_TAGS = 1 << 14  # the last tags of an instance: small gathers, by their size
-CONTROL_BUFFER, ACCESS_BUFFER = -1, -2  # numbers for messages that belong to no flat buffer
+CONTROL_BUFFER, ACCESS_BUFFER, MESSAGE_BUFFER = -1, -2, -3  # numbers for messages that belong to no flat buffer
 
 Bounds = Sequence[tuple[int, int]]  # [start, stop) of each rank's part; empty parts are allowed
 _instances: Counter[str] = Counter()  # by group: every rank creates its engines in the same order
@@ -164,6 +164,21 @@ class Collectives(ABC):
         self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
     ) -> tuple[Tensor, Handle]:
         """Start `gather_small`. Returns the table that will hold the values, and the handle to wait for."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
+        """Start to send contiguous `tensor` to rank `peer`, which calls `receive` with the same number.
+
+        Args:
+            number: tells messages between two ranks apart where the backend has tags. Those of one number, and
+                on other backends all, arrive in the order in which they were sent.
+            what: the subject in messages about a failure, e.g. "activations of micro-batch 3 from stage 1".
+        Do not write to `tensor` before `wait`. Sends all its bytes, counted as `kind`.
+        """
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
+        """Start to fill contiguous `tensor` with a message of rank `peer`; it has the same size."""
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite `tensor` on every rank with that of rank `source` (its rank within the group)."""

@@ -15,6 +15,7 @@ from ..watch.device import Probe
 from .collectives import (
     ACCESS_BUFFER,
     CONTROL_BUFFER,
+    MESSAGE_BUFFER,
     Bounds,
     Collectives,
 )
@@ -88,6 +89,17 @@ class Native(Collectives):
                 out.copy_(full[slice(*bounds[source])])
             elif out.numel():
                 dist.recv(out, group=self.group, group_src=source)
+
+    def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
+        mark = self._watch.start("send", MESSAGE_BUFFER, what, tensor)
+        self._count_parts(kind, tensor)
+        work = dist.isend(tensor, group=self.group, group_dst=peer)
+        return InFlight(self._watch, mark, [(peer, work)])
+
+    def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
+        mark = self._watch.start("receive", MESSAGE_BUFFER, what, tensor)
+        work = dist.irecv(tensor, group=self.group, group_src=peer)
+        return InFlight(self._watch, mark, [(peer, work)])
 
     def start_gather_small(
         self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""

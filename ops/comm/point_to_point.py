@@ -17,6 +17,7 @@ from ..watch import Mark
 from .collectives import (
     ACCESS_BUFFER,
     CONTROL_BUFFER,
+    MESSAGE_BUFFER,
     SMALL_TAGS,
     TAG_BASE,
     TAGS_PER_BUFFER,
@@ -26,6 +27,9 @@ from .collectives import (
 )
 from .handles import Handle, InFlight
 from .pool import BufferPool
+
+
+MESSAGE_TAG, MESSAGE_TAGS = 1 << 14, 1 << 15  # the first tag of messages, and how many there are
 
 
 @final
@@ -157,6 +161,21 @@ class PeerToPeer(Collectives):
         for _, part in sends:
             self._count_parts("access", part)
         InFlight(self._watch, mark, works).wait()
+
+    def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
+        mark = self._watch.start("send", MESSAGE_BUFFER, what, tensor)
+        works = self._start(mark, self._message_tag(number), [], [(peer, tensor)])
+        self._count_parts(kind, tensor)
+        return InFlight(self._watch, mark, works)
+
+    def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
+        mark = self._watch.start("receive", MESSAGE_BUFFER, what, tensor)
+        works = self._start(mark, self._message_tag(number), [(peer, tensor)], [])
+        return InFlight(self._watch, mark, works)
+
+    def _message_tag(self, number: int) -> int:
+        """A tag apart from those of flat buffers; messages whose numbers share one arrive in order."""
+        return self._tag_base + MESSAGE_TAG + number % MESSAGE_TAGS
 
     def start_gather_small(
         self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""

@@ -56,6 +56,12 @@ class SingleRank(Collectives):
     ) -> tuple[Tensor, Handle]:
         return values.unsqueeze(0), Done()
 
+    def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
+        raise AssertionError("a single rank has no other to send to")
+
+    def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
+        raise AssertionError("a single rank has no other to receive from")
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         return
 

@@ -1,0 +1,133 @@
+"""Batches that one rank reads and other ranks need: read on the first pipeline stage, sent to all of them.
+
+    first stage   iterator ──> micro-batches ──header──tensors──>  other stages
+
+A header is text: the structure, the shapes and dtypes, plain values. Nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.comm.collectives import Collectives
+from ...utils.errors import UsageError
+
+PLAIN = (bool, int, float, str, type(None))
+ENDED = "the iterator given to train_batch or eval_batch ended"
+
+
+def share_batches(
+    collectives: Collectives, iterator: Iterator[Any] | None, count: int, device: torch.device
+) -> list[Any]:
+    """The next `count` batches of rank 0's `iterator`, on every rank of the pipeline, on `device`.
+
+    Mappings arrive as dicts. Sends a header and the tensors from rank 0.
+
+    Raises:
+        UsageError: on every rank: the iterator ended early, or a batch has values that cannot be sent.
+    """
+    header, tensors = b"", []
+    error: Exception | None = None
+    if collectives.rank == 0:
+        assert iterator is not None
+        try:
+            with collectives.publishing_errors("the data iterator of train_batch"):
+                batches = _next_batches(iterator, count)
+            header, tensors = _encode(batches)
+        except UsageError as found:
+            error, header = found, json.dumps({"error": str(found)}).encode()
+        if error is None and collectives.world_size == 1:
+            return batches
+    header = _send_text(collectives, header)
+    found = json.loads(header)
+    if error is not None:
+        raise error
+    if "error" in found:
+        raise UsageError(found["error"])
+    if collectives.rank > 0:
+        tensors = [
+            torch.empty(shape, dtype=getattr(torch, dtype), device=collectives.device)
+            for shape, dtype in found["tensors"]
+        ]
+    sent = []
+    for tensor in tensors:
+        whole = tensor.to(collectives.device).contiguous()
+        if whole.numel():
+            collectives.broadcast(whole.view(-1).view(torch.uint8))
+        sent.append(whole.to(device))
+    arrived = iter(sent)
+    return [_decode(item, arrived) for item in found["batches"]]
+
+
+def _next_batches(iterator: Iterator[Any], count: int) -> list[Any]:
+    batches: list[Any] = []
+    while len(batches) < count:
+        try:
+            batches.append(next(iterator))
+        except StopIteration:
+            raise UsageError(
+                f"{ENDED} after {len(batches)} of {count} micro-batches of a step: pass an iterator with enough "
+                "batches, such as one of a RepeatingLoader, or lower gradient_accumulation_steps"
+            ) from None
+    return batches
+
+
+def _send_text(collectives: Collectives, text: bytes) -> bytes:
+    length = torch.tensor([len(text)], dtype=torch.int64, device=collectives.device)
+    collectives.broadcast(length)
+    if collectives.rank == 0:
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(collectives.device)
+    else:
+        data = torch.empty(int(length), dtype=torch.uint8, device=collectives.device)
+    collectives.broadcast(data)
+    return bytes(data.cpu().numpy().tobytes())
+
+
+def _encode(batches: list[Any]) -> tuple[bytes, list[Tensor]]:
+    tensors: list[Tensor] = []
+    items = [_encoded(batch, tensors, "batch") for batch in batches]
+    rows = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
+    return json.dumps({"batches": items, "tensors": rows}).encode(), tensors
+
+
+def _encoded(value: Any, tensors: list[Tensor], where: str) -> Any:
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            raise UsageError(f"{where}: a {value.layout} tensor cannot be sent to other stages; make it dense")
+        tensors.append(value.detach())
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, Mapping):
+        pairs = [[key, _encoded(item, tensors, f"{where}[{key!r}]")] for key, item in value.items()]
+        if not all(isinstance(key, str) for key, _ in pairs):
+            raise UsageError(f"{where}: keys of a batch that is sent to other stages must be text")
+        return {"dict": pairs}
+    if isinstance(value, (list, tuple)):
+        items = [_encoded(item, tensors, f"{where}[{at}]") for at, item in enumerate(value)]
+        return {type(value).__name__ if type(value) in (list, tuple) else "tuple": items}
+    if isinstance(value, PLAIN):
+        return {"plain": value}
+    raise UsageError(
+        f"{where} is a {type(value).__name__}, which cannot be sent to other pipeline stages: a batch may hold "
+        "tensors, numbers, text, dicts, lists and tuples; or pass training_data to xds.initialize, which every "
+        "stage reads itself"
+    )
+
+
+def _decode(item: Any, tensors: Iterator[Tensor]) -> Any:
+    ((kind, value),) = item.items()
+    if kind == "tensor":
+        return next(tensors)
+    if kind == "dict":
+        return {key: _decode(inner, tensors) for key, inner in value}
+    if kind == "plain":
+        return value
+    items = [_decode(inner, tensors) for inner in value]
+    return tuple(items) if kind == "tuple" else items
+
+
+__all__ = ["share_batches"]

@@ -1,0 +1,141 @@
+"""Builds what a pipeline adds to an engine: the cut of the model, the messages, the table of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from typing import final
+
+from torch import nn
+
+from ...compression.reducer import ExactReducer
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.mesh_groups import MeshGroups
+from ...pipe.channel import Channel
+from ...pipe.config import Pipeline as PipelineConfig
+from ...pipe.cut.cut import cut_model
+from ...pipe.cut.part import Part
+from ...pipe.schedules.actions import Placement, Table
+from ...pipe.schedules.build import SCHEDULES, build_table
+from ...pipe.schedules.lowering import with_states
+from ...zero.core.groups import FlatGroup, FlatGroups
+from ...zero.core.policy import Policy
+
+Runs = Sequence[Sequence[tuple[str, nn.Module]]]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The part of the model that rank `rank` of a pipeline has."""
+
+    part: Part
+    placement: Placement
+    rank: int
+
+    @property
+    def runs(self) -> list[list[tuple[str, nn.Module]]]:
+        """Its blocks by stage, as `plan_units` takes them."""
+        found: dict[int, list[tuple[str, nn.Module]]] = {}
+        for block in self.part.blocks:
+            found.setdefault(block.stage, []).append((block.name, block.module))
+        return list(found.values())
+
+
+class BuildPolicy(Protocol):
+    """The policy of a ZeRO stage over a number of ranks."""
+
+    def __call__(self, stage: int, world_size: int) -> Policy: ...
+
+
+def mesh_of(config: Config, world_size: int) -> Mesh:
+    """The mesh of a config for all ranks."""
+    return Mesh.of(world_size, pipe=config.pipeline.stages)
+
+
+def is_cut(model: nn.Module, config: Config) -> bool:
+    """The model runs in pipeline stages, possibly in a single one."""
+    return config.pipeline.stages > 1 or isinstance(model, PipelineModule)
+
+
+def is_part(model: nn.Module) -> bool:
+    """Each rank builds its own layers of the model, so ranks differ."""
+    return isinstance(model, PipelineModule)
+
+
+def cut(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    section: PipelineConfig,
+    mesh: MeshGroups,
+) -> Cut:
+    """Keep the part of `model` that this rank has. `blocks`: found in the whole model.
+
+    Raises:
+        UsageError: the model cannot be cut into so many stages.
+    """
+    rank = mesh.coordinate("pipe")
+    placement = SCHEDULES[section.schedule].placement(section.stages, section.chunks or 0)
+    part = cut_model(model, blocks, placement, rank, section)
+    return Cut(part, placement, rank)
+
+
+def open_flat_groups(
+    mesh: MeshGroups, world: Collectives, policy: BuildPolicy, stage: int, found: Cut | None
+) -> FlatGroups:
+    """The group of every flat buffer. For all ranks."""
+    collectives = world if found is None else mesh.along("data")
+    data = FlatGroup(
+        collectives, ExactReducer(collectives), policy(stage, collectives.world_size)
+    )
+    if found is None:
+        return FlatGroups(world, data)
+    part = found.part
+    opened: dict[tuple[int, ...], FlatGroup] = {}
+    for number, ranks in enumerate(sorted(set(part.shared.values())), 1):  # the same on all ranks
+        if found.rank in ranks:
+            shared = mesh.stages(ranks)
+            kept_whole = policy(min(stage, 2), shared.world_size)
+            opened[ranks] = FlatGroup(shared, ExactReducer(shared), kept_whole, number)
+    by_param = {
+        key: opened[part.shared[name]] for key, name in part.names.items() if name in part.shared
+    }
+    return FlatGroups(world, data, by_param, dict(part.names))
+
+
+def build_pipeline(
+    found: Cut, mesh: MeshGroups, config: Config, sharded: ShardedModel
+) -> LoopFactory:
+    """What makes the loop of a pipeline. Opens the groups of its messages: for all ranks."""
+    section = config.pipeline
+    channel = Channel(
+        mesh.along("pipe", "forward"),
+        mesh.along("pipe", "backward"),
+        found.placement,
+        is_dynamic=section.dynamic_shape,
+    )
+    weight_grads = WeightGrads([block.module for block in found.part.blocks], sharded.add_gradient)
+
+    def table_of(count: int, *, gathers_each: bool) -> Table:
+        table = build_table(section.schedule, section.stages, count, section.chunks or 0)
+        reduces_each = section.reduce == "micro_batch" and sharded.policy.shards_grads
+        return with_states(table, gathers_each=gathers_each, reduces_each=reduces_each)
+
+    pipeline = Pipeline(
+        part=found.part,
+        placement=found.placement,
+        rank=found.rank,
+        channel=channel,
+        pipe=mesh.along("pipe", "batches"),
+        weight_grads=weight_grads,
+        table_of=table_of,
+    )
+
+    def build(parts: Parts, step: TrainingStep, counters: Counters) -> Loop:
+        return PipelineLoop(parts, pipeline, step, counters)
+
+    return build
+
+
+__all__ = ["Cut", "Runs", "build_pipeline", "cut", "is_cut", "is_part", "mesh_of", "open_flat_groups"]

@@ -1,0 +1,232 @@
+"""train_batch and eval_batch of a pipeline: whole steps that the executor runs from a table.
+
+    batches ──> Executor.run(table) ──> gradients, reduced ──> TrainingStep: norm, clip, update
+                                   └──> losses on the last stage ──> their mean on every rank
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from ...ops.comm.collectives import Collectives
+from ...pipe.channel import Channel, signature
+from ...pipe.cut.part import Part
+from ...pipe.executor import Executor, Outcome, StageStates
+from ...pipe.schedules.actions import Placement, Table
+from ...pipe.schedules.build import build_forward_table
+from ...pipe.weight_grads import WeightGrads
+from ...utils.arguments import whole, wrong
+from ...utils.errors import UsageError
+from ...zero.core.stage_units import StageUnits
+from ..data.batches import loss_of, move
+from ..data.sharing import share_batches
+from ..parts import Parts
+from .batch_loop import Loop, Trained
+from .counters import Counters
+from .training_step import TrainingStep
+
+CALL_TRAIN_BATCH = (
+    "a model in {} pipeline stages runs whole steps: call engine.train_batch() or engine.eval_batch(data_iter), "
+    "not {}()"
+)
+
+
+class TableOf(Protocol):
+    """The table of a training step with `count` micro-batches.
+
+    gathers_each: the parameters of a stage are gathered for each run of its actions, not once a step.
+    """
+
+    def __call__(self, count: int, *, gathers_each: bool) -> Table: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """What `initialize` chose for a pipeline.
+
+    rank: of this process in the pipeline. pipe: its ranks, for batches.
+    """
+
+    part: Part
+    placement: Placement
+    rank: int
+    channel: Channel
+    pipe: Collectives
+    weight_grads: WeightGrads
+    table_of: TableOf
+
+
+@final
+class PipelineStates(StageStates):
+    """The model states of this rank's stages, as the executor asks for them."""
+
+    def __init__(self, step: TrainingStep, units: StageUnits) -> None:
+        self._step = step
+        self._units = units
+
+    def forward(self) -> AbstractContextManager[Any]:
+        return self._step.stage_forward()
+
+    @contextmanager
+    def backward(self, stage: int, *, reduces: bool) -> Iterator[None]:
+        with self._step.stage_backward(self._units.scope(stage, reduces=reduces)):
+            yield
+
+    def hold(self, stage: int) -> None:
+        self._units.hold(stage)
+
+    def release(self, stage: int) -> None:
+        self._units.release(stage)
+
+    def reduce(self, stage: int) -> None:
+        self._units.reduce(stage)
+
+    def release_all(self) -> None:
+        self._units.release_all()
+
+
+@final
+class PipelineLoop(Loop):
+    """Runs the micro-batches of a step over all stages."""
+
+    def __init__(
+        self, parts: Parts, pipeline: Pipeline, step: TrainingStep, counters: Counters
+    ) -> None:
+        self._parts = parts
+        self._pipeline = pipeline
+        self._step = step
+        self._counters = counters
+        self._units = StageUnits(
+            parts.sharded,
+            {block.module: block.stage for block in pipeline.part.blocks},
+            parts.config.zero_optimization.max_live_parameters,
+        )
+        self._states = PipelineStates(step, self._units)
+        self._executor = Executor(
+            pipeline.part, pipeline.channel, self._states, loss_of, pipeline.weight_grads
+        )
+        self._tables: dict[int, Table] = {}
+        self._repeated: Iterator[Any] | None = None
+
+    def refuse(self, call: str) -> None:
+        raise UsageError(CALL_TRAIN_BATCH.format(self._pipeline.placement.num_stages, call))
+
+    def train(self, engine: Trained, data_iter: Iterator[Any] | None) -> Tensor:
+        count = self._counters.accumulation.steps_now
+        batches = self._take(engine, data_iter, count, "train_batch")
+        engine.module.train()
+        if count not in self._tables:
+            gathers_each = not self._units.holds_all
+            self._tables[count] = self._pipeline.table_of(count, gathers_each=gathers_each)
+        self._begin(batches, is_training=True)
+        with self._parts.sharded.collectives.publishing_errors("train_batch"):
+            outcome = self._executor.run(
+                self._tables[count],
+                self._pipeline.rank,
+                batches,
+                factor=self._parts.loss_scale.value / count,
+            )
+        self._units.reduce_root()
+        loss = self._mean(outcome, count)
+        self._parts.report.add_loss(loss)
+        for _ in range(count - 1):
+            self._counters.count_micro_batches()
+        engine.end_step()
+        return loss
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        engine: Trained,
+        data_iter: Iterator[Any],
+        count: int | None,
+        *,
+        return_logits: bool = False,
+        reduces: bool = True,
+    ) -> Any:
+        steps = self._counters.accumulation.steps
+        count = steps if count is None else whole("eval_batch: num_micro_batches", count, 1)
+        batches = self._take(engine, data_iter, count, "eval_batch")
+        was_training = engine.module.training
+        engine.module.eval()
+        self._begin(batches, is_training=False)
+        with self._parts.sharded.collectives.publishing_errors("eval_batch"):
+            outcome = self._executor.run(
+                build_forward_table(self._pipeline.placement, count),
+                self._pipeline.rank,
+                batches,
+                factor=None,
+                keeps_outputs=return_logits,
+            )
+        engine.module.train(was_training)
+        loss: Any = self._mean(outcome, count)
+        if not reduces:
+            loss = outcome.losses or loss
+        return (loss, outcome.outputs or None) if return_logits else loss
+
+    def forget(self) -> None:
+        self._repeated = None
+
+    # -- batches ----------------------------------------------------------------------------------------
+
+    def _take(
+        self, engine: Trained, data_iter: Iterator[Any] | None, count: int, call: str
+    ) -> list[Any]:
+        """The next micro-batches, the same on all stages."""
+        is_first = self._pipeline.rank == 0
+        if data_iter is None and engine.training_dataloader is not None and call == "train_batch":
+            if self._repeated is None:
+                self._repeated = self._parts.report.repeat(engine.training_dataloader)
+            repeated = self._repeated
+            with self._parts.sharded.collectives.publishing_errors("the data loader"):
+                found = [next(repeated) for _ in range(count)]
+            return [move(batch, self._parts.device) for batch in found]
+        if is_first and not hasattr(data_iter, "__next__"):
+            raise wrong(
+                f"{call}: data_iter", data_iter, "an iterator of batches on the first stage, such as iter(loader)"
+            )
+        shared = share_batches(self._pipeline.pipe, data_iter, count, self._parts.device)
+        return [move(batch, self._parts.device) for batch in shared]
+
+    def _begin(self, batches: list[Any], *, is_training: bool) -> None:
+        """Tell the channel the shapes of the inputs. All stages must have the same.
+
+        Raises:
+            UsageError: on every rank of the pipeline: they have not.
+        """
+        inputs = [(is_training, signature(batch)) for batch in batches]
+        seen = torch.tensor([_number_of(found) for found in inputs], dtype=torch.int64)
+        table = self._pipeline.pipe.gather_small(seen.to(self._parts.device), what="shapes of a batch")
+        differs = (table != table[0]).any(0).nonzero().view(-1).tolist()
+        if differs:
+            raise UsageError(
+                f"micro-batch {differs[0]} has other shapes on the first stage than on another one: every stage "
+                "reads training_data itself, so its loader must give the same batches on all stages; seed its "
+                "shuffling, or pass an iterator to train_batch, which the first stage alone reads"
+            )
+        self._pipeline.channel.begin(inputs)
+
+    def _mean(self, outcome: Outcome, count: int) -> Tensor:
+        """The mean over micro-batches and data ranks, on every rank, [] fp32."""
+        device = self._parts.device
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        if outcome.losses:
+            total[0] = sum(loss.double() for loss in outcome.losses) / count
+            total[1] = 1
+        table = self._parts.sharded.collectives.gather_small(total).sum(0)
+        return (table[0] / table[1]).float()
+
+
+def _number_of(shapes: Any) -> int:
+    """A number that differs for different shapes; the same in every process."""
+    return zlib.crc32(repr(shapes).encode())
+
+
+__all__ = ["Pipeline", "PipelineLoop", "PipelineStates"]

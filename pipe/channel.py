@@ -1,0 +1,257 @@
+"""Messages between pipeline stages: what flows forward, and its gradients, each direction in its own group.
+
+    stage s   send_forward ──leaves──>  stage s + 1   post_forward, take_forward
+    stage s   post_backward, take_backward  <──gradients──   stage s + 1   send_backward
+
+- A header (shapes, dtypes, structure) travels once for each new shape of the input of the model. Both sides
+  know the input, so both know when a header is on its way. With `is_dynamic` every message has one.
+- Receives are posted before they are needed. Sends are waited for at the end of the step.
+- Leaves that require no gradient get none sent back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from ..ops.comm.collectives import Collectives
+from ..ops.comm.handles import Handle
+from ..utils.errors import UsageError
+from .cut.flow import Flow
+
+LENGTH_BYTES = 8
+
+
+class Ranks(Protocol):
+    """Which rank of the pipeline has a stage."""
+
+    def rank_of(self, stage: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@final
+@dataclass(frozen=True)
+class Header:
+    """Shapes and dtypes of the leaves of a flow, which of them require a gradient, and the flow's spec."""
+
+    leaves: tuple[_Leaf, ...]
+    spec: str
+
+    @classmethod
+    def of(cls, flow: Flow) -> Header:
+        found = [_Leaf(tuple(x.shape), x.dtype, x.requires_grad) for x in flow.leaves]
+        return cls(tuple(found), flow.spec)
+
+    def to_bytes(self) -> bytes:
+        rows = [[x.shape, str(x.dtype).removeprefix("torch."), x.needs_grad] for x in self.leaves]
+        return json.dumps([rows, self.spec]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Header:
+        rows, spec = json.loads(data)
+        leaves = [_Leaf(tuple(s), getattr(torch, d), bool(needs)) for s, d, needs in rows]
+        return cls(tuple(leaves), spec)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in self.leaves)
+
+
+@final
+class Channel:
+    """Sends and receives for the stages of one rank."""
+
+    def __init__(
+        self, forward: Collectives, backward: Collectives, ranks: Ranks, *, is_dynamic: bool
+    ) -> None:
+        """`forward`, `backward`: the ranks of the pipeline, by their place in it."""
+        self._forward = forward
+        self._backward = backward
+        self._ranks = ranks
+        self._is_dynamic = is_dynamic
+        self._sent: dict[tuple[int, Hashable], Header] = {}  # (stage, input) -> what flows out of it
+        self._known: dict[tuple[int, Hashable], Header] = {}  # (stage, input) -> what flows into it
+        self._arriving: dict[tuple[int, int], tuple[Header, list[tuple[Tensor, Handle]]]] = {}
+        self._lengths: dict[tuple[int, int], tuple[Tensor, Handle]] = {}
+        self._returning: dict[tuple[int, int], list[tuple[Tensor, Handle]]] = {}
+        self._outgoing: list[Handle] = []
+        self._inputs: Sequence[Hashable] = ()
+
+    def begin(self, inputs: Sequence[Hashable]) -> None:
+        """A step begins. `inputs`: for each micro-batch the shapes of its input, see `signature`."""
+        self._inputs = inputs
+
+    # -- forward ----------------------------------------------------------------------------------------
+
+    def send_forward(self, stage: int, micro_batch: int, flow: Flow) -> Header:
+        """Start to send what flows out of `stage`.
+
+        Raises:
+            UsageError: the shapes are not those of an earlier micro-batch with the same input.
+        """
+        header, key = Header.of(flow), (stage, self._inputs[micro_batch])
+        known = self._sent.get(key)
+        if known is not None and known != header and not self._is_dynamic:
+            raise UsageError(
+                f"stage {stage} returns {header} for micro-batch {micro_batch}, but {known} for an earlier input "
+                "of the same shapes: what flows depends on the data; set pipeline.dynamic_shape to true"
+            )
+        peer = self._ranks.rank_of(stage + 1)
+        if known is None or self._is_dynamic:
+            self._sent[key] = header
+            self._send_header(header, peer, stage, micro_batch)
+        for leaf in flow.leaves:
+            self._send(self._forward, leaf, peer, (stage, micro_batch), "activations")
+        return header
+
+    def _send_header(self, header: Header, peer: int, stage: int, micro_batch: int) -> None:
+        data = header.to_bytes()
+        device = self._forward.device
+        length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+        text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        for part in (length, text):
+            self._send(self._forward, part, peer, (stage, micro_batch), "header")
+
+    def post_forward(self, stage: int, micro_batch: int) -> None:
+        """Start to receive what flows into `stage`."""
+        key = (stage, self._inputs[micro_batch])
+        if self._is_dynamic or key not in self._known:
+            length = torch.empty(1, dtype=torch.int64, device=self._forward.device)
+            handle = self._receive(self._forward, length, stage - 1, stage - 1, micro_batch, "header")
+            self._lengths[stage, micro_batch] = (length, handle)
+        else:
+            self._post_leaves(self._known[key], stage, micro_batch)
+
+    def _post_leaves(self, header: Header, stage: int, micro_batch: int) -> None:
+        device, works = self._forward.device, []
+        for leaf in header.leaves:
+            tensor = leaf.empty(device)
+            handle = self._receive(
+                self._forward, tensor, stage - 1, stage - 1, micro_batch, "activations"
+            )
+            works.append((tensor, handle))
+        self._arriving[stage, micro_batch] = (header, works)
+
+    def take_forward(self, stage: int, micro_batch: int) -> Flow:
+        """What flows into `stage`; leaves that need a gradient require it."""
+        found = self._lengths.pop((stage, micro_batch), None)
+        if found is not None:
+            length, handle = found
+            handle.wait()
+            text = torch.empty(int(length), dtype=torch.uint8, device=self._forward.device)
+            self._receive(self._forward, text, stage - 1, stage - 1, micro_batch, "header").wait()
+            header = Header.from_bytes(bytes(text.cpu().numpy().tobytes()))
+            self._known[stage, self._inputs[micro_batch]] = header
+            self._post_leaves(header, stage, micro_batch)
+        header, works = self._arriving.pop((stage, micro_batch))
+        leaves = []
+        for leaf, (tensor, work) in zip(header.leaves, works, strict=True):
+            work.wait()
+            leaves.append(tensor.requires_grad_(leaf.needs_grad))
+        return Flow(tuple(leaves), header.spec)
+
+    # -- backward ---------------------------------------------------------------------------------------
+
+    def post_backward(self, stage: int, micro_batch: int, header: Header) -> None:
+        """Start to receive the gradients of what flowed out of `stage`, as `send_forward` returned it."""
+        self._returning[stage, micro_batch] = []
+        for leaf in header.leaves:
+            if leaf.needs_grad:
+                grad = leaf.empty(self._backward.device)
+                handle = self._receive(
+                    self._backward, grad, stage + 1, stage, micro_batch, "gradients"
+                )
+                self._returning[stage, micro_batch].append((grad, handle))
+
+    def take_backward(self, stage: int, micro_batch: int) -> list[Tensor]:
+        """The gradients of the leaves that need one, in order."""
+        grads = []
+        for grad, handle in self._returning.pop((stage, micro_batch)):
+            handle.wait()
+            grads.append(grad)
+        return grads
+
+    def send_backward(self, stage: int, micro_batch: int, grads: Sequence[Tensor]) -> None:
+        """Start to send the gradients of what flowed into `stage`."""
+        peer = self._ranks.rank_of(stage - 1)
+        for grad in grads:
+            self._send(self._backward, grad, peer, (stage - 1, micro_batch), "gradients")
+
+    # -- both -------------------------------------------------------------------------------------------
+
+    def _send(
+        self, group: Collectives, tensor: Tensor, peer: int, at: tuple[int, int], subject: str
+    ) -> None:
+        stage, micro_batch = at
+        sender = stage + 1 if subject == "gradients" else stage
+        handle = group.send(
+            _as_bytes(tensor),
+            peer,
+            number=self._number(stage, micro_batch),
+            what=f"{subject} of micro-batch {micro_batch} from stage {sender}",
+            kind=subject,
+        )
+        self._outgoing.append(handle)
+
+    def _receive(
+        self,
+        group: Collectives,
+        tensor: Tensor,
+        sender: int,
+        boundary: int,
+        micro_batch: int,
+        subject: str,
+    ) -> Handle:
+        return group.receive(
+            _as_bytes(tensor),
+            self._ranks.rank_of(sender),
+            number=self._number(boundary, micro_batch),
+            what=f"{subject} of micro-batch {micro_batch} from stage {sender}",
+        )
+
+    def _number(self, stage: int, micro_batch: int) -> int:
+        return stage * len(self._inputs) + micro_batch
+
+    def finish(self) -> None:
+        """Wait until everything has been sent."""
+        outgoing, self._outgoing = self._outgoing, []
+        for handle in outgoing:
+            handle.wait()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a tensor as bytes: backends do not send every dtype."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def signature(value: Any) -> Hashable:
+    """The shapes and dtypes in a batch: inputs of one signature flow through the model in one shape."""
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, Mapping):
+        return tuple((str(key), signature(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(signature(item) for item in value)
+    return type(value).__name__
+
+
+def flow_bytes(header: Header) -> int:
+    """Bytes of the leaves of a flow."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in header.leaves)
+
+
+__all__ = ["Channel", "Header", "Ranks", "flow_bytes", "signature"]
