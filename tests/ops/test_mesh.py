@@ -1,0 +1,110 @@
+"""Tests of the mesh: coordinates, groups and wrong products, as literal tables."""
+
+import subprocess
+import sys
+from itertools import product
+
+import pytest
+
+from xds.ops.mesh import AXES, Coordinates, Mesh
+
+PIPES = Mesh(pipe=2, data=3)
+ALL = Mesh(pipe=2, data=2, sequence=1, tensor=2)
+
+
+def test_tensor_ranks_are_neighbours_and_stages_are_far_apart():
+    assert [PIPES.coordinates(rank)[:2] for rank in range(6)] == [
+        *((0, 0), (0, 1), (0, 2)),
+        *((1, 0), (1, 1), (1, 2)),
+    ]
+    assert ALL.coordinates(5) == Coordinates(pipe=1, data=0, sequence=0, tensor=1)
+    assert (PIPES.size, ALL.size) == (6, 8)
+    assert PIPES.rank_at(pipe=1, data=2) == 5
+    assert PIPES.rank_at(data=2) == 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "groups"),
+    [
+        (PIPES, "data", ((0, 1, 2), (3, 4, 5))),
+        (PIPES, "pipe", ((0, 3), (1, 4), (2, 5))),
+        (PIPES, "tensor", ((0,), (1,), (2,), (3,), (4,), (5,))),
+        (PIPES, ("pipe", "data"), ((0, 1, 2, 3, 4, 5),)),
+        (ALL, "tensor", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        (ALL, "data", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        (ALL, ("tensor", "pipe"), ((0, 1, 4, 5), (2, 3, 6, 7))),
+        (ALL, (), tuple((rank,) for rank in range(8))),
+    ],
+)
+def test_groups(mesh, axes, groups):
+    assert mesh.groups(axes) == groups
+    for group in groups:
+        assert mesh.length(axes) == len(group)
+        assert all(mesh.ranks_along(axes, rank) == group for rank in group)
+
+
+def test_any_mesh_is_a_numbering_whose_groups_cover_each_rank_once():
+    for shape in product((1, 2, 3), repeat=4):
+        mesh = Mesh(*shape)
+        everyone = list(range(mesh.size))
+        assert [mesh.rank_at(**mesh.coordinates(rank)._asdict()) for rank in everyone] == everyone
+        for axis in AXES:
+            assert sorted(rank for group in mesh.groups(axis) for rank in group) == everyone
+
+
+def test_union_of_stages():
+    mesh = Mesh(pipe=3, data=2)
+    assert mesh.union_of([0, 2], 1) == (0, 1, 4, 5)
+    assert mesh.union_of([2, 0, 2], 3) == (0, 1, 4, 5)
+    assert ALL.union_of([0, 1], 5) == (1, 3, 5, 7)
+    with pytest.raises(ValueError, match=r"pipe = 3: must be from 0 to 2"):
+        mesh.union_of([3], 0)
+
+
+def test_data_takes_what_the_other_axes_leave():
+    assert Mesh.of(8) == Mesh(1, 8)
+    assert Mesh.of(8, pipe=2) == Mesh(2, 4)
+    assert Mesh.of(24, pipe=2, tensor=3) == Mesh(2, 4, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"world_size": 8, "pipe": 3},
+            "pipeline.stages (3) x data = 8 ranks: no whole number of data ranks gives this product; "
+            "start 6 or 9 ranks, or change pipeline.stages",
+        ),
+        (
+            {"world_size": 2, "pipe": 4},
+            "pipeline.stages (4) x data = 2 ranks: no whole number of data ranks gives this product; "
+            "start 4 ranks, or change pipeline.stages",
+        ),
+        (
+            {"world_size": 9, "pipe": 2, "tensor": 2},
+            "pipeline.stages (2) x tensor_parallel.tp_size (2) x data = 9 ranks: no whole number of data "
+            "ranks gives this product; start 8 or 12 ranks, or change pipeline.stages or "
+            "tensor_parallel.tp_size",
+        ),
+        ({"world_size": 0}, "world size = 0: must be at least 1"),
+        ({"world_size": 4, "pipe": 0}, "pipeline.stages = 0: must be at least 1"),
+    ],
+)
+def test_a_wrong_product_is_shown(arguments, message):
+    with pytest.raises(ValueError) as raised:
+        Mesh.of(**arguments)
+    assert str(raised.value) == message
+
+
+def test_bad_calls():
+    with pytest.raises(ValueError, match="rank = 6: must be from 0 to 5"):
+        PIPES.coordinates(6)
+    with pytest.raises(ValueError, match="data = 3: must be from 0 to 2"):
+        PIPES.rank_at(data=3)
+    with pytest.raises(ValueError, match="axis = 'model': must be one of pipe, data"):
+        PIPES.groups("model")
+
+
+def test_the_mesh_needs_no_torch():
+    code = "import sys, xds.ops.mesh; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0
