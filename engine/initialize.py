@@ -36,12 +36,11 @@ from .checkpoint.training import Scheduler
 from .config.config import Config
 from .data.loaders import build_loader, keeps_position
 from .engine import Engine
-from .model.pipelining import Runs, build_pipeline, cut, is_cut, is_part, mesh_of, open_flat_groups
-from .steps.batch_loop import batch_loop
 from .model.arguments import check_arguments
 from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
 from .model.offloading import build_homes, build_host, host_ratio, reserve
+from .model.pipelining import Runs, build_pipeline, cut, is_cut, is_part, mesh_of, open_flat_groups
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
 from .optim.loss_scale import build_loss_scale
@@ -58,6 +57,7 @@ from .optim.schedules import build_scheduler
 from .parts import Parts
 from .preemption.policy import NoPreemptionSave, Preemption, SaveOnPreemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
+from .steps.batch_loop import batch_loop
 from .telemetry.monitor import Monitor, build_monitor
 from .telemetry.report import StepReport
 from .telemetry.timers import build_throughput, build_timers

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.handles import Handle
 from ..utils.errors import UsageError
-from .cut.flow import Flow
+from .cut.part import Flow
 
 LENGTH_BYTES = 8
 
@@ -68,7 +68,9 @@ class Header:
         return cls(tuple(leaves), spec)
 
     def __str__(self) -> str:
-        return ", ".join(f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in self.leaves)
+        return ", ".join(
+            f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in self.leaves
+        )
 
 
 @final
@@ -83,9 +85,14 @@ class Channel:
         self._backward = backward
         self._ranks = ranks
         self._is_dynamic = is_dynamic
-        self._sent: dict[tuple[int, Hashable], Header] = {}  # (stage, input) -> what flows out of it
+        self._sent: dict[
+            tuple[int, Hashable], Header
+        ] = {}  # (stage, input) -> what flows out of it
         self._known: dict[tuple[int, Hashable], Header] = {}  # (stage, input) -> what flows into it
         self._arriving: dict[tuple[int, int], tuple[Header, list[tuple[Tensor, Handle]]]] = {}
+        self._first: dict[
+            tuple[int, Hashable], int
+        ] = {}  # the micro-batch whose header is on its way
         self._lengths: dict[tuple[int, int], tuple[Tensor, Handle]] = {}
         self._returning: dict[tuple[int, int], list[tuple[Tensor, Handle]]] = {}
         self._outgoing: list[Handle] = []
@@ -107,8 +114,8 @@ class Channel:
         known = self._sent.get(key)
         if known is not None and known != header and not self._is_dynamic:
             raise UsageError(
-                f"stage {stage} returns {header} for micro-batch {micro_batch}, but {known} for an earlier input "
-                "of the same shapes: what flows depends on the data; set pipeline.dynamic_shape to true"
+                f"stage {stage} returns {header} for micro-batch {micro_batch}, but {known} for an earlier "
+                "input of the same shapes: what flows depends on the data; set pipeline.dynamic_shape to true"
             )
         peer = self._ranks.rank_of(stage + 1)
         if known is None or self._is_dynamic:
@@ -129,12 +136,16 @@ class Channel:
     def post_forward(self, stage: int, micro_batch: int) -> None:
         """Start to receive what flows into `stage`."""
         key = (stage, self._inputs[micro_batch])
-        if self._is_dynamic or key not in self._known:
-            length = torch.empty(1, dtype=torch.int64, device=self._forward.device)
-            handle = self._receive(self._forward, length, stage - 1, stage - 1, micro_batch, "header")
-            self._lengths[stage, micro_batch] = (length, handle)
-        else:
+        if key in self._known and not self._is_dynamic:
             self._post_leaves(self._known[key], stage, micro_batch)
+        elif key not in self._first or self._is_dynamic:
+            self._first[key] = micro_batch
+            length = torch.empty(1, dtype=torch.int64, device=self._forward.device)
+            handle = self._receive(
+                self._forward, length, stage - 1, stage - 1, micro_batch, "header"
+            )
+            self._lengths[stage, micro_batch] = (length, handle)
+        # else the header comes with an earlier micro-batch, which was posted before
 
     def _post_leaves(self, header: Header, stage: int, micro_batch: int) -> None:
         device, works = self._forward.device, []
@@ -148,21 +159,27 @@ class Channel:
 
     def take_forward(self, stage: int, micro_batch: int) -> Flow:
         """What flows into `stage`; leaves that need a gradient require it."""
-        found = self._lengths.pop((stage, micro_batch), None)
-        if found is not None:
-            length, handle = found
-            handle.wait()
-            text = torch.empty(int(length), dtype=torch.uint8, device=self._forward.device)
-            self._receive(self._forward, text, stage - 1, stage - 1, micro_batch, "header").wait()
-            header = Header.from_bytes(bytes(text.cpu().numpy().tobytes()))
-            self._known[stage, self._inputs[micro_batch]] = header
-            self._post_leaves(header, stage, micro_batch)
+        if (stage, micro_batch) not in self._arriving:
+            key = (stage, self._inputs[micro_batch])
+            first = micro_batch if self._is_dynamic else self._first.pop(key, micro_batch)
+            if (stage, first) in self._lengths:
+                self._known[key] = self._read_header(stage, first)
+                self._post_leaves(self._known[key], stage, first)
+            if first != micro_batch or (stage, micro_batch) not in self._arriving:
+                self._post_leaves(self._known[key], stage, micro_batch)
         header, works = self._arriving.pop((stage, micro_batch))
         leaves = []
         for leaf, (tensor, work) in zip(header.leaves, works, strict=True):
             work.wait()
             leaves.append(tensor.requires_grad_(leaf.needs_grad))
         return Flow(tuple(leaves), header.spec)
+
+    def _read_header(self, stage: int, micro_batch: int) -> Header:
+        length, handle = self._lengths.pop((stage, micro_batch))
+        handle.wait()
+        text = torch.empty(int(length), dtype=torch.uint8, device=self._forward.device)
+        self._receive(self._forward, text, stage - 1, stage - 1, micro_batch, "header").wait()
+        return Header.from_bytes(bytes(text.cpu().numpy().tobytes()))
 
     # -- backward ---------------------------------------------------------------------------------------
 

@@ -97,7 +97,9 @@ class Executor:
         self._keeps_outputs = False
         self._pending: dict[tuple[int, int], _Pending] = {}
         self._flows: dict[tuple[int, int], Flow] = {}  # out of a stage, until it is sent
-        self._grads: dict[tuple[int, int], list[Tensor]] = {}  # of the inputs of a stage, until sent
+        self._grads: dict[
+            tuple[int, int], list[Tensor]
+        ] = {}  # of the inputs of a stage, until sent
         self._outcome = Outcome()
         self.max_in_flight = 0  # micro-batches between forward and backward, in the last run
 
@@ -199,7 +201,7 @@ class Executor:
             return None
         if not self._is_local(stage - 1):
             return self._channel.take_forward(stage, micro_batch)
-        flow = self._flows.pop((stage - 1, micro_batch))
+        flow: Flow = self._flows.pop((stage - 1, micro_batch))
         leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in flow.leaves]
         return Flow(tuple(leaves), flow.spec)
 

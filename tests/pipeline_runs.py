@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xds
 from torch import Tensor, nn
+
+import xds
 
 VOCAB, WIDTH, LENGTH = 48, 16, 6
 
@@ -108,7 +109,9 @@ def train(model: nn.Module, config: dict[str, Any], steps: int) -> list[tuple[fl
 
 def worst(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> float:
     """The largest relative difference."""
-    pairs = [(a, b) for f, e in zip(found, expected, strict=True) for a, b in zip(f, e, strict=True)]
+    pairs = [
+        (a, b) for f, e in zip(found, expected, strict=True) for a, b in zip(f, e, strict=True)
+    ]
     return max(abs(a - b) / max(abs(b), 1e-3) for a, b in pairs)
 
 

@@ -31,7 +31,8 @@ def share_batches(
     Raises:
         UsageError: on every rank: the iterator ended early, or a batch has values that cannot be sent.
     """
-    header, tensors = b"", []
+    header = b""
+    tensors: list[Tensor] = []
     error: Exception | None = None
     if collectives.rank == 0:
         assert iterator is not None
@@ -39,8 +40,8 @@ def share_batches(
             with collectives.publishing_errors("the data iterator of train_batch"):
                 batches = _next_batches(iterator, count)
             header, tensors = _encode(batches)
-        except UsageError as found:
-            error, header = found, json.dumps({"error": str(found)}).encode()
+        except UsageError as problem:
+            error, header = problem, json.dumps({"error": str(problem)}).encode()
         if error is None and collectives.world_size == 1:
             return batches
     header = _send_text(collectives, header)
@@ -71,8 +72,8 @@ def _next_batches(iterator: Iterator[Any], count: int) -> list[Any]:
             batches.append(next(iterator))
         except StopIteration:
             raise UsageError(
-                f"{ENDED} after {len(batches)} of {count} micro-batches of a step: pass an iterator with enough "
-                "batches, such as one of a RepeatingLoader, or lower gradient_accumulation_steps"
+                f"{ENDED} after {len(batches)} of {count} micro-batches: pass an iterator with enough batches, "
+                "such as one of a RepeatingLoader, or lower gradient_accumulation_steps"
             ) from None
     return batches
 
@@ -98,7 +99,9 @@ def _encode(batches: list[Any]) -> tuple[bytes, list[Tensor]]:
 def _encoded(value: Any, tensors: list[Tensor], where: str) -> Any:
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
-            raise UsageError(f"{where}: a {value.layout} tensor cannot be sent to other stages; make it dense")
+            raise UsageError(
+                f"{where}: a {value.layout} tensor cannot be sent to other stages; make it dense"
+            )
         tensors.append(value.detach())
         return {"tensor": len(tensors) - 1}
     if isinstance(value, Mapping):

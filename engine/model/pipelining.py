@@ -1,26 +1,35 @@
-"""Builds what a pipeline adds to an engine: the cut of the model, the messages, the table of a step."""
+"""Builds what a pipeline adds to an engine: the cut of the model, its groups, its messages, its tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-from typing import final
+from typing import Any as PipelineConfig
+from typing import Protocol, final
 
 from torch import nn
 
 from ...compression.reducer import ExactReducer
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
+from ...ops.mesh import Mesh
 from ...pipe.channel import Channel
-from ...pipe.config import Pipeline as PipelineConfig
 from ...pipe.cut.cut import cut_model
 from ...pipe.cut.part import Part
+from ...pipe.module import PipelineModule
 from ...pipe.schedules.actions import Placement, Table
 from ...pipe.schedules.build import SCHEDULES, build_table
 from ...pipe.schedules.lowering import with_states
+from ...pipe.weight_grads import WeightGrads
 from ...zero.core.groups import FlatGroup, FlatGroups
 from ...zero.core.policy import Policy
+from ...zero.core.sharded_model import ShardedModel
+from ..config.config import Config
+from ..parts import LoopFactory, Parts
+from ..steps.batch_loop import Loop
+from ..steps.counters import Counters
+from ..steps.pipeline_loop import Pipeline, PipelineLoop
+from ..steps.training_step import TrainingStep
 
 Runs = Sequence[Sequence[tuple[str, nn.Module]]]
 
@@ -86,9 +95,7 @@ def open_flat_groups(
 ) -> FlatGroups:
     """The group of every flat buffer. For all ranks."""
     collectives = world if found is None else mesh.along("data")
-    data = FlatGroup(
-        collectives, ExactReducer(collectives), policy(stage, collectives.world_size)
-    )
+    data = FlatGroup(collectives, ExactReducer(collectives), policy(stage, collectives.world_size))
     if found is None:
         return FlatGroups(world, data)
     part = found.part
@@ -99,7 +106,9 @@ def open_flat_groups(
             kept_whole = policy(min(stage, 2), shared.world_size)
             opened[ranks] = FlatGroup(shared, ExactReducer(shared), kept_whole, number)
     by_param = {
-        key: opened[part.shared[name]] for key, name in part.names.items() if name in part.shared
+        key: opened[part.shared[name]]
+        for key, name in part.names.items()
+        if part.shared.get(name) in opened
     }
     return FlatGroups(world, data, by_param, dict(part.names))
 
@@ -115,7 +124,9 @@ def build_pipeline(
         found.placement,
         is_dynamic=section.dynamic_shape,
     )
-    weight_grads = WeightGrads([block.module for block in found.part.blocks], sharded.add_gradient)
+    weight_grads = WeightGrads(
+        [block.module for block in found.part.blocks], getattr(sharded, "add_gradient", None)
+    )
 
     def table_of(count: int, *, gathers_each: bool) -> Table:
         table = build_table(section.schedule, section.stages, count, section.chunks or 0)
@@ -138,4 +149,13 @@ def build_pipeline(
     return build
 
 
-__all__ = ["Cut", "Runs", "build_pipeline", "cut", "is_cut", "is_part", "mesh_of", "open_flat_groups"]
+__all__ = [
+    "Cut",
+    "Runs",
+    "build_pipeline",
+    "cut",
+    "is_cut",
+    "is_part",
+    "mesh_of",
+    "open_flat_groups",
+]

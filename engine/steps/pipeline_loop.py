@@ -1,7 +1,7 @@
 """train_batch and eval_batch of a pipeline: whole steps that the executor runs from a table.
 
-    batches ──> Executor.run(table) ──> gradients, reduced ──> TrainingStep: norm, clip, update
-                                   └──> losses on the last stage ──> their mean on every rank
+batches ──> Executor.run(table) ──> gradients, reduced ──> TrainingStep: norm, clip, update
+                               └──> losses on the last stage ──> their mean on every rank
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .counters import Counters
 from .training_step import TrainingStep
 
 CALL_TRAIN_BATCH = (
-    "a model in {} pipeline stages runs whole steps: call engine.train_batch() or engine.eval_batch(data_iter), "
-    "not {}()"
+    "a model in {} pipeline stages runs whole steps: call engine.train_batch() or "
+    "engine.eval_batch(data_iter), not {}()"
 )
 
 
@@ -190,7 +190,9 @@ class PipelineLoop(Loop):
             return [move(batch, self._parts.device) for batch in found]
         if is_first and not hasattr(data_iter, "__next__"):
             raise wrong(
-                f"{call}: data_iter", data_iter, "an iterator of batches on the first stage, such as iter(loader)"
+                f"{call}: data_iter",
+                data_iter,
+                "an iterator of batches on the first stage, such as iter(loader)",
             )
         shared = share_batches(self._pipeline.pipe, data_iter, count, self._parts.device)
         return [move(batch, self._parts.device) for batch in shared]
@@ -203,11 +205,13 @@ class PipelineLoop(Loop):
         """
         inputs = [(is_training, signature(batch)) for batch in batches]
         seen = torch.tensor([_number_of(found) for found in inputs], dtype=torch.int64)
-        table = self._pipeline.pipe.gather_small(seen.to(self._parts.device), what="shapes of a batch")
+        table = self._pipeline.pipe.gather_small(
+            seen.to(self._parts.device), what="shapes of a batch"
+        )
         differs = (table != table[0]).any(0).nonzero().view(-1).tolist()
         if differs:
             raise UsageError(
-                f"micro-batch {differs[0]} has other shapes on the first stage than on another one: every stage "
+                f"micro-batch {differs[0]} has other shapes on the first stage than on another: every stage "
                 "reads training_data itself, so its loader must give the same batches on all stages; seed its "
                 "shuffling, or pass an iterator to train_batch, which the first stage alone reads"
             )

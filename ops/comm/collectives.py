@@ -29,7 +29,11 @@ TAG_BASE = 0x5D000  # above the small tags that a user's own send and recv are l
 TAGS_PER_BUFFER = 2
 TAGS_PER_INSTANCE = 1 << 16  # so that two engines in one group never receive each other's messages
 SMALL_TAGS = 1 << 14  # the last tags of an instance: small gathers, by their size
-CONTROL_BUFFER, ACCESS_BUFFER, MESSAGE_BUFFER = -1, -2, -3  # numbers for messages that belong to no flat buffer
+CONTROL_BUFFER, ACCESS_BUFFER, MESSAGE_BUFFER = (
+    -1,
+    -2,
+    -3,
+)  # numbers for messages that belong to no flat buffer
 
 Bounds = Sequence[tuple[int, int]]  # [start, stop) of each rank's part; empty parts are allowed
 _instances: Counter[str] = Counter()  # by group: every rank creates its engines in the same order

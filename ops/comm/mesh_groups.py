@@ -17,7 +17,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from ..mesh import Mesh
+from ..mesh import Axis, Mesh
 from .collectives import Collectives
 from .opening import open_collectives
 
@@ -39,11 +39,11 @@ class MeshGroups:
         self._rank = world.rank()
         self._timeout = timedelta(seconds=timeout_seconds)
 
-    def coordinate(self, axis: str) -> int:
+    def coordinate(self, axis: Axis) -> int:
         """The place of this rank on `axis`."""
         return int(getattr(self.mesh.coordinates(self._rank), axis))
 
-    def along(self, axis: str, use: str = "") -> Collectives:
+    def along(self, axis: Axis, use: str = "") -> Collectives:
         """The ranks that differ from this one on `axis` only. `use` tells several groups of one axis apart."""
         return self._open(self.mesh.ranks_along(axis, self._rank), use)
 

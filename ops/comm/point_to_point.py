@@ -28,7 +28,6 @@ from .collectives import (
 from .handles import Handle, InFlight
 from .pool import BufferPool
 
-
 MESSAGE_TAG, MESSAGE_TAGS = 1 << 14, 1 << 15  # the first tag of messages, and how many there are
 
 
