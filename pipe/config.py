@@ -1,32 +1,228 @@
-"""The pipeline keys of the config. Only one pipeline stage is supported."""
+"""The section pipeline: into how many stages the model is cut, where, and in which order they work."""
 
 from __future__ import annotations
 
-from ..utils.schema.keys import Entry, Group, NoEffect, Refused
-from ..utils.schema.rules import FLAG, TEXT, either, one_of, whole
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, final
 
-_ALONE = "it only matters with several pipeline stages, which are not supported yet"
+from pydantic import Field
 
-PIPELINE = Group(
-    {
-        "stages": Refused(
-            either(whole(1), one_of("auto")),
-            "pipeline stages are not supported yet; set it to 1 and raise zero_optimization.stage",
-            harmless=(1, "auto"),
-        ),
-        "partition": NoEffect(TEXT, _ALONE, same=("best",)),
-        "seed_layers": NoEffect(FLAG, _ALONE, same=(False,)),
-        "activation_checkpoint_interval": NoEffect(
-            whole(0), "the section activation_checkpointing sets it", same=(0,)
-        ),
-        "pipe_partitioned": NoEffect(FLAG, _ALONE, same=(True,)),
-        "grad_partitioned": NoEffect(FLAG, _ALONE, same=(True,)),
-        "use_reentrant": NoEffect(FLAG, _ALONE),
-        "micro_batches": NoEffect(
-            either(whole(1), one_of("auto")), "gradient_accumulation_steps sets the number"
-        ),
-    },
-    "splits the model into stages",
+from ..utils.schema.keys import Entry, NoEffect, Report
+from ..utils.schema.rules import FLAG, NULL, TEXT, Rule, either, list_of, one_of, shown, whole
+from ..utils.schema.section import Section
+
+
+@final
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers with which a schedule works.
+
+    chunks: of each rank, if the config does not say; `any_more`: a larger number is possible too.
+    micro_batches: the least number for each stage. 0: one micro-batch is enough for all stages.
+    """
+
+    chunks: int = 1
+    any_more: bool = False
+    micro_batches: int = 1
+
+    def allows(self, chunks: int) -> bool:
+        """Whether a rank may have this number of chunks."""
+        return chunks == self.chunks or (self.any_more and chunks > self.chunks)
+
+
+NUMBERS: dict[str, Numbers] = {
+    "gpipe": Numbers(micro_batches=0),
+    "1f1b": Numbers(),
+    "interleaved_1f1b": Numbers(chunks=2, any_more=True),
+    "zero_bubble": Numbers(),
+    "zbv": Numbers(chunks=2),
+    "dualpipev": Numbers(chunks=2, micro_batches=2),
+}
+AUTO_SCHEDULE = "auto"  # the schedule is chosen when the times of the stages are known
+TABLE_END = ".csv"
+ONE_STAGE = "used with several pipeline stages only, and pipeline.stages is 1"
+METHODS = ("uniform", "parameters", "best")
+BY_TYPE = "type:"
+
+_TENSOR = "it only matters with tensor parallelism, which is not supported yet"
+
+
+def _read_stages(value: object) -> int:
+    if isinstance(value, str) and value.casefold() == "auto":
+        return 1
+    try:
+        return int(whole(1).read(value))
+    except ValueError as error:
+        raise ValueError(f'{error} (or "auto")') from None
+
+
+def _read_schedule(value: object) -> str:
+    if isinstance(value, str) and value.casefold().endswith(TABLE_END):
+        return value
+    try:
+        return str(one_of(*NUMBERS, AUTO_SCHEDULE).read(value))
+    except ValueError as error:
+        raise ValueError(f"{error}, or the path of a {TABLE_END} file") from None
+
+
+def _read_partition(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, (list, tuple)):
+        return _read_bounds(value)
+    if not isinstance(value, str):
+        raise ValueError(f"must be {PARTITION.need}")
+    if value.casefold() in METHODS:
+        return value.casefold()
+    if not value.casefold().startswith(BY_TYPE):
+        raise ValueError(f"must be {PARTITION.need}")
+    try:
+        re.compile(value[len(BY_TYPE) :])
+    except re.error as error:
+        raise ValueError(f"what follows {BY_TYPE} must be a regular expression: {error}") from None
+    if len(value) == len(BY_TYPE):
+        raise ValueError(f'a regular expression must follow {BY_TYPE}, as in "type:Block"')
+    return BY_TYPE + value[len(BY_TYPE) :]
+
+
+def _read_bounds(value: object) -> tuple[int, ...]:
+    bounds: tuple[int, ...] = list_of(whole(0), least=2).read(value)
+    if bounds[0] != 0 or any(end <= start for start, end in zip(bounds, bounds[1:], strict=False)):
+        raise ValueError("bounds must begin with 0, and each must be larger than the one before it")
+    return bounds
+
+
+STAGES = Rule('a whole number, at least 1, or "auto"', _read_stages, takes_auto=True)
+SCHEDULE = Rule(
+    f"{one_of(*NUMBERS, AUTO_SCHEDULE).need}, or the path of a {TABLE_END} file",
+    _read_schedule,
+    takes_auto=True,
 )
+PARTITION = Rule(
+    '"uniform", "parameters", "type:REGEX", "best", or a list of bounds such as [0, 3, 6]',
+    _read_partition,
+)
+Flag = Annotated[bool, FLAG]
+Names = Annotated[tuple[str, ...], list_of(TEXT)]
+OptionalCount = Annotated[int | None, either(whole(1), NULL)]
 
-TOP_LEVEL_KEYS: dict[str, Entry] = {"pipeline": PIPELINE}
+
+@final
+class Pipeline(Section):
+    """The model is cut into stages of consecutive layers, and each rank has one stage or several chunks."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
+        "pipe_partitioned": NoEffect(FLAG, _TENSOR, same=(True,)),
+        "grad_partitioned": NoEffect(FLAG, _TENSOR, same=(True,)),
+        "use_reentrant": NoEffect(FLAG, "recomputation does not need torch's reentrant checkpoint"),
+    }
+
+    stages: Annotated[int, STAGES] = Field(
+        1,
+        description='ranks that share one model; the others are data-parallel ranks. "auto": 1, or the number '
+        "that a PipelineModule gives",
+    )
+    schedule: Annotated[str, SCHEDULE] = Field(
+        "1f1b",
+        description='the order of forwards and backwards of a step. "auto": the fastest for measured times. A '
+        "file has one line of actions for each rank, as torch writes them",
+    )
+    chunks: OptionalCount = Field(
+        None,
+        description="parts of the model on each rank; null: the schedule's own number, 1 or 2. "
+        "interleaved_1f1b takes 2 or more",
+    )
+    partition: Annotated[str | tuple[int, ...], PARTITION] = Field(
+        "best",
+        description="where the layers are cut. uniform: equal numbers of layers. parameters: equal numbers of "
+        "parameters. type: equal numbers of layers whose class name matches. best: the slowest part is as fast "
+        "as possible, by counted operations. Bounds: part i has the layers from bound i to before bound i + 1",
+    )
+    reduce: Annotated[Literal["step", "micro_batch"], one_of("step", "micro_batch")] = Field(
+        "step",
+        description='"step": gradients are summed over the micro-batches and reduced once. "micro_batch": '
+        "they are reduced after each micro-batch, which at stages 2 and 3 needs less memory",
+    )
+    seed_layers: Flag = Field(
+        False,
+        description="layers that xds builds are seeded one by one, so that values do not depend on the cut",
+    )
+    dynamic_shape: Flag = Field(
+        False,
+        description="shapes are sent with every micro-batch; false sends them once for each new input shape",
+    )
+    first_stage_modules: Names = Field(
+        (), description="dotted-name globs of modules that belong to the first stage"
+    )
+    last_stage_modules: Names = Field(
+        (), description="dotted-name globs of modules that belong to the last stage"
+    )
+    activation_checkpoint_interval: Annotated[int, whole(0)] = Field(
+        0, description="layers that are recomputed together in backward; 0: none are recomputed"
+    )
+    micro_batches: OptionalCount = Field(
+        None, description="must equal gradient_accumulation_steps, if it is given"
+    )
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of each rank; 0 where the schedule's file or the measured times decide."""
+        if self.chunks is not None:
+            return self.chunks
+        numbers = NUMBERS.get(self.schedule)
+        return numbers.chunks if numbers is not None else 0
+
+    @property
+    def least_micro_batches(self) -> int:
+        """The least number of micro-batches of a step."""
+        numbers = NUMBERS.get(self.schedule)
+        return max(1, self.stages * numbers.micro_batches) if numbers is not None else 1
+
+
+def check_pipeline(section: Pipeline, report: Report) -> None:
+    """Report what the section's keys do not allow one another, and what one stage leaves without effect."""
+    if section.stages == 1:
+        _note_one_stage(section, report)
+        return
+    numbers = NUMBERS.get(section.schedule)
+    if numbers is not None and section.chunks is not None and not numbers.allows(section.chunks):
+        least = "at least " if numbers.any_more else ""
+        others = ", ".join(name for name, each in NUMBERS.items() if each.allows(section.chunks))
+        report.complain(
+            "pipeline.chunks",
+            section.chunks,
+            f'the schedule "{section.schedule}" needs {least}{numbers.chunks} on each rank; remove chunks, or '
+            f"set pipeline.schedule to one with {section.chunks}: {others}",
+        )
+    elif section.num_chunks and isinstance(section.partition, tuple):
+        _check_number_of_bounds(section, section.partition, report)
+    both = sorted({*section.first_stage_modules} & {*section.last_stage_modules})
+    if both:
+        report.complain(
+            "pipeline.last_stage_modules",
+            list(section.last_stage_modules),
+            f"{shown(both[0])} is in first_stage_modules too; remove it from one of the two",
+        )
+
+
+def _check_number_of_bounds(section: Pipeline, bounds: tuple[int, ...], report: Report) -> None:
+    parts = section.stages * section.num_chunks
+    if len(bounds) == parts + 1:
+        return
+    factor = f" x pipeline.chunks ({section.num_chunks})" if section.num_chunks > 1 else ""
+    report.complain(
+        "pipeline.partition",
+        list(bounds),
+        f"these bounds make {len(bounds) - 1} parts, and pipeline.stages ({section.stages}){factor} = {parts} "
+        f"are needed; give {parts + 1} bounds",
+    )
+
+
+def _note_one_stage(section: Pipeline, report: Report) -> None:
+    ignored = [
+        f"pipeline.{name}"
+        for name in ("schedule", "chunks", "partition", "reduce", "dynamic_shape")
+        if getattr(section, name) != Pipeline.model_fields[name].default
+    ]
+    if ignored:
+        report.notes.append(f"{', '.join(ignored)}: {ONE_STAGE}")

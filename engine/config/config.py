@@ -17,17 +17,19 @@ from pydantic import Field
 from ...offload.config import Aio
 from ...ops.config import Ops, check_ops
 from ...ops.watch.config import WatchConfig
+from ...pipe.config import ONE_STAGE, Pipeline
 from ...utils.errors import ConfigError
 from ...utils.schema.keys import Entry, Report
 from ...utils.schema.rules import FLAG, NULL, Rule, dtype_name, either, number, one_of, shown, whole
 from ...utils.schema.section import AsRead, Section, paths_named, read_section, subsection
 from ...zero.config import ZeroConfig
 from .auto import COMPUTED, fill_auto, note_auto
-from .batch import solve_batch
+from .batch import DATA_RANKS, WORLD_SIZE, solve_batch
 from .checkpoint import Checkpoint
 from .compile import Compile, check_compile
 from .elasticity import Elasticity, check_elasticity, elastic_batch
 from .optimizer import WHOLE_TENSOR, OptimizerConfig, check_optimizer
+from .ranks import check_micro_batches, check_stages, mesh_of
 from .refused import TOP_LEVEL_KEYS
 from .scheduler import SchedulerConfig, check_scheduler
 from .sections import (
@@ -69,12 +71,12 @@ class Config(Section):
     others: ClassVar[Mapping[str, Entry]] = TOP_LEVEL_KEYS
     aliases: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
     results: ClassVar[frozenset[str]] = frozenset(
-        {"source", "notes", "without_effect", "auto_keys", "world_size"}
+        {"source", "notes", "without_effect", "auto_keys", "world_size", "data_parallel_ranks"}
     )
 
     train_batch_size: Count = Field(0, description="samples per step, over all ranks")
     train_micro_batch_size_per_gpu: Count = Field(
-        0, description="samples per rank in one forward and backward"
+        0, description="samples per data-parallel rank in one forward and backward"
     )
     gradient_accumulation_steps: Count = Field(
         0, description="forward and backward passes before one update"
@@ -124,6 +126,7 @@ class Config(Section):
     activation_checkpointing: Annotated[ActivationCheckpointing, AsRead()] = Field(
         default_factory=ActivationCheckpointing.model_construct
     )
+    pipeline: Annotated[Pipeline, AsRead()] = Field(default_factory=Pipeline.model_construct)
     aio: Annotated[Aio, AsRead()] = Field(default_factory=Aio.model_construct)
     elasticity: Annotated[Elasticity, AsRead()] = Field(default_factory=Elasticity.model_construct)
     checkpoint: Annotated[Checkpoint, AsRead()] = Field(default_factory=Checkpoint.model_construct)
@@ -144,7 +147,10 @@ class Config(Section):
         (), description="keys that are accepted without effect, each with the reason"
     )
     auto_keys: tuple[str, ...] = Field((), description='keys whose "auto" means the default')
-    world_size: int = Field(0, description="data-parallel ranks; 0 until resolved")
+    world_size: int = Field(0, description="all ranks; 0 until resolved")
+    data_parallel_ranks: int = Field(
+        0, description="world_size divided by pipeline.stages; 0 until resolved"
+    )
 
     @classmethod
     def load(
@@ -158,7 +164,7 @@ class Config(Section):
 
         Args:
             auto: values for keys whose value is "auto", by full path.
-            world_size: data-parallel ranks; if given, the result is resolved.
+            world_size: all ranks; if given, the result is resolved.
         Raises:
             ConfigError: every complaint at once.
 
@@ -170,11 +176,41 @@ class Config(Section):
         return config
 
     def resolve(self, world_size: int = 1) -> Config:
-        """This config with the three batch sizes filled in for `world_size` data-parallel ranks."""
+        """This config with the three batch sizes filled in for `world_size` ranks.
+
+        The data-parallel ranks are `world_size` divided by the pipeline stages.
+
+        Raises:
+            ConfigError: these ranks cannot share the batch, or are not a multiple of the stages.
+        """
         complaints, sizes = _batch(self, world_size)
         if complaints:
             raise ConfigError(complaints, self.source)
         return self if sizes["world_size"] == self.world_size else self.model_copy(update=sizes)
+
+    def with_stages(self, stages: int) -> Config:
+        """This config, which is not resolved, with the number of pipeline stages that a model gives.
+
+        Raises:
+            ConfigError: the file gives another number, or settings that several stages do not allow.
+        """
+        own = self.pipeline.stages
+        if stages == own:
+            return self
+        report = Report()
+        if own != 1:
+            report.complain(
+                "pipeline.stages",
+                own,
+                f"must equal the number of stages of the model ({stages}); remove it, or change one of the two",
+            )
+        pipeline = self.pipeline.model_copy(update={"stages": stages})
+        notes = tuple(note for note in self.notes if not note.endswith(ONE_STAGE))
+        changed = self.model_copy(update={"pipeline": pipeline, "notes": notes})
+        _check_stages(changed, report)
+        if report.complaints:
+            raise ConfigError(report.complaints, self.source)
+        return changed
 
 
 def parse_config(
@@ -258,12 +294,19 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     check_compile(config.compile, config.zero_optimization.stage, report)
     check_ops(config.ops, report)
     check_elasticity(config.elasticity, data, report)
+    _check_stages(config, report)
     if data.get("gradient_clipping") is None:
         report.notes.append(
             "gradient_clipping is not given: gradients are not clipped "
             "(DeepSpeed clips at 1.0 since version 0.19)"
         )
     return config.model_copy(update=changes)
+
+
+def _check_stages(config: Config, report: Report) -> None:
+    counts = config.managed_gradient_accumulation
+    zero = config.zero_optimization
+    check_stages(config.pipeline, config.elasticity, zero, report, counts_micro_batches=counts)
 
 
 def _check_guesses(optimizer: Any, zero: ZeroConfig, report: Report) -> None:
@@ -345,27 +388,35 @@ def _check_precision(config: Config, report: Report) -> None:
 def _batch(config: Config, world_size: int) -> tuple[list[str], dict[str, int]]:
     if world_size < 1:
         return [f"world size = {world_size}: must be at least 1"], {}
+    stages = config.pipeline.stages
+    try:
+        ranks = mesh_of(config.pipeline, world_size).data
+    except ValueError as error:
+        return [str(error)], {}
     if config.elasticity.enabled:
-        (train, micro, steps), complaints = elastic_batch(config.elasticity, world_size)
+        (train, micro, steps), complaints = elastic_batch(config.elasticity, ranks)
     else:
         (train, micro, steps), complaints = solve_batch(
             config.train_batch_size,
             config.train_micro_batch_size_per_gpu,
             config.gradient_accumulation_steps,
-            world_size,
+            ranks,
             auto=tuple(key for key in config.auto_keys if key in COMPUTED),
+            named=WORLD_SIZE if stages == 1 else DATA_RANKS,
         )
+    complaints += check_micro_batches(config.pipeline, steps)
     wanted = config.data_parallel_size
-    if wanted is not None and wanted != world_size:
+    if wanted is not None and wanted != ranks:
         complaints.append(
             f"data_parallel_size = {wanted}: must equal the number of data-parallel ranks "
-            f"({world_size}); remove it or start {wanted}"
+            f"({ranks}); remove it or start {wanted * stages}"
         )
     return complaints, {
         "train_batch_size": train,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
         "world_size": world_size,
+        "data_parallel_ranks": ranks,
     }
 
 

@@ -53,7 +53,8 @@ class Elasticity(Section):
         0.2, description="0.1 counts ranks, 0.2 counts whole nodes"
     )
     model_parallel_size: Annotated[int, whole(1)] = Field(
-        1, description="ranks that hold one model; training needs 1, planning allows more"
+        1,
+        description="ranks that hold one model. Training needs the number pipeline.stages; planning takes any",
     )
     num_gpus_per_node: Annotated[int, whole(1)] = Field(
         1, description="ranks per node, which join and leave together (version 0.2)"
@@ -84,12 +85,6 @@ def check_elasticity(section: Elasticity, data: Mapping[str, Any], report: Repor
     """Report an enabled section that training cannot use, and other batch sizes in the file."""
     if not section.enabled:
         return
-    if section.model_parallel_size > 1:
-        report.complain(
-            "elasticity.model_parallel_size",
-            section.model_parallel_size,
-            "tensor parallelism is not supported yet; set it to 1 (`xds elastic` plans with any)",
-        )
     for key in (TRAIN, MICRO, STEPS):
         value = data.get(key)
         if value is None or value == AUTO:
@@ -128,8 +123,9 @@ def elastic_batch(section: Elasticity, replicas: int) -> tuple[tuple[int, int, i
     except ValueError as error:
         return (0, 0, 0), [str(error)]
     if replicas not in found.replicas:
+        world_size = replicas * section.model_parallel_size
         return (found.batch_size, 0, 0), [
-            f"world size = {replicas}: {refusal(found, replicas, found.replicas)}"
+            f"world size = {world_size}: {refusal(found, world_size, found.world_sizes)}"
         ]
     return (found.batch_size, *found.split(replicas)), []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ...compression import config as compression
 from ...offload import config as offload
-from ...pipe import config as pipe
 from ...tensor import config as tensor
 from ...utils.schema.keys import Detail, Entry, Group, NoEffect, Refused, details
 from ...utils.schema.rules import ANYTHING, FLAG, LIST, NUMBER, OBJECT, TEXT, either, number, whole
@@ -174,6 +173,5 @@ TOP_LEVEL_KEYS: dict[str, Entry] = {
     "sparse_attention": SPARSE_ATTENTION,
     **offload.TOP_LEVEL_KEYS,
     **compression.TOP_LEVEL_KEYS,
-    **pipe.TOP_LEVEL_KEYS,
     **tensor.TOP_LEVEL_KEYS,
 }

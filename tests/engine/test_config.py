@@ -158,7 +158,7 @@ def test_the_callers_dict_is_never_changed():
         ("sparse_gradients", True, "not supported yet"),
         ("sequence_parallel_size", 2, "not supported yet"),
         ("amp.enabled", True, "torch_autocast"),
-        ("pipeline.stages", 2, "not supported yet"),
+        ("pipeline.stages", 0, 'must be a whole number, at least 1 (or "auto")'),
         ("tensor_parallel.autotp_size", 4, "not supported yet"),
         ("tensor_parallel.tp.tp_size", 2, "not supported yet"),
         ("compile.deepcompile", True, "not supported yet"),

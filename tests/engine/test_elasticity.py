@@ -209,8 +209,8 @@ def test_another_batch_size_beside_it_is_an_error_unless_it_is_to_be_ignored(key
         ({"min_gpus": 97}, "elasticity.min_gpus = 97", "lower min_gpus"),
         (
             {"model_parallel_size": 2, "num_gpus_per_node": 2},
-            "elasticity.model",
-            "not supported yet",
+            "elasticity.model_parallel_size = 2",
+            "must equal pipeline.stages (1)",
         ),
         ({"min_gpu": 1}, "elasticity.min_gpu = 1", 'did you mean "min_gpus"?'),
     ],

@@ -1,0 +1,70 @@
+"""What a number of ranks means for a config: the mesh, and which settings allow several pipeline stages."""
+
+from __future__ import annotations
+
+from ...ops.mesh import Mesh
+from ...pipe.config import Pipeline, check_pipeline
+from ...utils.schema.keys import Report
+from ...zero.config import ZeroConfig
+from .batch import STEPS
+from .elasticity import Elasticity
+
+_ONE_UPDATE = (
+    "pipeline stages run all micro-batches of an update in one call of train_batch, so the engine counts them; "
+    "set it to true, or pipeline.stages to 1"
+)
+_ONE_GRAPH = (
+    "pipeline stages have a fixed order of layers, which the ranks of a stage share; set it to false, or "
+    "pipeline.stages to 1"
+)
+
+
+def mesh_of(section: Pipeline, world_size: int) -> Mesh:
+    """The mesh of `world_size` ranks. Raises ValueError with the product if it is not a whole one."""
+    return Mesh.of(world_size, pipe=section.stages)
+
+
+def check_stages(
+    section: Pipeline,
+    elasticity: Elasticity,
+    zero: ZeroConfig,
+    report: Report,
+    *,
+    counts_micro_batches: bool,
+) -> None:
+    """Report what the section pipeline does not allow, in itself and in other sections."""
+    check_pipeline(section, report)
+    stages = section.stages
+    if elasticity.enabled and elasticity.model_parallel_size != stages:
+        report.complain(
+            "elasticity.model_parallel_size",
+            elasticity.model_parallel_size,
+            f"must equal pipeline.stages ({stages}), the number of ranks that hold one model; set both to the "
+            "same number (`xds elastic` plans with any)",
+        )
+    if stages == 1:
+        return
+    if not counts_micro_batches:
+        report.complain("managed_gradient_accumulation", False, _ONE_UPDATE)
+    if zero.divergent_graphs:
+        report.complain("zero_optimization.divergent_graphs", True, _ONE_GRAPH)
+
+
+def check_micro_batches(section: Pipeline, steps: int) -> list[str]:
+    """Complaints about `steps` micro-batches in a step of the pipeline; 0: the number is not known."""
+    if not steps:
+        return []
+    found = []
+    if section.micro_batches is not None and section.micro_batches != steps:
+        found.append(
+            f"pipeline.micro_batches = {section.micro_batches}: must equal {STEPS} ({steps}); remove it, and "
+            f"set {STEPS} to the number of micro-batches"
+        )
+    least = section.least_micro_batches
+    if section.stages > 1 and steps < least:
+        found.append(
+            f'{STEPS} = {steps}: the schedule "{section.schedule}" with pipeline.stages = {section.stages} '
+            f"needs at least {least} micro-batches in a step; raise {STEPS} to {least}, or set "
+            'pipeline.schedule to "gpipe"'
+        )
+    return found

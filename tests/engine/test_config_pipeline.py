@@ -1,0 +1,252 @@
+"""Tests of the section pipeline: what it accepts, the data ranks that it leaves, and each refusal."""
+
+import re
+
+import pytest
+
+import xds
+from xds.engine.config.config import parse_config
+from xds.pipe.config import NUMBERS, Pipeline
+
+SMALL = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8}
+
+
+def read(pipeline, world_size=None, **others):
+    return parse_config({**SMALL, "pipeline": pipeline, **others}, world_size=world_size)
+
+
+def complaints(pipeline, world_size=None, **others):
+    with pytest.raises(xds.ConfigError) as caught:
+        read(pipeline, world_size, **others)
+    return list(caught.value.complaints)
+
+
+# -- what the section accepts -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "found"),
+    [
+        ("stages", "auto", 1),
+        ("stages", 4.0, 4),
+        ("schedule", "GPipe", "gpipe"),
+        ("schedule", "orders/My.CSV", "orders/My.CSV"),
+        ("schedule", "auto", "auto"),
+        ("chunks", None, None),
+        ("partition", "Uniform", "uniform"),
+        ("partition", "type:(Block|Layer)$", "type:(Block|Layer)$"),
+        ("partition", "Type:block", "type:block"),
+        ("partition", [0, 3, 7], (0, 3, 7)),
+        ("micro_batches", "auto", None),
+        ("first_stage_modules", ["model.embed*"], ("model.embed*",)),
+    ],
+)
+def test_a_value_is_read(key, given, found):
+    assert getattr(read({key: given}).pipeline, key) == found
+
+
+def test_defaults_are_one_stage_and_deepspeeds_names_are_silent():
+    config = read(
+        {
+            "stages": "auto",
+            "partition": "best",
+            "seed_layers": False,
+            "activation_checkpoint_interval": 0,
+            "pipe_partitioned": True,
+            "grad_partitioned": True,
+        }
+    )
+    assert config.pipeline == Pipeline()
+    assert not config.without_effect
+    assert not any("pipeline" in note for note in config.notes)
+    assert [path for path, _ in read({"use_reentrant": True}).without_effect] == [
+        "pipeline.use_reentrant"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "chunks", "micro_batches"),
+    [
+        ({"schedule": "gpipe"}, 1, 1),
+        ({}, 1, 4),
+        ({"schedule": "interleaved_1f1b"}, 2, 4),
+        ({"schedule": "interleaved_1f1b", "chunks": 3}, 3, 4),
+        ({"schedule": "zero_bubble"}, 1, 4),
+        ({"schedule": "zbv"}, 2, 4),
+        ({"schedule": "dualpipev"}, 2, 8),
+        ({"schedule": "auto"}, 0, 1),
+        ({"schedule": "mine.csv"}, 0, 1),
+        ({"schedule": "mine.csv", "chunks": 5}, 5, 1),
+    ],
+)
+def test_numbers_of_a_schedule(section, chunks, micro_batches):
+    found = read({"stages": 4, **section}).pipeline
+    assert (found.num_chunks, found.least_micro_batches) == (chunks, micro_batches)
+
+
+def test_the_numbers_are_those_of_the_schedules():
+    schedules = pytest.importorskip("xds.pipe.schedules.build").SCHEDULES
+    assert {
+        name: (each.num_chunks[0], each.num_chunks[-1] == 0, each.micro_batches_a_rank)
+        for name, each in schedules.items()
+    } == {name: (each.chunks, each.any_more, each.micro_batches) for name, each in NUMBERS.items()}
+
+
+# -- ranks ------------------------------------------------------------------------------------------------
+
+
+def test_data_ranks_are_what_the_stages_leave():
+    config = read({"stages": 2}, world_size=6)
+    assert (config.world_size, config.data_parallel_ranks) == (6, 3)
+    assert config.train_batch_size == 2 * 8 * 3
+    again = config.resolve(6)
+    assert again is config
+    assert read({"stages": 2}).data_parallel_ranks == 0
+    assert read({}, world_size=6).data_parallel_ranks == 6
+
+
+def test_a_wrong_product_is_shown():
+    (said,) = complaints({"stages": 3}, world_size=8)
+    assert (
+        said.startswith("pipeline.stages (3) x data = 8 ranks: ") and "start 6 or 9 ranks" in said
+    )
+
+
+def test_the_batch_rule_speaks_of_data_ranks_only_where_there_are_stages():
+    rule = "gradient_accumulation_steps (8) x {} (2) = 32"
+    (said,) = complaints({"stages": 2}, world_size=4, train_batch_size=64)
+    assert rule.format("data-parallel ranks") in said
+    (said,) = complaints({}, world_size=2, train_batch_size=64)
+    assert rule.format("world size") in said
+    assert read({"stages": 2}, world_size=4, data_parallel_size=2).data_parallel_ranks == 2
+    (said,) = complaints({"stages": 2}, world_size=4, data_parallel_size=4)
+    assert "data-parallel ranks (2); remove it or start 8" in said
+
+
+def test_elasticity_counts_data_ranks():
+    elastic = {
+        "enabled": True,
+        "max_train_batch_size": 96,
+        "micro_batch_sizes": [2, 4],
+        "model_parallel_size": 2,
+        "num_gpus_per_node": 2,
+    }
+
+    def resolved(world_size):
+        given = {"elasticity": elastic, "pipeline": {"stages": 2}}
+        return parse_config(given, world_size=world_size)
+
+    config = resolved(8)
+    assert (config.data_parallel_ranks, config.train_batch_size) == (
+        4,
+        resolved(2).train_batch_size,
+    )
+    sizes = (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
+    assert sizes[0] * sizes[1] * 4 == config.train_batch_size
+    with pytest.raises(
+        xds.ConfigError, match="world size = 14: .* 14 ranks cannot share; start .*12"
+    ):
+        resolved(14)
+    for stages, parallel in ((1, 2), (4, 2), (2, 1)):
+        changed = {**elastic, "model_parallel_size": parallel}
+        with pytest.raises(
+            xds.ConfigError, match=re.escape(f"must equal pipeline.stages ({stages})")
+        ):
+            parse_config({"elasticity": changed, "pipeline": {"stages": stages}})
+
+
+def test_a_model_may_give_the_stages():
+    config = read({"schedule": "zbv"})
+    assert any("pipeline.schedule" in note for note in config.notes)
+    cut = config.with_stages(2)
+    assert cut.pipeline.stages == 2 and cut.resolve(4).data_parallel_ranks == 2
+    assert not any("pipeline.schedule" in note for note in cut.notes)
+    assert config.with_stages(1) is config and cut.with_stages(2) is cut
+    with pytest.raises(xds.ConfigError, match=r"pipeline.stages = 2: .* stages of the model \(4\)"):
+        cut.with_stages(4)
+    with pytest.raises(xds.ConfigError, match="managed_gradient_accumulation"):
+        read({}, managed_gradient_accumulation=False).with_stages(2)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        (
+            {"stages": True},
+            'pipeline.stages = true: must be a whole number, at least 1 (or "auto")',
+        ),
+        ({"schedule": "2f2b"}, '"dualpipev" or "auto", or the path of a .csv file'),
+        ({"partition": "even"}, "or a list of bounds such as [0, 3, 6]"),
+        ({"partition": "type:("}, "what follows type: must be a regular expression: "),
+        ({"partition": "type:"}, "a regular expression must follow type:"),
+        ({"partition": [1, 2, 3]}, "bounds must begin with 0"),
+        ({"partition": [0, 2, 2]}, "each must be larger"),
+        ({"reduce": "never"}, 'must be "step" or "micro_batch"'),
+        ({"micro_batches": 0}, "must be a whole number, at least 1 or null"),
+        ({"last_stage_modules": "head"}, "must be a list"),
+        ({"chunk": 2}, 'did you mean "chunks"?'),
+        ({"stages": 2, "chunks": 2}, '"1f1b" needs 1 on each rank; remove chunks, or set'),
+        (
+            {"stages": 2, "schedule": "interleaved_1f1b", "chunks": 1},
+            "needs at least 2 on each rank; remove chunks, or set pipeline.schedule to one with 1: gpipe, 1f1b",
+        ),
+        ({"stages": 2, "schedule": "zbv", "chunks": 3}, "one with 3: interleaved_1f1b"),
+        (
+            {"stages": 2, "schedule": "zbv", "partition": [0, 1, 2]},
+            "2 parts, and pipeline.stages (2) x pipeline.chunks (2) = 4 are needed; give 5 bounds",
+        ),
+        (
+            {"stages": 2, "first_stage_modules": ["a", "b"], "last_stage_modules": ["b"]},
+            '"b" is in first_stage_modules too',
+        ),
+    ],
+)
+def test_one_wrong_value_gives_one_sentence(section, says):
+    (said,) = complaints(section)
+    assert said.startswith("pipeline.") and says in said
+
+
+@pytest.mark.parametrize(
+    ("section", "steps", "least"),
+    [
+        ({"stages": 4}, 3, 4),
+        ({"stages": 2, "schedule": "zero_bubble"}, 1, 2),
+        ({"stages": 2, "schedule": "dualpipev"}, 3, 4),
+        ({"stages": 8, "schedule": "gpipe"}, 1, None),
+        ({"stages": 8, "schedule": "auto"}, 1, None),
+    ],
+)
+def test_too_few_micro_batches(section, steps, least):
+    size = {"gradient_accumulation_steps": steps}
+    if least is None:
+        assert read(section, 8, **size).gradient_accumulation_steps == steps
+        return
+    (said,) = complaints(section, 8, **size)
+    assert said.startswith(f"gradient_accumulation_steps = {steps}: the schedule ")
+    assert f"raise gradient_accumulation_steps to {least}, or set pipeline.schedule to" in said
+
+
+def test_all_complaints_at_once():
+    found = complaints(
+        {"stages": 4, "chunks": 2, "micro_batches": 3},
+        4,
+        managed_gradient_accumulation=False,
+        zero_optimization={"stage": 3, "divergent_graphs": True},
+        gradient_accumulation_steps=2,
+    )
+    starts = (
+        "pipeline.chunks = 2: ",
+        "managed_gradient_accumulation = false: ",
+        "zero_optimization.divergent_graphs = true: ",
+        "pipeline.micro_batches = 3: must equal gradient_accumulation_steps (2)",
+        "gradient_accumulation_steps = 2: ",
+    )
+    assert all(said.startswith(start) for said, start in zip(found, starts, strict=True)), found
+
+
+def test_offload_works_with_stages():
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert read({"stages": 2}, 2, zero_optimization=zero).pipeline.stages == 2
