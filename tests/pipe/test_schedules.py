@@ -237,6 +237,8 @@ def test_times_of_a_message():
     run = simulate(build_table("gpipe", 2, 1), Costs(2, 1, 1, message=5))
     assert run.ends[0][-1] == run.makespan_seconds == 2 + 5 + 2 + 2 + 5 + 2
     assert run.starts[1][1] == 7  # the forward of the second rank
+    slow = simulate(run.table, [Costs(2, 1, 1), Costs(4, 1, 1)])  # one for each stage
+    assert slow.makespan_seconds == 2 + 4 + 2 + 2
     assert run.busy_seconds(0) == 4 and run.bubble_of(0) == pytest.approx(1 - 4 / 18)
 
 
@@ -254,6 +256,18 @@ def test_evaluation_runs_forwards_alone_in_any_number():
 def test_auto_takes_the_shortest_step_then_the_least_memory():
     assert choose(EQUAL, 1, 4) in ("1f1b", "zero_bubble", "zbv")  # one rank: all are as long
     assert choose(EQUAL, 4, 16) == "zbv"
+    uneven = [Costs(1, 1, 1), Costs(2, 3, 1)]  # one for each rank
+    steps = {
+        name: simulate(table, [uneven[table.placement.rank_of(s)].divided(v) for s in range(2 * v)])
+        for name, table in ((name, build_table(name, 2, 4)) for name in SCHEDULES)
+        for v in [table.placement.num_chunks]
+    }
+    shortest = min(run.makespan_seconds for run in steps.values())
+    assert steps[choose(uneven, 2, 4)].makespan_seconds == shortest < steps["1f1b"].makespan_seconds
+    with pytest.raises(ScheduleError, match="costs are given for 3 ranks"):
+        choose([EQUAL] * 3, 4, 16)
+    with pytest.raises(ScheduleError, match="costs are given for 3 stages"):
+        simulate(build_table("1f1b", 2, 2), [EQUAL] * 3)
     assert choose(EQUAL, 4, 3) == "gpipe"  # fewer micro-batches than ranks
     assert choose(Costs(1, 2, 0), 4, 16) == "interleaved_1f1b"  # nothing to delay
     assert choose(Costs(1, 1, 1, message=1), 4, 16) != choose(EQUAL, 4, 16)
