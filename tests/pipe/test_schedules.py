@@ -250,7 +250,10 @@ def test_evaluation_runs_forwards_alone_in_any_number():
             assert (
                 sum(count(row, {Op.FORWARD}) for row in run.table.rows) == m * placement.num_stages
             )
-    assert simulate(build_forward_table(Placement(4), 8), EQUAL).makespan_seconds == 11
+    table = build_forward_table(Placement(4), 8)
+    assert simulate(table, EQUAL).makespan_seconds == 11
+    table = with_states(table, gathers_each=False, reduces_each=False)
+    assert [count(row, {Op.GATHER, Op.DROP, Op.REDUCE}) for row in table.rows] == [2, 2, 2, 2]
 
 
 def test_auto_takes_the_shortest_step_then_the_least_memory():
@@ -360,7 +363,7 @@ def test_a_table_of_torchs_format_is_read(tmp_path):
         table = with_states(build_table(*case), gathers_each=True, reduces_each=False)
         assert read_table(table.text()).rows == build_table(*case).rows
     file = tmp_path / "table.csv"
-    file.write_text(GOOD)
+    file.write_text("\ufeff" + GOOD, encoding="utf-8")  # as spreadsheets write it
     assert load_table(file, 2, 2) == read_table(GOOD)
     for numbers, message in (((3, 2), "has 2 lines"), ((2, 4), "has 2 micro-batches")):
         with pytest.raises(ScheduleError, match=message):
