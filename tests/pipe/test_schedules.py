@@ -157,7 +157,7 @@ def check(name, p, m, chunks):
         if name == "1f1b":
             assert run.peak_in_flight(rank) == run.peak_activations(rank) == min(m, p - rank)
         elif name == "zero_bubble":
-            assert run.peak_in_flight(rank) == min(m, p - rank) and run.peak_activations(rank) <= p
+            assert run.peak_in_flight(rank) == min(m, p - rank) and run.peak_activations(rank) == p
         elif name == "zbv":
             assert run.peak_activations(rank) <= 2 * p  # halves of a stage: the memory of 1F1B
         elif name == "dualpipev":
@@ -240,6 +240,13 @@ def test_times_of_a_message():
     slow = simulate(run.table, [Costs(2, 1, 1), Costs(4, 1, 1)])  # one for each stage
     assert slow.makespan_seconds == 2 + 4 + 2 + 2
     assert run.busy_seconds(0) == 4 and run.bubble_of(0) == pytest.approx(1 - 4 / 18)
+
+
+def test_a_message_waits_for_its_receive():
+    """Rank 1 starts to receive micro-batch 2 after its first forward; all outputs are ready long before."""
+    run = simulate(build_table("gpipe", 2, 3), [Costs(1, 1, 1, 5), Costs(3, 3, 3, 5)])
+    starts = dict(zip(map(str, run.table.rows[1]), run.starts[1], strict=True))
+    assert [starts[f"1F{m}"] for m in range(3)] == [6, 9, 14]
 
 
 def test_evaluation_runs_forwards_alone_in_any_number():
