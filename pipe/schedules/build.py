@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -127,23 +127,30 @@ def _joined(order: Order) -> Order:
     return result
 
 
-def choose(costs: Costs, num_ranks: int, num_micro_batches: int) -> str:
+def choose(costs: Costs | Sequence[Costs], num_ranks: int, num_micro_batches: int) -> str:
     """The name of the schedule with the shortest step; of equal ones that with the least activations.
 
     Args:
-        costs: seconds of all virtual stages of a rank together; a chunk takes its share of them.
+        costs: seconds of all virtual stages of a rank together, the same for every rank or one for each. A
+            chunk takes an equal share of its rank's.
         num_ranks: pipeline ranks.
         num_micro_batches: micro-batches of a step. Schedules that cannot run this number are left out.
     """
+    by_rank = (costs,) * num_ranks if isinstance(costs, Costs) else tuple(costs)
+    if len(by_rank) != num_ranks:
+        raise ScheduleError(
+            f"costs are given for {len(by_rank)} ranks, but the pipeline has {num_ranks}; give one for each"
+        )
     found: dict[str, tuple[float, float]] = {}
     for name, schedule in SCHEDULES.items():
         if num_micro_batches < max(1, schedule.micro_batches_a_rank * num_ranks):
             continue
         table = build_table(name, num_ranks, num_micro_batches)
-        share = costs.divided(table.placement.num_chunks)
-        run = simulate(table, share)
+        placement = table.placement
+        ranks = map(placement.rank_of, range(placement.num_stages))
+        run = simulate(table, [by_rank[rank].divided(placement.num_chunks) for rank in ranks])
         peak = max(run.peak_activations(rank) for rank in range(num_ranks))
-        found[name] = run.makespan_seconds, peak / table.placement.num_chunks
+        found[name] = run.makespan_seconds, peak / placement.num_chunks
     shortest = min(seconds for seconds, _ in found.values()) * (1 + 1e-9)
     equal = [name for name, (seconds, _) in found.items() if seconds <= shortest]
     return min(equal, key=lambda name: found[name][1])

@@ -36,7 +36,7 @@ def load_table(path: str | Path, num_ranks: int, num_micro_batches: int) -> Tabl
     """
     source = f"pipeline.schedule: {printable(str(path))}"
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ScheduleError(
             f"{source} cannot be read ({error}); name a CSV file of text"

@@ -6,6 +6,7 @@ The simulation needs neither torch nor processes. It finds tables that can never
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -16,9 +17,13 @@ from .actions import (
     Action,
     DeadlockError,
     Op,
+    ScheduleError,
     Table,
 )
 from .lowering import received
+
+MOST_WAITS = 8
+"""A message names no more ranks that wait."""
 
 
 @final
@@ -93,22 +98,33 @@ class Simulation:
         return peak
 
 
-def simulate(table: Table, costs: Costs) -> Simulation:
+def simulate(table: Table, costs: Costs | Sequence[Costs]) -> Simulation:
     """Runs `table`, which has its messages, in simulated time.
 
+    Args:
+        table: the actions of a step.
+        costs: the same for every virtual stage, or one for each.
+
     A send takes no time of its rank. Its message starts when both sides have started it, and arrives
-    `costs.message` later. A compute action starts when its rank has ended the action before, and its values
-    have arrived.
+    `costs.message` of the sender later. A compute action starts when its rank has ended the action before, and
+    its values have arrived.
 
     Raises:
+        ScheduleError: there is not one cost for each stage.
         DeadlockError: an action waits for a value that is never made or never sent.
     """
-    return _Run(table, costs).finish()
+    num_stages = table.placement.num_stages
+    by_stage = (costs,) * num_stages if isinstance(costs, Costs) else tuple(costs)
+    if len(by_stage) != num_stages:
+        raise ScheduleError(
+            f"costs are given for {len(by_stage)} stages, but the table has {num_stages}; give one for each"
+        )
+    return _Run(table, by_stage).finish()
 
 
 @final
 class _Run:
-    def __init__(self, table: Table, costs: Costs) -> None:
+    def __init__(self, table: Table, costs: tuple[Costs, ...]) -> None:
         self._table, self._costs = table, costs
         num_ranks = len(table.rows)
         self._starts: list[list[float]] = [[] for _ in range(num_ranks)]
@@ -140,7 +156,7 @@ class _Run:
                     self._waiting[value].append(rank)
                     return woken
                 start = max(start, self._arrival(value))
-            end = start + self._costs.of(action.op)
+            end = start + self._costs[action.stage].of(action.op)
             self._starts[rank].append(start)
             self._ends[rank].append(end)
             self._clocks[rank] = self._done[action] = end
@@ -185,7 +201,7 @@ class _Run:
         """The second from which a compute action of the receiver can use `value`."""
         if value.op in SENDS:
             posted = self._done[received(value)]
-            return max(posted, self._done[value]) + self._costs.message
+            return max(posted, self._done[value]) + self._costs[value.stage].message
         return self._done[value]
 
     def _complaint(self) -> str:
@@ -194,7 +210,7 @@ class _Run:
             for rank in ranks:
                 action = self._table.rows[rank][len(self._starts[rank])]
                 waits.append((rank, f"rank {rank} waits in {action} for {self._described(value)}"))
-        text = ", ".join(text for _, text in sorted(waits))
+        text = ", ".join(text for _, text in sorted(waits)[:MOST_WAITS])
         return f"the schedule can never finish: {text}; change the order of these actions"
 
     def _described(self, value: Action) -> str:

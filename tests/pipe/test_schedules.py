@@ -157,7 +157,7 @@ def check(name, p, m, chunks):
         if name == "1f1b":
             assert run.peak_in_flight(rank) == run.peak_activations(rank) == min(m, p - rank)
         elif name == "zero_bubble":
-            assert run.peak_in_flight(rank) == min(m, p - rank) and run.peak_activations(rank) <= p
+            assert run.peak_in_flight(rank) == min(m, p - rank) and run.peak_activations(rank) == p
         elif name == "zbv":
             assert run.peak_activations(rank) <= 2 * p  # halves of a stage: the memory of 1F1B
         elif name == "dualpipev":
@@ -237,7 +237,16 @@ def test_times_of_a_message():
     run = simulate(build_table("gpipe", 2, 1), Costs(2, 1, 1, message=5))
     assert run.ends[0][-1] == run.makespan_seconds == 2 + 5 + 2 + 2 + 5 + 2
     assert run.starts[1][1] == 7  # the forward of the second rank
+    slow = simulate(run.table, [Costs(2, 1, 1), Costs(4, 1, 1)])  # one for each stage
+    assert slow.makespan_seconds == 2 + 4 + 2 + 2
     assert run.busy_seconds(0) == 4 and run.bubble_of(0) == pytest.approx(1 - 4 / 18)
+
+
+def test_a_message_waits_for_its_receive():
+    """Rank 1 starts to receive micro-batch 2 after its first forward; all outputs are ready long before."""
+    run = simulate(build_table("gpipe", 2, 3), [Costs(1, 1, 1, 5), Costs(3, 3, 3, 5)])
+    starts = dict(zip(map(str, run.table.rows[1]), run.starts[1], strict=True))
+    assert [starts[f"1F{m}"] for m in range(3)] == [6, 9, 14]
 
 
 def test_evaluation_runs_forwards_alone_in_any_number():
@@ -248,12 +257,27 @@ def test_evaluation_runs_forwards_alone_in_any_number():
             assert (
                 sum(count(row, {Op.FORWARD}) for row in run.table.rows) == m * placement.num_stages
             )
-    assert simulate(build_forward_table(Placement(4), 8), EQUAL).makespan_seconds == 11
+    table = build_forward_table(Placement(4), 8)
+    assert simulate(table, EQUAL).makespan_seconds == 11
+    table = with_states(table, gathers_each=False, reduces_each=False)
+    assert [count(row, {Op.GATHER, Op.DROP, Op.REDUCE}) for row in table.rows] == [2, 2, 2, 2]
 
 
 def test_auto_takes_the_shortest_step_then_the_least_memory():
     assert choose(EQUAL, 1, 4) in ("1f1b", "zero_bubble", "zbv")  # one rank: all are as long
     assert choose(EQUAL, 4, 16) == "zbv"
+    uneven = [Costs(1, 1, 1), Costs(2, 3, 1)]  # one for each rank
+    steps = {
+        name: simulate(table, [uneven[table.placement.rank_of(s)].divided(v) for s in range(2 * v)])
+        for name, table in ((name, build_table(name, 2, 4)) for name in SCHEDULES)
+        for v in [table.placement.num_chunks]
+    }
+    shortest = min(run.makespan_seconds for run in steps.values())
+    assert steps[choose(uneven, 2, 4)].makespan_seconds == shortest < steps["1f1b"].makespan_seconds
+    with pytest.raises(ScheduleError, match="costs are given for 3 ranks"):
+        choose([EQUAL] * 3, 4, 16)
+    with pytest.raises(ScheduleError, match="costs are given for 3 stages"):
+        simulate(build_table("1f1b", 2, 2), [EQUAL] * 3)
     assert choose(EQUAL, 4, 3) == "gpipe"  # fewer micro-batches than ranks
     assert choose(Costs(1, 2, 0), 4, 16) == "interleaved_1f1b"  # nothing to delay
     assert choose(Costs(1, 1, 1, message=1), 4, 16) != choose(EQUAL, 4, 16)
@@ -346,7 +370,7 @@ def test_a_table_of_torchs_format_is_read(tmp_path):
         table = with_states(build_table(*case), gathers_each=True, reduces_each=False)
         assert read_table(table.text()).rows == build_table(*case).rows
     file = tmp_path / "table.csv"
-    file.write_text(GOOD)
+    file.write_text("\ufeff" + GOOD, encoding="utf-8")  # as spreadsheets write it
     assert load_table(file, 2, 2) == read_table(GOOD)
     for numbers, message in (((3, 2), "has 2 lines"), ((2, 4), "has 2 micro-batches")):
         with pytest.raises(ScheduleError, match=message):
