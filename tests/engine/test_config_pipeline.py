@@ -92,6 +92,21 @@ def test_the_numbers_are_those_of_the_schedules():
     } == {name: (each.chunks, each.any_more, each.micro_batches) for name, each in NUMBERS.items()}
 
 
+@pytest.mark.parametrize(
+    ("section", "micro_batches", "share"),
+    [
+        ({"stages": 4}, 8, 3 / 11),
+        ({"stages": 4, "schedule": "gpipe"}, 8, 3 / 11),
+        ({"stages": 4, "schedule": "interleaved_1f1b", "chunks": 3}, 8, 3 / 27),
+        ({"stages": 4, "schedule": "zero_bubble"}, 8, 3 / 27),
+        ({"stages": 4, "schedule": "zbv"}, 8, None),
+        ({"stages": 1}, 8, 0),
+    ],
+)
+def test_the_share_of_a_step_in_which_a_rank_waits(section, micro_batches, share):
+    assert read(section).pipeline.bubble(micro_batches) == share
+
+
 # -- ranks ------------------------------------------------------------------------------------------------
 
 
