@@ -18,6 +18,7 @@ def argument_values(source: Source, args: Any) -> dict[str, Given]:
     steps = args.gradient_accumulation_steps
     micro = args.per_device_train_batch_size
     ranks = source.data_ranks(args.world_size)
+    named = "ranks" if ranks == args.world_size else "data-parallel ranks"
     product = f"({micro} x {steps} x {ranks})"
     return {
         "train_micro_batch_size_per_gpu": _named(
@@ -26,7 +27,7 @@ def argument_values(source: Source, args: Any) -> dict[str, Given]:
         "gradient_accumulation_steps": _named(args, "gradient_accumulation_steps", is_default=True),
         "train_batch_size": Given(
             micro * steps * ranks,
-            f"per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks {product}",
+            f"per_device_train_batch_size x gradient_accumulation_steps x {named} {product}",
         ),
         "gradient_clipping": _named(args, "max_grad_norm", is_default=True),
         **precision(source, bf16=_named(args, "bf16"), fp16=_named(args, "fp16"), is_default=True),
