@@ -235,10 +235,16 @@ def _check_number_of_bounds(section: Pipeline, bounds: tuple[int, ...], report: 
     )
 
 
+_OF_STAGES = (
+    *("schedule", "chunks", "partition", "reduce", "dynamic_shape", "first_stage_modules"),
+    *("last_stage_modules", "activation_checkpoint_interval"),
+)
+
+
 def _note_one_stage(section: Pipeline, report: Report) -> None:
     ignored = [
         f"pipeline.{name}"
-        for name in ("schedule", "chunks", "partition", "reduce", "dynamic_shape")
+        for name in _OF_STAGES
         if getattr(section, name) != Pipeline.model_fields[name].default
     ]
     if ignored:

@@ -311,9 +311,14 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
 
 
 def _check_stages(config: Config, report: Report) -> None:
-    counts = config.managed_gradient_accumulation
-    zero = config.zero_optimization
-    check_stages(config.pipeline, config.elasticity, zero, report, counts_micro_batches=counts)
+    check_stages(
+        config.pipeline,
+        config.elasticity,
+        config.zero_optimization,
+        report,
+        counts_micro_batches=config.managed_gradient_accumulation,
+        recomputes=config.activation_checkpointing.enabled,
+    )
 
 
 def _check_precision(config: Config, report: Report) -> None:

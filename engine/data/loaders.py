@@ -259,8 +259,7 @@ def build_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
 
     Args:
         dataset: map-style (`len` and indexing), or an IterableDataset, which is not shuffled.
-        rank, world_size: this rank's place on the data axis, and its length. The pipeline stages of one
-            model have the same place, so they read the same samples.
+        rank, world_size: on the data axis of the mesh, so all pipeline stages of a model read the same.
         collate_fn: builds a micro-batch from a list of items; torch's own by default.
         num_workers: processes that load; 0 loads in this process.
         step_samples: samples of one step over all ranks, a multiple of micro_batch_size x world_size. If

@@ -253,8 +253,9 @@ def test_too_few_micro_batches(section, steps, least):
 
 def test_all_complaints_at_once():
     found = complaints(
-        {"stages": 4, "chunks": 2, "micro_batches": 3},
+        {"stages": 4, "chunks": 2, "micro_batches": 3, "activation_checkpoint_interval": 2},
         4,
+        activation_checkpointing={},
         managed_gradient_accumulation=False,
         zero_optimization={"stage": 3, "divergent_graphs": True},
         gradient_accumulation_steps=2,
@@ -262,6 +263,7 @@ def test_all_complaints_at_once():
     starts = (
         "pipeline.chunks = 2: ",
         "managed_gradient_accumulation = false: ",
+        "pipeline.activation_checkpoint_interval = 2: ",
         "zero_optimization.divergent_graphs = true: ",
         "pipeline.micro_batches = 3: must equal gradient_accumulation_steps (2)",
         "gradient_accumulation_steps = 2: ",
