@@ -373,9 +373,9 @@ class Sentinel:
             log.log(logging.WARNING if change.is_slow else logging.INFO, "xds: %s", text)
 
 
-def _explained(exchange: Exchange, reports: Reports) -> str:
+def _explained(exchange: Exchange, reports: Reports, places: Mapping[int, str]) -> str:
     silences = exchange.silences(reports)
-    return explain(list(reports.values()), exchange.world_size, silences)
+    return explain(list(reports.values()), exchange.world_size, silences, places)
 
 
 def _early(entry: WatchedEngine) -> float:
