@@ -32,6 +32,7 @@ from ..steps.counters import Counters
 from ..steps.pipeline_loop import Pipeline, PipelineLoop
 from ..steps.training_step import TrainingStep
 
+JOINT = ("gpipe", "1f1b", "interleaved_1f1b")  # schedules with whole backwards only
 Runs = Sequence[Sequence[tuple[str, nn.Module]]]
 
 
@@ -148,9 +149,9 @@ def build_pipeline(
         found.placement,
         is_dynamic=section.dynamic_shape,
     )
-    weight_grads = WeightGrads(
-        [block.module for block in found.part.blocks], getattr(sharded, "add_gradient", None)
-    )
+    blocks = [block.module for block in found.part.blocks]
+    splits = section.schedule not in JOINT  # backward of inputs and of weights are two actions
+    weight_grads = WeightGrads(blocks if splits else [], getattr(sharded, "add_gradient", None))
 
     def table_of(count: int, *, gathers_each: bool) -> Table:
         table = build_table(section.schedule, section.stages, count, section.chunks or 0)
