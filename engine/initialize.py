@@ -154,7 +154,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     host = build_host(config, device, given.optimizer)
     groups = None if is_part(model) else _groups(model, config, given)
     runs = [found_blocks(model, config.zero_optimization.units)]
-    found = cut(model, runs[0], config.pipeline, mesh) if is_cut(model, config) else None
+    found = cut(model, runs[0], config, mesh) if is_cut(model, config) else None
     if found is not None:
         model, runs = found.part.module, found.runs
     groups = groups or _groups(model, config, given)

@@ -12,14 +12,13 @@ from ...compression.reducer import ExactReducer
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
 from ...pipe.channel import Channel
-from ...pipe.config import Pipeline as PipelineConfig
 from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.part import Part
 from ...pipe.cut.plain_models import Sides
 from ...pipe.module import PipelineModule
-from ...pipe.schedules.actions import Placement, Table
-from ...pipe.schedules.build import SCHEDULES, build_table
+from ...pipe.schedules.actions import Table
 from ...pipe.schedules.lowering import with_states
+from ...pipe.schedules.plan import SchedulePlan
 from ...pipe.weight_grads import WeightGrads
 from ...utils.errors import UsageError
 from ...zero.core.groups import FlatGroup, FlatGroups
@@ -32,7 +31,6 @@ from ..steps.counters import Counters
 from ..steps.pipeline_loop import Pipeline, PipelineLoop
 from ..steps.training_step import TrainingStep
 
-JOINT = ("gpipe", "1f1b", "interleaved_1f1b")  # schedules with whole backwards only
 Runs = Sequence[Sequence[tuple[str, nn.Module]]]
 
 
@@ -42,7 +40,7 @@ class Cut:
     """The part of the model that rank `rank` of a pipeline has."""
 
     part: Part
-    placement: Placement
+    plan: SchedulePlan
     rank: int
 
     @property
@@ -93,7 +91,7 @@ def is_part(model: nn.Module) -> bool:
 def cut(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    section: PipelineConfig,
+    config: Config,
     mesh: MeshGroups,
 ) -> Cut:
     """Keep the part of `model` that this rank has. `blocks`: found in the whole model.
@@ -101,18 +99,30 @@ def cut(
     Raises:
         UsageError: the model cannot be cut into so many stages.
     """
+    section = config.pipeline
     if not mesh.is_everywhere:
         raise UsageError(
             f"group= with pipeline.stages = {section.stages}: a pipeline uses all ranks; leave group= out, or "
             "start a job of its own for it"
         )
     rank = mesh.coordinate("pipe")
-    placement = SCHEDULES[section.schedule].placement(section.stages, section.chunks or 0)
+    steps = config.gradient_accumulation_steps
+    plan = SchedulePlan(section.schedule, section.stages, section.chunks or 0, steps)
+    mesh.opened[0].name_places(
+        {
+            rank: _stages_text(plan.placement.stages_of(mesh.mesh.coordinates(rank).pipe))
+            for rank in range(mesh.mesh.size)
+        }
+    )
     is_given = not is_part(model) or "partition" in section.model_fields_set
     partition = section.partition if is_given else None
     sides = Sides(section.first_stage_modules, section.last_stage_modules)
-    part = cut_model(model, blocks, placement, rank, partition, sides)
-    return Cut(part, placement, rank)
+    part = cut_model(model, blocks, plan.placement, rank, partition, sides)
+    return Cut(part, plan, rank)
+
+
+def _stages_text(stages: Sequence[int]) -> str:
+    return ("stage " if len(stages) == 1 else "stages ") + " and ".join(map(str, stages))
 
 
 def open_flat_groups(
@@ -146,21 +156,22 @@ def build_pipeline(
     channel = Channel(
         mesh.along("pipe", "forward"),
         mesh.along("pipe", "backward"),
-        found.placement,
+        found.plan.placement,
         is_dynamic=section.dynamic_shape,
     )
     blocks = [block.module for block in found.part.blocks]
-    splits = section.schedule not in JOINT  # backward of inputs and of weights are two actions
-    weight_grads = WeightGrads(blocks if splits else [], getattr(sharded, "add_gradient", None))
+    deferred = blocks if found.plan.splits_backward else []
+    weight_grads = WeightGrads(deferred, getattr(sharded, "add_gradient", None))
 
     def table_of(count: int, *, gathers_each: bool) -> Table:
-        table = build_table(section.schedule, section.stages, count, section.chunks or 0)
         reduces_each = section.reduce == "micro_batch" and sharded.policy.shards_grads
-        return with_states(table, gathers_each=gathers_each, reduces_each=reduces_each)
+        return with_states(
+            found.plan.table(count), gathers_each=gathers_each, reduces_each=reduces_each
+        )
 
     pipeline = Pipeline(
         part=found.part,
-        placement=found.placement,
+        placement=found.plan.placement,
         rank=found.rank,
         channel=channel,
         pipe=mesh.along("pipe", "batches"),
