@@ -21,6 +21,7 @@ from ...pipe.schedules.lowering import with_states
 from ...pipe.schedules.plan import SchedulePlan
 from ...pipe.weight_grads import WeightGrads
 from ...utils.errors import UsageError
+from ...zero.access.owners import find_owner
 from ...zero.core.groups import FlatGroup, FlatGroups
 from ...zero.core.policy import Policy
 from ...zero.core.sharded_model import ShardedModel
@@ -104,6 +105,12 @@ def cut(
         raise UsageError(
             f"group= with pipeline.stages = {section.stages}: a pipeline uses all ranks; leave group= out, or "
             "start a job of its own for it"
+        )
+    if any(find_owner(param) is not None for param in model.parameters()):
+        raise UsageError(
+            f"pipeline.stages = {section.stages}: the model was built in xds.zero.Init, which spreads every "
+            'parameter over all ranks; build it on the meta device (with torch.device("meta")) and pass '
+            "weights= to xds.initialize, or use xds.pipe.PipelineModule with LayerSpec layers"
         )
     rank = mesh.coordinate("pipe")
     steps = config.gradient_accumulation_steps
