@@ -28,17 +28,6 @@ from ..utils.errors import UsageError
 Sink = Callable[[nn.Parameter, Tensor], None]
 
 
-class _Layout(NamedTuple):
-    """How a weight lies in memory in forward; at stage 3 of ZeRO it may be dropped before W."""
-
-    is_transposed: bool  # [in_features, out_features]
-    is_by_columns: bool  # of the matrix in x @ matrix
-
-    def matrix(self, weight: Tensor) -> Tensor:
-        """[in_features, out_features]"""
-        return weight if self.is_transposed else weight.t()
-
-
 class _Entry(NamedTuple):
     """What the weight gradients of one call need. `x`, `dy`: rows of inputs and of output gradients."""
 
@@ -47,7 +36,8 @@ class _Entry(NamedTuple):
     x: Tensor | None  # [..., in_features]
     dy: Tensor  # [..., out_features]
     version: int  # of x: it may not change any more
-    layout: _Layout
+    is_transposed: bool  # the weight is [in_features, out_features]
+    is_by_columns: bool  # x @ matrix reads the weight by columns; it may be dropped before W
 
 
 @final
@@ -204,8 +194,7 @@ def _deferrable(base: type[nn.Module], owner: WeightGrads) -> type[nn.Module]:
         x: Tensor = args[0]
         if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # what autocast would save
-        call = _Call(self, plain, owner, is_transposed)
-        result: Tensor = _Linear.apply(x, *params, call)  # type: ignore[no-untyped-call]
+        result: Tensor = _Linear.apply(x, *params, owner, is_transposed)  # type: ignore[no-untyped-call]
         return result
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
@@ -246,54 +235,57 @@ def _has_hooks(param: Tensor) -> bool:
 # -- the layer under autograd -----------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
-    module: nn.Module
-    plain: Callable[..., Tensor]
-    owner: WeightGrads
-    is_transposed: bool
-
-
 @final
 class _Linear(torch.autograd.Function):
     """A linear layer. Backward leaves the gradients of its parameters to the owner, or computes them."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, call: _Call
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        owner: WeightGrads,
+        is_transposed: bool,
     ) -> Tensor:
+        compute = _linear_transposed if is_transposed else nn.functional.linear
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a cached cast from here would have no gradient
         try:
-            y = call.plain(call.module, x)
+            y = compute(x, weight, bias)
         finally:
             torch.set_autocast_cache_enabled(caches)
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.params = weight if needs_weight else None, bias if needs_bias else None
-        matrix = weight if call.is_transposed else weight.t()
-        ctx.owner, ctx.layout = call.owner, _Layout(call.is_transposed, _is_by_columns(matrix))
+        ctx.owner, ctx.is_transposed = owner, is_transposed
         ctx.x_is_by_columns = x.ndim == 2 and _is_by_columns(x)
+        ctx.weight_is_by_columns = _is_by_columns(weight, is_transposed)
         return y.detach()  # not a view, which may not be changed in place
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return None, None, None, None
+            return None, None, None, None, None
         x, weight = ctx.saved_tensors
         dx = None
         if weight is not None:
-            dx = _input_grad(dy, ctx.layout.matrix(weight.to(dy.dtype)), ctx.x_is_by_columns)
+            weight = weight.to(dy.dtype)
+            matrix = weight if ctx.is_transposed else weight.t()
+            dx = _input_grad(dy, matrix, ctx.x_is_by_columns)
         own = _Entry(
-            ctx.params[0], ctx.params[1], x, dy, 0 if x is None else x._version, ctx.layout
+            *(ctx.params[0], ctx.params[1], x, dy, 0 if x is None else x._version),
+            is_transposed=ctx.is_transposed,
+            is_by_columns=ctx.weight_is_by_columns,
         )
         if ctx.owner.keep(own):
-            return dx, None, None, None
+            return dx, None, None, None, None
         grads = [
             None if param is None or grad is None else grad.to(param.dtype)
             for param, grad in zip(ctx.params, (_weight_grad(own), _bias_grad(own)), strict=True)
         ]
-        return dx, *grads, None
+        return dx, *grads, None, None
 
 
 # -- the products, as torch's derivatives.yaml has them for mm and addmm ------------------------------------
@@ -301,11 +293,20 @@ class _Linear(torch.autograd.Function):
 
 def _rows(tensor: Tensor) -> Tensor:
     """[..., features] -> [rows, features]"""
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _is_by_columns(matrix: Tensor) -> bool:
-    return matrix.stride(0) == 1 and matrix.stride(1) == matrix.shape[0]
+def _linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As the forward of transformers' Conv1D."""
+    assert bias is not None
+    rows = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
+    return rows.view(*x.shape[:-1], len(bias))
+
+
+def _is_by_columns(matrix: Tensor, as_it_is: bool = True) -> bool:
+    """`matrix`, or its transpose, lies column after column, so torch computes the transpose of its gradient."""
+    inner, outer = matrix.stride() if as_it_is else matrix.stride()[::-1]
+    return inner == 1 and outer == matrix.shape[0 if as_it_is else 1]
 
 
 def _input_grad(dy: Tensor, matrix: Tensor, is_by_columns: bool) -> Tensor:
@@ -327,8 +328,8 @@ def _weight_grad(entry: _Entry) -> Tensor | None:
             'change a copy, or set pipeline.schedule to "1f1b"'
         )
     rows, dy = _rows(x), _rows(entry.dy)
-    grad = dy.t().mm(rows).t() if entry.layout.is_by_columns else rows.t().mm(dy)
-    return grad if entry.layout.is_transposed else grad.t()
+    grad = dy.t().mm(rows).t() if entry.is_by_columns else rows.t().mm(dy)
+    return grad if entry.is_transposed else grad.t()
 
 
 def _bias_grad(entry: _Entry) -> Tensor | None:

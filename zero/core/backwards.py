@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -40,6 +40,11 @@ class Backwards:
         """diverges: ranks may run different units."""
         self.has_seen_one = False  # since `clear_seen`
         self._trainable = trainable
+        self._slots = {
+            id(param): (grads, position)
+            for _, grads in trainable
+            for position, param in enumerate(grads.params)
+        }
         self._reduction = reduction
         self._diverges = diverges
         self._gatherer: Gatherer | None = None
@@ -183,6 +188,29 @@ class Backwards:
             self._reduction.settle(grads)
         if grads.add_grad(position):
             self._completed(unit)
+
+    def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Add `grad` to the sum of `param`, as if autograd had brought it at the end of the last backward.
+
+        That backward should hold its gradients back: what is sent already is reduced a second time. A
+        parameter that the optimizer does not update is ignored.
+
+        Args:
+            grad: [shape of `param`], with the factor of the loss.
+
+        Raises:
+            UsageError: a backward is running.
+        """
+        if self._is_running:
+            raise UsageError(
+                "add_gradient inside a backward: its buffer may be on its way to other ranks; "
+                "call it after the backward"
+            )
+        if id(param) in self._slots:
+            grads, position = self._slots[id(param)]
+            if grads.is_sent:
+                self._reduction.settle(grads)
+            grads.add_by_call(position, grad)
 
     def _on_first_grad(self, param: nn.Parameter) -> None:
         """The first gradient has arrived: begin the script's backward if none runs, and set the factor."""

@@ -139,6 +139,10 @@ class FlatGrads:
         self._local.take(position)
         return self._arrivals.add(position)
 
+    def add_by_call(self, position: int, grad: Tensor) -> None:
+        """Add a gradient of slot `position` after its backward. The buffer must not be in flight."""
+        self._local.put(position, grad)
+
     def expect_no_more(self) -> None:
         """The missing gradients will not arrive: the buffer is complete."""
         self._arrivals.expect_no_more()

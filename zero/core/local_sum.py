@@ -85,6 +85,15 @@ class LocalSum:
             with torch.no_grad():
                 self._put(position, grad)
 
+    @torch.no_grad()
+    def put(self, position: int, grad: Tensor) -> None:
+        """Take a gradient that is not in `.grad`. One that waits there came before it."""
+        param = self._params[position]
+        earlier, param.grad = param.grad, None
+        if earlier is not None:
+            self._put(position, earlier)
+        self._put(position, grad)
+
     def _put(self, position: int, grad: Tensor) -> None:
         view = self._writable_views()[position]
         if self.filled[position] or self._factor != 1.0:

@@ -180,6 +180,10 @@ class ShardedModel:
         """Start to reduce the gradients of `only` that were held back. For all ranks of their groups."""
         self._reduction.start_held(only)
 
+    def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Add a gradient that is computed after its backward. See `Backwards.add_gradient`."""
+        self.backwards.add_gradient(param, grad)
+
     def drop_gradients(self) -> None:
         """Drop all gradients, at any time outside of a backward."""
         self.backwards.drop()
