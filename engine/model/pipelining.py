@@ -168,7 +168,7 @@ def build_pipeline(
     )
     blocks = [block.module for block in found.part.blocks]
     deferred = blocks if found.plan.splits_backward else []
-    weight_grads = WeightGrads(deferred, getattr(sharded, "add_gradient", None))
+    weight_grads = WeightGrads(deferred, sharded.add_gradient)
 
     def table_of(count: int, *, gathers_each: bool) -> Table:
         reduces_each = section.reduce == "micro_batch" and sharded.policy.shards_grads
