@@ -232,10 +232,15 @@ class Collectives(ABC):
     def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
         """Start to fill contiguous `tensor` with a message of rank `peer`; it has the same size."""
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite `tensor` on every rank with that of rank `source` (its rank within the group)."""
+    def broadcast(
+        self, tensor: Tensor, source: int = 0, what: str = "the first rank's values"
+    ) -> None:
+        """Overwrite `tensor` on every rank with that of rank `source` (its rank within the group).
+
+        what: the subject in the message where a rank does not take part.
+        """
         self._count("broadcast", tensor if self.rank == source else tensor.new_empty(0))
-        with self._guard("broadcast", CONTROL_BUFFER, "rank 0's values", tensor):
+        with self._guard("broadcast", CONTROL_BUFFER, what, tensor):
             dist.broadcast(tensor, group=self.group, group_src=source)
 
     def barrier(self) -> None:

@@ -74,7 +74,7 @@ def explain(
         reports: the reports of the ranks that answered, by rank.
         silences: seconds since the last heartbeat of each rank that does not answer; None where it has
             destroyed its engine. Ranks that never sent a heartbeat are not in it.
-        places: what a rank has, e.g. "stage 1", said of ranks that raised or do not report.
+        places: what a rank has, e.g. "stage 1", said of ranks that are in no collective.
     """
     waiting = _waiting(reports)
     parts = [_wait_text(ranks, reports) for ranks in waiting]
@@ -82,7 +82,8 @@ def explain(
     parts += _place_texts(reports)
     silent = sorted(set(range(world_size)) - {r.rank for r in reports})
     parts += _silent_texts(silent, {r.gone for r in reports}, silences or {})
-    named = sorted({*silent, *(r.rank for r in reports if r.raised)} & (places or {}).keys())
+    strayed = {*silent, *(r.rank for r in reports if r.raised or r.is_outside)}
+    named = sorted(strayed & (places or {}).keys())
     parts += [f"rank {rank} has {(places or {})[rank]}" for rank in named]
     parts += [text for text in (_difference_text(waiting), _own_difference_text(reports)) if text]
     return f"{'; '.join(parts)}. {_remedy(waiting, reports, silent)}"
