@@ -61,6 +61,7 @@ class Conductor:
         self._current: Crossing | None = None
         self._kept: dict[tuple[int, int], Crossing] = {}
         self._senders: dict[int, dict[str, tuple[int, ...]]] = {}
+        self._writing: set[int] = set()  # stages whose blocks write to what arrives
         self._to_trace: set[int] = set(range(num_stages))
 
     def run(
@@ -69,7 +70,9 @@ class Conductor:
         """Run `forward`, the whole model's: a Flow, or on the last stage what it returns."""
         trace = Trace(stage, self.zero_parameters) if stage in self._to_trace else None
         senders = self._senders.setdefault(stage, {})
-        crossing = self._current = Crossing(stage, arrived, senders, trace, self._is_trained(stage))
+        crossing = self._current = Crossing(
+            stage, arrived, senders, trace, self._is_trained(stage), stage in self._writing
+        )
         result: Any = None
         has_ended = False
         try:
@@ -86,7 +89,8 @@ class Conductor:
         if crossing.misses_structure:
             self._to_trace.add(stage)
         self._check_end(crossing, has_ended)
-        crossing.trace = None
+        if crossing.close():
+            self._writing.add(stage)
         if torch.is_grad_enabled():
             self._kept[stage, micro_batch] = crossing
         return result
@@ -185,28 +189,28 @@ class Conductor:
     def _wrong_side(self, role: Role, crossing: Crossing, what: str) -> UsageError:
         if role.is_block:
             return UsageError(
-                f"pipeline stage {crossing.stage}: the model's forward {what} again after blocks of a later stage; "
-                "blocks must run in their order; set pipeline.stages to 1"
+                f"pipeline stage {crossing.stage}: the model's forward {what} again after blocks of a later "
+                "stage; blocks must run in their order; set pipeline.stages to 1"
             )
         side, key = (
             ("after", "last") if crossing.has_begun and crossing.stage else ("before", "first")
         )
         return UsageError(
-            f"pipeline stage {crossing.stage}: the model's forward {what} {side} the blocks, where its parameters "
-            f'are not; add "{role.name}" to pipeline.{key}_stage_modules'
+            f"pipeline stage {crossing.stage}: the model's forward {what} {side} the blocks, where its "
+            f'parameters are not; add "{role.name}" to pipeline.{key}_stage_modules'
         )
 
     def _check_end(self, crossing: Crossing, has_ended: bool) -> None:
         is_last = crossing.stage == self.num_stages - 1
         if not is_last and not has_ended:
             raise UsageError(
-                f"pipeline stage {crossing.stage}: the model's forward called no block of a later stage; it must "
-                "call every block of its list once, or set pipeline.stages to 1"
+                f"pipeline stage {crossing.stage}: the model's forward called no block of a later stage; it "
+                "must call every block of its list once, or set pipeline.stages to 1"
             )
         if is_last and crossing.stage and not crossing.has_begun:
             raise UsageError(
-                f"pipeline stage {crossing.stage}: the model's forward called no block of the last stage; it must "
-                "call every block of its list once, or set pipeline.stages to 1"
+                f"pipeline stage {crossing.stage}: the model's forward called no block of the last stage; it "
+                "must call every block of its list once, or set pipeline.stages to 1"
             )
 
 

@@ -130,15 +130,15 @@ def check_model(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> No
     """Raises UsageError where the model cannot be cut, before anything is changed."""
     if not blocks:
         raise UsageError(
-            f"pipeline.stages: {type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential with "
-            "several modules of one class) to cut; name the blocks in zero_optimization.units, or use "
+            f"pipeline.stages: {type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential "
+            "with several modules of one class) to cut; name the blocks in zero_optimization.units, or use "
             "PipelineModule"
         )
     lists = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in blocks))
     if len(lists) > 1:
         raise UsageError(
-            f"pipeline.stages: {type(model).__name__} has {len(lists)} lists of blocks ({', '.join(lists)}), and a "
-            "pipeline cuts a model with one; use PipelineModule, or name the blocks of one list in "
+            f"pipeline.stages: {type(model).__name__} has {len(lists)} lists of blocks ({', '.join(lists)}), "
+            "and a pipeline cuts a model with one; use PipelineModule, or name the blocks of one list in "
             "zero_optimization.units"
         )
     _check_not_compiled(model, blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -57,14 +58,14 @@ def direct_calls(own: OwnModule, conductor: Conductor) -> Callable[[], None]:
     kind: Any = type(module)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return conductor.call_own(own, super(directed, self).__call__, args, kwargs)  # type: ignore[misc]
+        return conductor.call_own(own, partial(kind.__call__, self), args, kwargs)
 
     namespace = {
         "__call__": call,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
     }
-    directed = type(kind.__name__, (kind,), namespace)
+    directed: Any = type(kind.__name__, (kind,), namespace)
     module.__class__ = directed
 
     def give_back() -> None:
