@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...utils.errors import UsageError
 from .crossing import Crossing, StageEnd
+from .likeness import Likeness
 from .part import Flow
 from .tracing import Trace
 from .zeros import ZeroOutputs
@@ -54,9 +55,9 @@ class OwnModule:
 class Conductor:
     """Runs the stages of one rank, one at a time."""
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self, num_stages: int, likeness: Likeness) -> None:
         self.num_stages = num_stages
-        self.zero_parameters: list[Tensor] = []  # in place of parameters of other stages
+        self.likeness = likeness
         self.own_blocks: list[OwnModule] = []
         self._current: Crossing | None = None
         self._kept: dict[tuple[int, int], Crossing] = {}
@@ -68,7 +69,8 @@ class Conductor:
         self, stage: int, micro_batch: int, arrived: Flow | None, forward: Callable[[], Any]
     ) -> Any:
         """Run `forward`, the whole model's: a Flow, or on the last stage what it returns."""
-        trace = Trace(stage, self.zero_parameters) if stage in self._to_trace else None
+        zeros = [zeros.value for zeros in self.likeness.parameters]
+        trace = Trace(stage, zeros) if stage in self._to_trace else None
         senders = self._senders.setdefault(stage, {})
         crossing = self._current = Crossing(
             stage, arrived, senders, trace, self._is_trained(stage), stage in self._writing
@@ -138,7 +140,8 @@ class Conductor:
             return value
         if crossing.has_begun or crossing.stage == 0:
             raise self._wrong_side(role, crossing, f"reads {role.name}.{name}")
-        zeros = torch.zeros((), dtype=value.dtype).expand(value.shape)
+        one = torch.zeros((), dtype=value.dtype, device=self.likeness.device)
+        zeros = one.expand(value.shape)
         if crossing.trace is not None:
             crossing.trace.mark(zeros)
         return zeros
