@@ -103,8 +103,8 @@ class Trace(TorchFunctionMode):
     def _check_known(self, inputs: list[Tensor], name: str) -> None:
         if any(tensor in self._unknown for tensor in inputs):
             raise UsageError(
-                f"pipeline stage {self._stage}: the model's forward computes ({name}) with a value from before its "
-                "blocks, which only the first stage has; pass the value through the blocks, or set "
+                f"pipeline stage {self._stage}: the model's forward computes ({name}) with a value from before "
+                "its blocks, which only the first stage has; pass the value through the blocks, or set "
                 "pipeline.stages to 1"
             )
 
