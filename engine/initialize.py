@@ -138,8 +138,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     group = _group(device, given)
     config = config.resolve(group.size())
     _log_notes(config, group.rank())
-    mesh = MeshGroups(mesh_of(config, group.size()), group, device, timeout_seconds())
     collectives = _watched(config, open_collectives(group, device))
+    mesh = MeshGroups(mesh_of(config, group.size()), group, collectives, timeout_seconds())
     if not is_part(model):
         check_same_model(model, config.zero_optimization, collectives)
     host = build_host(config, device, given.optimizer)
@@ -152,8 +152,6 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     flat_groups = open_flat_groups(
         mesh, collectives, partial(_policy, config), config.zero_optimization.stage, found
     )
-    for opened in mesh.opened:
-        _watched(config, opened)
     if flat_groups.data.policy.shards_params:
         return_freed_blocks()
     blocks = [module for run in runs for _, module in run]
@@ -191,7 +189,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         compiler=compiler,
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
-        opened=[collectives, *mesh.opened],
+        opened=mesh.opened,
         loop=batch_loop if found is None else build_pipeline(found, mesh, config, sharded),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any as PipelineConfig
 from typing import Protocol, final
 
 from torch import nn
@@ -14,6 +13,7 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
 from ...ops.mesh import Mesh
 from ...pipe.channel import Channel
+from ...pipe.config import Pipeline as PipelineConfig
 from ...pipe.cut.cut import cut_model
 from ...pipe.cut.part import Part
 from ...pipe.module import PipelineModule
@@ -21,6 +21,7 @@ from ...pipe.schedules.actions import Placement, Table
 from ...pipe.schedules.build import SCHEDULES, build_table
 from ...pipe.schedules.lowering import with_states
 from ...pipe.weight_grads import WeightGrads
+from ...utils.errors import UsageError
 from ...zero.core.groups import FlatGroup, FlatGroups
 from ...zero.core.policy import Policy
 from ...zero.core.sharded_model import ShardedModel
@@ -84,6 +85,11 @@ def cut(
     Raises:
         UsageError: the model cannot be cut into so many stages.
     """
+    if not mesh.is_everywhere:
+        raise UsageError(
+            f"group= with pipeline.stages = {section.stages}: a pipeline uses all ranks; leave group= out, or "
+            "start a job of its own for it"
+        )
     rank = mesh.coordinate("pipe")
     placement = SCHEDULES[section.schedule].placement(section.stages, section.chunks or 0)
     part = cut_model(model, blocks, placement, rank, section)
@@ -101,8 +107,8 @@ def open_flat_groups(
     part = found.part
     opened: dict[tuple[int, ...], FlatGroup] = {}
     for number, ranks in enumerate(sorted(set(part.shared.values())), 1):  # the same on all ranks
-        if found.rank in ranks:
-            shared = mesh.stages(ranks)
+        shared = mesh.shared(ranks)
+        if shared is not None:
             kept_whole = policy(min(stage, 2), shared.world_size)
             opened[ranks] = FlatGroup(shared, ExactReducer(shared), kept_whole, number)
     by_param = {
