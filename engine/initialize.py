@@ -34,13 +34,22 @@ from .checkpoint.io.background import Background
 from .checkpoint.saver import Direct, Saver
 from .checkpoint.training import Scheduler
 from .config.config import Config
+from .config.ranks import mesh_of
 from .data.loaders import build_loader, keeps_position
 from .engine import Engine
 from .model.arguments import check_arguments
 from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
 from .model.offloading import build_homes, build_host, host_ratio, reserve
-from .model.pipelining import Runs, build_pipeline, cut, is_cut, is_part, mesh_of, open_flat_groups
+from .model.pipelining import (
+    Runs,
+    build_pipeline,
+    cut,
+    is_cut,
+    is_part,
+    open_flat_groups,
+    with_model,
+)
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
 from .optim.loss_scale import build_loss_scale
@@ -107,7 +116,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
         UsageError: the model or the optimizer cannot be trained as asked.
     """
     check_arguments(model, lr_scheduler=lr_scheduler, collate_fn=collate_fn, group=group)
-    config = Config.load(_config_source(config, args))
+    config = with_model(Config.load(_config_source(config, args)), model)
     given = _Given(
         optimizer, model_parameters, lr_scheduler, training_data, collate_fn, weights, group
     )
@@ -139,7 +148,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     config = config.resolve(group.size())
     _log_notes(config, group.rank())
     collectives = _watched(config, open_collectives(group, device))
-    mesh = MeshGroups(mesh_of(config, group.size()), group, collectives, timeout_seconds())
+    mesh = MeshGroups(mesh_of(config.pipeline, group.size()), group, collectives, timeout_seconds())
     if not is_part(model):
         check_same_model(model, config.zero_optimization, collectives)
     host = build_host(config, device, given.optimizer)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 from torch import nn
 
 from ...compression.reducer import ExactReducer
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
-from ...ops.mesh import Mesh
 from ...pipe.channel import Channel
 from ...pipe.config import Pipeline as PipelineConfig
-from ...pipe.cut.cut import cut_model
+from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.part import Part
+from ...pipe.cut.plain_models import Sides
 from ...pipe.module import PipelineModule
 from ...pipe.schedules.actions import Placement, Table
 from ...pipe.schedules.build import SCHEDULES, build_table
@@ -32,6 +32,7 @@ from ..steps.counters import Counters
 from ..steps.pipeline_loop import Pipeline, PipelineLoop
 from ..steps.training_step import TrainingStep
 
+JOINT = ("gpipe", "1f1b", "interleaved_1f1b")  # schedules with whole backwards only
 Runs = Sequence[Sequence[tuple[str, nn.Module]]]
 
 
@@ -59,9 +60,24 @@ class BuildPolicy(Protocol):
     def __call__(self, stage: int, world_size: int) -> Policy: ...
 
 
-def mesh_of(config: Config, world_size: int) -> Mesh:
-    """The mesh of a config for all ranks."""
-    return Mesh.of(world_size, pipe=config.pipeline.stages)
+def with_model(config: Config, model: nn.Module) -> Config:
+    """The config with what a PipelineModule says: stages, schedule, shapes.
+
+    Raises:
+        ConfigError: the config says something else.
+    """
+    if not isinstance(model, PipelineModule):
+        return config
+    if model.num_stages is not None:
+        config = config.with_stages(model.num_stages)
+    section = config.pipeline
+    changes: dict[str, Any] = {"dynamic_shape": section.dynamic_shape or model.dynamic_shape}
+    if model.schedule is not None and "schedule" not in section.model_fields_set:
+        changes["schedule"] = model.schedule
+    model.seed_layers = model.seed_layers or section.seed_layers
+    if section.activation_checkpoint_interval:
+        model.activation_checkpoint_interval = section.activation_checkpoint_interval
+    return config.model_copy(update={"pipeline": section.model_copy(update=changes)})
 
 
 def is_cut(model: nn.Module, config: Config) -> bool:
@@ -92,7 +108,10 @@ def cut(
         )
     rank = mesh.coordinate("pipe")
     placement = SCHEDULES[section.schedule].placement(section.stages, section.chunks or 0)
-    part = cut_model(model, blocks, placement, rank, section)
+    is_given = not is_part(model) or "partition" in section.model_fields_set
+    partition = section.partition if is_given else None
+    sides = Sides(section.first_stage_modules, section.last_stage_modules)
+    part = cut_model(model, blocks, placement, rank, partition, sides)
     return Cut(part, placement, rank)
 
 
@@ -130,9 +149,9 @@ def build_pipeline(
         found.placement,
         is_dynamic=section.dynamic_shape,
     )
-    weight_grads = WeightGrads(
-        [block.module for block in found.part.blocks], getattr(sharded, "add_gradient", None)
-    )
+    blocks = [block.module for block in found.part.blocks]
+    splits = section.schedule not in JOINT  # backward of inputs and of weights are two actions
+    weight_grads = WeightGrads(blocks if splits else [], getattr(sharded, "add_gradient", None))
 
     def table_of(count: int, *, gathers_each: bool) -> Table:
         table = build_table(section.schedule, section.stages, count, section.chunks or 0)
@@ -162,6 +181,6 @@ __all__ = [
     "cut",
     "is_cut",
     "is_part",
-    "mesh_of",
     "open_flat_groups",
+    "with_model",
 ]

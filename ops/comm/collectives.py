@@ -75,6 +75,7 @@ class Collectives(ABC):
         self.instance = instance
         self._ranks: Sequence[int] = range(world_size)  # of this group, among all ranks
         self._members: tuple[int, ...] | None = None
+        self._watch: Watch
         if part_of is not None:
             self._watch = part_of.world._watch
             self._ranks = self._members = part_of.ranks

@@ -42,7 +42,8 @@ _is_inside: dict[str, bool] = {}  # file -> whether it belongs to xds, torch or 
 class Mark:
     """One collective: the `number`-th of its kind and buffer on this rank, from 1; `serial` counts all of them.
 
-    members: the ranks that take part; None: all. numel, dtype: of this rank's input. Seconds are those of time.monotonic; 0 means not yet.
+    members: the ranks that take part; None: all.
+    numel, dtype: of this rank's input. Seconds are those of time.monotonic; 0 means not yet.
     """
 
     __slots__ = (

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 

@@ -57,6 +57,7 @@ class Conductor:
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
         self.zero_parameters: list[Tensor] = []  # in place of parameters of other stages
+        self.own_blocks: list[OwnModule] = []
         self._current: Crossing | None = None
         self._kept: dict[tuple[int, int], Crossing] = {}
         self._senders: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -68,7 +69,7 @@ class Conductor:
         """Run `forward`, the whole model's: a Flow, or on the last stage what it returns."""
         trace = Trace(stage, self.zero_parameters) if stage in self._to_trace else None
         senders = self._senders.setdefault(stage, {})
-        crossing = self._current = Crossing(stage, arrived, senders, trace)
+        crossing = self._current = Crossing(stage, arrived, senders, trace, self._is_trained(stage))
         result: Any = None
         has_ended = False
         try:
@@ -138,6 +139,14 @@ class Conductor:
             crossing.trace.mark(zeros)
         return zeros
 
+    def _is_trained(self, stage: int) -> bool:
+        return any(
+            param.requires_grad
+            for own in self.own_blocks
+            if stage in own.role.stages
+            for param in own.module.parameters()
+        )
+
     def _runs_here(self, role: Role, crossing: Crossing) -> bool:
         if crossing.stage not in role.stages:
             return False
@@ -162,8 +171,9 @@ class Conductor:
     ) -> Any:
         if role.is_block and min(role.stages) > crossing.stage:
             crossing.leave(args, kwargs)
-        is_early = role.is_block or 0 in role.stages
-        if not is_early or crossing.has_begun or crossing.stage == 0 or zeros is None:
+        is_early = (role.is_block or 0 in role.stages) and crossing.stage > 0
+        has_begun = crossing.has_begun and not crossing.is_recomputing
+        if not is_early or has_begun or zeros is None:
             raise self._wrong_side(role, crossing, f"calls {role.name}")
         if crossing.trace is None:
             return zeros(args, kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn, final
 
+import torch
 from torch import Tensor, nn
 
 from ...utils.errors import UsageError
@@ -28,6 +29,7 @@ class Crossing:
     Args:
         senders: what to send, by the structure of a call: positions among its tensors. Shared by all runs.
         trace: follows this run; None where the structures are known.
+        is_trained: a block of this stage has a parameter that requires gradients.
     """
 
     def __init__(
@@ -36,12 +38,15 @@ class Crossing:
         arrived: Flow | None,
         senders: dict[str, tuple[int, ...]],
         trace: Trace | None,
+        is_trained: bool,
     ) -> None:
         self.stage = stage
         self.trace = trace
+        self.is_trained = is_trained
         self.has_begun = False
         self.is_recomputing = False
         self.misses_structure = False
+        self._records = torch.is_grad_enabled()
         self._arrived = arrived
         self._senders = senders
         self._first: nn.Module | None = None
@@ -76,8 +81,19 @@ class Crossing:
             self._senders[key] = tuple(known)
         self.misses_structure = key not in self._senders
         sent = self._senders.get(key, tuple(range(len(tensors))))
+        self._check_graph([tensors[at] for at in sent])
         text = json.dumps({"tensors": len(tensors), "sent": sent})
         raise StageEnd(Flow(tuple(tensors[at] for at in sent), text))
+
+    def _check_graph(self, sent: list[Tensor]) -> None:
+        """A reentrant checkpoint around blocks of two stages would leave the outputs without a graph."""
+        is_hidden = self._records and not torch.is_grad_enabled() and not self.is_recomputing
+        if is_hidden and self.is_trained and not any(tensor.requires_grad for tensor in sent):
+            raise UsageError(
+                f"pipeline stage {self.stage}: its outputs have no gradients, as a reentrant activation checkpoint "
+                "covers blocks of two stages, or gets no input with gradients; call it with "
+                "use_reentrant=False, or checkpoint each block on its own"
+            )
 
     def _takes_arrived(self, module: nn.Module, leaves: list[Any]) -> bool:
         """This call is the stage's first one, or the recomputation of it."""

@@ -102,6 +102,8 @@ class PlainModelPart(Part):
                     continue  # each call of it is real
                 zeros = None if is_everywhere else ZeroOutputs(meta_copy(module), role.is_block)
                 own = OwnModule(module, role, zeros)
+                if role.is_block:
+                    self._conductor.own_blocks.append(own)
                 self._give_back.append(direct_calls(own, self._conductor))
             else:
                 zeros = ZeroOutputs(meta_copy(module), role.is_block)
@@ -139,6 +141,7 @@ def check_model(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> No
             "pipeline cuts a model with one; use PipelineModule, or name the blocks of one list in "
             "zero_optimization.units"
         )
+    _check_not_compiled(model, blocks)
     for config in _configs(model):
         for name, what in _COLLECTED.items():
             if getattr(config, name, False) is True:
@@ -150,6 +153,19 @@ def check_model(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> No
         if isinstance(drop, float) and drop > 0:
             raise UsageError(
                 f"config.layerdrop = {drop}: each pipeline stage would skip other blocks; set it to 0.0"
+            )
+
+
+def _check_not_compiled(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+    inside = {id(module) for _, block in blocks for module in block.modules()}
+    for name, module in model.named_modules():
+        is_compiled = type(module).__name__ == "OptimizedModule"
+        is_compiled |= getattr(module, "_compiled_call_impl", None) is not None
+        around = any(id(inner) in inside for inner in module.modules())
+        if is_compiled and around and id(module) not in inside:
+            raise UsageError(
+                f"pipeline.stages: {name or 'the model'} is compiled and contains blocks of several stages; "
+                "compile each block instead: block.compile()"
             )
 
 

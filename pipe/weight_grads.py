@@ -1,0 +1,339 @@
+"""Weight gradients of linear layers, computed after the backward that brings the gradients of the inputs.
+
+    I   deferring(key): loss.backward()    dx = dy W   and   (x, dy) is kept under `key`
+    W   run(key)                           dW = dy^T x,  db = sum of dy   and   sink(parameter, gradient)
+
+- Zero-bubble schedules fill waiting time with W (Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 2).
+  torch's executor cuts the autograd graph instead. It skips gradient hooks and recomputes a checkpoint again
+  for each linear layer.
+- Only linear layers are deferred: `nn.Linear` and transformers' `Conv1D`. All other parameters get their
+  gradients in I. So does a linear layer in a compiled block, or with a weight that another layer uses.
+- Gradients have the bits of autograd: the same products of the same matrices, in the order of arrival.
+  Under autocast, several uses of a weight are summed in the weight's dtype; autograd sums in autocast's.
+- W reads no weight, so parameters may be dropped before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from ..utils.errors import UsageError
+
+Sink = Callable[[nn.Parameter, Tensor], None]
+
+
+class _Layout(NamedTuple):
+    """How a weight lies in memory in forward; at stage 3 of ZeRO it may be dropped before W."""
+
+    is_transposed: bool  # [in_features, out_features]
+    is_by_columns: bool  # of the matrix in x @ matrix
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """[in_features, out_features]"""
+        return weight if self.is_transposed else weight.t()
+
+
+class _Entry(NamedTuple):
+    """What the weight gradients of one call need. `x`, `dy`: rows of inputs and of output gradients."""
+
+    weight: nn.Parameter | None  # None: frozen
+    bias: nn.Parameter | None
+    x: Tensor | None  # [..., in_features]
+    dy: Tensor  # [..., out_features]
+    version: int  # of x: it may not change any more
+    layout: _Layout
+
+
+@final
+class WeightGrads:
+    """Owns what is kept for gradients that are not computed yet, by key."""
+
+    def __init__(self, modules: Iterable[nn.Module], sink: Sink) -> None:
+        """Prepare the linear layers in `modules`.
+
+        A layer stays as it is if a subclass or the instance has a forward of its own, if its weight is
+        computed (weight_norm, parametrizations), or if a module in `modules` that is not prepared shares it.
+
+        Args:
+            sink: gets a parameter and its gradient [shape of the parameter], in the parameter's dtype. `run`
+                calls it once for each parameter. It owns the gradient.
+        """
+        self._sink = sink
+        self._key: Hashable | None = None
+        self._kept: dict[Hashable, deque[_Entry]] = {}
+        self._classes: dict[type[nn.Module], type[nn.Module]] = {}
+        self._before: list[tuple[nn.Module, type[nn.Module]]] = []
+        for module in _linear_layers(modules):
+            base = type(module)
+            if base not in self._classes:
+                self._classes[base] = _deferrable(base, self)
+            self._before.append((module, base))
+            module.__class__ = self._classes[base]
+
+    @property
+    def num_layers(self) -> int:
+        """The linear layers that are prepared."""
+        return len(self._before)
+
+    @property
+    def keys(self) -> list[Hashable]:
+        """The keys under which something is kept, oldest first."""
+        return list(self._kept)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the inputs and output gradients that are kept; what several entries share counts once."""
+        entries = [entry for kept in self._kept.values() for entry in kept]
+        tensors = [tensor for entry in entries for tensor in (entry.x, entry.dy)]
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t is not None
+        }
+        return sum(storage.nbytes() for storage in storages.values())
+
+    @contextmanager
+    def deferring(self, key: Hashable | None) -> Iterator[None]:
+        """Inside, backward keeps what weight gradients need under `key`. None: it computes them at once."""
+        before, self._key = self._key, key
+        try:
+            yield
+        finally:
+            self._key = before
+
+    def run(self, key: Hashable) -> None:
+        """Compute the gradients that were deferred under `key`, in the order of arrival.
+
+        Each entry is freed as soon as it is used. Gradients of one parameter are summed first, as autograd
+        sums them. Nothing happens if nothing is kept under `key`.
+
+        Raises:
+            UsageError: an input was changed in place since backward. What `key` had left is dropped.
+        """
+        kept = self._kept.pop(key, deque())
+        uses = Counter(id(param) for entry in kept for param in entry[:2] if param is not None)
+        sums: dict[int, Tensor] = {}
+        with torch.no_grad():
+            while kept:
+                entry = kept.popleft()
+                grads = _weight_grad(entry), _bias_grad(entry)
+                params = entry.weight, entry.bias
+                del entry
+                for param, grad in zip(params, grads, strict=True):
+                    if param is not None and grad is not None:
+                        self._add(param, grad.to(param.dtype), uses, sums)
+                del grads
+
+    def _add(
+        self, param: nn.Parameter, grad: Tensor, uses: Counter[int], sums: dict[int, Tensor]
+    ) -> None:
+        """Add to the sum of `param`; hand it over if this is the last use."""
+        own = id(param)
+        if own in sums:
+            grad = sums.pop(own).add_(grad)
+        uses[own] -= 1
+        if uses[own]:
+            sums[own] = grad
+        else:
+            self._sink(param, grad)
+
+    def clear(self) -> None:
+        """Drop everything that is kept, after an error."""
+        self._kept.clear()
+
+    def restore(self) -> None:
+        """Make the layers what they were. What is kept can still be run."""
+        for module, base in self._before:
+            if type(module) is self._classes[base]:
+                module.__class__ = base
+        self._before = []
+
+    def keep(self, entry: _Entry) -> bool:
+        """Keep `entry` for later. False: its gradients are needed now."""
+        if self._key is None or torch.is_grad_enabled():  # a graph of the gradients is wanted
+            return False
+        self._kept.setdefault(self._key, deque()).append(entry)
+        return True
+
+
+# -- which layers -----------------------------------------------------------------------------------------
+
+
+def _linear_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The layers to prepare, each once; not those whose parameters another kind of module uses as well."""
+    found = dict.fromkeys(module for top in modules for module in top.modules())
+    layers = [module for module in found if _is_linear(module)]
+    others = set(found).difference(layers)
+    used_otherwise = {id(param) for module in others for param in module._parameters.values()}
+    return [
+        layer
+        for layer in layers
+        if not any(id(p) in used_otherwise for p in layer._parameters.values() if p is not None)
+    ]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """`module` computes x W^T + b, or x W + b as transformers' Conv1D, and nothing replaces its forward."""
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if (
+        "forward" in module.__dict__
+        or type(weight) is not nn.Parameter
+        or not weight.is_floating_point()
+    ):
+        return False
+    if isinstance(module, nn.Linear):
+        return type(module).forward is nn.Linear.forward
+    if type(module).__name__ != "Conv1D" or weight.ndim != 2 or bias is None:
+        return False
+    return bias.shape == weight.shape[1:] and getattr(module, "nf", 0) == len(bias)
+
+
+def _deferrable(base: type[nn.Module], owner: WeightGrads) -> type[nn.Module]:
+    """A subclass of `base` with the same name, whose weight gradients `owner` may defer."""
+    plain: Callable[..., Tensor] = base.forward
+    is_transposed = not issubclass(base, nn.Linear)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        params = self._parameters.get("weight"), self._parameters.get("bias")
+        if kwargs or len(args) != 1 or not _can_defer(args[0], *params):
+            return plain(self, *args, **kwargs)
+        x: Tensor = args[0]
+        if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # what autocast would save
+        call = _Call(self, plain, owner, is_transposed)
+        result: Tensor = _Linear.apply(x, *params, call)  # type: ignore[no-untyped-call]
+        return result
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        found: Any = object.__reduce_ex__(self, max(int(protocol), 2))
+        how, args, *state = found
+        return (how, (base, *args[1:]), *state)  # copies and pickles are plain layers
+
+    names = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    return type(
+        base.__name__, (base,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__}
+    )
+
+
+def _can_defer(x: Any, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """This call may compute its weight gradients later."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    if type(weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
+        return False
+    params = [weight] if bias is None else [weight, bias]
+    if not any(param.requires_grad for param in params) or any(map(_has_hooks, params)):
+        return False
+    if not isinstance(x, Tensor) or torch._C._are_functorch_transforms_active():
+        return False
+    source = x._base if x._is_view() else x  # parameters may be dropped before W
+    return not isinstance(source, nn.Parameter)
+
+
+def _has_hooks(param: Tensor) -> bool:
+    """The script wants to see the gradient in backward."""
+    return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+# -- the layer under autograd -----------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    module: nn.Module
+    plain: Callable[..., Tensor]
+    owner: WeightGrads
+    is_transposed: bool
+
+
+@final
+class _Linear(torch.autograd.Function):
+    """A linear layer. Backward leaves the gradients of its parameters to the owner, or computes them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, call: _Call
+    ) -> Tensor:
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # a cached cast from here would have no gradient
+        try:
+            y = call.plain(call.module, x)
+        finally:
+            torch.set_autocast_cache_enabled(caches)
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        ctx.params = weight if needs_weight else None, bias if needs_bias else None
+        matrix = weight if call.is_transposed else weight.t()
+        ctx.owner, ctx.layout = call.owner, _Layout(call.is_transposed, _is_by_columns(matrix))
+        ctx.x_is_by_columns = x.ndim == 2 and _is_by_columns(x)
+        return y.detach()  # not a view, which may not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return None, None, None, None
+        x, weight = ctx.saved_tensors
+        dx = None
+        if weight is not None:
+            dx = _input_grad(dy, ctx.layout.matrix(weight.to(dy.dtype)), ctx.x_is_by_columns)
+        own = _Entry(
+            ctx.params[0], ctx.params[1], x, dy, 0 if x is None else x._version, ctx.layout
+        )
+        if ctx.owner.keep(own):
+            return dx, None, None, None
+        grads = [
+            None if param is None or grad is None else grad.to(param.dtype)
+            for param, grad in zip(ctx.params, (_weight_grad(own), _bias_grad(own)), strict=True)
+        ]
+        return dx, *grads, None
+
+
+# -- the products, as torch's derivatives.yaml has them for mm and addmm ------------------------------------
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[..., features] -> [rows, features]"""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _is_by_columns(matrix: Tensor) -> bool:
+    return matrix.stride(0) == 1 and matrix.stride(1) == matrix.shape[0]
+
+
+def _input_grad(dy: Tensor, matrix: Tensor, is_by_columns: bool) -> Tensor:
+    """dx [..., in_features] of y = x @ matrix."""
+    rows = _rows(dy)
+    dx = matrix.mm(rows.t()).t() if is_by_columns else rows.mm(matrix.t())
+    return dx.view(*dy.shape[:-1], len(matrix)) if dy.ndim != 2 else dx
+
+
+def _weight_grad(entry: _Entry) -> Tensor | None:
+    """dW [shape of the weight]; None: it is frozen."""
+    weight, x = entry.weight, entry.x
+    if weight is None or x is None:
+        return None
+    if x._version != entry.version:
+        raise UsageError(
+            f"the input of a linear layer with a weight of shape {tuple(weight.shape)} was changed in place "
+            "between backward and the gradient of that weight, which is computed later: its value is lost; "
+            'change a copy, or set pipeline.schedule to "1f1b"'
+        )
+    rows, dy = _rows(x), _rows(entry.dy)
+    grad = dy.t().mm(rows).t() if entry.layout.is_by_columns else rows.t().mm(dy)
+    return grad if entry.layout.is_transposed else grad.t()
+
+
+def _bias_grad(entry: _Entry) -> Tensor | None:
+    """db [out_features]; None: absent or frozen."""
+    return None if entry.bias is None else _rows(entry.dy).sum(0)
+
+
+__all__ = ["Sink", "WeightGrads"]
