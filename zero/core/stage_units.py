@@ -42,6 +42,21 @@ class StageUnits:
 
     # -- parameters -------------------------------------------------------------------------------------
 
+    def publish_shared(self) -> None:
+        """Gather the new values of what several stages share. For all ranks, before a run.
+
+        With overlap_step an update ends under the next forward. A stage that waited there for a later stage
+        would wait for ever: that one waits for its activations.
+        """
+        shared = [
+            (g.group.number, flat) for _, flat, g in self._sharded.trainable if g.group.is_shared
+        ]
+        flats = [flat for _, flat in sorted(shared, key=lambda pair: pair[0])]
+        for flat in flats:
+            flat.start_unshard()
+        for flat in flats:
+            flat.wait()
+
     def hold(self, stage: int) -> None:
         """Gather the units of `stage`, and keep them until `release`."""
         if self._may_hold and self.holds_one:
