@@ -173,9 +173,10 @@ class Engine(Readings):
     def eval_batch(
         self,
         data_iter: Iterator[Any],
+        num_micro_batches: int | None = None,
+        *,
         return_logits: bool = False,
         reduce_output: str | None = "avg",
-        num_micro_batches: int | None = None,
     ) -> Any:
         """The loss of the next micro-batches (default: as many as a step takes), averaged as in training.
 
