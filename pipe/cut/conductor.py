@@ -122,7 +122,7 @@ class Conductor:
         if self._runs_here(role, crossing):
             return self._really(own, call, crossing, args, kwargs)
         if zeros is not None:
-            zeros.outline.train(own.module.training)
+            zeros.train(own.module.training)
         return self._instead(role, crossing, zeros, args, kwargs)
 
     def call_stand_in(self, role: Role, zeros: ZeroOutputs, args: Any, kwargs: Any) -> Any:
