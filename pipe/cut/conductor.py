@@ -81,7 +81,7 @@ class Conductor:
             if trace is None:
                 result = forward()
             else:
-                with trace:
+                with trace.following():
                     result = forward()
         except StageEnd as end:
             result, has_ended = end.flow, True
