@@ -182,6 +182,8 @@ class Net(nn.Module):
             x = x + first
         if kind == "reads_weight":
             return F.linear(x, self.embed.weight).logsumexp(-1).mean()
+        if kind == "compiled":
+            x = torch.compile(torch.tanh, backend="eager", fullgraph=True)(x)
         return self.late(x).square().mean() + extras["frozen"].mean()
 
     def _call(self, layer, x, first, extras):
@@ -202,8 +204,11 @@ def made(kind, depth=4):
     return Net(kind, depth)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("placement", [Loop(4), Loop(2, 2)])
-@pytest.mark.parametrize("kind", ["plain", "first", "first_recomputed", "mask", "routed"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "first", "first_recomputed", "mask", "routed", "compiled"]
+)
 def test_integers_frozen_tensors_and_further_inputs_flow(kind, placement):
     sides = Sides(last=["late"])
     model = made(kind)
