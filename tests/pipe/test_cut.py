@@ -182,6 +182,8 @@ class Net(nn.Module):
             x = x + first
         if kind == "reads_weight":
             return F.linear(x, self.embed.weight).logsumexp(-1).mean()
+        if kind == "compiled":
+            x = torch.compile(torch.tanh, backend="eager", fullgraph=True)(x)
         return self.late(x).square().mean() + extras["frozen"].mean()
 
     def _call(self, layer, x, first, extras):
@@ -202,8 +204,11 @@ def made(kind, depth=4):
     return Net(kind, depth)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("placement", [Loop(4), Loop(2, 2)])
-@pytest.mark.parametrize("kind", ["plain", "first", "first_recomputed", "mask", "routed"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "first", "first_recomputed", "mask", "routed", "compiled"]
+)
 def test_integers_frozen_tensors_and_further_inputs_flow(kind, placement):
     sides = Sides(last=["late"])
     model = made(kind)
@@ -322,3 +327,27 @@ def test_models_on_the_meta_device_are_cut_without_memory():
     assert all(param.is_meta for param in part.module.parameters())
     assert sorted(part.names.values())[0] == "blocks.1.down.bias" and len(part.names) == 6
     assert part.whole["head.weight"] == (tiny_models.VOCAB, tiny_models.WIDTH)
+
+
+class Segments(tiny_models.TinyModel):
+    """Recomputes its first two blocks together."""
+
+    is_reentrant = False
+
+    def forward(self, tokens):
+        x = self.embed(tokens[:, :-1])
+        first, second, third = self.blocks
+        x = checkpoint(lambda x: second(first(x)), x, use_reentrant=self.is_reentrant)
+        x = checkpoint(third, x, use_reentrant=self.is_reentrant)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def test_blocks_of_two_stages_that_are_recomputed_together():
+    torch.manual_seed(0)
+    model, batches = Segments(), [tiny_models.micro_batch(0, number) for number in range(2)]
+    check_equal(model, Loop(3), batches, partition="uniform")
+    model.is_reentrant = True
+    check_equal(model, Loop(2), batches, partition="uniform")
+    part = cut_model(model, found_blocks(model), Loop(3), 0, "uniform")
+    with pytest.raises(UsageError, match="reentrant activation checkpoint covers blocks of two"):
+        part.run(0, batches[0], None, 0)
