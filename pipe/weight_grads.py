@@ -38,6 +38,7 @@ class _Entry(NamedTuple):
     version: int  # of x: it may not change any more
     is_transposed: bool  # the weight is [in_features, out_features]
     is_by_columns: bool  # x @ matrix reads the weight by columns; it may be dropped before W
+    is_flat: bool  # the bias was added to [rows, out_features]
 
 
 @final
@@ -199,8 +200,8 @@ def _deferrable(base: type[nn.Module], owner: WeightGrads) -> type[nn.Module]:
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         found: Any = object.__reduce_ex__(self, max(int(protocol), 2))
-        how, args, *state = found
-        return (how, (base, *args[1:]), *state)  # copies and pickles are plain layers
+        _, args, *state = found
+        return (_new, (base, *args[1:]), *state)  # copies and pickles are plain layers
 
     names = {
         "__module__": base.__module__,
@@ -210,6 +211,10 @@ def _deferrable(base: type[nn.Module], owner: WeightGrads) -> type[nn.Module]:
     return type(
         base.__name__, (base,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__}
     )
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
 
 
 def _can_defer(x: Any, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -262,6 +267,7 @@ class _Linear(torch.autograd.Function):
         ctx.owner, ctx.is_transposed = owner, is_transposed
         ctx.x_is_by_columns = x.ndim == 2 and _is_by_columns(x)
         ctx.weight_is_by_columns = _is_by_columns(weight, is_transposed)
+        ctx.is_flat = is_transposed or x.is_contiguous()
         return y.detach()  # not a view, which may not be changed in place
 
     @staticmethod
@@ -278,6 +284,7 @@ class _Linear(torch.autograd.Function):
             *(ctx.params[0], ctx.params[1], x, dy, 0 if x is None else x._version),
             is_transposed=ctx.is_transposed,
             is_by_columns=ctx.weight_is_by_columns,
+            is_flat=ctx.is_flat,
         )
         if ctx.owner.keep(own):
             return dx, None, None, None, None
@@ -334,7 +341,11 @@ def _weight_grad(entry: _Entry) -> Tensor | None:
 
 def _bias_grad(entry: _Entry) -> Tensor | None:
     """db [out_features]; None: absent or frozen."""
-    return None if entry.bias is None else _rows(entry.dy).sum(0)
+    if entry.bias is None:
+        return None
+    if entry.is_flat or entry.dy.ndim < 3:
+        return _rows(entry.dy).sum(0)
+    return entry.dy.sum(list(range(entry.dy.ndim - 1)))  # the order of additions depends on strides
 
 
 __all__ = ["Sink", "WeightGrads"]
