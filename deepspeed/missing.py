@@ -49,9 +49,7 @@ _ABSENT = "it has no counterpart in xds"
 # name -> why, and what to use instead
 MISSING: dict[str, str] = {
     **dict.fromkeys(("PipelineModule", "PipelineEngine", "LayerSpec", "TiedLayerSpec"), _PIPE),
-    **dict.fromkeys(("DualPipeVModule", "DualPipeVEngine", "ProcessTopology"), _PIPE),
-    **dict.fromkeys(("PipeDataParallelTopology", "PipeModelDataParallelTopology"), _PIPE),
-    "PipelineParallelGrid": _PIPE,
+    **dict.fromkeys(("DualPipeVModule", "DualPipeVEngine"), _PIPE),
     **dict.fromkeys(("MoE", "Experts", "TopKGate", "MOELayer", "has_moe_layers"), _MOE),
     "split_params_into_different_moe_groups_for_optimizer": _MOE,
     **dict.fromkeys(("is_moe_param", "is_moe_param_group", "configure_moe_param_groups"), _MOE),

@@ -22,8 +22,6 @@ MODULES = (
     "pipe",
     "profiling",
     "profiling.flops_profiler",
-    "runtime.pipe",
-    "runtime.pipe.topology",
     "sequence",
     "sequence.layer",
 )

@@ -446,8 +446,7 @@ class Engine:
             self._parts.compiler.undo()
             self._parts.undo()
             self.monitor.close()
-            for collectives in self._parts.opened:
-                collectives.stop_watching()
+            self._sharded.collectives.stop_watching()
             self._parts.saver.close()
 
     def _check_usable(self) -> None:

@@ -34,13 +34,22 @@ from .checkpoint.io.background import Background
 from .checkpoint.saver import Direct, Saver
 from .checkpoint.training import Scheduler
 from .config.config import Config
+from .config.ranks import mesh_of
 from .data.loaders import build_loader, keeps_position
 from .engine import Engine
 from .model.arguments import check_arguments
 from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
 from .model.offloading import build_homes, build_host, host_ratio, reserve
-from .model.pipelining import Runs, build_pipeline, cut, is_cut, is_part, mesh_of, open_flat_groups
+from .model.pipelining import (
+    Runs,
+    build_pipeline,
+    cut,
+    is_cut,
+    is_part,
+    open_flat_groups,
+    with_model,
+)
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
 from .optim.loss_scale import build_loss_scale
@@ -107,7 +116,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
         UsageError: the model or the optimizer cannot be trained as asked.
     """
     check_arguments(model, lr_scheduler=lr_scheduler, collate_fn=collate_fn, group=group)
-    config = Config.load(_config_source(config, args))
+    config = with_model(Config.load(_config_source(config, args)), model)
     given = _Given(
         optimizer, model_parameters, lr_scheduler, training_data, collate_fn, weights, group
     )
@@ -138,22 +147,20 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     group = _group(device, given)
     config = config.resolve(group.size())
     _log_notes(config, group.rank())
-    mesh = MeshGroups(mesh_of(config, group.size()), group, device, timeout_seconds())
     collectives = _watched(config, open_collectives(group, device))
+    mesh = MeshGroups(mesh_of(config.pipeline, group.size()), group, collectives, timeout_seconds())
     if not is_part(model):
         check_same_model(model, config.zero_optimization, collectives)
     host = build_host(config, device, given.optimizer)
     groups = None if is_part(model) else _groups(model, config, given)
     runs = [found_blocks(model, config.zero_optimization.units)]
-    found = cut(model, runs[0], config.pipeline, mesh) if is_cut(model, config) else None
+    found = cut(model, runs[0], config, mesh) if is_cut(model, config) else None
     if found is not None:
         model, runs = found.part.module, found.runs
     groups = groups or _groups(model, config, given)
     flat_groups = open_flat_groups(
         mesh, collectives, partial(_policy, config), config.zero_optimization.stage, found
     )
-    for opened in mesh.opened:
-        _watched(config, opened)
     if flat_groups.data.policy.shards_params:
         return_freed_blocks()
     blocks = [module for run in runs for _, module in run]
@@ -191,7 +198,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         compiler=compiler,
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
-        opened=[collectives, *mesh.opened],
+        opened=mesh.opened,
         loop=batch_loop if found is None else build_pipeline(found, mesh, config, sharded),
     )
 

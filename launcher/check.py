@@ -30,7 +30,10 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(list(argv))
     try:
         auto = _auto_values(options.auto)
-        config = parse_config(options.config, auto=auto, world_size=options.world_size)
+        world_size = options.world_size
+        config = parse_config(
+            options.config, auto=auto, world_size=world_size, one_replica=world_size is None
+        )
     except ConfigError as error:
         print(f"xds check: {error}", file=sys.stderr)
         return 2
@@ -38,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(resolved)
         return 0
-    print(f"{printable(config.source)} resolved for {config.world_size} data-parallel rank(s):")
+    print(f"{printable(config.source)} resolved for {_ranks(config)}:")
     print(resolved)
     for title, lines in (
         ("What differs from the defaults", list(choices(config))),
@@ -53,17 +56,50 @@ def main(argv: Sequence[str]) -> int:
 
 def choices(config: Config) -> Iterator[str]:
     """Yield one sentence for each value that is not the default, in the order of the documentation."""
+    ranks = "rank" if config.pipeline.stages == 1 else "data-parallel rank"
     yield (
         f"train_batch_size = {config.train_batch_size}: "
         f"{_counted(config.train_micro_batch_size_per_gpu, 'sample')} per forward x "
         f"{_counted(config.gradient_accumulation_steps, 'accumulation step')} x "
-        f"{_counted(config.world_size, 'rank')} = {_counted(config.train_batch_size, 'sample')} per update"
+        f"{_counted(config.data_parallel_ranks, ranks)} "
+        f"= {_counted(config.train_batch_size, 'sample')} per update"
     )
+    if config.pipeline.stages > 1:
+        yield _cut(config)
     yield from _differences(config, "")
 
 
+def _ranks(config: Config) -> str:
+    if config.pipeline.stages == 1:
+        return f"{config.data_parallel_ranks} data-parallel rank(s)"
+    return (
+        f"{config.world_size} ranks: {config.pipeline.stages} pipeline stages x "
+        f"{_counted(config.data_parallel_ranks, 'data-parallel rank')}"
+    )
+
+
+def _cut(config: Config) -> str:
+    section, steps = config.pipeline, config.gradient_accumulation_steps
+    chunks = ""
+    if section.num_chunks > 1:
+        parts = section.stages * section.num_chunks
+        chunks = f", each of {section.num_chunks} chunks: the model is cut into {parts} parts"
+    bubble = section.bubble(steps)
+    waits = ""
+    if bubble is not None:
+        waits = (
+            f"; with {_counted(steps, 'micro-batch')} in a step, a rank waits {bubble:.1%} of the time if all "
+            "stages are equally fast"
+        )
+    return (
+        f"pipeline: {section.stages} stages{chunks}, in the order of {shown(section.schedule)}; "
+        f"{section.stages} ranks hold one model{waits}"
+    )
+
+
 def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+    ending = "es" if what.endswith("ch") else "s"
+    return f"{number} {what}{ending * (number != 1)}"
 
 
 def _differences(section: Section, path: str) -> Iterator[str]:
@@ -106,9 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--world-size",
         type=whole_number(1),
-        default=1,
         metavar="N",
-        help="data-parallel ranks (default: 1)",
+        help="all ranks (default: one data-parallel rank)",
     )
     parser.add_argument(
         "--auto",

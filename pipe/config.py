@@ -178,6 +178,23 @@ class Pipeline(Section):
         numbers = NUMBERS.get(self.schedule)
         return max(1, self.stages * numbers.micro_batches) if numbers is not None else 1
 
+    def bubble(self, num_micro_batches: int) -> float | None:
+        """The share of a step in which a stage waits, if all stages are equally fast; None: no formula.
+
+        Source: (p-1)/(m+p-1) of GPipe (Huang et al., 2019) and of 1F1B, and (p-1)/(v m+p-1) with v chunks of
+        the interleaved order (Narayanan et al., 2021, section 2.2), for p stages and m micro-batches. ZB-H1 (Qi
+        et al., 2023, table 1) waits for a third of 1F1B's time, where forward, input and weight gradients take
+        equal times.
+        """
+        waits, works = self.stages - 1, num_micro_batches
+        if self.schedule == "interleaved_1f1b":
+            works *= self.num_chunks
+        elif self.schedule == "zero_bubble":
+            works *= 3
+        elif self.schedule not in ("gpipe", "1f1b"):
+            return None
+        return waits / (works + waits)
+
 
 def check_pipeline(section: Pipeline, report: Report) -> None:
     """Report what the section's keys do not allow one another, and what one stage leaves without effect."""
@@ -218,10 +235,16 @@ def _check_number_of_bounds(section: Pipeline, bounds: tuple[int, ...], report: 
     )
 
 
+_OF_STAGES = (
+    *("schedule", "chunks", "partition", "reduce", "dynamic_shape", "first_stage_modules"),
+    *("last_stage_modules", "activation_checkpoint_interval"),
+)
+
+
 def _note_one_stage(section: Pipeline, report: Report) -> None:
     ignored = [
         f"pipeline.{name}"
-        for name in ("schedule", "chunks", "partition", "reduce", "dynamic_shape")
+        for name in _OF_STAGES
         if getattr(section, name) != Pipeline.model_fields[name].default
     ]
     if ignored:

@@ -102,6 +102,19 @@ class Executor:
         ] = {}  # of the inputs of a stage, until sent
         self._outcome = Outcome()
         self.max_in_flight = 0  # micro-batches between forward and backward, in the last run
+        self._of_stages: dict[Op, Callable[[int], None]] = {
+            Op.GATHER: states.hold,
+            Op.DROP: states.release,
+            Op.REDUCE: states.reduce,
+        }
+        self._of_micro_batches: dict[Op, Callable[[int, int], None]] = {
+            Op.FORWARD: self._forward,
+            Op.WEIGHT: self._weight,
+            Op.SEND_F: self._send_forward,
+            Op.RECEIVE_F: channel.post_forward,
+            Op.SEND_B: self._send_backward,
+            Op.RECEIVE_B: self._post_backward,
+        }
 
     def run(
         self,
@@ -142,30 +155,26 @@ class Executor:
 
     def _do(self, action: Action, row: Sequence[Action], at: int) -> None:
         op, stage, micro_batch = action.op, action.stage, action.micro_batch
-        if op is Op.FORWARD:
-            self._forward(stage, micro_batch)
-        elif op in (Op.BACKWARD, Op.INPUT):
-            reduces = op is Op.BACKWARD and _is_reduced_next(row, at)
-            self._backward(stage, micro_batch, splits=op is Op.INPUT, reduces=reduces)
-        elif op is Op.WEIGHT:
-            self._weight_grads.run((stage, micro_batch))
-        elif op is Op.SEND_F:
-            flow = self._flows.pop((stage, micro_batch))
-            header = self._channel.send_forward(stage, micro_batch, flow)
-            if (stage, micro_batch) in self._pending:
-                self._pending[stage, micro_batch].header = header
-        elif op is Op.RECEIVE_F:
-            self._channel.post_forward(stage, micro_batch)
-        elif op is Op.SEND_B:
-            self._channel.send_backward(stage, micro_batch, self._grads.pop((stage, micro_batch)))
-        elif op is Op.RECEIVE_B:
-            self._post_backward(stage, micro_batch)
-        elif op is Op.GATHER:
-            self._states.hold(stage)
-        elif op is Op.DROP:
-            self._states.release(stage)
-        elif op is Op.REDUCE:
-            self._states.reduce(stage)
+        if op is Op.BACKWARD:
+            self._backward(stage, micro_batch, splits=False, reduces=_is_reduced_next(row, at))
+        elif op is Op.INPUT:
+            self._backward(stage, micro_batch, splits=True, reduces=False)
+        elif op in self._of_stages:
+            self._of_stages[op](stage)
+        else:
+            self._of_micro_batches[op](stage, micro_batch)
+
+    def _weight(self, stage: int, micro_batch: int) -> None:
+        self._weight_grads.run((stage, micro_batch))
+
+    def _send_forward(self, stage: int, micro_batch: int) -> None:
+        flow = self._flows.pop((stage, micro_batch))
+        header = self._channel.send_forward(stage, micro_batch, flow)
+        if (stage, micro_batch) in self._pending:
+            self._pending[stage, micro_batch].header = header
+
+    def _send_backward(self, stage: int, micro_batch: int) -> None:
+        self._channel.send_backward(stage, micro_batch, self._grads.pop((stage, micro_batch)))
 
     # -- forward ----------------------------------------------------------------------------------------
 

@@ -46,8 +46,8 @@ class Model(nn.Module):
             self.position.requires_grad_(False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        mask = (tokens > 1).unsqueeze(-1).to(self.norm.weight.dtype)
         x = self.embed(tokens) + self.position[: tokens.shape[1]]
+        mask = (tokens > 1).unsqueeze(-1).to(x.dtype)
         for block in self.blocks:
             x = block(x, mask)
         logits = self.head(self.norm(x))

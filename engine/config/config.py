@@ -28,7 +28,8 @@ from .batch import DATA_RANKS, WORLD_SIZE, solve_batch
 from .checkpoint import Checkpoint
 from .compile import Compile, check_compile
 from .elasticity import Elasticity, check_elasticity, elastic_batch
-from .optimizer import WHOLE_TENSOR, OptimizerConfig, check_optimizer
+from .offloading import check_guesses, check_old_names, check_paths
+from .optimizer import OptimizerConfig, check_optimizer
 from .ranks import check_micro_batches, check_stages, mesh_of
 from .refused import TOP_LEVEL_KEYS
 from .scheduler import SchedulerConfig, check_scheduler
@@ -214,9 +215,13 @@ class Config(Section):
 
 
 def parse_config(
-    source: object, *, auto: Mapping[str, Any] | None = None, world_size: int | None = None
+    source: object,
+    *,
+    auto: Mapping[str, Any] | None = None,
+    world_size: int | None = None,
+    one_replica: bool = False,
 ) -> Config:
-    """`Config.load` without logging."""
+    """`Config.load` without logging. `one_replica` stands for the number of ranks that hold one model."""
     if isinstance(source, Config):
         return source if world_size is None else source.resolve(world_size)
     data, name, complaints = read_source(source)
@@ -229,6 +234,8 @@ def parse_config(
     note_auto(report, lambda path: _default_of(config, path))
     config = config.model_copy(update={"auto_keys": tuple(report.auto_keys)})
     sizes: dict[str, int] = {}
+    if one_replica:
+        world_size = config.pipeline.stages
     if world_size is not None:
         wrong, sizes = _batch(config, world_size)
         report.complaints.extend(each for each in wrong if each not in report.complaints)
@@ -274,7 +281,7 @@ def _prepare(data: dict[str, Any], report: Report) -> dict[str, Any]:
 
 def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Config:
     """Check what depends on several sections; make optimizer, scheduler and leaf modules canonical."""
-    _check_old_names(config.zero_optimization, report)
+    check_old_names(config.zero_optimization, report)
     zero = config.zero_optimization.with_leaf_modules().with_old_names()
     changes: dict[str, Any] = {"zero_optimization": zero}
     if config.optimizer is not None:
@@ -289,8 +296,8 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
             f"parameters are sharded at stage 3 only, and the stage is {zero.stage}: set stage to 3, or the "
             'device to "none" (offload_optimizer works at every stage)',
         )
-    _check_guesses(changes.get("optimizer"), zero, report)
-    _check_paths(zero, report)
+    check_guesses(changes.get("optimizer"), zero, report)
+    check_paths(zero, report)
     check_compile(config.compile, config.zero_optimization.stage, report)
     check_ops(config.ops, report)
     check_elasticity(config.elasticity, data, report)
@@ -304,67 +311,14 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
 
 
 def _check_stages(config: Config, report: Report) -> None:
-    counts = config.managed_gradient_accumulation
-    zero = config.zero_optimization
-    check_stages(config.pipeline, config.elasticity, zero, report, counts_micro_batches=counts)
-
-
-def _check_guesses(optimizer: Any, zero: ZeroConfig, report: Report) -> None:
-    """Updates during backward need a home on the host, and an optimizer that works element by element."""
-    offload, key = zero.offload_optimizer, "zero_optimization.offload_optimizer.super_offload"
-    if not offload.super_offload:
-        return
-    if offload.device == "none":
-        report.complain(
-            key, True, 'it needs updates on the host: set offload_optimizer.device to "cpu"'
-        )
-    if optimizer is not None and optimizer.type in WHOLE_TENSOR:
-        report.complain(
-            key,
-            True,
-            f"{optimizer.type} uses norms or products of whole tensors, which are known after backward only: "
-            "set it to false, or choose an optimizer such as AdamW",
-        )
-
-
-def _check_old_names(zero: ZeroConfig, report: Report) -> None:
-    """DeepSpeed's old names must not contradict the sections; a section without a device does nothing."""
-    for old, name in (
-        ("cpu_offload", "offload_optimizer"),
-        ("cpu_offload_param", "offload_param"),
-    ):
-        section = getattr(zero, name)
-        given = section.model_fields_set
-        if getattr(zero, old) and "device" in given and section.device != "cpu":
-            report.complain(
-                f"zero_optimization.{old}",
-                True,
-                f'it means {name}.device = "cpu", and {name}.device is "{section.device}": remove {old}',
-            )
-        if given and "device" not in given and not getattr(zero, old):
-            report.notes.append(
-                f'zero_optimization.{name} has no device, so nothing is offloaded: set it to "cpu" or "nvme"'
-            )
-
-
-def _check_paths(zero: ZeroConfig, report: Report) -> None:
-    offload = zero.offload_optimizer
-    if offload.device == "nvme" and offload.super_offload:
-        report.notes.append(
-            'offload_optimizer.super_offload has no effect with device "nvme": these updates wait for the norm'
-        )
-    for name in ("offload_optimizer", "offload_param"):
-        section = getattr(zero, name)
-        if section.nvme_path is not None and "\0" in section.nvme_path:
-            key = f"zero_optimization.{name}.nvme_path"
-            report.complain(key, section.nvme_path, "a path has no null character")
-        if section.device == "nvme" and not section.nvme_path:
-            report.complain(
-                f"zero_optimization.{name}.nvme_path",
-                section.nvme_path,
-                'device = "nvme" needs a folder on a local disk, such as "/local_nvme"; set nvme_path, or the '
-                'device to "cpu"',
-            )
+    check_stages(
+        config.pipeline,
+        config.elasticity,
+        config.zero_optimization,
+        report,
+        counts_micro_batches=config.managed_gradient_accumulation,
+        recomputes=config.activation_checkpointing.enabled,
+    )
 
 
 def _check_precision(config: Config, report: Report) -> None:

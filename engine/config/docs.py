@@ -44,6 +44,7 @@ INTRO = """\
 - **Batch sizes.** `train_batch_size` = `train_micro_batch_size_per_gpu` x
   `gradient_accumulation_steps` x data-parallel ranks. Any two give the third. `train_batch_size`
   alone, or the micro-batch alone, means no accumulation. At least one of these two must be given.
+  Data-parallel ranks are all ranks divided by `pipeline.stages`.
   This is checked when the number of ranks is known: in `xds.initialize` and `xds check`.
 - **gradient_clipping**: without this key gradients are not clipped (DeepSpeed: 1.0 since version 0.19).
 - **Adam** decouples weight decay like AdamW unless `adam_w_mode` is false, as in DeepSpeed.

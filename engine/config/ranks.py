@@ -31,8 +31,12 @@ def check_stages(
     report: Report,
     *,
     counts_micro_batches: bool,
+    recomputes: bool,
 ) -> None:
-    """Report what the section pipeline does not allow, in itself and in other sections."""
+    """Report what the section pipeline does not allow, in itself and in other sections.
+
+    recomputes: whether the section activation_checkpointing is enabled.
+    """
     check_pipeline(section, report)
     stages = section.stages
     if elasticity.enabled and elasticity.model_parallel_size != stages:
@@ -46,6 +50,12 @@ def check_stages(
         return
     if not counts_micro_batches:
         report.complain("managed_gradient_accumulation", False, _ONE_UPDATE)
+    if recomputes and section.activation_checkpoint_interval:
+        report.complain(
+            "pipeline.activation_checkpoint_interval",
+            section.activation_checkpoint_interval,
+            "the section activation_checkpointing recomputes every block already; remove one of the two",
+        )
     if zero.divergent_graphs:
         report.complain("zero_optimization.divergent_graphs", True, _ONE_GRAPH)
 

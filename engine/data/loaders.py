@@ -259,7 +259,7 @@ def build_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
 
     Args:
         dataset: map-style (`len` and indexing), or an IterableDataset, which is not shuffled.
-        rank, world_size: of the data-parallel group.
+        rank, world_size: on the data axis of the mesh, so all pipeline stages of a model read the same.
         collate_fn: builds a micro-batch from a list of items; torch's own by default.
         num_workers: processes that load; 0 loads in this process.
         step_samples: samples of one step over all ranks, a multiple of micro_batch_size x world_size. If

@@ -18,6 +18,7 @@ from ...ops.comm.collectives import Collectives
 from ...utils.errors import UsageError
 
 PLAIN = (bool, int, float, str, type(None))
+WHAT = "the batches of a step"
 ENDED = "the iterator given to train_batch or eval_batch ended"
 
 
@@ -59,7 +60,7 @@ def share_batches(
     for tensor in tensors:
         whole = tensor.to(collectives.device).contiguous()
         if whole.numel():
-            collectives.broadcast(whole.view(-1).view(torch.uint8))
+            collectives.broadcast(whole.view(-1).view(torch.uint8), what=WHAT)
         sent.append(whole.to(device))
     arrived = iter(sent)
     return [_decode(item, arrived) for item in found["batches"]]
@@ -80,12 +81,12 @@ def _next_batches(iterator: Iterator[Any], count: int) -> list[Any]:
 
 def _send_text(collectives: Collectives, text: bytes) -> bytes:
     length = torch.tensor([len(text)], dtype=torch.int64, device=collectives.device)
-    collectives.broadcast(length)
+    collectives.broadcast(length, what=WHAT)
     if collectives.rank == 0:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(collectives.device)
     else:
         data = torch.empty(int(length), dtype=torch.uint8, device=collectives.device)
-    collectives.broadcast(data)
+    collectives.broadcast(data, what=WHAT)
     return bytes(data.cpu().numpy().tobytes())
 
 

@@ -178,8 +178,9 @@ class Accelerator(accelerate.Accelerator):
         if self.xds_source is None:
             config: Config = self.xds_config
             return config
+        data_ranks = self.xds_source.data_ranks(self.num_processes)
         values: dict[str, Given] = {
-            **batch_values([*args, *self._dataloaders], self),
+            **batch_values([*args, *self._dataloaders], self, data_ranks),
             **optimizer_values(optimizer),
             **sized_by(hidden_size_of(model)),
         }

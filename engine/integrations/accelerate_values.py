@@ -10,8 +10,11 @@ from torch.utils.data import DataLoader
 from .given import Given
 
 
-def batch_values(objects: Iterable[Any], accelerator: Any) -> dict[str, Given]:
-    """The accumulation steps, and the batch sizes from the first loader that has a batch size."""
+def batch_values(objects: Iterable[Any], accelerator: Any, data_ranks: int) -> dict[str, Given]:
+    """The accumulation steps, and the batch sizes from the first loader that has a batch size.
+
+    data_ranks: the data-parallel ones of the accelerator's processes.
+    """
     steps = accelerator.gradient_accumulation_steps
     values = {
         "gradient_accumulation_steps": Given(
@@ -26,8 +29,8 @@ def batch_values(objects: Iterable[Any], accelerator: Any) -> dict[str, Given]:
             micro, "the DataLoader's batch_size", is_default=True
         )
         values["train_batch_size"] = Given(
-            micro * steps * accelerator.num_processes,
-            "the DataLoader's batch_size x gradient_accumulation_steps x processes",
+            micro * steps * data_ranks,
+            "the DataLoader's batch_size x gradient_accumulation_steps x data-parallel processes",
         )
     return values
 

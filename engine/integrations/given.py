@@ -55,6 +55,12 @@ class Source:
         """The value as written, by canonical path; None if it is not given."""
         return self._flat.get(path)
 
+    def data_ranks(self, num_ranks: int) -> int:
+        """The data-parallel ranks among `num_ranks`; all of them if the written stages do not divide them."""
+        stages = self.get("pipeline.stages")
+        is_number = isinstance(stages, int) and stages > 0
+        return num_ranks // stages if is_number and num_ranks % stages == 0 else num_ranks
+
     def has_section(self, name: str) -> bool:
         return isinstance(self.data.get(name), dict)
 

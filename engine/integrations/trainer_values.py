@@ -17,15 +17,17 @@ def argument_values(source: Source, args: Any) -> dict[str, Given]:
     """All values except the schedule's steps and the model's width, which are known later."""
     steps = args.gradient_accumulation_steps
     micro = args.per_device_train_batch_size
-    product = f"({micro} x {steps} x {args.world_size})"
+    ranks = source.data_ranks(args.world_size)
+    named = "ranks" if ranks == args.world_size else "data-parallel ranks"
+    product = f"({micro} x {steps} x {ranks})"
     return {
         "train_micro_batch_size_per_gpu": _named(
             args, "per_device_train_batch_size", is_default=True
         ),
         "gradient_accumulation_steps": _named(args, "gradient_accumulation_steps", is_default=True),
         "train_batch_size": Given(
-            micro * steps * args.world_size,
-            f"per_device_train_batch_size x gradient_accumulation_steps x ranks {product}",
+            micro * steps * ranks,
+            f"per_device_train_batch_size x gradient_accumulation_steps x {named} {product}",
         ),
         "gradient_clipping": _named(args, "max_grad_norm", is_default=True),
         **precision(source, bf16=_named(args, "bf16"), fp16=_named(args, "fp16"), is_default=True),

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any as PipelineConfig
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 from torch import nn
 
 from ...compression.reducer import ExactReducer
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
-from ...ops.mesh import Mesh
 from ...pipe.channel import Channel
-from ...pipe.cut.cut import cut_model
+from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.part import Part
+from ...pipe.cut.plain_models import Sides
 from ...pipe.module import PipelineModule
-from ...pipe.schedules.actions import Placement, Table
-from ...pipe.schedules.build import SCHEDULES, build_table
+from ...pipe.schedules.actions import Table
 from ...pipe.schedules.lowering import with_states
+from ...pipe.schedules.plan import SchedulePlan
 from ...pipe.weight_grads import WeightGrads
+from ...utils.errors import UsageError
+from ...zero.access.owners import find_owner
 from ...zero.core.groups import FlatGroup, FlatGroups
 from ...zero.core.policy import Policy
 from ...zero.core.sharded_model import ShardedModel
@@ -40,7 +41,7 @@ class Cut:
     """The part of the model that rank `rank` of a pipeline has."""
 
     part: Part
-    placement: Placement
+    plan: SchedulePlan
     rank: int
 
     @property
@@ -58,9 +59,24 @@ class BuildPolicy(Protocol):
     def __call__(self, stage: int, world_size: int) -> Policy: ...
 
 
-def mesh_of(config: Config, world_size: int) -> Mesh:
-    """The mesh of a config for all ranks."""
-    return Mesh.of(world_size, pipe=config.pipeline.stages)
+def with_model(config: Config, model: nn.Module) -> Config:
+    """The config with what a PipelineModule says: stages, schedule, shapes.
+
+    Raises:
+        ConfigError: the config says something else.
+    """
+    if not isinstance(model, PipelineModule):
+        return config
+    if model.num_stages is not None:
+        config = config.with_stages(model.num_stages)
+    section = config.pipeline
+    changes: dict[str, Any] = {"dynamic_shape": section.dynamic_shape or model.dynamic_shape}
+    if model.schedule is not None and "schedule" not in section.model_fields_set:
+        changes["schedule"] = model.schedule
+    model.seed_layers = model.seed_layers or section.seed_layers
+    if section.activation_checkpoint_interval:
+        model.activation_checkpoint_interval = section.activation_checkpoint_interval
+    return config.model_copy(update={"pipeline": section.model_copy(update=changes)})
 
 
 def is_cut(model: nn.Module, config: Config) -> bool:
@@ -76,7 +92,7 @@ def is_part(model: nn.Module) -> bool:
 def cut(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
-    section: PipelineConfig,
+    config: Config,
     mesh: MeshGroups,
 ) -> Cut:
     """Keep the part of `model` that this rank has. `blocks`: found in the whole model.
@@ -84,10 +100,36 @@ def cut(
     Raises:
         UsageError: the model cannot be cut into so many stages.
     """
+    section = config.pipeline
+    if not mesh.is_everywhere:
+        raise UsageError(
+            f"group= with pipeline.stages = {section.stages}: a pipeline uses all ranks; leave group= out, or "
+            "start a job of its own for it"
+        )
+    if any(find_owner(param) is not None for param in model.parameters()):
+        raise UsageError(
+            f"pipeline.stages = {section.stages}: the model was built in xds.zero.Init, which spreads every "
+            'parameter over all ranks; build it on the meta device (with torch.device("meta")) and pass '
+            "weights= to xds.initialize, or use xds.pipe.PipelineModule with LayerSpec layers"
+        )
     rank = mesh.coordinate("pipe")
-    placement = SCHEDULES[section.schedule].placement(section.stages, section.chunks or 0)
-    part = cut_model(model, blocks, placement, rank, section)
-    return Cut(part, placement, rank)
+    steps = config.gradient_accumulation_steps
+    plan = SchedulePlan(section.schedule, section.stages, section.chunks or 0, steps)
+    mesh.opened[0].name_places(
+        {
+            rank: _stages_text(plan.placement.stages_of(mesh.mesh.coordinates(rank).pipe))
+            for rank in range(mesh.mesh.size)
+        }
+    )
+    is_given = not is_part(model) or "partition" in section.model_fields_set
+    partition = section.partition if is_given else None
+    sides = Sides(section.first_stage_modules, section.last_stage_modules)
+    part = cut_model(model, blocks, plan.placement, rank, partition, sides)
+    return Cut(part, plan, rank)
+
+
+def _stages_text(stages: Sequence[int]) -> str:
+    return ("stage " if len(stages) == 1 else "stages ") + " and ".join(map(str, stages))
 
 
 def open_flat_groups(
@@ -101,8 +143,8 @@ def open_flat_groups(
     part = found.part
     opened: dict[tuple[int, ...], FlatGroup] = {}
     for number, ranks in enumerate(sorted(set(part.shared.values())), 1):  # the same on all ranks
-        if found.rank in ranks:
-            shared = mesh.stages(ranks)
+        shared = mesh.shared(ranks)
+        if shared is not None:
             kept_whole = policy(min(stage, 2), shared.world_size)
             opened[ranks] = FlatGroup(shared, ExactReducer(shared), kept_whole, number)
     by_param = {
@@ -121,21 +163,22 @@ def build_pipeline(
     channel = Channel(
         mesh.along("pipe", "forward"),
         mesh.along("pipe", "backward"),
-        found.placement,
+        found.plan.placement,
         is_dynamic=section.dynamic_shape,
     )
-    weight_grads = WeightGrads(
-        [block.module for block in found.part.blocks], getattr(sharded, "add_gradient", None)
-    )
+    blocks = [block.module for block in found.part.blocks]
+    deferred = blocks if found.plan.splits_backward else []
+    weight_grads = WeightGrads(deferred, sharded.add_gradient)
 
     def table_of(count: int, *, gathers_each: bool) -> Table:
-        table = build_table(section.schedule, section.stages, count, section.chunks or 0)
         reduces_each = section.reduce == "micro_batch" and sharded.policy.shards_grads
-        return with_states(table, gathers_each=gathers_each, reduces_each=reduces_each)
+        return with_states(
+            found.plan.table(count), gathers_each=gathers_each, reduces_each=reduces_each
+        )
 
     pipeline = Pipeline(
         part=found.part,
-        placement=found.placement,
+        placement=found.plan.placement,
         rank=found.rank,
         channel=channel,
         pipe=mesh.along("pipe", "batches"),
@@ -156,6 +199,6 @@ __all__ = [
     "cut",
     "is_cut",
     "is_part",
-    "mesh_of",
     "open_flat_groups",
+    "with_model",
 ]

@@ -21,6 +21,7 @@ from ...pipe.cut.part import Part
 from ...pipe.executor import Executor, Outcome, StageStates
 from ...pipe.schedules.actions import Placement, Table
 from ...pipe.schedules.build import build_forward_table
+from ...pipe.schedules.lowering import with_states
 from ...pipe.weight_grads import WeightGrads
 from ...utils.arguments import whole, wrong
 from ...utils.errors import UsageError
@@ -159,7 +160,7 @@ class PipelineLoop(Loop):
         self._begin(batches, is_training=False)
         with self._parts.sharded.collectives.publishing_errors("eval_batch"):
             outcome = self._executor.run(
-                build_forward_table(self._pipeline.placement, count),
+                self._forward_table(count),
                 self._pipeline.rank,
                 batches,
                 factor=None,
@@ -173,6 +174,10 @@ class PipelineLoop(Loop):
 
     def forget(self) -> None:
         self._repeated = None
+
+    def _forward_table(self, count: int) -> Table:
+        table = build_forward_table(self._pipeline.placement, count)
+        return with_states(table, gathers_each=not self._units.holds_all, reduces_each=False)
 
     # -- batches ----------------------------------------------------------------------------------------
 

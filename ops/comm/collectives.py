@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..watch import Store, Watch
+from ..watch import Mark, Store, Watch
 from ..watch.config import WatchConfig
 from ..watch.sentinel import start_watching, stop_watching
 from .handles import Handle
@@ -39,6 +40,14 @@ Bounds = Sequence[tuple[int, int]]  # [start, stop) of each rank's part; empty p
 _instances: Counter[str] = Counter()  # by group: every rank creates its engines in the same order
 
 
+@dataclass(frozen=True, eq=False)
+class PartOf:
+    """The collectives of all ranks, and the ranks of a group among them, ascending."""
+
+    world: Collectives
+    ranks: tuple[int, ...]
+
+
 class Collectives(ABC):
     """Collectives of one process group. Flat tensors are [world_size * shard_numel], shards [shard_numel].
 
@@ -47,8 +56,14 @@ class Collectives(ABC):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, rank: int, world_size: int
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        part_of: PartOf | None = None,
     ) -> None:
+        """part_of: the collectives of all ranks; their watch serves this group as well."""
         self.group = group
         self.device = device
         self.rank = rank
@@ -58,6 +73,13 @@ class Collectives(ABC):
         if group is not None:
             _instances[group.group_name] += 1
         self.instance = instance
+        self._ranks: Sequence[int] = range(world_size)  # of this group, among all ranks
+        self._members: tuple[int, ...] | None = None
+        self._watch: Watch
+        if part_of is not None:
+            self._watch = part_of.world._watch
+            self._ranks = self._members = part_of.ranks
+            return
         self._watch = Watch(rank, world_size, instance, partial(_store_of, group))
         self._watch.name(CONTROL_BUFFER, "norms and flags")
         self._watch.name(ACCESS_BUFFER, "a parameter")
@@ -65,6 +87,32 @@ class Collectives(ABC):
     def name_buffer(self, buffer: int, name: str) -> None:
         """Set the name of the flat buffer `buffer` in messages, e.g. "unit 'blocks.5'"."""
         self._watch.name(buffer, name)
+
+    def name_places(self, places: Mapping[int, str]) -> None:
+        """Say in messages about a rank what it has, e.g. "stage 1"."""
+        self._watch.places = places
+
+    def _record(
+        self,
+        kind: str,
+        buffer: int,
+        what: str = "",
+        tensor: Tensor | None = None,
+        *,
+        is_message: bool = False,
+    ) -> Mark:
+        """Record the start of a collective; of a message there is no second start to compare with."""
+        mark = self._watch.start(kind, buffer, what, tensor)
+        mark.members = () if is_message else self._members
+        return mark
+
+    @contextmanager
+    def _guard(
+        self, kind: str, buffer: int, what: str = "", tensor: Tensor | None = None
+    ) -> Iterator[Mark]:
+        with self._watch.guard(kind, buffer, what, tensor) as mark:
+            mark.members = self._members
+            yield mark
 
     def start_watching(self, section: WatchConfig, timeout_seconds: float) -> None:
         """Let the process's watcher serve this rank until `stop_watching`, where the group has a store.
@@ -184,15 +232,20 @@ class Collectives(ABC):
     def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
         """Start to fill contiguous `tensor` with a message of rank `peer`; it has the same size."""
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite `tensor` on every rank with that of rank `source` (its rank within the group)."""
+    def broadcast(
+        self, tensor: Tensor, source: int = 0, what: str = "the first rank's values"
+    ) -> None:
+        """Overwrite `tensor` on every rank with that of rank `source` (its rank within the group).
+
+        what: the subject in the message where a rank does not take part.
+        """
         self._count("broadcast", tensor if self.rank == source else tensor.new_empty(0))
-        with self._watch.guard("broadcast", CONTROL_BUFFER, "rank 0's values", tensor):
+        with self._guard("broadcast", CONTROL_BUFFER, what, tensor):
             dist.broadcast(tensor, group=self.group, group_src=source)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
-        with self._watch.guard("barrier", CONTROL_BUFFER, "all ranks"):
+        with self._guard("barrier", CONTROL_BUFFER, "all ranks"):
             dist.barrier(self.group)
 
     def store(self) -> Store | None:

@@ -12,32 +12,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import final
+from typing import Any, final
 
-import torch
 import torch.distributed as dist
 
 from ..mesh import Axis, Mesh
-from .collectives import Collectives
+from .collectives import Collectives, PartOf
 from .opening import open_collectives
 
-_groups: dict[tuple[object, tuple[int, ...], str], dist.ProcessGroup] = {}
+_groups: dict[tuple[object, tuple[int, ...], str], Any] = {}
 
 
 @final
 class MeshGroups:
-    """Opens the collectives of one engine. Every method is for all ranks of the group that it opens."""
+    """Opens the collectives of one engine. Every method is for all ranks of the mesh, in one order.
+
+    torch names a group by how many this process has made, so every rank takes part in making every group.
+    """
 
     def __init__(
-        self, mesh: Mesh, world: dist.ProcessGroup, device: torch.device, timeout_seconds: float
+        self,
+        mesh: Mesh,
+        group: dist.ProcessGroup,
+        world: Collectives,
+        timeout_seconds: float,
     ) -> None:
-        """`timeout_seconds`: of waits in new groups."""
+        """`group`, `world`: of all ranks. `timeout_seconds`: of waits in new groups."""
         self.mesh = mesh
-        self.opened: list[Collectives] = []
-        self._world = world
-        self._device = device
-        self._rank = world.rank()
+        self.opened = [world]
+        self._world = group
+        self._collectives = world
+        self._rank = group.rank()
         self._timeout = timedelta(seconds=timeout_seconds)
+
+    @property
+    def is_everywhere(self) -> bool:
+        """The mesh has all ranks of the job."""
+        return self._world.size() == dist.get_world_size()
 
     def coordinate(self, axis: Axis) -> int:
         """The place of this rank on `axis`."""
@@ -45,28 +56,32 @@ class MeshGroups:
 
     def along(self, axis: Axis, use: str = "") -> Collectives:
         """The ranks that differ from this one on `axis` only. `use` tells several groups of one axis apart."""
+        for ranks in self.mesh.groups(axis):
+            self._make(ranks, use)
         return self._open(self.mesh.ranks_along(axis, self._rank), use)
 
-    def stages(self, stages: Sequence[int]) -> Collectives:
-        """All data ranks of several pipeline stages."""
-        return self._open(self.mesh.union_of(stages, self._rank), "")
+    def shared(self, stages: Sequence[int]) -> Collectives | None:
+        """All data ranks of several pipeline stages; None where this rank is not one of them."""
+        ranks = [
+            rank for rank in range(self.mesh.size) if self.mesh.coordinates(rank).pipe in stages
+        ]
+        self._make(ranks, "")
+        return self._open(ranks, "") if self._rank in ranks else None
 
     def _open(self, ranks: Sequence[int], use: str) -> Collectives:
         if len(ranks) == 1:
-            return open_collectives(None, self._device)
-        found = open_collectives(self._group(tuple(ranks), use), self._device)
+            return open_collectives(None, self._collectives.device)
+        part_of = PartOf(self._collectives, tuple(ranks))
+        found = open_collectives(self._make(ranks, use), self._collectives.device, part_of)
         self.opened.append(found)
         return found
 
-    def _group(self, ranks: tuple[int, ...], use: str) -> dist.ProcessGroup:
-        if len(ranks) == self._world.size() and not use:
+    def _make(self, ranks: Sequence[int], use: str) -> Any:
+        if len(ranks) == 1 or (len(ranks) == self.mesh.size and not use):
             return self._world
-        everywhere = dist.get_process_group_ranks(self._world)
-        key = (dist.group.WORLD, tuple(everywhere[rank] for rank in ranks), use)
+        key = (dist.group.WORLD, tuple(ranks), use)
         if key not in _groups:
-            _groups[key] = dist.new_group(
-                list(key[1]), timeout=self._timeout, use_local_synchronization=True
-            )
+            _groups[key] = dist.new_group(list(ranks), timeout=self._timeout)
         return _groups[key]
 
 

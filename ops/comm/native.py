@@ -18,6 +18,7 @@ from .collectives import (
     MESSAGE_BUFFER,
     Bounds,
     Collectives,
+    PartOf,
 )
 from .handles import Handle, InFlight
 
@@ -30,13 +31,15 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class Native(Collectives):
     """Collectives that call the backend's own: NCCL, MPI, and torch's threaded group in tests."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group, device, group.rank(), group.size())
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, part_of: PartOf | None = None
+    ) -> None:
+        super().__init__(group, device, group.rank(), group.size(), part_of)
         if device.type == "cuda":
             self._watch.probe = Probe(device)
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
-        return self._all_gather(self._watch.start(kind, buffer, tensor=shard), flat, shard, kind)
+        return self._all_gather(self._record(kind, buffer, tensor=shard), flat, shard, kind)
 
     def _all_gather(self, mark: Mark, flat: Tensor, shard: Tensor, kind: str) -> Handle:
         self._count(kind, shard)
@@ -46,7 +49,7 @@ class Native(Collectives):
     def reduce_scatter(
         self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
     ) -> Handle:
-        mark = self._watch.start(kind, buffer, tensor=flat)
+        mark = self._record(kind, buffer, tensor=flat)
         direct = not add and out.dtype == flat.dtype
         target = out if direct else flat.new_empty(out.numel())
         self._count(kind, target)
@@ -66,7 +69,7 @@ class Native(Collectives):
         for owner, (start, stop) in enumerate(bounds):
             if stop > start:
                 part = mine if owner == self.rank else mine.new_empty(stop - start)
-                with self._watch.guard("access", ACCESS_BUFFER, tensor=part):
+                with self._guard("access", ACCESS_BUFFER, tensor=part):
                     dist.broadcast(part, group=self.group, group_src=owner)
                 if out is not None:
                     out[start:stop] = part
@@ -79,7 +82,7 @@ class Native(Collectives):
         self.all_gather(whole, shard, buffer=buffer, kind="all_gather").wait()
 
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
-        with self._watch.guard("access", ACCESS_BUFFER, tensor=out):
+        with self._guard("access", ACCESS_BUFFER, tensor=out):
             if self.rank == source:
                 assert full is not None
                 for peer, (start, stop) in enumerate(bounds):
@@ -91,21 +94,21 @@ class Native(Collectives):
                 dist.recv(out, group=self.group, group_src=source)
 
     def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
-        mark = self._watch.start("send", MESSAGE_BUFFER, what, tensor)
+        mark = self._record("send", MESSAGE_BUFFER, what, tensor, is_message=True)
         self._count_parts(kind, tensor)
         work = dist.isend(tensor, group=self.group, group_dst=peer)
-        return InFlight(self._watch, mark, [(peer, work)])
+        return InFlight(self._watch, mark, [(self._ranks[peer], work)])
 
     def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
-        mark = self._watch.start("receive", MESSAGE_BUFFER, what, tensor)
+        mark = self._record("receive", MESSAGE_BUFFER, what, tensor, is_message=True)
         work = dist.irecv(tensor, group=self.group, group_src=peer)
-        return InFlight(self._watch, mark, [(peer, work)])
+        return InFlight(self._watch, mark, [(self._ranks[peer], work)])
 
     def start_gather_small(
         self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
     ) -> tuple[Tensor, Handle]:
         table = values.new_empty(self.world_size * values.numel())
         kind = "access" if buffer == ACCESS_BUFFER else "exchange"
-        mark = self._watch.start(kind, buffer, what, values)
+        mark = self._record(kind, buffer, what, values)
         handle = self._all_gather(mark, table, values.contiguous(), "control")
         return table.view(self.world_size, -1), handle

@@ -24,6 +24,7 @@ from .collectives import (
     TAGS_PER_INSTANCE,
     Bounds,
     Collectives,
+    PartOf,
 )
 from .handles import Handle, InFlight
 from .pool import BufferPool
@@ -35,8 +36,10 @@ MESSAGE_TAG, MESSAGE_TAGS = 1 << 14, 1 << 15  # the first tag of messages, and h
 class PeerToPeer(Collectives):
     """Collectives made of messages between all pairs of ranks, for gloo."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group, device, group.rank(), group.size())
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, part_of: PartOf | None = None
+    ) -> None:
+        super().__init__(group, device, group.rank(), group.size(), part_of)
         self._scratch = BufferPool()
         self._tag_base = TAG_BASE + TAGS_PER_INSTANCE * self.instance
         # every rank starts with the next rank, so that no rank is the first target of all others
@@ -67,15 +70,16 @@ class PeerToPeer(Collectives):
         peer = None
         try:
             for peer, tensor in receives:
-                works.append((peer, self.group.recv([tensor], peer, tag)))
+                works.append((self._ranks[peer], self.group.recv([tensor], peer, tag)))
             for peer, tensor in sends:
-                works.append((peer, self.group.send([tensor], peer, tag)))
+                works.append((self._ranks[peer], self.group.send([tensor], peer, tag)))
         except RuntimeError as error:
-            raise self._watch.failed(mark, error, peer) from error
+            place = None if peer is None else self._ranks[peer]
+            raise self._watch.failed(mark, error, place) from error
         return works
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
-        mark = self._watch.start(kind, buffer, tensor=shard)
+        mark = self._record(kind, buffer, tensor=shard)
         return self._all_gather(mark, flat, shard, self._tag(buffer), kind)
 
     def _all_gather(self, mark: Mark, flat: Tensor, shard: Tensor, tag: int, kind: str) -> Handle:
@@ -94,7 +98,7 @@ class PeerToPeer(Collectives):
     def reduce_scatter(
         self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
     ) -> Handle:
-        mark = self._watch.start(kind, buffer, tensor=flat)
+        mark = self._record(kind, buffer, tensor=flat)
         parts = {self.rank: self.shard_of(flat)}
         for peer in self._peers:
             parts[peer] = self._scratch.take(out.numel(), flat.dtype, flat.device)
@@ -116,7 +120,7 @@ class PeerToPeer(Collectives):
     def collect(
         self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
     ) -> None:
-        mark = self._watch.start("access", ACCESS_BUFFER, tensor=mine)
+        mark = self._record("access", ACCESS_BUFFER, tensor=mine)
         receives = []
         for peer in self._peers if target in (None, self.rank) else []:
             start, stop = bounds[peer]
@@ -135,7 +139,7 @@ class PeerToPeer(Collectives):
     def serve(
         self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], *, buffer: int
     ) -> None:
-        mark = self._watch.start("all_gather", buffer, tensor=shard)
+        mark = self._record("all_gather", buffer, tensor=shard)
         receives = []
         if flat is not None:
             receives = [(peer, self.shard_of(flat, peer)) for peer in self._peers]
@@ -147,7 +151,7 @@ class PeerToPeer(Collectives):
         InFlight(self._watch, mark, works).wait()
 
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
-        mark = self._watch.start("access", ACCESS_BUFFER, tensor=out)
+        mark = self._record("access", ACCESS_BUFFER, tensor=out)
         receives, sends = [], []
         if self.rank == source:
             assert full is not None
@@ -162,13 +166,13 @@ class PeerToPeer(Collectives):
         InFlight(self._watch, mark, works).wait()
 
     def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
-        mark = self._watch.start("send", MESSAGE_BUFFER, what, tensor)
+        mark = self._record("send", MESSAGE_BUFFER, what, tensor, is_message=True)
         works = self._start(mark, self._message_tag(number), [], [(peer, tensor)])
         self._count_parts(kind, tensor)
         return InFlight(self._watch, mark, works)
 
     def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
-        mark = self._watch.start("receive", MESSAGE_BUFFER, what, tensor)
+        mark = self._record("receive", MESSAGE_BUFFER, what, tensor, is_message=True)
         works = self._start(mark, self._message_tag(number), [(peer, tensor)], [])
         return InFlight(self._watch, mark, works)
 
@@ -180,7 +184,7 @@ class PeerToPeer(Collectives):
         self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
     ) -> tuple[Tensor, Handle]:
         kind = "access" if buffer == ACCESS_BUFFER else "exchange"
-        mark = self._watch.start(kind, buffer, what, values)
+        mark = self._record(kind, buffer, what, values)
         table = values.new_empty(self.world_size, values.numel())
         table[self.rank] = values
         flat = table.view(-1)

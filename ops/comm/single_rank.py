@@ -62,7 +62,9 @@ class SingleRank(Collectives):
     def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
         raise AssertionError("a single rank has no other to receive from")
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+    def broadcast(
+        self, tensor: Tensor, source: int = 0, what: str = "the first rank's values"
+    ) -> None:
         return
 
     def barrier(self) -> None:

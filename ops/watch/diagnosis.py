@@ -30,6 +30,7 @@ class Report:
     place: the line of the script that called the collective, or the current line of the main thread.
     call: the script's own collective that it is in, instead.
     own: the last of the script's own collectives, each [number, op, sizes]; needs torch's flight recorder.
+    members: the ranks that take part in what it waits in; None: all.
     alarm: the number of the alarm that it answers; -1 for a report without an alarm.
     """
 
@@ -47,6 +48,7 @@ class Report:
     call: str = ""
     own: Sequence[Sequence[object]] = ()
     alarm: int = -1
+    members: Sequence[int] | None = None
 
     @property
     def is_outside(self) -> bool:
@@ -61,7 +63,10 @@ class Report:
 
 
 def explain(
-    reports: Sequence[Report], world_size: int, silences: Mapping[int, float | None] | None = None
+    reports: Sequence[Report],
+    world_size: int,
+    silences: Mapping[int, float | None] | None = None,
+    places: Mapping[int, str] | None = None,
 ) -> str:
     """One message about all ranks. It is the same on every rank that has the same reports.
 
@@ -69,6 +74,7 @@ def explain(
         reports: the reports of the ranks that answered, by rank.
         silences: seconds since the last heartbeat of each rank that does not answer; None where it has
             destroyed its engine. Ranks that never sent a heartbeat are not in it.
+        places: what a rank has, e.g. "stage 1", said of ranks that are in no collective.
     """
     waiting = _waiting(reports)
     parts = [_wait_text(ranks, reports) for ranks in waiting]
@@ -76,6 +82,9 @@ def explain(
     parts += _place_texts(reports)
     silent = sorted(set(range(world_size)) - {r.rank for r in reports})
     parts += _silent_texts(silent, {r.gone for r in reports}, silences or {})
+    strayed = {*silent, *(r.rank for r in reports if r.raised or r.is_outside)}
+    named = sorted(strayed & (places or {}).keys())
+    parts += [f"rank {rank} has {(places or {})[rank]}" for rank in named]
     parts += [text for text in (_difference_text(waiting), _own_difference_text(reports)) if text]
     return f"{'; '.join(parts)}. {_remedy(waiting, reports, silent)}"
 
@@ -162,6 +171,7 @@ def _behind(group: Sequence[Report], reports: Sequence[Report]) -> list[Report]:
         r
         for r in reports
         if r.engine == first.engine
+        and (first.members is None or r.rank in first.members)
         and r.counts is not None
         and r.has_started(first.waits_in) < first.number
     ]

@@ -42,12 +42,13 @@ _is_inside: dict[str, bool] = {}  # file -> whether it belongs to xds, torch or 
 class Mark:
     """One collective: the `number`-th of its kind and buffer on this rank, from 1; `serial` counts all of them.
 
+    members: the ranks that take part; None: all.
     numel, dtype: of this rank's input. Seconds are those of time.monotonic; 0 means not yet.
     """
 
     __slots__ = (
         *("kind", "buffer", "what", "number", "serial"),
-        *("numel", "dtype", "place", "started_seconds", "ended_seconds"),
+        *("numel", "dtype", "place", "started_seconds", "ended_seconds", "members"),
     )
 
     def __init__(  # noqa: PLR0913
@@ -63,6 +64,7 @@ class Mark:
         self.place: Place | None = None
         self.started_seconds = started_seconds
         self.ended_seconds = 0.0
+        self.members: tuple[int, ...] | None = None
 
     @property
     def key(self) -> tuple[str, int, str]:

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -222,7 +223,7 @@ class Sentinel:
         write_ring(watch, request.report)
         deadline = time.monotonic() + PATIENCE_SECONDS
         reports = exchange.collect(request.report, deadline, number)
-        request.answer = _explained(exchange, reports)
+        request.answer = _explained(exchange, reports, watch.places)
         exchange.wait_for_readers(reports, deadline)
         request.done.set()
 
@@ -241,7 +242,7 @@ class Sentinel:
         exchange.store.set(f"xds/read/{watch.rank}", "")
         lowest = min(reports)
         entry.lowest_waiting = lowest if reports[lowest].waits_in else -1  # else that rank logs it
-        diagnosis = _explained(exchange, reports)
+        diagnosis = _explained(exchange, reports, watch.places)
         will_raise = bool(mine.waits_in) and watch.probe is None
         if watch.rank == lowest and not will_raise and not watch.is_failing:
             log.error("xds: %s", diagnosis)
@@ -373,9 +374,9 @@ class Sentinel:
             log.log(logging.WARNING if change.is_slow else logging.INFO, "xds: %s", text)
 
 
-def _explained(exchange: Exchange, reports: Reports) -> str:
+def _explained(exchange: Exchange, reports: Reports, places: Mapping[int, str]) -> str:
     silences = exchange.silences(reports)
-    return explain(list(reports.values()), exchange.world_size, silences)
+    return explain(list(reports.values()), exchange.world_size, silences, places)
 
 
 def _early(entry: WatchedEngine) -> float:

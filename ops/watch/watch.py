@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -59,6 +59,7 @@ class Watch:
         self.steps = Steps()
         self.thread = threading.main_thread().ident or 0  # the thread that trains
         self.diagnoser: Diagnoser | None = None
+        self.places: Mapping[int, str] = {}  # what a rank has, for messages
         self.probe: Probe | None = None  # set where a wait returns before the work is done
         self._names: dict[int, str] = {}
         self._counts: dict[tuple[str, int, str], int] = {}
@@ -176,6 +177,7 @@ class Watch:
             serial=mark.serial,
             shape=mark.shape,
             place=place_text(mark.place),
+            members=mark.members,
             **fields,
         )
 
@@ -225,4 +227,4 @@ class Watch:
                 exchange.wait_for_readers(reports, deadline)
             except RuntimeError:
                 pass  # the store is not reachable any more
-        return explain(list(reports.values()), self.world_size)
+        return explain(list(reports.values()), self.world_size, None, self.places)

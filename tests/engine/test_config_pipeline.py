@@ -6,6 +6,7 @@ import pytest
 
 import xds
 from xds.engine.config.config import parse_config
+from xds.engine.integrations.given import Source
 from xds.pipe.config import NUMBERS, Pipeline
 
 SMALL = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8}
@@ -92,6 +93,21 @@ def test_the_numbers_are_those_of_the_schedules():
     } == {name: (each.chunks, each.any_more, each.micro_batches) for name, each in NUMBERS.items()}
 
 
+@pytest.mark.parametrize(
+    ("section", "micro_batches", "share"),
+    [
+        ({"stages": 4}, 8, 3 / 11),
+        ({"stages": 4, "schedule": "gpipe"}, 8, 3 / 11),
+        ({"stages": 4, "schedule": "interleaved_1f1b", "chunks": 3}, 8, 3 / 27),
+        ({"stages": 4, "schedule": "zero_bubble"}, 8, 3 / 27),
+        ({"stages": 4, "schedule": "zbv"}, 8, None),
+        ({"stages": 1}, 8, 0),
+    ],
+)
+def test_the_share_of_a_step_in_which_a_rank_waits(section, micro_batches, share):
+    assert read(section).pipeline.bubble(micro_batches) == share
+
+
 # -- ranks ------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +169,12 @@ def test_elasticity_counts_data_ranks():
             xds.ConfigError, match=re.escape(f"must equal pipeline.stages ({stages})")
         ):
             parse_config({"elasticity": changed, "pipeline": {"stages": stages}})
+
+
+def test_integrations_count_data_ranks():
+    found = Source({"pipeline": {"stages": 2}})
+    assert [found.data_ranks(ranks) for ranks in (8, 3)] == [4, 3]
+    assert Source({"pipeline": {"stages": "auto"}}).data_ranks(8) == Source({}).data_ranks(8) == 8
 
 
 def test_a_model_may_give_the_stages():
@@ -231,8 +253,9 @@ def test_too_few_micro_batches(section, steps, least):
 
 def test_all_complaints_at_once():
     found = complaints(
-        {"stages": 4, "chunks": 2, "micro_batches": 3},
+        {"stages": 4, "chunks": 2, "micro_batches": 3, "activation_checkpoint_interval": 2},
         4,
+        activation_checkpointing={},
         managed_gradient_accumulation=False,
         zero_optimization={"stage": 3, "divergent_graphs": True},
         gradient_accumulation_steps=2,
@@ -240,6 +263,7 @@ def test_all_complaints_at_once():
     starts = (
         "pipeline.chunks = 2: ",
         "managed_gradient_accumulation = false: ",
+        "pipeline.activation_checkpoint_interval = 2: ",
         "zero_optimization.divergent_graphs = true: ",
         "pipeline.micro_batches = 3: must equal gradient_accumulation_steps (2)",
         "gradient_accumulation_steps = 2: ",

@@ -95,3 +95,39 @@ def test_a_world_size_that_is_none(command, given, capsys):
     told = capsys.readouterr().err
     assert "--world-size: " in told
     assert "whole number from 1" in told or len(given) > 400
+
+
+PIPELINE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 8,
+    "pipeline": {"stages": 4, "schedule": "interleaved_1f1b"},
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "data"),
+    [
+        (["--world-size", "16"], "4 data-parallel ranks"),
+        ([], "1 data-parallel rank"),
+    ],
+)
+def test_it_explains_the_cut(ranks, data, capsys):
+    assert main([json.dumps(PIPELINE), *ranks]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    size = 16 if ranks else 4
+    assert lines[0] == f"config text resolved for {size} ranks: 4 pipeline stages x {data}:"
+    samples = size // 4 * 16
+    assert (
+        f"train_batch_size = {samples}: 2 samples per forward x 8 accumulation steps x {data} = {samples} "
+        "samples per update"
+    ) in lines
+    assert (
+        "pipeline: 4 stages, each of 2 chunks: the model is cut into 8 parts, in the order of "
+        '"interleaved_1f1b"; 4 ranks hold one model; with 8 micro-batches in a step, a rank waits 15.8% of the '
+        "time if all stages are equally fast"
+    ) in lines
+
+
+def test_ranks_that_are_no_multiple_of_the_stages(capsys):
+    assert main([json.dumps(PIPELINE), "--world-size", "6"]) == 2
+    assert "pipeline.stages (4) x data = 6 ranks" in capsys.readouterr().err

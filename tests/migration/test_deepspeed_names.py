@@ -88,6 +88,8 @@ PLACES = [
     *("runtime.lr_schedules.WarmupCosineLR", "runtime.lr_schedules.VALID_LR_SCHEDULES"),
     *("runtime.dataloader.RepeatingLoader", "runtime.zero.partition_parameters.Init"),
     *("checkpointing.checkpoint", "checkpointing.non_reentrant_checkpoint", "runtime.zero.Init"),
+    *("runtime.pipe.ProcessTopology", "runtime.pipe.topology.PipelineParallelGrid"),
+    *("runtime.pipe.topology.PipeModelDataParallelTopology", "runtime.pipe.schedule.TrainSchedule"),
 ]
 STAND_INS = [
     *(
@@ -104,7 +106,7 @@ STAND_INS = [
         "ops.op_builder",
         "OnDevice",
     ),
-    *("profiling.flops_profiler.FlopsProfiler", "runtime.pipe.topology.PipeDataParallelTopology"),
+    *("profiling.flops_profiler.FlopsProfiler", "runtime.pipe.PipelineModule"),
     *("init_inference", "DeepSpeedConfig", "utils.set_z3_leaf_module", "comm.log_summary"),
     *(
         "utils.safe_get_local_grad",

@@ -1,0 +1,243 @@
+"""Cuts a plain model with one list of blocks: each stage runs the model's own forward.
+
+Modules of other stages become stand-ins under the same names. `conductor.py` says what each call does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from ...utils.errors import UsageError
+from ..partition import partition_layers, stage_of_layer
+from .conductor import Conductor, OwnModule, Role
+from .costs import size_of, sum_of
+from .meta_copies import meta_copy
+from .names import names_of, names_of_part
+from .part import Block, Flow, Part, Placement
+from .stand_ins import StandIn, direct_calls
+from .surroundings import FIRST, LAST, Surroundings, find_surroundings
+from .zeros import ZeroOutputs
+
+_COLLECTED = {
+    "output_hidden_states": "hidden states of all blocks",
+    "output_attentions": "attentions of all blocks",
+    "output_router_logits": "router logits of all blocks",
+}
+
+
+@final
+@dataclass(frozen=True)
+class Sides:
+    """Names of modules outside of the blocks, as globs; empty: found from the model."""
+
+    first: Sequence[str] = field(default=())
+    last: Sequence[str] = field(default=())
+
+
+@final
+class PlainModelPart(Part):
+    """This rank's part of a model with one list of blocks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[tuple[str, nn.Module]],
+        placement: Placement,
+        rank: int,
+        partition: str | Sequence[int] | None,
+        sides: Sides,
+    ) -> None:
+        check_model(model, blocks)
+        around = find_surroundings(model, blocks, sides.first, sides.last)
+        stage_of = stage_of_layer(_bounds(model, blocks, around, partition, placement.num_stages))
+        whole = names_of(model)
+        last_stage = placement.num_stages - 1
+        roles = _roles(blocks, stage_of, around, last_stage)
+        holders = _holders(model, around, roles, placement)
+        self._conductor = Conductor(placement.num_stages)
+        self._last_stage = last_stage
+        self._give_back: list[Callable[[], None]] = []
+        self._replace_modules(model, roles, placement.stages_of(rank))
+        if not {0, last_stage} & set(placement.stages_of(rank)):
+            self._replace_parameters(around)
+        own = tuple(
+            Block(name, module, stage)
+            for (name, module), stage in zip(blocks, stage_of, strict=True)
+            if stage in placement.stages_of(rank)
+        )
+        super().__init__(model, own, names_of_part(whole, model, holders))
+
+    def run(self, stage: int, batch: Any, arrived: Flow | None, micro_batch: int) -> Any:
+        _check_batch(batch)
+        return self._conductor.run(
+            stage, micro_batch, arrived, lambda: _call_with(self.module, batch)
+        )
+
+    def recomputing(self, stage: int, micro_batch: int) -> AbstractContextManager[None]:
+        return self._conductor.recomputing(stage, micro_batch)
+
+    def release(self, stage: int, micro_batch: int) -> None:
+        self._conductor.release(stage, micro_batch)
+
+    def restore(self) -> None:
+        for give_back in self._give_back:
+            give_back()
+
+    def _replace_modules(
+        self, model: nn.Module, roles: Mapping[str, Role], stages: Sequence[int]
+    ) -> None:
+        """Put stand-ins in place of what this rank does not run, and direct the calls of the rest."""
+        replaced: dict[int, StandIn] = {}
+        for name, role in roles.items():
+            module = model.get_submodule(name)
+            if role.stages & set(stages):
+                is_everywhere = len(stages) == 1 and len(role.stages) == 1
+                if is_everywhere and not role.is_block:
+                    continue  # each call of it is real
+                zeros = None if is_everywhere else ZeroOutputs(meta_copy(module), role.is_block)
+                own = OwnModule(module, role, zeros)
+                if role.is_block:
+                    self._conductor.own_blocks.append(own)
+                self._give_back.append(direct_calls(own, self._conductor))
+            else:
+                zeros = ZeroOutputs(meta_copy(module), role.is_block)
+                replaced[id(module)] = StandIn(self._conductor, role, zeros)
+        for parent in list(model.modules()):
+            for child_name, child in parent._modules.items():
+                if child is not None and id(child) in replaced:
+                    parent._modules[child_name] = replaced[id(child)]
+
+    def _replace_parameters(self, around: Surroundings) -> None:
+        """Parameters that the model itself holds are on the first and the last stage; others get zeros."""
+        for ancestor in around.ancestors.values():
+            for name, param in list(ancestor._parameters.items()):
+                if param is None:
+                    continue
+                del ancestor._parameters[name]
+                device = torch.device("cpu") if param.is_meta else param.device
+                zeros = torch.zeros((), dtype=param.dtype, device=device).expand(param.shape)
+                setattr(ancestor, name, zeros)
+                self._conductor.zero_parameters.append(zeros)
+
+
+def check_model(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raises UsageError where the model cannot be cut, before anything is changed."""
+    if not blocks:
+        raise UsageError(
+            f"pipeline.stages: {type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential with "
+            "several modules of one class) to cut; name the blocks in zero_optimization.units, or use "
+            "PipelineModule"
+        )
+    lists = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in blocks))
+    if len(lists) > 1:
+        raise UsageError(
+            f"pipeline.stages: {type(model).__name__} has {len(lists)} lists of blocks ({', '.join(lists)}), and a "
+            "pipeline cuts a model with one; use PipelineModule, or name the blocks of one list in "
+            "zero_optimization.units"
+        )
+    _check_not_compiled(model, blocks)
+    for config in _configs(model):
+        for name, what in _COLLECTED.items():
+            if getattr(config, name, False) is True:
+                raise UsageError(
+                    f"config.{name} = true: {what} are not on one pipeline stage; set it to false, or set "
+                    "pipeline.stages to 1"
+                )
+        drop = getattr(config, "layerdrop", 0.0)
+        if isinstance(drop, float) and drop > 0:
+            raise UsageError(
+                f"config.layerdrop = {drop}: each pipeline stage would skip other blocks; set it to 0.0"
+            )
+
+
+def _check_not_compiled(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+    inside = {id(module) for _, block in blocks for module in block.modules()}
+    for name, module in model.named_modules():
+        is_compiled = type(module).__name__ == "OptimizedModule"
+        is_compiled |= getattr(module, "_compiled_call_impl", None) is not None
+        around = any(id(inner) in inside for inner in module.modules())
+        if is_compiled and around and id(module) not in inside:
+            raise UsageError(
+                f"pipeline.stages: {name or 'the model'} is compiled and contains blocks of several stages; "
+                "compile each block instead: block.compile()"
+            )
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    config = getattr(model, "config", None)
+    inner = [getattr(config, name, None) for name in ("text_config", "vision_config")]
+    return [found for found in (config, *inner) if found is not None]
+
+
+def _check_batch(batch: Any) -> None:
+    for name, what in _COLLECTED.items():
+        if isinstance(batch, Mapping) and batch.get(name) is True:
+            raise UsageError(
+                f"the batch has {name} = True: {what} are not on one pipeline stage; leave it out"
+            )
+
+
+def _bounds(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    around: Surroundings,
+    partition: str | Sequence[int] | None,
+    num_stages: int,
+) -> tuple[int, ...]:
+    config = getattr(model, "config", None)
+    outer = [
+        sum_of([m for n, m in around.modules.items() if side in around.sides[n]], config)
+        for side in (FIRST, LAST)
+    ]
+    sizes = [size_of(module, config) for _, module in blocks]
+    method = "best" if partition is None else partition
+    return partition_layers(method, sizes, num_stages, outer[0], outer[1])
+
+
+def _roles(
+    blocks: Sequence[tuple[str, nn.Module]],
+    stage_of: Sequence[int],
+    around: Surroundings,
+    last_stage: int,
+) -> dict[str, Role]:
+    roles = {}
+    for (name, _), stage in zip(blocks, stage_of, strict=True):
+        roles[name] = Role(name, frozenset({stage}), True)
+    stage_of_side = {FIRST: 0, LAST: last_stage}
+    for name in around.modules:
+        stages = frozenset(stage_of_side[side] for side in around.sides[name])
+        roles[name] = Role(name, stages, False)
+    return roles
+
+
+def _holders(
+    model: nn.Module, around: Surroundings, roles: Mapping[str, Role], placement: Placement
+) -> dict[str, set[int]]:
+    """Name of a parameter -> the pipeline ranks that hold it under this name."""
+    holders: dict[str, set[int]] = {}
+    for name, role in roles.items():
+        for inner, _ in model.get_submodule(name).named_parameters(remove_duplicate=False):
+            holders[f"{name}.{inner}"] = {placement.rank_of(stage) for stage in role.stages}
+    ends = {placement.rank_of(0), placement.rank_of(placement.num_stages - 1)}
+    for name, ancestor in around.ancestors.items():
+        for inner, _ in ancestor.named_parameters(recurse=False, remove_duplicate=False):
+            holders[f"{name}.{inner}" if name else inner] = set(ends)
+    return holders
+
+
+def _call_with(model: nn.Module, batch: Any) -> Any:
+    """A mapping gives keyword arguments, a tuple or list positional ones."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
+
+
+__all__ = ["PlainModelPart", "Sides", "check_model"]
