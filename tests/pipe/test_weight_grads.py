@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -192,17 +193,10 @@ def _own_forward() -> nn.Module:
     return layer
 
 
-def _tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(IN, IN, bias=False), nn.Bilinear(1, IN, IN))
-    model[1].weight = model[0].weight
-    return model[:1].append(nn.Identity()).append(nn.ModuleList([model[1]]))[:2]
-
-
 LEFT_ALONE: dict[str, Callable[[], nn.Module]] = {
     "a forward of its own": lambda: Doubled(IN, IN),
     "the instance's forward": _own_forward,
     "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(IN, IN)),
-    "weight_norm of old": lambda: parametrizations.orthogonal(nn.Linear(IN, IN)),
     "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(IN, IN)),
     "not linear": lambda: nn.Bilinear(IN, IN, IN),
 }
@@ -312,6 +306,9 @@ def test_names_copies_and_restore() -> None:
 # -- with sharded gradients ---------------------------------------------------------------------------------
 
 
+NUM_SCALARS = 6  # losses and norms
+
+
 def _trained(feature: str, changes: dict[str, Any], how: str, rank: int) -> list[Tensor]:
     """Losses, norms and parameters after two steps of two micro-batches."""
     config = {
@@ -328,7 +325,7 @@ def _trained(feature: str, changes: dict[str, Any], how: str, rank: int) -> list
         late = []
         for micro_step in range(2):
             key = (rank, micro_step) if how != "plain" else None
-            with engine.no_sync() if how != "sent" else grads.deferring(key), grads.deferring(key):
+            with nullcontext() if how == "sent" else engine.no_sync(), grads.deferring(key):
                 loss = engine(micro_batch(2 * step + rank, micro_step, 2), rank)
                 engine.backward(loss)
             found.append(loss.detach())
@@ -365,9 +362,9 @@ def _stages(features: tuple[str, ...], sections: tuple[dict[str, Any], ...]) -> 
                     own = _trained(feature, changes, how, rank)
                     if not all(torch.equal(a, b) for a, b in zip(plain, own, strict=True)):
                         wrong.append(f"{feature} {section} stage {stage} {how}")
-                own = _trained(feature, changes, "sent", rank)
-                for a, b in zip(plain, own, strict=True):
-                    if not torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-3):
+                own = _trained(feature, changes, "sent", rank)  # sums over ranks come first
+                for a, b in zip(plain[:NUM_SCALARS], own, strict=False):
+                    if not torch.allclose(a, b, rtol=1e-3 if "bf16" in section else 1e-6):
                         wrong.append(f"{feature} {section} stage {stage} sent")
     return wrong
 
