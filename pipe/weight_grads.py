@@ -110,20 +110,19 @@ class WeightGrads:
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
             while kept:
-                entry = kept.popleft()
-                grads = _weight_grad(entry), _bias_grad(entry)
-                params = entry.weight, entry.bias
-                del entry
-                for param, grad in zip(params, grads, strict=True):
-                    if param is not None and grad is not None:
-                        self._add(param, grad.to(param.dtype), uses, sums)
-                del grads
+                self._compute(kept.popleft(), uses, sums)
+
+    def _compute(self, entry: _Entry, uses: Counter[int], sums: dict[int, Tensor]) -> None:
+        if entry.weight is not None:
+            self._add(entry.weight, _weight_grad(entry), uses, sums)
+        if entry.bias is not None:
+            self._add(entry.bias, _bias_grad(entry), uses, sums)
 
     def _add(
         self, param: nn.Parameter, grad: Tensor, uses: Counter[int], sums: dict[int, Tensor]
     ) -> None:
         """Add to the sum of `param`; hand it over if this is the last use."""
-        own = id(param)
+        own, grad = id(param), grad.to(param.dtype)
         if own in sums:
             grad = sums.pop(own).add_(grad)
         uses[own] -= 1
@@ -288,11 +287,9 @@ class _Linear(torch.autograd.Function):
         )
         if ctx.owner.keep(own):
             return dx, None, None, None, None
-        grads = [
-            None if param is None or grad is None else grad.to(param.dtype)
-            for param, grad in zip(ctx.params, (_weight_grad(own), _bias_grad(own)), strict=True)
-        ]
-        return dx, *grads, None, None
+        dw = _weight_grad(own).to(own.weight.dtype) if own.weight is not None else None
+        db = _bias_grad(own).to(own.bias.dtype) if own.bias is not None else None
+        return dx, dw, db, None, None
 
 
 # -- the products, as torch's derivatives.yaml has them for mm and addmm ------------------------------------
@@ -323,26 +320,24 @@ def _input_grad(dy: Tensor, matrix: Tensor, is_by_columns: bool) -> Tensor:
     return dx.view(*dy.shape[:-1], len(matrix)) if dy.ndim != 2 else dx
 
 
-def _weight_grad(entry: _Entry) -> Tensor | None:
-    """dW [shape of the weight]; None: it is frozen."""
-    weight, x = entry.weight, entry.x
-    if weight is None or x is None:
-        return None
+def _weight_grad(entry: _Entry) -> Tensor:
+    """dW [shape of the weight], in the dtype of dy."""
+    x = entry.x
+    assert x is not None
     if x._version != entry.version:
+        assert entry.weight is not None
         raise UsageError(
-            f"the input of a linear layer with a weight of shape {tuple(weight.shape)} was changed in place "
-            "between backward and the gradient of that weight, which is computed later: its value is lost; "
-            'change a copy, or set pipeline.schedule to "1f1b"'
+            f"the input of a linear layer with a weight of shape {tuple(entry.weight.shape)} was changed in "
+            "place between backward and the gradient of that weight, which is computed later: its value is "
+            'lost; change a copy, or set pipeline.schedule to "1f1b"'
         )
     rows, dy = _rows(x), _rows(entry.dy)
     grad = dy.t().mm(rows).t() if entry.is_by_columns else rows.t().mm(dy)
     return grad if entry.is_transposed else grad.t()
 
 
-def _bias_grad(entry: _Entry) -> Tensor | None:
-    """db [out_features]; None: absent or frozen."""
-    if entry.bias is None:
-        return None
+def _bias_grad(entry: _Entry) -> Tensor:
+    """db [out_features], in the dtype of dy."""
     if entry.is_flat or entry.dy.ndim < 3:
         return _rows(entry.dy).sum(0)
     return entry.dy.sum(list(range(entry.dy.ndim - 1)))  # the order of additions depends on strides
