@@ -9,7 +9,8 @@
 - Only linear layers are deferred: `nn.Linear` and transformers' `Conv1D`. All other parameters get their
   gradients in I. So does a linear layer in a compiled block, or with a weight that another layer uses.
 - Gradients have the bits of autograd: the same products of the same matrices, in the order of arrival.
-  Under autocast, several uses of a weight are summed in the weight's dtype; autograd sums in autocast's.
+  Several uses of one weight differ in the last bits in two cases. Under autocast they are summed in the
+  weight's dtype; autograd sums in autocast's. Of reentrant checkpoints autograd adds each call to the total.
 - W reads no weight, so parameters may be dropped before it.
 """
 

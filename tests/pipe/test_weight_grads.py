@@ -369,6 +369,29 @@ def _stages(features: tuple[str, ...], sections: tuple[dict[str, Any], ...]) -> 
     return wrong
 
 
+def _add_inside_a_backward() -> str:
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
+    engine = xds.initialize(build("plain"), config)
+    sharded, weight = engine._parts.sharded, engine.module.head.weight
+    loss = engine(micro_batch(0, 0, 2))
+    loss.register_hook(lambda _: sharded.add_gradient(weight, torch.ones_like(weight)))
+    try:
+        engine.backward(loss)
+    except UsageError as error:
+        sharded.add_gradient(nn.Parameter(torch.ones(2)), torch.ones(2))  # not trained: ignored
+        sharded.add_gradient(weight, torch.ones_like(weight))
+        assert torch.equal(xds.zero.get_full_grad(weight), torch.ones_like(weight))
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_a_gradient_is_added_outside_of_backward_only() -> None:
+    (text,) = run_ranks(_add_inside_a_backward, 1)
+    assert "call it after the backward" in text
+
+
 BF16 = {"bf16": {"enabled": True}}
 
 
