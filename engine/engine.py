@@ -7,7 +7,6 @@ Engine ──> TrainingStep (steps/)    forward, backward, step
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,6 +22,7 @@ from .checkpoint.load_plan import LoadOptions
 from .checkpoint.save import SaveOptions
 from .checkpoint.saver import Progress
 from .parts import Parts
+from .readings import Readings
 from .states import States
 from .steps.accumulation import Accumulation
 from .steps.batch_loop import Loop
@@ -31,7 +31,7 @@ from .steps.training_step import TrainingStep
 
 
 @final
-class Engine:
+class Engine(Readings):
     """Trains `module` as its config says. Made by `xds.initialize`; names and semantics are DeepSpeed's.
 
     One optimizer step is `gradient_accumulation_steps()` rounds of forward, backward and step():
@@ -173,9 +173,10 @@ class Engine:
     def eval_batch(
         self,
         data_iter: Iterator[Any],
+        num_micro_batches: int | None = None,
+        *,
         return_logits: bool = False,
         reduce_output: str | None = "avg",
-        num_micro_batches: int | None = None,
     ) -> Any:
         """The loss of the next micro-batches (default: as many as a step takes), averaged as in training.
 
@@ -212,18 +213,6 @@ class Engine:
         """
         return self._accumulation.no_sync()
 
-    def train_batch_size(self) -> int:
-        """Samples of one optimizer step, over all ranks."""
-        return self._counters.train_batch_size()
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward on one rank."""
-        return self._counters.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one optimizer step."""
-        return self._accumulation.steps
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the accumulation steps so that a step has so many samples; the micro-batch stays.
 
@@ -234,51 +223,6 @@ class Engine:
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples of one forward; the accumulation steps stay."""
         self._counters.set_micro_batch_size(micro_batch_size)
-
-    # -- what a script reads ----------------------------------------------------------------------------
-
-    def was_step_applied(self) -> bool:
-        """The last step() changed the parameters (not between boundaries, not when skipped)."""
-        return self._step.was_applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """2-norm of the last step's gradients over all ranks, unscaled, before clipping; None before one."""
-        return self._step.grad_norm
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor the next loss is multiplied with."""
-        return self._parts.loss_scale.value
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of every parameter group."""
-        return [float(group["lr"]) for group in self._param_groups()]
-
-    def get_mom(self) -> list[Any]:
-        """Momentum (or betas) of every parameter group; 0 where the optimizer has neither."""
-        return [group.get("momentum", group.get("betas", 0.0)) for group in self._param_groups()]
-
-    def _param_groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
-
-    def bytes_sent(self) -> dict[str, int]:
-        """Bytes this rank has sent since the engine was made, for each kind of collective."""
-        sent: Counter[str] = Counter()
-        for collectives in self._parts.opened:
-            sent.update(collectives.sent_bytes)
-        return dict(sent)
-
-    def memory_plan(self) -> dict[str, int]:
-        """Bytes that this rank holds now: param, grad, master, optimizer, buckets; and on "host" and "disk"."""
-        return self._states.memory_plan()
-
-    def zero_optimization_stage(self) -> int:
-        """The stage of the config."""
-        return int(self.config.zero_optimization.stage)
-
-    def gradient_clipping(self) -> float:
-        """The limit of the config; 0 is none."""
-        return float(self.config.gradient_clipping)
 
     # -- the module -------------------------------------------------------------------------------------
 

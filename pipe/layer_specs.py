@@ -97,8 +97,8 @@ def share_weights(module: nn.Module, source: nn.Module, spec: TiedLayerSpec) -> 
         if ours.shape != theirs.shape:
             raise UsageError(
                 f'TiedLayerSpec key "{spec.key}": {attr} has shape {tuple(ours.shape)} in '
-                f"{type(module).__name__} and {tuple(theirs.shape)} in {type(source).__name__}; tied parameters "
-                "need equal shapes"
+                f"{type(module).__name__} and {tuple(theirs.shape)} in {type(source).__name__}; tied "
+                "parameters need equal shapes"
             )
         owner, _, name = attr.rpartition(".")
         module.get_submodule(owner).register_parameter(name, theirs)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ..utils.errors import UsageError
@@ -49,7 +50,7 @@ class PipelineModule(nn.Module):
 
     schedule: str | None = None  # the schedule that the class needs; None: any
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the arguments are DeepSpeed's)
         self,
         layers: Iterable[Any],
         num_stages: int | None = None,
@@ -225,8 +226,8 @@ class PipelineModule(nn.Module):
         self._build_all()
         if len(self.built) < len(self.layers):
             raise UsageError(
-                "PipelineModule.forward: this rank has only its own stage's layers; call engine.train_batch() or "
-                "engine.eval_batch()"
+                "PipelineModule.forward: this rank has only its own stage's layers; call engine.train_batch() "
+                "or engine.eval_batch()"
             )
         return self.run_layers(0, len(self.layers), forward_input)
 
@@ -238,16 +239,17 @@ class PipelineModule(nn.Module):
             return self._run_range(start, stop, run, value)
         for first in range(start, stop, interval):
             end = min(first + interval, stop)
-            inputs = value if isinstance(value, tuple) else (value,)
-            function = partial(self._run_unpacked, first, end, run)
             if torch.is_grad_enabled() and self._is_recomputed(first, end):
-                value = self.activation_checkpoint_func(function, *inputs)
+                # tensors as arguments; new containers for each run, as a layer may change what it gets
+                leaves, structure = tree_flatten(value)
+                function = partial(self._run_leaves, (first, end, run), structure)
+                value = self.activation_checkpoint_func(function, *leaves)
             else:
-                value = function(*inputs)
+                value = self._run_range(first, end, run, value)
         return value
 
-    def _run_unpacked(self, start: int, stop: int, run: int, *inputs: Any) -> Any:
-        return self._run_range(start, stop, run, inputs[0] if len(inputs) == 1 else inputs)
+    def _run_leaves(self, layers: tuple[int, int, int], structure: Any, *leaves: Any) -> Any:
+        return self._run_range(*layers, tree_unflatten(list(leaves), structure))
 
     def _run_range(self, start: int, stop: int, run: int, value: Any) -> Any:
         for index in range(start, stop):
@@ -281,7 +283,8 @@ class PipelineModule(nn.Module):
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         self._build_all()
-        return super().named_modules(*args, **kwargs)
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return found
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         self._build_all()

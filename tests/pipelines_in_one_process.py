@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xds.pipe.cut import Flow, Part, cut_model
+from xds.pipe.cut.cutting import cut_model
+from xds.pipe.cut.part import Flow, Part
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ def gradients(parts: list[Part]) -> dict[str, Tensor]:
     return found
 
 
-def plain_training(model: nn.Module, call: Any, batches: list[Any]) -> tuple[list[float], dict[str, Tensor]]:
+def plain_training(
+    model: nn.Module, call: Any, batches: list[Any]
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and gradients without a pipeline."""
     losses = []
     for batch in batches:

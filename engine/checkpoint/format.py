@@ -1,6 +1,6 @@
 """Writes and parses the manifest of a checkpoint.
 
-    manifest.json   {"sha256": "...", "format": "xds-checkpoint", "version": 1, flats, files, state, ...}
+    manifest.json   {"sha256": "...", "format": "xds-checkpoint", "version": 2, flats, files, state, ...}
 
 The checksum covers the manifest's bytes, with zeros in place of the checksum itself. A correct checksum is not
 enough: `parse` returns a manifest that satisfies every rule of `manifest_checks`, or raises.
@@ -16,10 +16,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from ...ops.mesh import Mesh
 from ...utils.errors import DamagedError, UsageError
-from ...zero.checkpoint.ranges import Catalogue, ConstantRange
+from ...zero.checkpoint.ranges import Catalogue, ConstantRange, SavedFlat
+from ...zero.core.layout import Slot
 from .io.tensor_table import shown
-from .manifest import FORMAT, VERSION, FileRecord, Manifest
+from .manifest import FORMAT, READ_VERSIONS, FileRecord, Manifest, RankPart, lengths_of
 from .manifest_checks import check_numbers, check_own_names
 from .packing import pack, unpack
 from .saved_values import OwnValues, complaint, state_of
@@ -43,16 +45,28 @@ def dump(manifest: Manifest) -> bytes:
 def _fields(one: Any) -> Any:
     if not is_dataclass(one):
         raise TypeError(f"a {type(one).__name__} is not JSON")
-    return vars(one)
+    fields = vars(one)
+    if isinstance(one, Slot) and one.box is None:  # a whole tensor: most slots
+        return {key: value for key, value in fields.items() if key != "box"}
+    return fields
 
 
-def record_to_json(record: FileRecord) -> dict[str, Any]:
-    """The record in JSON values."""
+def part_to_json(part: RankPart) -> dict[str, Any]:
+    """The part in JSON values."""
+    record = part.file
     return {
-        **vars(record),
-        "ranges": [vars(one) for one in record.ranges],
-        "constants": [vars(one) for one in record.constants],
+        "file": {
+            **vars(record),
+            "ranges": [vars(one) for one in record.ranges],
+            "constants": [vars(one) for one in record.constants],
+        },
+        "flats": [_flat_to_json(flat) for flat in part.flats],
     }
+
+
+def _flat_to_json(flat: SavedFlat) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(vars(flat), default=_fields))
+    return found
 
 
 def _with_sum(text: bytes, digest: str) -> bytes:
@@ -64,7 +78,8 @@ def parse(text: bytes, source: str) -> Manifest:
 
     Raises:
         DamagedError: its checksum or its content is wrong.
-        UsageError: it has another version. Both messages name `source`.
+        UsageError: it has another version, or contents that this xds cannot read.
+    Every message names `source`.
     """
     digest = text[len(HEAD) : len(HEAD) + len(NO_SUM)].decode("ascii", "replace")
     if not text.startswith(HEAD.encode()):
@@ -91,17 +106,36 @@ def _typed(text: bytes, source: str) -> Manifest:
     """The manifest in `text`, with each value of its declared type."""
     try:
         raw = json.loads(text, parse_constant=_no_constant)
-        if raw.get("format") != FORMAT or raw.get("version") != VERSION:
+        version = raw.get("version")
+        if raw.get("format") != FORMAT or version not in READ_VERSIONS:
             raise UsageError(
-                f"{source} is {shown(raw.get('format'))} version {shown(raw.get('version'))}, and this xds "
-                f"reads {FORMAT} version {VERSION}: load it with the xds {shown(raw.get('xds'))} that wrote it"
+                f"{source} is {shown(raw.get('format'))} version {shown(version)}, and this xds reads {FORMAT} "
+                f"versions 1 and 2: load it with the xds {shown(raw.get('xds'))} that wrote it"
             )
         found: Manifest = _READER.validate_python(raw)
-        return found
+        _check_boxes(found, source)
+        return _upgraded(found) if version == 1 else found
     except ValidationError as error:
         raise DamagedError(f"{source} contradicts itself: {complaint(error)}") from None
     except (ValueError, RecursionError):
         raise DamagedError(f"{source} is damaged: it is not JSON that xds writes") from None
+
+
+def _upgraded(manifest: Manifest) -> Manifest:
+    """A manifest of version 1, with the fields of version 2: every rank holds every flat."""
+    num_ranks = len(manifest.files)
+    flats = tuple(replace(flat, held_by=0) if flat.held_by else flat for flat in manifest.flats)
+    mesh = lengths_of(Mesh(1, num_ranks)) if num_ranks else {}
+    return replace(manifest, flats=flats, mesh=mesh, holders=(tuple(range(num_ranks)),))
+
+
+def _check_boxes(manifest: Manifest, source: str) -> None:
+    slices = [slot.name for flat in manifest.flats for slot in flat.slots if slot.box is not None]
+    if slices:
+        raise UsageError(
+            f"{source} holds slices of tensors, such as one of {shown(slices[0])}, and this xds reads whole "
+            f"tensors only: load it with the xds {shown(manifest.xds)} that wrote it"
+        )
 
 
 def _no_constant(name: str) -> Any:

@@ -7,7 +7,7 @@ tag  ->  manifest  ->  plan by name and range  ->  verify every chunk  ->  fill 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -36,12 +36,21 @@ from .io.folders import (
     read_manifest,
 )
 from .io.reader import open_file
-from .load_checks import check_groups, check_names, check_restore, check_state, check_views
+from .load_checks import (
+    Report,
+    check_groups,
+    check_names,
+    check_restore,
+    check_state,
+    check_views,
+    report,
+)
 from .load_effect import set_buffers, set_engine, set_random
 from .load_plan import DOING, LoadOptions, Plan, some_of
 from .manifest import Manifest
 from .packing import unpack
 from .random_state import check_random_state
+from .saved_values import OwnValues
 from .training import Training
 
 log = logging.getLogger("xds")
@@ -140,11 +149,14 @@ def _load(
             "folder that all of them share"
         )
     folder = load_dir / tag
+    plan, reports = together(
+        collectives, DOING, partial(_begin, training, folder, manifest), share=report
+    )
     with ExitStack() as stack, ExitStack() as undo:
-        plan, _ = together(
+        together(
             collectives,
             DOING,
-            partial(_prepare, training, counters, folder, manifest, options, stack),
+            partial(_prepare, training, counters, plan, reports, options, stack),
         )
         if not options.load_module_only:
             together(
@@ -172,14 +184,8 @@ def _read(load_dir: Path, tag: str) -> Manifest:
 # -- before anything changes --------------------------------------------------------------------------------
 
 
-def _prepare(  # noqa: PLR0913
-    training: Training,
-    counters: Counters,
-    folder: Path,
-    manifest: Manifest,
-    options: LoadOptions,
-    stack: ExitStack,
-) -> Plan:
+def _begin(training: Training, folder: Path, manifest: Manifest) -> Plan:
+    """What this rank holds, and where the checkpoint has it."""
     training.sharded.settle_reductions()
     snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)
     catalogue = catalogue_of(manifest, str(folder / MANIFEST))
@@ -187,12 +193,20 @@ def _prepare(  # noqa: PLR0913
         raise DamagedError(
             f"{folder / MANIFEST} contradicts itself: elements of {some_of(uncovered)} are in no file"
         )
-    check_names(catalogue, snapshot, folder, options)
     restore = Restore(snapshot, catalogue)
-    rank = snapshot.rank
-    is_same_world = manifest.world_size == snapshot.world_size
-    plan = Plan(folder, manifest, restore, {}, is_same_world=is_same_world)
+    return Plan(folder, manifest, snapshot, catalogue, restore)
 
+
+def _prepare(  # noqa: PLR0913
+    training: Training,
+    counters: Counters,
+    plan: Plan,
+    reports: Sequence[Report | None],
+    options: LoadOptions,
+    stack: ExitStack,
+) -> None:
+    folder, manifest, restore = plan.folder, plan.manifest, plan.restore
+    check_names(plan, reports, options)
     pool = stack.enter_context(ThreadPoolExecutor(1))
 
     def opened(number: int) -> CheckedFile:
@@ -204,32 +218,33 @@ def _prepare(  # noqa: PLR0913
     plan.state = unpack(manifest.state, lambda name: opened(0).tensor(name))
     check_state(training, counters, plan, options, folder)
     if options.with_optimizer and plan.state["optimizer"] is not None:
-        check_groups(catalogue, snapshot, folder)
-    if plan.is_same_world:
-        plan.own = _own(manifest.files[rank].own, lambda name: opened(rank).tensor(name), options)
+        check_groups(plan.catalogue, plan.snapshot, folder)
+    own = plan.own_file
+    if own is not None:
+        plan.own = _own(manifest.files[own].own, lambda name: opened(own).tensor(name), options)
         if "random" in plan.own:
-            check_random_state(plan.own["random"], str(folder / manifest.files[rank].path))
+            check_random_state(plan.own["random"], str(folder / manifest.files[own].path))
+        plan.buffers = _own_buffers(plan, opened)
     plan.targets = restore.plan_values()
     if options.with_optimizer:
         plan.targets += restore.plan_states()
         if plan.state["counters"]["is_accumulating"]:
             plan.targets += restore.plan_grads()
-            any_held = plan.is_same_world and any(f.own.get("grads") for f in manifest.files)
+            any_held = any(f.own.get("grads") for f in manifest.files)
             restore.plan_locals(plan.own.get("grads", {}), any_held=any_held)
     check_restore(restore, folder, options)
-    _check_files(plan, rank, opened)
+    _check_files(plan, opened)
     check_views(plan, plan.targets, folder)
-    return plan
 
 
-def _check_files(plan: Plan, rank: int, opened: Callable[[int], CheckedFile]) -> None:
+def _check_files(plan: Plan, opened: Callable[[int], CheckedFile]) -> None:
     """Check every byte that this rank needs, and fill new tensors, file by file."""
     by_file: dict[int, list[tuple[Copy, Tensor | None]]] = {}
     for target in plan.targets:
         receiver = target.receiver if target.is_fresh else None
         for copy in target.copies:
             by_file.setdefault(copy.file, []).append((copy, receiver))
-    # each rank starts with a different file
+    rank = plan.snapshot.rank  # each rank starts with a different file
     for number in sorted(by_file, key=lambda number: (number < rank, number)):
         file = opened(number)
         file.check(by_file[number])
@@ -240,12 +255,23 @@ def _check_files(plan: Plan, rank: int, opened: Callable[[int], CheckedFile]) ->
 
 def _own(packed: Any, get: Any, options: LoadOptions) -> dict[str, Any]:
     """This rank's own values; tensors that the options exclude are not read. Imports have none."""
-    wanted = ["buffers"]
-    if not options.load_module_only:
-        wanted += ["random", "data"]
+    wanted = [] if options.load_module_only else ["random", "data"]
     if options.with_optimizer:
         wanted.append("grads")
     return {key: unpack(packed[key], get) for key in wanted if key in packed}
+
+
+def _own_buffers(plan: Plan, opened: Callable[[int], CheckedFile]) -> dict[str, Tensor]:
+    """This data rank's buffers, where they differed from those of the first rank."""
+    found = {}
+    for name, _ in plan.restore.buffers():
+        flat = plan.catalogue.find("buffer", name)
+        number = None if flat is None else plan.file_of(flat)
+        if number is not None:
+            saved = OwnValues.of(plan.manifest.files[number].own).buffers.get(name)
+            if saved is not None:
+                found[name] = opened(number).tensor(saved.name)
+    return found
 
 
 # -- changing -----------------------------------------------------------------------------------------------

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
 from ...utils.errors import UsageError
 from ...utils.views import holds
-from ...zero.checkpoint.ranges import Catalogue
+from ...zero.checkpoint.ranges import Catalogue, Differences
 from ...zero.checkpoint.restore import Restore, Target
 from ...zero.checkpoint.snapshot import Snapshot
 from ..steps.counters import Counters
@@ -22,10 +22,38 @@ from .training import Training
 log = logging.getLogger("xds")
 
 
-def check_names(
-    catalogue: Catalogue, snapshot: Snapshot, folder: Path, options: LoadOptions
-) -> None:
-    found = catalogue.compare(snapshot.flats)
+class Report(TypedDict):
+    """What one pipeline stage does not find in a checkpoint, and a mark for each slot that it does find."""
+
+    met: str
+    missing: list[str]
+    shapes: list[str]
+
+
+def report(plan: Plan) -> Report | None:
+    """The report of this rank's stage; None if another rank reports the same, or all."""
+    pipe, *others = plan.snapshot.place
+    if plan.snapshot.mesh.pipe == 1 or any(others):
+        return None
+    flats = plan.snapshot.flats
+    found = plan.catalogue.compare(flats)
+    return Report(
+        met=plan.catalogue.met(flats), missing=list(found.missing), shapes=list(found.shapes)
+    )
+
+
+def check_names(plan: Plan, reports: Sequence[Report | None], options: LoadOptions) -> None:
+    """Check that all stages together have the names and shapes of the checkpoint."""
+    folder, stages = plan.folder, [one for one in reports if one is not None]
+    met = "".join(
+        "1" if "1" in marks else "0" for marks in zip(*(one["met"] for one in stages), strict=True)
+    )
+    found = plan.catalogue.compare(plan.snapshot.flats, met)
+    found = Differences(
+        missing=tuple(sorted({*found.missing, *(n for s in stages for n in s["missing"])})),
+        extra=found.extra,
+        shapes=tuple(dict.fromkeys((*(t for s in stages for t in s["shapes"]), *found.shapes))),
+    )
     sentences = []
     if found.missing:
         sentences.append(f"it does not have {some_of(found.missing)}")
@@ -40,7 +68,7 @@ def check_names(
             f"{folder} does not fit this model: {'; '.join(sentences)}; nothing was changed. Load what fits "
             "with load_module_strict=False"
         )
-    if sentences and snapshot.rank == 0:
+    if sentences and plan.snapshot.rank == 0:
         log.warning("%s is loaded in part: %s; all else is unchanged", folder, "; ".join(sentences))
 
 
@@ -113,7 +141,7 @@ def _is_number(value: Any) -> bool:
 def check_views(plan: Plan, targets: list[Target], folder: Path) -> None:
     """Check that elements that share memory have one value in the checkpoint. Call it after reading."""
     wrong = [target.name for target in targets if not target.fits()]
-    own: Mapping[str, Tensor] = plan.own.get("buffers", {})
+    own = plan.buffers
     for name, buffer in plan.restore.buffers():
         if name in own and not holds(buffer, own[name].to(buffer)):
             wrong.append(name)
@@ -143,10 +171,12 @@ def _check_accumulation(counters: Counters, plan: Plan, folder: Path) -> None:
     if not saved["is_accumulating"]:
         return
     here = counters.accumulation.steps
-    if plan.is_same_world and here == saved["accumulation_steps"]:
+    if plan.is_same_mesh and here == saved["accumulation_steps"]:
         return
+    mesh = plan.manifest.grid
+    stages = f" in {mesh.pipe} pipeline stages" if mesh.pipe > 1 else ""
     raise UsageError(
-        f"{folder} was saved in the middle of an accumulation, by {plan.manifest.world_size} ranks with "
+        f"{folder} was saved in the middle of an accumulation, by {mesh.size} ranks{stages} with "
         f"gradient_accumulation_steps = {saved['accumulation_steps']}: a partial step loads only with the same "
         "two numbers; load a checkpoint that was saved after a whole step, or use load_optimizer_states=False"
     )

@@ -69,10 +69,9 @@ def _taking(plan: Plan, what: str, action: Callable[[], None]) -> None:
 @torch.no_grad()
 def set_buffers(plan: Plan) -> None:
     """Restore this rank's own buffers, where they differed from rank 0's and the ranks are the same."""
-    own: dict[str, Tensor] = plan.own.get("buffers", {})
     for name, buffer in plan.restore.buffers():
-        if name in own:
-            write(buffer, own[name].to(buffer))
+        if name in plan.buffers:
+            write(buffer, plan.buffers[name].to(buffer))
 
 
 def set_random(plan: Plan, device: torch.device) -> None:
@@ -94,7 +93,9 @@ def _set_data(loader: Any, plan: Plan) -> None:
     if was_kept and (saved is None or not resume_loader(loader, saved)):
         log.warning(
             "the checkpoint's data position does not fit training_data: it starts from the beginning%s",
-            "" if plan.is_same_world else " (a user's loader continues only at the same ranks)",
+            ""
+            if plan.own_file is not None
+            else " (a user's loader continues only at the same number of data ranks)",
         )
 
 

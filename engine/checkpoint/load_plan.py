@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+from torch import Tensor
+
+from ...zero.checkpoint.ranges import Catalogue, SavedFlat
 from ...zero.checkpoint.restore import Restore, Target
+from ...zero.checkpoint.snapshot import Snapshot
 from .io.checked_file import CheckedFile
 from .manifest import Manifest
 
@@ -37,16 +41,45 @@ class LoadOptions:
 @final
 @dataclass(eq=False)
 class Plan:
-    """A load on this rank after all checks."""
+    """A load on this rank.
+
+    own, buffers: what belongs to this rank alone, and buffers that differ from those of the first rank.
+    """
 
     folder: Path
     manifest: Manifest
+    snapshot: Snapshot
+    catalogue: Catalogue
     restore: Restore
-    files: dict[int, CheckedFile]
+    files: dict[int, CheckedFile] = field(default_factory=dict)
     targets: list[Target] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
-    is_same_world: bool = True
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_same_mesh(self) -> bool:
+        """It was saved by as many stages of as many ranks."""
+        return self.manifest.grid == self.snapshot.mesh
+
+    @property
+    def own_file(self) -> int | None:
+        """The file with what belongs to this rank alone: its own; or that of its data rank on the first stage.
+
+        None: there was another number of data ranks.
+        """
+        saved, here = self.manifest.grid, self.snapshot
+        if self.is_same_mesh:
+            return here.rank
+        return saved.rank_at(data=here.place.data) if saved.data == here.mesh.data else None
+
+    def file_of(self, flat: SavedFlat) -> int | None:
+        """The file with this data rank's own values of a flat; None: no rank of this number held it."""
+        holders = self.manifest.holders_of(flat)
+        if self.is_same_mesh and self.snapshot.rank in holders:
+            return self.snapshot.rank
+        saved, data = self.manifest.grid, self.snapshot.place.data
+        return next((rank for rank in holders if saved.coordinates(rank).data == data), None)
 
 
 def some_of(names: Iterable[str]) -> str:

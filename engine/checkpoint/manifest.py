@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from ...ops.mesh import AXES, Axis, Mesh
 from ...utils.schema.checked_types import Positive, Size, Text
 from ...zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
 
-FORMAT, VERSION = "xds-checkpoint", 1
+FORMAT, VERSION = "xds-checkpoint", 2
+READ_VERSIONS = (1, 2)  # version 1 has no pipeline stages: all ranks hold all flats
 MAX_SECONDS = 250_000_000_000  # the year 9892, near the end of Python's dates
 Seconds = Annotated[float, Field(strict=True, ge=0, lt=MAX_SECONDS)]
 
@@ -35,9 +37,22 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class RankPart:
+    """What one rank contributes to a manifest. Its numbers of flats are those of its pipeline stage.
+
+    flats: of the stage, from the first rank of a stage other than the first; from other ranks none.
+    """
+
+    file: FileRecord
+    flats: tuple[SavedFlat, ...] = ()
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything of a checkpoint except the tensors.
 
+    mesh: how many ranks there are along each axis; file number r is that of rank r.
+    holders: tuples of ranks, ascending: each flat names one, the ranks that hold its shards, in order.
     state: the engine's values; its tensors are in files[0].
     saved_seconds: when it was saved, in Unix time; 0 if the writer did not record it.
     """
@@ -52,6 +67,17 @@ class Manifest:
     files: tuple[FileRecord, ...]
     state: Any
     saved_seconds: Seconds = 0.0
+    mesh: dict[Axis, Positive] = field(default_factory=dict)
+    holders: tuple[tuple[Size, ...], ...] = ()
+
+    @property
+    def grid(self) -> Mesh:
+        """The ranks that wrote it."""
+        return Mesh(**self.mesh)
+
+    def holders_of(self, flat: SavedFlat) -> tuple[int, ...]:
+        """The ranks that hold the shards of `flat`, in order."""
+        return self.holders[flat.held_by]
 
     @property
     def global_steps(self) -> int:
@@ -62,3 +88,19 @@ class Manifest:
     def micro_steps(self) -> int:
         """Micro-batches processed before the save."""
         return int(self.state["counters"]["micro_steps"])
+
+
+def lengths_of(mesh: Mesh) -> dict[Axis, int]:
+    """The `mesh` of a manifest."""
+    return dict(zip(AXES, mesh.shape, strict=True))
+
+
+__all__ = [
+    "FORMAT",
+    "READ_VERSIONS",
+    "VERSION",
+    "FileRecord",
+    "Manifest",
+    "RankPart",
+    "lengths_of",
+]

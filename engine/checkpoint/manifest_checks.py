@@ -13,11 +13,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from math import prod
 from typing import Any, NoReturn
 
 import torch
 
 from ...ops.flat import numel_of
+from ...ops.mesh import AXES
 from ...zero.checkpoint.ranges import ConstantRange, Range, SavedFlat, kind_of_number
 from .io.tensor_table import BY_NAME, MAX_DIMS, MAX_NUMEL, Located, is_possible, shown
 from .io.writer import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
@@ -34,8 +36,9 @@ MAX_ONES = 64  # dimensions of a tensor of one element
 def check_numbers(manifest: Manifest) -> None:
     """Check that flats, ranges, constants and files are consistent."""
     _require(manifest.stage <= MAX_STAGE, "stage", manifest.stage)
-    _require(manifest.world_size == len(manifest.files), "world_size", manifest.world_size)
-    _check_flats(manifest.flats)
+    _check_mesh(manifest)
+    holders = [frozenset(ranks) for ranks in manifest.holders]
+    _check_flats(manifest.flats, len(holders))
     paths: set[str] = set()
     dtypes: dict[tuple[int, str], str] = {}
     for number, record in enumerate(manifest.files):
@@ -46,6 +49,9 @@ def check_numbers(manifest: Manifest) -> None:
         _check_ranges(where, number, record, manifest.flats, dtypes)
         for at, constant in enumerate(record.constants):
             _check_constant(f"{where}.constants[{at}]", constant, manifest.flats)
+        for flat in {one.flat for one in record.ranges} | {one.flat for one in record.constants}:
+            if number not in holders[manifest.flats[flat].held_by]:
+                _refuse_holder(number, flat, manifest)
 
 
 def _require(is_right: bool, where: str, value: Any) -> None:
@@ -63,10 +69,37 @@ def _refuse_dtype(where: str, name: str) -> NoReturn:
     )
 
 
+# -- ranks --------------------------------------------------------------------------------------------------
+
+
+def _check_mesh(manifest: Manifest) -> None:
+    mesh, num_files = manifest.mesh, len(manifest.files)
+    num_ranks = prod(mesh.values())
+    if sorted(mesh) != sorted(AXES):
+        _refuse("mesh", mesh)
+    if not manifest.world_size == num_ranks == num_files:
+        lengths = " x ".join(f"{axis} {mesh[axis]}" for axis in AXES)
+        raise ValueError(
+            f"it has the files of {num_files} ranks and should have those of {num_ranks} ({lengths}), with "
+            f"world_size {shown(manifest.world_size)}"
+        )
+    for number, ranks in enumerate(manifest.holders):
+        rises = all(before < after for before, after in pairwise(ranks))
+        _require(bool(ranks) and rises and ranks[-1] < num_files, f"holders[{number}]", ranks)
+
+
+def _refuse_holder(rank: int, flat: int, manifest: Manifest) -> NoReturn:
+    name = manifest.flats[flat].slots[0].name if manifest.flats[flat].slots else ""
+    raise ValueError(
+        f"the file of rank {rank} has a part of flats[{flat}] ({shown(name)}), which is held by the ranks "
+        f"{shown(list(manifest.holders_of(manifest.flats[flat])))}"
+    )
+
+
 # -- flats --------------------------------------------------------------------------------------------------
 
 
-def _check_flats(flats: Iterable[SavedFlat]) -> None:
+def _check_flats(flats: Iterable[SavedFlat], num_holders: int) -> None:
     # texts of places are built only for errors: there may be many thousands of places
     names: set[tuple[bool, str]] = set()
     for number, flat in enumerate(flats):
@@ -74,6 +107,8 @@ def _check_flats(flats: Iterable[SavedFlat]) -> None:
             _refuse(f"flats[{number}].kind", flat.kind)
         if flat.dtype not in BY_NAME:
             _refuse_dtype(f"flats[{number}].dtype", flat.dtype)
+        if flat.held_by >= num_holders:
+            _refuse(f"flats[{number}].held_by", flat.held_by)
         numel = _check_slots(number, flat, names)
         if flat.kind != "param" and (len(flat.slots) != 1 or numel != flat.numel):
             _refuse(f"flats[{number}], a {flat.kind}: slots", len(flat.slots))

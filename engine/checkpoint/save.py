@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...ops.flat import overlap
+from ...ops.mesh import Mesh
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
@@ -29,7 +30,8 @@ from .format import constants_to_json
 from .io.folders import Claim, check_folder, check_tag, discard, make_folder
 from .io.tensor_file import Entry, Sums, bytes_of, dense
 from .io.tensor_table import check_storable
-from .manifest import FORMAT, VERSION, FileRecord, Manifest
+from .joining import check_joined, join_parts
+from .manifest import FORMAT, VERSION, FileRecord, Manifest, RankPart, lengths_of
 from .packing import pack
 from .random_state import read_random_state
 from .saver import DOING, Job
@@ -75,6 +77,12 @@ class _Content:
             Range(block.flat, block.key, start, stop, self.snapshot.rank, name, dtype)
         )
 
+    def drop(self, flats: Collection[int]) -> None:
+        """Remove this rank's ranges of `flats`: other ranks save them."""
+        names = {one.tensor for one in self.ranges if one.flat in flats}
+        self.ranges = [one for one in self.ranges if one.flat not in flats]
+        self.entries = [entry for entry in self.entries if entry.name not in names]
+
 
 @dataclass(frozen=True, eq=False)
 class _Description:
@@ -85,15 +93,21 @@ class _Description:
     constants: tuple[ConstantRange, ...]
     state: Any
     own: Any
+    mesh: Mesh
+    sends_flats: bool  # the first rank of a stage other than the first
 
     @classmethod
     def of(cls, content: _Content) -> _Description:
+        snapshot = content.snapshot
+        pipe, *others = snapshot.place
         return cls(
-            tuple(content.snapshot.flats),
+            tuple(snapshot.flats),
             tuple(content.ranges),
-            tuple(constants_to_json(content.snapshot.constants)),
+            tuple(constants_to_json(snapshot.constants)),
             content.state,
             content.own,
+            snapshot.mesh,
+            sends_flats=pipe > 0 and not any(others),
         )
 
 
@@ -132,10 +146,8 @@ def save_checkpoint(
             discard(claim.folder)
             claim.release()
         raise
-    first, mine = shared[0], shared[collectives.rank]
-    _add_own(
-        content, training, [here != there for here, there in zip(mine[2], first[2], strict=True)]
-    )
+    first = shared[0]
+    _add_own(content, training, [sums for _, _, sums in shared])
     training.saver.save(
         Job(
             collectives=collectives,
@@ -145,7 +157,7 @@ def save_checkpoint(
             tag=name,
             save_latest=options.save_latest,
             entries=content.entries,
-            record=partial(_record, _Description.of(content)),
+            part=partial(_part, _Description.of(content)),
             manifest=partial(_manifest, name, training.stage, _Description.of(content)),
         )
     )
@@ -233,22 +245,30 @@ def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> dict[str, Any] 
     return {"type": type(optimizer).__name__, "groups": groups}
 
 
-def _buffer_blocks(snapshot: Snapshot) -> list[Block]:
-    return [block for block in snapshot.values if snapshot.flats[block.flat].kind == "buffer"]
+def _buffer_blocks(snapshot: Snapshot) -> dict[str, Block]:
+    flats = snapshot.flats
+    found = [block for block in snapshot.values if flats[block.flat].kind == "buffer"]
+    return {flats[block.flat].slots[0].name: block for block in found}
 
 
-def _buffer_sums(snapshot: Snapshot) -> list[int]:
-    return [zlib.crc32(bytes_of(dense(block.tensor))) for block in _buffer_blocks(snapshot)]
-
-
-def _add_own(content: _Content, training: Training, differing: list[bool]) -> None:
-    """Add this rank's own values: random generators, unreduced gradients, buffers that differ from rank 0's."""
-    snapshot = content.snapshot
-    buffers = {
-        snapshot.flats[block.flat].slots[0].name: block.tensor
-        for block, differs in zip(_buffer_blocks(snapshot), differing, strict=True)
-        if differs
+def _buffer_sums(snapshot: Snapshot) -> dict[str, int]:
+    return {
+        name: zlib.crc32(bytes_of(dense(block.tensor)))
+        for name, block in _buffer_blocks(snapshot).items()
     }
+
+
+def _add_own(content: _Content, training: Training, sums: list[dict[str, int]]) -> None:
+    """Add this rank's own values: random generators, unreduced gradients, buffers that differ.
+
+    The first rank that has a buffer saves it for all; others save theirs where `sums`, by rank, differ.
+    """
+    snapshot = content.snapshot
+    mine = sums[snapshot.rank]
+    firsts = {name: next(rank for rank, there in enumerate(sums) if name in there) for name in mine}
+    blocks = _buffer_blocks(snapshot)
+    content.drop({blocks[name].flat for name in mine if firsts[name] != snapshot.rank})
+    buffers = {name: blocks[name].tensor for name in mine if mine[name] != sums[firsts[name]][name]}
     grads = {
         str(flat): {"local": local, "filled": filled}
         for flat, (local, filled) in snapshot.grad_locals().items()
@@ -259,8 +279,8 @@ def _add_own(content: _Content, training: Training, differing: list[bool]) -> No
     content.own = pack(own, "own", partial(content.put, "own"))
 
 
-def _record(description: _Description, name: str, sums: Sums) -> FileRecord:
-    return FileRecord(
+def _part(description: _Description, name: str, sums: Sums) -> RankPart:
+    record = FileRecord(
         path=name,
         size_bytes=sums.size_bytes,
         chunk_bytes=sums.chunk_bytes,
@@ -269,20 +289,27 @@ def _record(description: _Description, name: str, sums: Sums) -> FileRecord:
         constants=description.constants,
         own=description.own,
     )
+    return RankPart(record, description.flats if description.sends_flats else ())
 
 
-def _manifest(tag: str, stage: int, description: _Description, files: list[FileRecord]) -> Manifest:
+def _manifest(tag: str, stage: int, description: _Description, parts: list[RankPart]) -> Manifest:
     from ...utils.version import __version__
 
-    return Manifest(
+    joined, files = join_parts(description.mesh, description.flats, parts)
+    manifest = Manifest(
         format=FORMAT,
         version=VERSION,
         xds=__version__,
         tag=tag,
         world_size=len(files),
         stage=stage,
-        flats=description.flats,
-        files=tuple(files),
+        flats=joined.flats,
+        files=files,
         state=description.state,
         saved_seconds=time.time(),
+        mesh=lengths_of(description.mesh),
+        holders=joined.holders,
     )
+    if description.mesh.pipe > 1:
+        check_joined(manifest)
+    return manifest

@@ -13,14 +13,14 @@ from pydantic import TypeAdapter
 
 from ...ops.comm.collectives import Collectives
 from .agreement import together
-from .format import record_to_json
+from .format import part_to_json
 from .io.folders import Claim, commit, discard, file_name, prune, write_latest
 from .io.tensor_file import Entry, Sums, write_tensors
-from .manifest import FileRecord, Manifest
+from .manifest import Manifest, RankPart
 
 log = logging.getLogger("xds")
 DOING = "save_checkpoint"
-_RECORD = TypeAdapter(FileRecord)
+_PART = TypeAdapter(RankPart)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +29,8 @@ class Job:
 
     folder: where the ranks write; it becomes save_dir / tag.
     claim: rank 0's lock on the folder.
-    record: builds this rank's record from its file's checksums.
-    manifest: builds the manifest from all records.
+    part: builds this rank's part of the manifest from its file's checksums.
+    manifest: builds the manifest from the parts of all ranks.
     """
 
     collectives: Collectives
@@ -40,8 +40,8 @@ class Job:
     tag: str
     save_latest: bool
     entries: Sequence[Entry]
-    record: Callable[[str, Sums], FileRecord]
-    manifest: Callable[[list[FileRecord]], Manifest]
+    part: Callable[[str, Sums], RankPart]
+    manifest: Callable[[list[RankPart]], Manifest]
 
     @property
     def is_first(self) -> bool:
@@ -59,9 +59,9 @@ class Job:
         """This rank's file."""
         return self.folder / file_name(self.folder, self.collectives.rank)
 
-    def record_json(self, sums: Sums) -> dict[str, Any]:
-        """This rank's record, as JSON."""
-        return record_to_json(self.record(self.path.name, sums))
+    def part_json(self, sums: Sums) -> dict[str, Any]:
+        """This rank's part of the manifest, as JSON."""
+        return part_to_json(self.part(self.path.name, sums))
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class Saver(ABC):
     def save(self, job: Job) -> None:
         """Write a checkpoint, or start to. A collective; raises on all ranks or on none."""
 
-    def finish(self, job: Job, records: Sequence[Any]) -> None:
+    def finish(self, job: Job, parts: Sequence[Any]) -> None:
         """Commit, update `latest`, prune. Only on rank 0, after every rank's file is durable."""
-        files = [_RECORD.validate_python(record) for record in records]
-        commit(job.folder, job.save_dir, job.manifest(files))
+        manifest = job.manifest([_PART.validate_python(part) for part in parts])
+        commit(job.folder, job.save_dir, manifest)
         if job.save_latest:
             write_latest(job.save_dir, job.tag)
         if self._keep_last:
@@ -117,16 +117,16 @@ class Direct(Saver):
     def save(self, job: Job) -> None:
         is_saved = False
         try:
-            _, records = together(
+            _, parts = together(
                 job.collectives,
                 DOING,
                 lambda: write_tensors(job.path, job.entries),
-                share=job.record_json,
+                share=job.part_json,
             )
             together(
                 job.collectives,
                 DOING,
-                lambda: self.finish(job, records) if job.is_first else None,
+                lambda: self.finish(job, parts) if job.is_first else None,
             )
             is_saved = True
         finally:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...utils.errors import UsageError
 from .crossing import Crossing, StageEnd
+from .likeness import Likeness
 from .part import Flow
 from .tracing import Trace
 from .zeros import ZeroOutputs
@@ -54,29 +55,33 @@ class OwnModule:
 class Conductor:
     """Runs the stages of one rank, one at a time."""
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self, num_stages: int, likeness: Likeness) -> None:
         self.num_stages = num_stages
-        self.zero_parameters: list[Tensor] = []  # in place of parameters of other stages
+        self.likeness = likeness
         self.own_blocks: list[OwnModule] = []
         self._current: Crossing | None = None
         self._kept: dict[tuple[int, int], Crossing] = {}
         self._senders: dict[int, dict[str, tuple[int, ...]]] = {}
+        self._writing: set[int] = set()  # stages whose blocks write to what arrives
         self._to_trace: set[int] = set(range(num_stages))
 
     def run(
         self, stage: int, micro_batch: int, arrived: Flow | None, forward: Callable[[], Any]
     ) -> Any:
         """Run `forward`, the whole model's: a Flow, or on the last stage what it returns."""
-        trace = Trace(stage, self.zero_parameters) if stage in self._to_trace else None
+        zeros = [zeros.value for zeros in self.likeness.parameters]
+        trace = Trace(stage, zeros) if stage in self._to_trace else None
         senders = self._senders.setdefault(stage, {})
-        crossing = self._current = Crossing(stage, arrived, senders, trace, self._is_trained(stage))
+        crossing = self._current = Crossing(
+            stage, arrived, senders, trace, self._is_trained(stage), stage in self._writing
+        )
         result: Any = None
         has_ended = False
         try:
             if trace is None:
                 result = forward()
             else:
-                with trace:
+                with trace.following():
                     result = forward()
         except StageEnd as end:
             result, has_ended = end.flow, True
@@ -86,7 +91,8 @@ class Conductor:
         if crossing.misses_structure:
             self._to_trace.add(stage)
         self._check_end(crossing, has_ended)
-        crossing.trace = None
+        if crossing.close():
+            self._writing.add(stage)
         if torch.is_grad_enabled():
             self._kept[stage, micro_batch] = crossing
         return result
@@ -116,7 +122,7 @@ class Conductor:
         if self._runs_here(role, crossing):
             return self._really(own, call, crossing, args, kwargs)
         if zeros is not None:
-            zeros.outline.train(own.module.training)
+            zeros.train(own.module.training)
         return self._instead(role, crossing, zeros, args, kwargs)
 
     def call_stand_in(self, role: Role, zeros: ZeroOutputs, args: Any, kwargs: Any) -> Any:
@@ -134,7 +140,8 @@ class Conductor:
             return value
         if crossing.has_begun or crossing.stage == 0:
             raise self._wrong_side(role, crossing, f"reads {role.name}.{name}")
-        zeros = torch.zeros((), dtype=value.dtype).expand(value.shape)
+        one = torch.zeros((), dtype=value.dtype, device=self.likeness.device)
+        zeros = one.expand(value.shape)
         if crossing.trace is not None:
             crossing.trace.mark(zeros)
         return zeros
@@ -185,28 +192,28 @@ class Conductor:
     def _wrong_side(self, role: Role, crossing: Crossing, what: str) -> UsageError:
         if role.is_block:
             return UsageError(
-                f"pipeline stage {crossing.stage}: the model's forward {what} again after blocks of a later stage; "
-                "blocks must run in their order; set pipeline.stages to 1"
+                f"pipeline stage {crossing.stage}: the model's forward {what} again after blocks of a later "
+                "stage; blocks must run in their order; set pipeline.stages to 1"
             )
         side, key = (
             ("after", "last") if crossing.has_begun and crossing.stage else ("before", "first")
         )
         return UsageError(
-            f"pipeline stage {crossing.stage}: the model's forward {what} {side} the blocks, where its parameters "
-            f'are not; add "{role.name}" to pipeline.{key}_stage_modules'
+            f"pipeline stage {crossing.stage}: the model's forward {what} {side} the blocks, where its "
+            f'parameters are not; add "{role.name}" to pipeline.{key}_stage_modules'
         )
 
     def _check_end(self, crossing: Crossing, has_ended: bool) -> None:
         is_last = crossing.stage == self.num_stages - 1
         if not is_last and not has_ended:
             raise UsageError(
-                f"pipeline stage {crossing.stage}: the model's forward called no block of a later stage; it must "
-                "call every block of its list once, or set pipeline.stages to 1"
+                f"pipeline stage {crossing.stage}: the model's forward called no block of a later stage; it "
+                "must call every block of its list once, or set pipeline.stages to 1"
             )
         if is_last and crossing.stage and not crossing.has_begun:
             raise UsageError(
-                f"pipeline stage {crossing.stage}: the model's forward called no block of the last stage; it must "
-                "call every block of its list once, or set pipeline.stages to 1"
+                f"pipeline stage {crossing.stage}: the model's forward called no block of the last stage; it "
+                "must call every block of its list once, or set pipeline.stages to 1"
             )
 
 

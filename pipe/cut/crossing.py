@@ -29,6 +29,7 @@ class Crossing:
     Args:
         senders: what to send, by the structure of a call: positions among its tensors. Shared by all runs.
         trace: follows this run; None where the structures are known.
+        copies: the blocks write to what arrives, which a recomputation needs again.
         is_trained: a block of this stage has a parameter that requires gradients.
     """
 
@@ -39,6 +40,7 @@ class Crossing:
         senders: dict[str, tuple[int, ...]],
         trace: Trace | None,
         is_trained: bool,
+        copies: bool,
     ) -> None:
         self.stage = stage
         self.trace = trace
@@ -46,6 +48,8 @@ class Crossing:
         self.has_begun = False
         self.is_recomputing = False
         self.misses_structure = False
+        self._copies = copies or trace is not None
+        self._taken: list[Tensor] = []
         self._records = torch.is_grad_enabled()
         self._arrived = arrived
         self._senders = senders
@@ -67,6 +71,13 @@ class Crossing:
             self._replace(leaves)
         entered: tuple[Any, Any] = unflatten(leaves, structure)
         return entered
+
+    def close(self) -> bool:
+        """End the run. Returns whether the blocks wrote to what arrived; known of followed runs only."""
+        is_written = self.trace is not None and any(tensor._version for tensor in self._taken)
+        self.trace = None
+        self._taken.clear()
+        return is_written
 
     def leave(self, args: Any, kwargs: Any) -> NoReturn:
         """The next stage's block was called: what it needs is this stage's output."""
@@ -90,8 +101,8 @@ class Crossing:
         is_hidden = self._records and not torch.is_grad_enabled() and not self.is_recomputing
         if is_hidden and self.is_trained and not any(tensor.requires_grad for tensor in sent):
             raise UsageError(
-                f"pipeline stage {self.stage}: its outputs have no gradients, as a reentrant activation checkpoint "
-                "covers blocks of two stages, or gets no input with gradients; call it with "
+                f"pipeline stage {self.stage}: its outputs have no gradients, as a reentrant activation "
+                "checkpoint covers blocks of two stages, or gets no input with gradients; call it with "
                 "use_reentrant=False, or checkpoint each block on its own"
             )
 
@@ -113,22 +124,25 @@ class Crossing:
         places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if len(places) != spec["tensors"]:
             raise UsageError(
-                f"pipeline stage {self.stage}: its first block gets {len(places)} tensors here, {spec['tensors']} on "
-                "the stage before; the model's forward must pass the same arguments on every rank, whatever "
-                "the values of activations are"
+                f"pipeline stage {self.stage}: its first block gets {len(places)} tensors here, "
+                f"{spec['tensors']} on the stage before; the model's forward must pass the same arguments on "
+                "every rank, whatever the values of activations are"
             )
         if not self.is_recomputing:
             self._first, self._first_calls, self.has_begun = module, 1, True
             if self.trace is not None:
                 self.trace.arrive()
         for index, leaf in zip(spec["sent"], self._arrived.leaves, strict=True):
-            tensor = writable(leaf)
+            tensor = writable(leaf).clone() if self._copies else writable(leaf)
+            self._taken.append(tensor)
             local = leaves[places[index]]
             if not self.is_recomputing:
                 self._locals.append(local)
                 self._local_keys.add(_key(local))
                 self._replaced[_key(local)] = tensor
             leaves[places[index]] = tensor
+            if self.trace is not None:
+                self.trace.mark(tensor)
         self._check_arrived(leaves)
 
     def _replace(self, leaves: list[Any]) -> None:

@@ -81,8 +81,8 @@ class SequentialLayers(LayerList):
             return batch
         if len(values) != 1:
             raise UsageError(
-                f"nn.Sequential takes one argument, the batch has {len(values)}; use xds.pipe.PipelineModule with "
-                "loss_fn for batches of (inputs, labels)"
+                f"nn.Sequential takes one argument, the batch has {len(values)}; use PipelineModule "
+                "with loss_fn for batches of (inputs, labels)"
             )
         return values[0]
 
@@ -113,9 +113,9 @@ class PipelineLayers(LayerList):
         if built is not None:
             if len(built) != num_stages + 1:
                 raise UsageError(
-                    f"PipelineModule(num_stages={self.root.num_stages}) has built its layers for {len(built) - 1} "
-                    f"stages, the config asks for {num_stages} (with chunks); leave num_stages out, or make the "
-                    "two equal"
+                    f"PipelineModule(num_stages={self.root.num_stages}) has built its layers for "
+                    f"{len(built) - 1} stages, the config asks for {num_stages} (with chunks); leave "
+                    "num_stages out, or make the two equal"
                 )
             return built
         sizes: list[LayerSize] = self.root.layer_sizes()

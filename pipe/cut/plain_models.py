@@ -5,22 +5,22 @@ Modules of other stages become stand-ins under the same names. `conductor.py` sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from ...utils.errors import UsageError
 from ..partition import partition_layers, stage_of_layer
 from .conductor import Conductor, OwnModule, Role
 from .costs import size_of, sum_of
+from .likeness import Likeness, ZeroParameter
 from .meta_copies import meta_copy
 from .names import names_of, names_of_part
 from .part import Block, Flow, Part, Placement
-from .stand_ins import StandIn, direct_calls
+from .stand_ins import Director, StandIn
 from .surroundings import FIRST, LAST, Surroundings, find_surroundings
 from .zeros import ZeroOutputs
 
@@ -60,9 +60,11 @@ class PlainModelPart(Part):
         last_stage = placement.num_stages - 1
         roles = _roles(blocks, stage_of, around, last_stage)
         holders = _holders(model, around, roles, placement)
-        self._conductor = Conductor(placement.num_stages)
-        self._last_stage = last_stage
-        self._give_back: list[Callable[[], None]] = []
+        here = set(placement.stages_of(rank))
+        held = [model.get_submodule(name) for name, role in roles.items() if role.stages & here]
+        self._likeness = Likeness(p for module in held for p in module.parameters())
+        self._conductor = Conductor(placement.num_stages, self._likeness)
+        self._director = Director(self._conductor)
         self._replace_modules(model, roles, placement.stages_of(rank))
         if not {0, last_stage} & set(placement.stages_of(rank)):
             self._replace_parameters(around)
@@ -75,6 +77,7 @@ class PlainModelPart(Part):
 
     def run(self, stage: int, batch: Any, arrived: Flow | None, micro_batch: int) -> Any:
         _check_batch(batch)
+        self._likeness.follow(batch)
         return self._conductor.run(
             stage, micro_batch, arrived, lambda: _call_with(self.module, batch)
         )
@@ -86,8 +89,7 @@ class PlainModelPart(Part):
         self._conductor.release(stage, micro_batch)
 
     def restore(self) -> None:
-        for give_back in self._give_back:
-            give_back()
+        self._director.restore()
 
     def _replace_modules(
         self, model: nn.Module, roles: Mapping[str, Role], stages: Sequence[int]
@@ -100,45 +102,45 @@ class PlainModelPart(Part):
                 is_everywhere = len(stages) == 1 and len(role.stages) == 1
                 if is_everywhere and not role.is_block:
                     continue  # each call of it is real
-                zeros = None if is_everywhere else ZeroOutputs(meta_copy(module), role.is_block)
+                zeros = None if is_everywhere else self._zeros_of(module, role)
                 own = OwnModule(module, role, zeros)
                 if role.is_block:
                     self._conductor.own_blocks.append(own)
-                self._give_back.append(direct_calls(own, self._conductor))
+                self._director.direct(own)
             else:
-                zeros = ZeroOutputs(meta_copy(module), role.is_block)
+                zeros = self._zeros_of(module, role)
                 replaced[id(module)] = StandIn(self._conductor, role, zeros)
         for parent in list(model.modules()):
             for child_name, child in parent._modules.items():
                 if child is not None and id(child) in replaced:
                     parent._modules[child_name] = replaced[id(child)]
 
+    def _zeros_of(self, module: nn.Module, role: Role) -> ZeroOutputs:
+        zeros = ZeroOutputs(meta_copy(module), role.is_block)
+        self._likeness.outputs.append(zeros)
+        return zeros
+
     def _replace_parameters(self, around: Surroundings) -> None:
         """Parameters that the model itself holds are on the first and the last stage; others get zeros."""
         for ancestor in around.ancestors.values():
             for name, param in list(ancestor._parameters.items()):
-                if param is None:
-                    continue
-                del ancestor._parameters[name]
-                device = torch.device("cpu") if param.is_meta else param.device
-                zeros = torch.zeros((), dtype=param.dtype, device=device).expand(param.shape)
-                setattr(ancestor, name, zeros)
-                self._conductor.zero_parameters.append(zeros)
+                if param is not None:
+                    self._likeness.parameters.append(ZeroParameter(ancestor, name, param))
 
 
 def check_model(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
     """Raises UsageError where the model cannot be cut, before anything is changed."""
     if not blocks:
         raise UsageError(
-            f"pipeline.stages: {type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential with "
-            "several modules of one class) to cut; name the blocks in zero_optimization.units, or use "
+            f"pipeline.stages: {type(model).__name__} has no list of blocks (nn.ModuleList or nn.Sequential "
+            "with several modules of one class) to cut; name the blocks in zero_optimization.units, or use "
             "PipelineModule"
         )
     lists = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in blocks))
     if len(lists) > 1:
         raise UsageError(
-            f"pipeline.stages: {type(model).__name__} has {len(lists)} lists of blocks ({', '.join(lists)}), and a "
-            "pipeline cuts a model with one; use PipelineModule, or name the blocks of one list in "
+            f"pipeline.stages: {type(model).__name__} has {len(lists)} lists of blocks ({', '.join(lists)}), "
+            "and a pipeline cuts a model with one; use PipelineModule, or name the blocks of one list in "
             "zero_optimization.units"
         )
     _check_not_compiled(model, blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ class StandIn(nn.Module):
         self.training = zeros.outline.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._zeros.outline.train(self.training)
+        self._zeros.train(self.training)
         return self._conductor.call_stand_in(self._role, self._zeros, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -45,33 +45,45 @@ class StandIn(nn.Module):
         return self._inner[name][0]
 
 
-def direct_calls(own: OwnModule, conductor: Conductor) -> Callable[[], None]:
-    """Let the conductor decide what a call of the module does: its class becomes a subclass of the same name.
+@final
+class Director:
+    """Lets the conductor decide what calls of own modules do: their classes become subclasses.
 
-    Names, `isinstance` and hooks stay as they are.
-
-    Returns:
-        A function that gives the class back, unless something else has changed it since.
+    The subclasses have the same names; `isinstance`, hooks and names of parameters stay as they are.
+    Modules of one class get one subclass.
     """
-    module = own.module
-    kind: Any = type(module)
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return conductor.call_own(own, super(directed, self).__call__, args, kwargs)  # type: ignore[misc]
+    def __init__(self, conductor: Conductor) -> None:
+        self._conductor = conductor
+        self._own: dict[int, OwnModule] = {}
+        self._kinds: dict[type[nn.Module], type[nn.Module]] = {}  # class -> its subclass
 
-    namespace = {
-        "__call__": call,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-    }
-    directed = type(kind.__name__, (kind,), namespace)
-    module.__class__ = directed
+    def direct(self, own: OwnModule) -> None:
+        """Direct the calls of a module."""
+        kind = type(own.module)
+        if kind not in self._kinds:
+            self._kinds[kind] = self._subclass(kind)
+        self._own[id(own.module)] = own
+        own.module.__class__ = self._kinds[kind]
 
-    def give_back() -> None:
-        if type(module) is directed:
-            module.__class__ = kind
+    def restore(self) -> None:
+        """Give the classes back, unless something else has changed them since."""
+        classes = {directed: kind for kind, directed in self._kinds.items()}
+        for own in self._own.values():
+            kind = classes.get(type(own.module))
+            if kind is not None:
+                own.module.__class__ = kind
+        self._own.clear()
 
-    return give_back
+    def _subclass(self, kind: Any) -> Any:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            own = self._own.get(id(module))
+            if own is None:  # a copy of a module, or after `restore`
+                return kind.__call__(module, *args, **kwargs)
+            return self._conductor.call_own(own, partial(kind.__call__, module), args, kwargs)
+
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        return type(kind.__name__, (kind,), {"__call__": call, **names})
 
 
-__all__ = ["StandIn", "direct_calls"]
+__all__ = ["Director", "StandIn"]

@@ -92,8 +92,8 @@ def _named_sides(
             hits = [name for name in modules if fnmatchcase(name, glob)]
             if not hits:
                 raise UsageError(
-                    f'pipeline.{side}_stage_modules: "{glob}" matches no module outside of the blocks; those with '
-                    f"parameters are {', '.join(modules) or 'none'}"
+                    f'pipeline.{side}_stage_modules: "{glob}" matches no module outside of the blocks; those '
+                    f"with parameters are {', '.join(modules) or 'none'}"
                 )
             for name in hits:
                 sides[name] = sides.get(name, frozenset()) | {side}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, final
@@ -46,6 +47,17 @@ class ZeroOutputs:
         self.outline = outline
         self._is_expanded = is_expanded
         self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
+
+    def train(self, is_training: bool) -> None:
+        """Set the mode of the module."""
+        if self.outline.training != is_training:
+            self.outline.train(is_training)
+
+    def cast(self, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:
+        """The module's parameters have been cast: dtype before -> after."""
+        for param in self.outline.parameters():
+            param.data = param.data.to(dtypes.get(param.dtype, param.dtype))
+        self._known.clear()
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """The outputs for these arguments. Floating ones require gradients, for reentrant checkpoints."""

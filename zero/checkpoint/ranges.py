@@ -32,6 +32,7 @@ class SavedFlat:
     dtype: of the computation, as "float32"; the values may be saved with more bits.
     has_values: False if the values were left out of the files (frozen parameters, on request).
     tied: other names of parameters or buffers in a state dict: pairs (other name, name of its slot).
+    held_by: the number, in the manifest's `holders`, of the ranks that hold its shards.
     """
 
     kind: Text
@@ -41,6 +42,7 @@ class SavedFlat:
     slots: tuple[Slot, ...]
     has_values: Flag = True
     tied: tuple[tuple[Text, Text], ...] = ()
+    held_by: Size = 0
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,11 @@ class Catalogue:
         """The flat that holds `name`, which the checkpoint has."""
         return self._flats[self._places[kind, name][0]]
 
+    def find(self, kind: str, name: str) -> SavedFlat | None:
+        """The flat that holds `name`, which may be one of several names of it; None: there is none."""
+        place = self._place(kind, name)
+        return None if place is None else self._flats[place[0]]
+
     def group_of(self, param: str) -> int | None:
         """The hyperparameter group of a parameter that was trained."""
         place = self._place("param", param)
@@ -246,13 +253,29 @@ class Catalogue:
                     return places[kinds, name]
         return None
 
-    def compare(self, flats: Sequence[SavedFlat]) -> Differences:
-        """Parameters and buffers that only `flats` or only the checkpoint has, or whose shapes differ."""
+    def met(self, flats: Sequence[SavedFlat]) -> str:
+        """One "0" or "1" for each slot of the checkpoint: "1" if `flats` have its elements."""
+        found = {self._place(flat.kind, slot.name) for flat in flats for slot in flat.slots}
+        spots = {(one[0], one[1].offset) for one in found if one is not None}
+        return "".join(
+            "1" if (number, slot.offset) in spots else "0" for number, slot in self._places.values()
+        )
+
+    def compare(self, flats: Sequence[SavedFlat], met_elsewhere: str = "") -> Differences:
+        """Parameters and buffers that only `flats` or only the checkpoint has, or whose shapes differ.
+
+        met_elsewhere: "1" for each slot that other ranks have, as `met` returns it.
+        """
         own = {(f.kind, s.name): s.shape for f in flats for s in f.slots if f.kind != "state"}
         saved = {place: self._place(*place) for place in own}
         met = {
             (saved_as[0], saved_as[1].offset) for saved_as in saved.values() if saved_as is not None
         }
+        met.update(
+            (number, slot.offset)
+            for (number, slot), mark in zip(self._places.values(), met_elsewhere, strict=False)
+            if mark == "1"
+        )
         dtypes = {(f.kind, s.name): f.dtype for f in flats for s in f.slots}
         return Differences(
             missing=tuple(
@@ -311,7 +334,7 @@ def merged(copies: Sequence[Copy]) -> list[Copy]:
 
 
 def share(flat: SavedFlat, rank: int, world_size: int, turn: int) -> tuple[int, int]:
-    """[start, stop) of `flat` that `rank` writes, if every rank has all of it.
+    """[start, stop) of `flat` that `rank` of `world_size` holders writes, if each of them has all of it.
 
     Rank 0 writes buffers of modules. Small flats are each written by one rank, in turn by `turn`.
     """

@@ -228,7 +228,7 @@ class Restore:
         targets = []
         for master in self._snapshot.masters:
             layout = master.params.layout
-            start, stop = layout.shard_range(self._snapshot.rank)
+            start, stop = layout.shard_range(master.rank)
             here = self._pieces(self._snapshot.number_of(master), start, stop)
             found = [copy for piece in here for copy in self._catalogue.copies(piece, "grad")]
             dtypes = {copy.dtype for copy in found}
@@ -292,9 +292,14 @@ class Restore:
 
     def _publish(self) -> None:
         sharded = self._snapshot.sharded
-        if sharded.policy.shards_optimizer or sharded.policy.shards_params:
-            for unit in sharded.units:
-                for flat in unit.params:
+        groups = sharded.flat_groups
+        policies = {
+            id(group.collectives): group.policy for group in (groups.data, *groups.shared.values())
+        }
+        for unit in sharded.units:
+            for flat in unit.params:
+                policy = policies[id(flat.collectives)]
+                if policy.shards_optimizer or policy.shards_params:
                     flat.start_publish()
         sharded.wait_published()
 

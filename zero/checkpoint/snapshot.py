@@ -1,14 +1,16 @@
-"""Lists every tensor of a sharded model and its optimizer, with the elements of the flats that it holds.
+"""Lists every tensor of a rank's model and its optimizer, with the elements of the flats that it holds.
 
     flats     0 .. k     the flat buffers of the layout
               k+1 ..     separate tensors: frozen parameters below stage 3, buffers of modules, and optimizer
                          states that are neither per element nor a single number
 
-Nothing is copied: a block is the tensor that is trained, in full or this rank's part.
+The numbers are those of this pipeline stage: a checkpoint has the flats of all stages. Nothing is copied: a
+block is the tensor that is trained, in full or this rank's part.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -17,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ...offload.states import Blocks
+from ...ops.comm.collectives import Collectives
 from ...ops.flat import overlap
+from ...ops.mesh import Mesh
 from ...utils.errors import UsageError
 from ..core.layout import FlatLayout, Slot
 from ..core.master import Master
@@ -87,7 +91,7 @@ def _alone(kind: str, name: str, tensor: Tensor) -> SavedFlat:
 
 @final
 class Snapshot:
-    """All tensors to save at this moment. `flats` is the same list on every rank."""
+    """All tensors to save at this moment. `flats` is the same list on every rank of a pipeline stage."""
 
     def __init__(
         self,
@@ -101,7 +105,10 @@ class Snapshot:
             UsageError: the optimizer has a state that is neither a number nor a tensor of a known kind.
         """
         self.rank = sharded.collectives.rank
-        self.world_size = sharded.collectives.world_size
+        self._data = sharded.flat_groups.data.collectives
+        world_size = sharded.collectives.world_size
+        self.mesh = Mesh.of(world_size, pipe=world_size // self._data.world_size)
+        self.place = self.mesh.coordinates(self.rank)
         self._updater = updater
         updater.wait()
         sharded.publish()
@@ -114,6 +121,7 @@ class Snapshot:
         self.states: list[Block] = []
         self.constants: list[ConstantRange] = []
         self._layouts: list[FlatLayout] = []
+        self._groups: list[Collectives] = []  # of each flat: the ranks that hold it
         self._slots: list[dict[int, Slot]] = []  # of a flat buffer, by offset
         self._numbers: dict[int, int] = {}  # id(FlatParams) -> number
         self._add_flats()
@@ -123,10 +131,16 @@ class Snapshot:
         self._add_states()
 
     def share(self, flat: int) -> tuple[int, int]:
-        """[start, stop) of a flat that this rank writes. The shares of all ranks cover it."""
+        """[start, stop) of a flat that this rank writes. The shares of all its ranks cover it.
+
+        Buffers of modules that several stages have: each stage has a share.
+        """
+        group = self._groups[flat]
         if flat < len(self._layouts):
-            return self._layouts[flat].shard_range(self.rank)
-        return share(self.flats[flat], self.rank, self.world_size, turn=flat)
+            return self._layouts[flat].shard_range(group.rank)
+        # stages number a flat that they share differently
+        turn = flat if group is self._data else zlib.crc32(self.flats[flat].slots[0].name.encode())
+        return share(self.flats[flat], group.rank, group.world_size, turn)
 
     def leave_out_frozen(self) -> None:
         """The values of frozen parameters are not saved; their names stay."""
@@ -148,10 +162,11 @@ class Snapshot:
                 number = self._numbers[id(flat)] = len(self.flats)
                 master = masters.get(id(flat))
                 self._layouts.append(flat.layout)
+                self._groups.append(flat.collectives)
                 self.flats.append(_saved(flat.layout, trains=master is not None, dtype=flat.dtype))
                 self._slots.append({slot.offset: slot for slot in self.flats[-1].slots})
                 is_part = flat.is_sharded if master is None else master.is_sharded
-                start = flat.layout.shard_range(self.rank)[0] if is_part else 0
+                start = flat.layout.shard_range(flat.collectives.rank)[0] if is_part else 0
                 tensor = flat.place.tensor if master is None else master.raw
                 blocks = flat.place.blocks()
                 if master is not None:
@@ -160,14 +175,18 @@ class Snapshot:
 
     def _add_alone(self, module: nn.Module) -> None:
         inside = {id(p) for unit in self.sharded.units for flat in unit.params for p in flat.params}
+        groups = self.sharded.flat_groups
         for name, param in module.named_parameters():
             if id(param) not in inside:
-                self._append("param", plain(name), param.data, "value", self.values)
+                flat = _alone("param", plain(groups.name_of(param, name)), param.data)
+                self._append(flat, param.data, "value", self.values, groups.of(param).collectives)
         for name, buffer in _buffers(module):
-            self._append("buffer", plain(name), buffer, "value", self.values)
+            flat = _alone("buffer", plain(name), buffer)
+            self._append(flat, buffer, "value", self.values, self._data)
 
     def _add_tied(self, module: nn.Module) -> None:
-        names = {id(tensor): plain(name) for name, tensor in module.named_parameters()}
+        name_of = self.sharded.flat_groups.name_of
+        names = {id(p): plain(name_of(p, name)) for name, p in module.named_parameters()}
         names.update((id(tensor), plain(name)) for name, tensor in _buffers(module))
         others: dict[str, list[tuple[str, str]]] = {}
         for full, tensor in module.state_dict(keep_vars=True).items():
@@ -180,9 +199,12 @@ class Snapshot:
             tied = tuple(pair for slot in flat.slots for pair in others.get(slot.name, ()))
             self.flats[number] = replace(flat, tied=tied)
 
-    def _append(self, kind: str, name: str, tensor: Tensor, key: str, blocks: list[Block]) -> None:
+    def _append(
+        self, flat: SavedFlat, tensor: Tensor, key: str, blocks: list[Block], group: Collectives
+    ) -> None:
         blocks.append(Block(len(self.flats), key, 0, tensor))
-        self.flats.append(_alone(kind, name, tensor))
+        self.flats.append(flat)
+        self._groups.append(group)
 
     # -- the optimizer ----------------------------------------------------------------------------------
 
@@ -196,7 +218,7 @@ class Snapshot:
 
     def _held(self, tensor: Tensor, master: Master, at: int, group: int) -> Held:
         layout = master.params.layout
-        start = at + (layout.shard_range(self.rank)[0] if master.is_sharded else 0)
+        start = at + (layout.shard_range(master.rank)[0] if master.is_sharded else 0)
         number = self.number_of(master)
         slot = None if master.is_sharded else self._slots[number].get(start)
         name = slot.name if slot is not None and slot.shape == tensor.shape else None
@@ -224,7 +246,8 @@ class Snapshot:
             elif value.shape == held.tensor.shape:
                 self.states.append(Block(held.flat, name, held.start, value, held.blocks_of(value)))
             elif held.name is not None:
-                self._append("state", f"{held.name}/{key}", value, name, self.states)
+                flat = _alone("state", f"{held.name}/{key}", value)
+                self._append(flat, value, name, self.states, self._groups[held.flat])
             else:
                 self._refuse(key, f"of shape {list(value.shape)} for a range of elements")
         elif isinstance(value, SCALARS):
@@ -268,7 +291,7 @@ class Snapshot:
         for master in self.masters:
             total = master.grads.sums().total
             if total is not None:
-                start = master.params.layout.shard_range(self.rank)[0]
+                start = master.params.layout.shard_range(master.rank)[0]
                 blocks.append(Block(self.number_of(master), "grad", start, total))
         return blocks
 

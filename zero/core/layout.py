@@ -27,13 +27,28 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Box:
+    """The place of a slice in the tensor that it was cut from.
+
+    whole: the shape of that tensor. start: the first element of the slice, in each dimension.
+    """
+
+    whole: tuple[Size, ...]
+    start: tuple[Size, ...]
+
+
+@dataclass(frozen=True)
 class Slot:
-    """One parameter's place: elements [offset, offset + numel) of the flat buffer."""
+    """One parameter's place: elements [offset, offset + numel) of the flat buffer.
+
+    box: where the parameter is a slice of a tensor; None: it is the whole tensor.
+    """
 
     name: Text
     shape: tuple[Size, ...]
     group: Size
     offset: Size
+    box: Box | None = None
 
     @property
     def numel(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any, final
 from torch import Tensor
 
 from ....ops.flat import numel_of
+from ....ops.mesh import Mesh
 from ....utils.errors import UsageError
 from ....zero.checkpoint.ranges import ConstantRange, Range, SavedFlat
 from ....zero.checkpoint.snapshot import name_of, plain
@@ -23,7 +24,7 @@ from ..format import constants_to_json
 from ..io.folders import MANIFEST, check_tag, commit, discard, file_name, make_folder, write_latest
 from ..io.tensor_file import Entry, write_tensors
 from ..io.tensor_table import check_storable
-from ..manifest import FORMAT, VERSION, FileRecord, Manifest
+from ..manifest import FORMAT, VERSION, FileRecord, Manifest, lengths_of
 from ..packing import pack
 from .safe_pickle import StandIn
 
@@ -182,6 +183,8 @@ class Imported:
             files=(record,),
             state=self._state,
             saved_seconds=time.time(),
+            mesh=lengths_of(Mesh(1, 1)),
+            holders=((0,),),
         )
 
 

@@ -2,7 +2,7 @@
 
     step loop   prepare | copy |  step  step  step  step (or: raises the failure)  ...
     process                    |  write, sum, fsync |
-    thread                     |       waits        | share records | rank 0 commits | share the result
+    thread                     |       waits        | share parts   | rank 0 commits | share the result
 
 The ranks communicate through the store of their group: no collective runs beside those of the training. If a
 rank ends before the commit, the uncommitted folder is never loaded. At most one save runs at a time.
@@ -106,7 +106,7 @@ class Background(Saver):
             try:
                 if not failure:
                     sums = sums or self._writer.write(job.path, size_bytes, on_written)
-                    mine = {"record": job.record_json(sums)}
+                    mine = {"part": job.part_json(sums)}
             except Exception as error:
                 mine = {"error": _message(error)}
             if job.is_first:
@@ -129,7 +129,7 @@ class Background(Saver):
         failure = f"rank {failed[0][0]} failed: {failed[0][1]}" if failed else ""
         if not failure:
             try:
-                self.finish(job, [one["record"] for one in answers])
+                self.finish(job, [one["part"] for one in answers])
             except Exception as error:
                 failure = f"rank 0 failed: {_message(error)}"
         job.end(discards=bool(failure))
@@ -185,7 +185,7 @@ def _message(error: Exception) -> str:
 class _StoreExchange:
     """The ranks' messages about one save, in the store of their group.
 
-    <save>/<rank>         the rank's record, or its failure
+    <save>/<rank>         the rank's part of the manifest, or its failure
     <save>/<rank>/alive   a number that changes while the rank is alive
     <save>/done           the result of the save, from rank 0
     """

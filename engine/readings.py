@@ -1,0 +1,84 @@
+"""What a script reads of an engine: numbers about its steps, batches, bytes and memory."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections import Counter
+from typing import Any
+
+from .config.config import Config
+from .parts import Parts
+from .states import States
+from .steps.accumulation import Accumulation
+from .steps.counters import Counters
+from .steps.training_step import TrainingStep
+
+
+class Readings(ABC):
+    """The part of `Engine` that only reads. `Engine` sets the attributes."""
+
+    config: Config
+    optimizer: Any
+    _parts: Parts
+    _accumulation: Accumulation
+    _counters: Counters
+    _step: TrainingStep
+    _states: States
+
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+        return self._counters.train_batch_size()
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward on one rank."""
+        return self._counters.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one optimizer step."""
+        return self._accumulation.steps
+
+    def was_step_applied(self) -> bool:
+        """The last step() changed the parameters (not between boundaries, not when skipped)."""
+        return self._step.was_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the last step's gradients over all ranks, unscaled, before clipping; None before one."""
+        return self._step.grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor the next loss is multiplied with."""
+        return self._parts.loss_scale.value
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self._param_groups()]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum (or betas) of every parameter group; 0 where the optimizer has neither."""
+        return [group.get("momentum", group.get("betas", 0.0)) for group in self._param_groups()]
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes this rank has sent since the engine was made, for each kind of collective."""
+        sent: Counter[str] = Counter()
+        for collectives in self._parts.opened:
+            sent.update(collectives.sent_bytes)
+        return dict(sent)
+
+    def memory_plan(self) -> dict[str, int]:
+        """Bytes that this rank holds now: param, grad, master, optimizer, buckets; and on "host" and "disk"."""
+        return self._states.memory_plan()
+
+    def zero_optimization_stage(self) -> int:
+        """The stage of the config."""
+        return int(self.config.zero_optimization.stage)
+
+    def gradient_clipping(self) -> float:
+        """The limit of the config; 0 is none."""
+        return float(self.config.gradient_clipping)
+
+
+__all__ = ["Readings"]
