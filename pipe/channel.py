@@ -74,15 +74,31 @@ class Header:
 
 
 @final
+@dataclass(frozen=True, eq=False)
+class Ways:
+    """The ranks of a pipeline for one kind of message, once for each direction between two ranks.
+
+    Messages of one group run in one order on GPUs: a receive that is posted early would hold back a send.
+    up: to ranks with a larger number; down: to smaller ones.
+    """
+
+    up: Collectives
+    down: Collectives
+
+    def towards(self, receiver: int, sender: int) -> Collectives:
+        """The group for messages from `sender` to `receiver`."""
+        return self.up if receiver > sender else self.down
+
+
+@final
 class Channel:
     """Sends and receives for the stages of one rank."""
 
-    def __init__(
-        self, forward: Collectives, backward: Collectives, ranks: Ranks, *, is_dynamic: bool
-    ) -> None:
-        """`forward`, `backward`: the ranks of the pipeline, by their place in it."""
+    def __init__(self, forward: Ways, backward: Ways, ranks: Ranks, *, is_dynamic: bool) -> None:
         self._forward = forward
         self._backward = backward
+        self._rank = forward.up.rank
+        self._device = forward.up.device
         self._ranks = ranks
         self._is_dynamic = is_dynamic
         self._sent: dict[
@@ -127,7 +143,7 @@ class Channel:
 
     def _send_header(self, header: Header, peer: int, stage: int, micro_batch: int) -> None:
         data = header.to_bytes()
-        device = self._forward.device
+        device = self._device
         length = torch.tensor([len(data)], dtype=torch.int64, device=device)
         text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         for part in (length, text):
@@ -140,7 +156,7 @@ class Channel:
             self._post_leaves(self._known[key], stage, micro_batch)
         elif key not in self._first or self._is_dynamic:
             self._first[key] = micro_batch
-            length = torch.empty(1, dtype=torch.int64, device=self._forward.device)
+            length = torch.empty(1, dtype=torch.int64, device=self._device)
             handle = self._receive(
                 self._forward, length, stage - 1, stage - 1, micro_batch, "header"
             )
@@ -148,7 +164,7 @@ class Channel:
         # else the header comes with an earlier micro-batch, which was posted before
 
     def _post_leaves(self, header: Header, stage: int, micro_batch: int) -> None:
-        device, works = self._forward.device, []
+        device, works = self._device, []
         for leaf in header.leaves:
             tensor = leaf.empty(device)
             handle = self._receive(
@@ -177,7 +193,7 @@ class Channel:
     def _read_header(self, stage: int, micro_batch: int) -> Header:
         length, handle = self._lengths.pop((stage, micro_batch))
         handle.wait()
-        text = torch.empty(int(length), dtype=torch.uint8, device=self._forward.device)
+        text = torch.empty(int(length), dtype=torch.uint8, device=self._device)
         self._receive(self._forward, text, stage - 1, stage - 1, micro_batch, "header").wait()
         return Header.from_bytes(bytes(text.cpu().numpy().tobytes()))
 
@@ -188,7 +204,7 @@ class Channel:
         self._returning[stage, micro_batch] = []
         for leaf in header.leaves:
             if leaf.needs_grad:
-                grad = leaf.empty(self._backward.device)
+                grad = leaf.empty(self._device)
                 handle = self._receive(
                     self._backward, grad, stage + 1, stage, micro_batch, "gradients"
                 )
@@ -211,11 +227,11 @@ class Channel:
     # -- both -------------------------------------------------------------------------------------------
 
     def _send(
-        self, group: Collectives, tensor: Tensor, peer: int, at: tuple[int, int], subject: str
+        self, ways: Ways, tensor: Tensor, peer: int, at: tuple[int, int], subject: str
     ) -> None:
         stage, micro_batch = at
         sender = stage + 1 if subject == "gradients" else stage
-        handle = group.send(
+        handle = ways.towards(peer, self._rank).send(
             _as_bytes(tensor),
             peer,
             number=self._number(stage, micro_batch),
@@ -226,16 +242,17 @@ class Channel:
 
     def _receive(
         self,
-        group: Collectives,
+        ways: Ways,
         tensor: Tensor,
         sender: int,
         boundary: int,
         micro_batch: int,
         subject: str,
     ) -> Handle:
-        return group.receive(
+        peer = self._ranks.rank_of(sender)
+        return ways.towards(self._rank, peer).receive(
             _as_bytes(tensor),
-            self._ranks.rank_of(sender),
+            peer,
             number=self._number(boundary, micro_batch),
             what=f"{subject} of micro-batch {micro_batch} from stage {sender}",
         )
@@ -271,4 +288,4 @@ def flow_bytes(header: Header) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in header.leaves)
 
 
-__all__ = ["Channel", "Header", "Ranks", "flow_bytes", "signature"]
+__all__ = ["Channel", "Header", "Ranks", "Ways", "flow_bytes", "signature"]

@@ -11,12 +11,12 @@ from torch import nn
 from ...compression.reducer import ExactReducer
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
-from ...pipe.channel import Channel
+from ...pipe.channel import Channel, Ways
 from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.part import Part
 from ...pipe.cut.plain_models import Sides
 from ...pipe.module import PipelineModule
-from ...pipe.schedules.actions import Table
+from ...pipe.schedules.actions import Placement, Table
 from ...pipe.schedules.lowering import with_states
 from ...pipe.schedules.plan import SchedulePlan
 from ...pipe.weight_grads import WeightGrads
@@ -155,19 +155,21 @@ def open_flat_groups(
     return FlatGroups(world, data, by_param, dict(part.names))
 
 
+def _ways(mesh: MeshGroups, kind: str, placement: Placement) -> Ways:
+    """The groups of one kind of message; several chunks send it in both directions between two ranks."""
+    up = mesh.along("pipe", kind)
+    return Ways(up, mesh.along("pipe", f"{kind}, back") if placement.num_chunks > 1 else up)
+
+
 def build_pipeline(
     found: Cut, mesh: MeshGroups, config: Config, sharded: ShardedModel
 ) -> LoopFactory:
     """What makes the loop of a pipeline. Opens the groups of its messages: for all ranks."""
     section = config.pipeline
-    channel = Channel(
-        mesh.along("pipe", "forward"),
-        mesh.along("pipe", "backward"),
-        found.plan.placement,
-        is_dynamic=section.dynamic_shape,
-    )
-    blocks = [block.module for block in found.part.blocks]
-    deferred = blocks if found.plan.splits_backward else []
+    placement = found.plan.placement
+    forward, backward = _ways(mesh, "forward", placement), _ways(mesh, "backward", placement)
+    channel = Channel(forward, backward, placement, is_dynamic=section.dynamic_shape)
+    deferred = [found.part.module] if found.plan.splits_backward else []
     weight_grads = WeightGrads(deferred, sharded.add_gradient)
 
     def table_of(count: int, *, gathers_each: bool) -> Table:
@@ -178,7 +180,7 @@ def build_pipeline(
 
     pipeline = Pipeline(
         part=found.part,
-        placement=found.plan.placement,
+        placement=placement,
         rank=found.rank,
         channel=channel,
         pipe=mesh.along("pipe", "batches"),
