@@ -50,6 +50,13 @@ def test_a_pipeline_loads_at_one_rank_and_at_data_ranks_and_back(tmp_path: Path)
     load(tmp_path, pipeline, *saved)
 
 
+def test_shards_of_a_stage_load_at_data_ranks_and_back(tmp_path: Path) -> None:
+    pipeline, data_ranks = (Cut(p, 2, z, frozen=1, precision="bf16") for p, z in ((2, 2), (1, 3)))
+    saved = save(tmp_path, pipeline)
+    load(tmp_path, data_ranks, saved)  # with the buffers and random generators of each data rank
+    load(tmp_path, pipeline, saved, save(tmp_path, data_ranks))
+
+
 @pytest.mark.slow
 def test_random_cuts_load_at_random_cuts(tmp_path: Path) -> None:
     found = list(random_loads(str(tmp_path), 20, seed=1))
