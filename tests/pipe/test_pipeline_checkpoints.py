@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from manifest_damages import manifest_text
 from pipeline_checkpoints import Cut, Net, Saved, engine_of, random_loads, read, write
 from torch import Tensor
@@ -17,6 +19,7 @@ from warm_ranks import warm
 import xds
 from xds.engine.checkpoint.format import dump, parse
 from xds.engine.checkpoint.joining import join_flats, ranks_of_stage
+from xds.launcher.cli import main
 from xds.ops.mesh import Mesh
 from xds.zero.checkpoint.ranges import SavedFlat
 from xds.zero.core.layout import Box, Slot
@@ -207,3 +210,105 @@ def test_state_dicts_span_the_stages(tmp_path: Path, cut: Cut) -> None:
             for name, value in found[key].items():
                 assert torch.equal(value, wanted[name]), (rank, key, name)
         assert found["all"]["head.weight"] is found["all"]["embed.weight"]
+
+
+# -- damaged manifests, and tools ---------------------------------------------------------------------------
+
+
+def save_in_background(folder: str, cut: Cut) -> dict[str, Tensor]:
+    engine = engine_of(cut, seed=0, checkpoint={"async_save": True})
+    engine.train_batch()
+    engine.save_checkpoint(folder, "it")
+    engine.wait_for_checkpoint()
+    found: dict[str, Tensor] = engine.full_state_dict(full_precision=True)
+    engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint of two stages, saved in the background, and the whole model's values."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    return folder, warm(2).run(save_in_background, str(folder), Cut(2, 1, 1))[0]
+
+
+def _without_stage(raw: dict[str, Any]) -> None:
+    raw["files"].pop()
+    raw["world_size"] = 1
+
+
+def _doubled(raw: dict[str, Any]) -> None:
+    raw["flats"].append(raw["flats"][0])
+
+
+def _swapped(raw: dict[str, Any]) -> None:
+    raw["holders"][0], raw["holders"][2] = raw["holders"][2], raw["holders"][0]
+
+
+def _descending(raw: dict[str, Any]) -> None:
+    raw["holders"][1].reverse()
+
+
+def _without_holders(raw: dict[str, Any]) -> None:
+    del raw["holders"]
+
+
+def _without_shards(raw: dict[str, Any]) -> None:
+    raw["files"][1]["ranges"] = [one for one in raw["files"][1]["ranges"] if one["key"] != "value"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (
+            _without_stage,
+            r"it has the files of 1 ranks and should have those of 2 \(pipe 2 x data 1 x",
+        ),
+        (_doubled, "name of a slot is 'blocks.0.up.weight', which does not fit"),
+        (
+            _swapped,
+            r"file of rank 0 has a part of flats\[0\] \('blocks.0.up.weight'\), .* ranks \[1\]",
+        ),
+        (_descending, r"holders\[1\] is \(1, 0\), which does not fit"),
+        (_without_holders, "held_by is 0, which does not fit"),
+        (_without_shards, "elements of .*blocks.2.up.weight.* are in no file"),
+    ],
+)
+def test_a_manifest_of_stages_that_does_not_fit_is_refused(
+    tmp_path: Path, pipeline: tuple[Path, Any], damage: Any, text: str
+) -> None:
+    shutil.copytree(pipeline[0] / "it", tmp_path / "it")
+    path = tmp_path / "it" / "manifest.json"
+    raw = json.loads(path.read_bytes())
+    damage(raw)
+    path.write_bytes(manifest_text(raw))
+    engine = engine_of(Cut(1, 1, 0), seed=1)
+    with pytest.raises(xds.UsageError, match=text):
+        engine.load_checkpoint(tmp_path, "it")
+
+
+def test_tools_read_the_checkpoint_of_a_pipeline(
+    tmp_path: Path, pipeline: tuple[Path, dict[str, Tensor]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, values = pipeline
+    one_rank = engine_of(Cut(1, 1, 0), seed=1)
+    one_rank.load_checkpoint(folder, "it")
+    one_rank.save_checkpoint(tmp_path, "it")
+    arguments = [str(folder), "--tag", "it"]
+    assert main(["checkpoint", "info", *arguments]) == 0
+    assert "pipeline stages  2" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", *arguments]) == 0
+    assert main(["checkpoint", "diff", str(folder / "it"), str(tmp_path / "it")]) == 0
+    for form, out in (("torch", "model.pt"), ("dcp", "dcp"), ("safetensors", "hf")):
+        assert main(["checkpoint", "export", *arguments, str(tmp_path / out), "--to", form]) == 0
+    assert main(["checkpoint", "import", str(tmp_path / "hf"), str(tmp_path / "back")]) == 0
+    imported = xds.get_fp32_state_dict(tmp_path / "back")
+    imported["head.weight"] = imported["embed.weight"]  # safetensors files hold a tied weight once
+    exported = [xds.get_fp32_state_dict(folder), imported, torch.load(tmp_path / "model.pt")]
+    filled = {name: torch.zeros_like(value) for name, value in values.items()}
+    with warnings.catch_warnings():  # about the missing process group
+        warnings.simplefilter("ignore")
+        dcp.load(filled, checkpoint_id=tmp_path / "dcp")
+    for found in (*exported, filled):
+        assert found.keys() == values.keys()
+        assert all(torch.equal(found[name], value) for name, value in values.items())
