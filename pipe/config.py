@@ -124,8 +124,8 @@ class Pipeline(Section):
     )
     schedule: Annotated[str, SCHEDULE] = Field(
         "1f1b",
-        description='the order of forwards and backwards of a step. "auto": the shortest step in a simulation with equal times. A '
-        "file has one line of actions for each rank, as torch writes them",
+        description='the order of forwards and backwards of a step. "auto": the shortest step '
+        "in a simulation with equal times. A file has one line of actions for each rank, as torch writes them",
     )
     chunks: OptionalCount = Field(
         None,
