@@ -118,6 +118,7 @@ class Engine(Readings):
         In fp32 and bf16 a plain `loss.backward()` is right as well: the engine divides its gradients by the
         accumulation steps. In fp16 it raises, because small gradients would be lost without the loss scale.
         """
+        self._batches.refuse("scale")
         return self._step.scale(loss, divides=scale_wrt_gas)
 
     def step(self) -> None:
@@ -149,6 +150,7 @@ class Engine(Readings):
         the step.
         """
         self._check_usable()
+        self._batches.refuse("clip_grad_norm", "set gradient_clipping in the config to clip")
         return self._step.clip(max_norm)
 
     def zero_grad(self) -> None:
@@ -204,6 +206,7 @@ class Engine(Readings):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on, until called again, step() takes `is_boundary` for the answer."""
+        self._batches.refuse("set_gradient_accumulation_boundary")
         self._accumulation.force(is_boundary)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -211,6 +214,7 @@ class Engine(Readings):
 
         Valid at every stage. At stages 2 and 3 each rank holds whole gradients until then.
         """
+        self._batches.refuse("no_sync", "pipelines reduce gradients once a step")
         return self._accumulation.no_sync()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

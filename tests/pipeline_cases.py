@@ -1,4 +1,4 @@
-"""Test helper: one case of pipeline training - cut, ZeRO stage, schedule, precision, kind of model - and its runs."""
+"""Test helper: cases of training in pipeline stages - cut, ZeRO stage, schedule, precision, model - and runs."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
+from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 
 PLAIN = (bool, int, float, str, type(None))
@@ -23,23 +24,27 @@ ENDED = "the iterator given to train_batch or eval_batch ended"
 
 
 def share_batches(
-    collectives: Collectives, iterator: Iterator[Any] | None, count: int, device: torch.device
+    collectives: Collectives,
+    iterator: Iterator[Any] | None,
+    count: int,
+    device: torch.device,
+    call: str,
 ) -> list[Any]:
     """The next `count` batches of rank 0's `iterator`, on every rank of the pipeline, on `device`.
 
-    Mappings arrive as dicts. Sends a header and the tensors from rank 0.
+    Mappings arrive as dicts. Sends a header and the tensors from rank 0. `call`: for messages.
 
     Raises:
-        UsageError: on every rank: the iterator ended early, or a batch has values that cannot be sent.
+        UsageError: on every rank: rank 0 has no iterator, it ended early, or a batch has values that cannot be
+            sent.
     """
     header = b""
     tensors: list[Tensor] = []
     error: Exception | None = None
     if collectives.rank == 0:
-        assert iterator is not None
         try:
-            with collectives.publishing_errors("the data iterator of train_batch"):
-                batches = _next_batches(iterator, count)
+            with collectives.publishing_errors(f"the data iterator of {call}"):
+                batches = _next_batches(_checked(iterator, call), count)
             header, tensors = _encode(batches)
         except UsageError as problem:
             error, header = problem, json.dumps({"error": str(problem)}).encode()
@@ -64,6 +69,17 @@ def share_batches(
         sent.append(whole.to(device))
     arrived = iter(sent)
     return [_decode(item, arrived) for item in found["batches"]]
+
+
+def _checked(iterator: Any, call: str) -> Iterator[Any]:
+    if not hasattr(iterator, "__next__"):
+        raise wrong(
+            f"{call}: data_iter",
+            iterator,
+            "an iterator of batches on the first stage, such as iter(loader)",
+        )
+    found: Iterator[Any] = iterator
+    return found
 
 
 def _next_batches(iterator: Iterator[Any], count: int) -> list[Any]:

@@ -33,7 +33,7 @@ class Trained(Protocol):
 class Loop(ABC):
     """Whole batches: `train_batch` and `eval_batch` of an engine."""
 
-    def refuse(self, call: str) -> None:
+    def refuse(self, call: str, remedy: str = "") -> None:
         """Raise UsageError if a script may not call `call` of the engine itself."""
         return
 

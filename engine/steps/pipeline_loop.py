@@ -7,7 +7,7 @@ batches ──> Executor.run(table) ──> gradients, reduced ──> TrainingS
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -23,7 +23,7 @@ from ...pipe.schedules.actions import Placement, Table
 from ...pipe.schedules.build import build_forward_table
 from ...pipe.schedules.lowering import with_states
 from ...pipe.weight_grads import WeightGrads
-from ...utils.arguments import whole, wrong
+from ...utils.arguments import whole
 from ...utils.errors import UsageError
 from ...zero.core.stage_units import StageUnits
 from ..data.batches import loss_of, move
@@ -116,8 +116,9 @@ class PipelineLoop(Loop):
         self._tables: dict[int, Table] = {}
         self._repeated: Iterator[Any] | None = None
 
-    def refuse(self, call: str) -> None:
-        raise UsageError(CALL_TRAIN_BATCH.format(self._pipeline.placement.num_stages, call))
+    def refuse(self, call: str, remedy: str = "") -> None:
+        text = CALL_TRAIN_BATCH.format(self._pipeline.placement.num_stages, call)
+        raise UsageError(f"{text}; {remedy}" if remedy else text)
 
     def train(self, engine: Trained, data_iter: Iterator[Any] | None) -> Tensor:
         count = self._counters.accumulation.steps_now
@@ -126,7 +127,6 @@ class PipelineLoop(Loop):
         if count not in self._tables:
             gathers_each = not self._units.holds_all
             self._tables[count] = self._pipeline.table_of(count, gathers_each=gathers_each)
-        self._begin(batches, is_training=True)
         with self._parts.sharded.collectives.publishing_errors("train_batch"):
             outcome = self._executor.run(
                 self._tables[count],
@@ -157,7 +157,6 @@ class PipelineLoop(Loop):
         batches = self._take(engine, data_iter, count, "eval_batch")
         was_training = engine.module.training
         engine.module.eval()
-        self._begin(batches, is_training=False)
         with self._parts.sharded.collectives.publishing_errors("eval_batch"):
             outcome = self._executor.run(
                 self._forward_table(count),
@@ -188,43 +187,65 @@ class PipelineLoop(Loop):
     def _take(
         self, engine: Trained, data_iter: Iterator[Any] | None, count: int, call: str
     ) -> list[Any]:
-        """The next micro-batches, the same on all stages."""
-        is_first = self._pipeline.rank == 0
+        """The next micro-batches, the same on all stages. Tells the channel their shapes.
+
+        Raises:
+            UsageError: on all ranks: the batches of a rank cannot be used.
+        """
+        batches: list[Any] = []
+        problem: UsageError | None = None
+        try:
+            batches = self._read(engine, data_iter, count, call)
+        except UsageError as error:
+            problem = error
+        inputs = [(call, signature(batch)) for batch in batches]
+        self._agree(inputs, problem, call)
+        self._pipeline.channel.begin(inputs)
+        return batches
+
+    def _read(
+        self, engine: Trained, data_iter: Iterator[Any] | None, count: int, call: str
+    ) -> list[Any]:
+        device = self._parts.device
         if data_iter is None and engine.training_dataloader is not None and call == "train_batch":
             if self._repeated is None:
                 self._repeated = self._parts.report.repeat(engine.training_dataloader)
             repeated = self._repeated
             with self._parts.sharded.collectives.publishing_errors("the data loader"):
                 found = [next(repeated) for _ in range(count)]
-            return [move(batch, self._parts.device) for batch in found]
-        if is_first and not hasattr(data_iter, "__next__"):
-            raise wrong(
-                f"{call}: data_iter",
-                data_iter,
-                "an iterator of batches on the first stage, such as iter(loader)",
-            )
-        shared = share_batches(self._pipeline.pipe, data_iter, count, self._parts.device)
-        return [move(batch, self._parts.device) for batch in shared]
+        else:
+            found = share_batches(self._pipeline.pipe, data_iter, count, device, call)
+        return [move(batch, device) for batch in found]
 
-    def _begin(self, batches: list[Any], *, is_training: bool) -> None:
-        """Tell the channel the shapes of the inputs. All stages must have the same.
-
-        Raises:
-            UsageError: on every rank of the pipeline: they have not.
-        """
-        inputs = [(is_training, signature(batch)) for batch in batches]
-        seen = torch.tensor([_number_of(found) for found in inputs], dtype=torch.int64)
-        table = self._pipeline.pipe.gather_small(
-            seen.to(self._parts.device), what="shapes of a batch"
-        )
-        differs = (table != table[0]).any(0).nonzero().view(-1).tolist()
-        if differs:
+    def _agree(self, inputs: Sequence[Hashable], problem: UsageError | None, call: str) -> None:
+        """Raise on all ranks what is wrong with the batches of one. Sends 8 bytes to each rank."""
+        device = self._parts.device
+        mine = torch.tensor([-1 if problem else _number_of(inputs)], device=device)
+        table = self._parts.sharded.collectives.gather_small(mine, what="shapes of the batches")
+        columns = table.view(self._pipeline.pipe.world_size, -1)  # each is one pipeline
+        if problem is not None:
+            raise problem
+        differs = (columns != columns[0]).any(0)
+        if differs[self._parts.sharded.flat_groups.data.collectives.rank]:
+            raise self._other_shapes(inputs)
+        unread = (table.view(-1) < 0).nonzero().view(-1).tolist()
+        if unread or bool(differs.any()):
+            ranks = unread or differs.nonzero().view(-1).tolist()
             raise UsageError(
-                f"micro-batch {differs[0]} has other shapes on the first stage than on another: every stage "
-                "reads training_data itself, so its loader must give the same batches on all stages; seed its "
-                "shuffling, or pass an iterator to train_batch, which the first stage alone reads"
+                f"{call}: rank {ranks[0]} could not use its batches, so no rank has run the step; its own "
+                "message says why"
             )
-        self._pipeline.channel.begin(inputs)
+
+    def _other_shapes(self, inputs: Sequence[Hashable]) -> UsageError:
+        """For all stages of one pipeline, where loaders of stages give batches of different shapes."""
+        seen = torch.tensor([_number_of(found) for found in inputs], device=self._parts.device)
+        table = self._pipeline.pipe.gather_small(seen, what="shapes of each batch")
+        number = (table != table[0]).any(0).nonzero().view(-1).tolist()[0]
+        return UsageError(
+            f"micro-batch {number} has other shapes on the first stage than on another: every stage "
+            "reads training_data itself, so its loader must give the same batches on all stages; seed its "
+            "shuffling, or pass an iterator to train_batch, which the first stage alone reads"
+        )
 
     def _mean(self, outcome: Outcome, count: int) -> Tensor:
         """The mean over micro-batches and data ranks, on every rank, [] fp32."""
