@@ -389,6 +389,7 @@ class Engine(Readings):
             self.reload_states()
             self._is_destroyed = True
             self._guards.remove()
+            self._batches.close()
             self._access.release()
             self._sharded.detach()
             self._parts.compiler.undo()

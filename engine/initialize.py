@@ -225,7 +225,7 @@ def _sharded(
 ) -> ShardedModel:
     """The model on this rank's device, with its values in flat buffers."""
     policy, names = flat_groups.data.policy, flat_groups.names
-    _give_values(model, given.weights, flat_groups.data.collectives, policy)
+    _give_values(model, given.weights, flat_groups, policy)
     must_train = not names and any(param.requires_grad for param in model.parameters())
     check_model(model, groups.index, must_train=must_train)
     trained_numel = sum(p.numel() for p in model.parameters() if id(p) in groups.index)
@@ -264,11 +264,12 @@ def _loader(
     )
 
 
-def _give_values(model: nn.Module, weights: Any, collectives: Collectives, policy: Policy) -> None:
+def _give_values(model: nn.Module, weights: Any, groups: FlatGroups, policy: Policy) -> None:
     """Values for what is on the meta device, and `weights` for everything."""
+    collectives = groups.data.collectives
     store = SliceStore(collectives) if policy.shards_params else None
     if weights is not None:
-        load_weights(model, weights, store=store, remedy=_LOAD_LATER)
+        load_weights(model, weights, store=store, remedy=_LOAD_LATER, groups=groups)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         materialise(model, Construction(store or SliceStore(collectives)))
 

@@ -38,11 +38,17 @@ class States:
     def full_state_dict(self, *, rank0_only: bool, full_precision: bool) -> dict[str, Any]:
         """The whole model's state dict, on the CPU, gathered parameter by parameter."""
         target = 0 if rank0_only else None
-        return full_state_dict(self._parts.module, target=target, full_precision=full_precision)
+        return full_state_dict(
+            self._parts.module,
+            self._parts.sharded.flat_groups,
+            target=target,
+            full_precision=full_precision,
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
         """Overwrite parameters, masters and buffers by whole values."""
-        load_weights(self._parts.module, state_dict, strict=strict)
+        groups = self._parts.sharded.flat_groups
+        load_weights(self._parts.module, state_dict, strict=strict, groups=groups)
 
     def save(
         self,

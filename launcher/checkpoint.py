@@ -145,6 +145,7 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
         "global_samples": counters["global_samples"],
         "is_accumulating": counters["is_accumulating"],
         "world_size": manifest.world_size,
+        "pipeline_stages": manifest.grid.pipe,
         "stage": manifest.stage,
         "size_bytes": sum(record.size_bytes for record in manifest.files),
         "num_files": len(manifest.files),

@@ -40,7 +40,7 @@ NUMBERS: dict[str, Numbers] = {
     "zbv": Numbers(chunks=2),
     "dualpipev": Numbers(chunks=2, micro_batches=2),
 }
-AUTO_SCHEDULE = "auto"  # the schedule is chosen when the times of the stages are known
+AUTO_SCHEDULE = "auto"  # the shortest step in a simulation
 TABLE_END = ".csv"
 ONE_STAGE = "used with several pipeline stages only, and pipeline.stages is 1"
 METHODS = ("uniform", "parameters", "best")
@@ -124,8 +124,8 @@ class Pipeline(Section):
     )
     schedule: Annotated[str, SCHEDULE] = Field(
         "1f1b",
-        description='the order of forwards and backwards of a step. "auto": the fastest for measured times. A '
-        "file has one line of actions for each rank, as torch writes them",
+        description='the order of forwards and backwards of a step. "auto": the shortest step '
+        "in a simulation with equal times. A file has one line of actions for each rank, as torch writes them",
     )
     chunks: OptionalCount = Field(
         None,
@@ -166,7 +166,7 @@ class Pipeline(Section):
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of each rank; 0 where the schedule's file or the measured times decide."""
+        """Chunks of each rank; 0 where the schedule's file or "auto" decides."""
         if self.chunks is not None:
             return self.chunks
         numbers = NUMBERS.get(self.schedule)

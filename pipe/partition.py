@@ -87,7 +87,8 @@ def split(
 ) -> tuple[int, ...]:
     """The bounds with the least cost of the most expensive stage.
 
-    Of several such bounds, those with the least sum of squared costs.
+    Of several such bounds, those with the least sum of squared costs; then those with fewer layers on early
+    stages, which keep more activations.
 
     Args:
         costs: the cost of each layer, at least `num_stages` of them.
@@ -120,7 +121,7 @@ def split(
                 own = cost(start, stop, stage)
                 if own > limit:
                     break
-                if squares[start] + own * own < nearest[stop]:
+                if squares[start] + own * own <= nearest[stop]:
                     nearest[stop], chosen[stop] = squares[start] + own * own, start
         squares = nearest
         choices.append(chosen)

@@ -9,7 +9,8 @@
 - Only linear layers are deferred: `nn.Linear` and transformers' `Conv1D`. All other parameters get their
   gradients in I. So does a linear layer in a compiled block, or with a weight that another layer uses.
 - Gradients have the bits of autograd: the same products of the same matrices, in the order of arrival.
-  Under autocast, several uses of a weight are summed in the weight's dtype; autograd sums in autocast's.
+  Several uses of one weight differ in the last bits in two cases. Under autocast they are summed in the
+  weight's dtype; autograd sums in autocast's. Of reentrant checkpoints autograd adds each call to the total.
 - W reads no weight, so parameters may be dropped before it.
 """
 
@@ -38,6 +39,7 @@ class _Entry(NamedTuple):
     version: int  # of x: it may not change any more
     is_transposed: bool  # the weight is [in_features, out_features]
     is_by_columns: bool  # x @ matrix reads the weight by columns; it may be dropped before W
+    is_flat: bool  # the bias was added to [rows, out_features]
 
 
 @final
@@ -109,20 +111,19 @@ class WeightGrads:
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
             while kept:
-                entry = kept.popleft()
-                grads = _weight_grad(entry), _bias_grad(entry)
-                params = entry.weight, entry.bias
-                del entry
-                for param, grad in zip(params, grads, strict=True):
-                    if param is not None and grad is not None:
-                        self._add(param, grad.to(param.dtype), uses, sums)
-                del grads
+                self._compute(kept.popleft(), uses, sums)
+
+    def _compute(self, entry: _Entry, uses: Counter[int], sums: dict[int, Tensor]) -> None:
+        if entry.weight is not None:
+            self._add(entry.weight, _weight_grad(entry), uses, sums)
+        if entry.bias is not None:
+            self._add(entry.bias, _bias_grad(entry), uses, sums)
 
     def _add(
         self, param: nn.Parameter, grad: Tensor, uses: Counter[int], sums: dict[int, Tensor]
     ) -> None:
         """Add to the sum of `param`; hand it over if this is the last use."""
-        own = id(param)
+        own, grad = id(param), grad.to(param.dtype)
         if own in sums:
             grad = sums.pop(own).add_(grad)
         uses[own] -= 1
@@ -199,8 +200,8 @@ def _deferrable(base: type[nn.Module], owner: WeightGrads) -> type[nn.Module]:
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         found: Any = object.__reduce_ex__(self, max(int(protocol), 2))
-        how, args, *state = found
-        return (how, (base, *args[1:]), *state)  # copies and pickles are plain layers
+        _, args, *state = found
+        return (_new, (base, *args[1:]), *state)  # copies and pickles are plain layers
 
     names = {
         "__module__": base.__module__,
@@ -210,6 +211,10 @@ def _deferrable(base: type[nn.Module], owner: WeightGrads) -> type[nn.Module]:
     return type(
         base.__name__, (base,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__}
     )
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
 
 
 def _can_defer(x: Any, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -262,6 +267,7 @@ class _Linear(torch.autograd.Function):
         ctx.owner, ctx.is_transposed = owner, is_transposed
         ctx.x_is_by_columns = x.ndim == 2 and _is_by_columns(x)
         ctx.weight_is_by_columns = _is_by_columns(weight, is_transposed)
+        ctx.is_flat = is_transposed or x.is_contiguous()
         return y.detach()  # not a view, which may not be changed in place
 
     @staticmethod
@@ -278,14 +284,13 @@ class _Linear(torch.autograd.Function):
             *(ctx.params[0], ctx.params[1], x, dy, 0 if x is None else x._version),
             is_transposed=ctx.is_transposed,
             is_by_columns=ctx.weight_is_by_columns,
+            is_flat=ctx.is_flat,
         )
         if ctx.owner.keep(own):
             return dx, None, None, None, None
-        grads = [
-            None if param is None or grad is None else grad.to(param.dtype)
-            for param, grad in zip(ctx.params, (_weight_grad(own), _bias_grad(own)), strict=True)
-        ]
-        return dx, *grads, None, None
+        dw = _weight_grad(own).to(own.weight.dtype) if own.weight is not None else None
+        db = _bias_grad(own).to(own.bias.dtype) if own.bias is not None else None
+        return dx, dw, db, None, None
 
 
 # -- the products, as torch's derivatives.yaml has them for mm and addmm ------------------------------------
@@ -316,25 +321,27 @@ def _input_grad(dy: Tensor, matrix: Tensor, is_by_columns: bool) -> Tensor:
     return dx.view(*dy.shape[:-1], len(matrix)) if dy.ndim != 2 else dx
 
 
-def _weight_grad(entry: _Entry) -> Tensor | None:
-    """dW [shape of the weight]; None: it is frozen."""
-    weight, x = entry.weight, entry.x
-    if weight is None or x is None:
-        return None
+def _weight_grad(entry: _Entry) -> Tensor:
+    """dW [shape of the weight], in the dtype of dy."""
+    x = entry.x
+    assert x is not None
     if x._version != entry.version:
+        assert entry.weight is not None
         raise UsageError(
-            f"the input of a linear layer with a weight of shape {tuple(weight.shape)} was changed in place "
-            "between backward and the gradient of that weight, which is computed later: its value is lost; "
-            'change a copy, or set pipeline.schedule to "1f1b"'
+            f"the input of a linear layer with a weight of shape {tuple(entry.weight.shape)} was changed in "
+            "place between backward and the gradient of that weight, which is computed later: its value is "
+            'lost; change a copy, or set pipeline.schedule to "1f1b"'
         )
     rows, dy = _rows(x), _rows(entry.dy)
     grad = dy.t().mm(rows).t() if entry.is_by_columns else rows.t().mm(dy)
     return grad if entry.is_transposed else grad.t()
 
 
-def _bias_grad(entry: _Entry) -> Tensor | None:
-    """db [out_features]; None: absent or frozen."""
-    return None if entry.bias is None else _rows(entry.dy).sum(0)
+def _bias_grad(entry: _Entry) -> Tensor:
+    """db [out_features], in the dtype of dy."""
+    if entry.is_flat or entry.dy.ndim < 3:
+        return _rows(entry.dy).sum(0)
+    return entry.dy.sum(list(range(entry.dy.ndim - 1)))  # the order of additions depends on strides
 
 
 __all__ = ["Sink", "WeightGrads"]

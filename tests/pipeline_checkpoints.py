@@ -112,7 +112,7 @@ def samples() -> list[tuple[Tensor, Tensor]]:
     return [(pair[0], pair[1]) for pair in torch.randint(0, VOCAB, (96, 2, LENGTH), generator=draw)]
 
 
-def engine_of(cut: Cut, seed: int, **changes: Any) -> Any:
+def engine_of(cut: Cut, seed: int, weights: Any = None, **changes: Any) -> Any:
     torch.manual_seed(seed)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -129,7 +129,7 @@ def engine_of(cut: Cut, seed: int, **changes: Any) -> Any:
         **changes,
     }
     model = Net(tied=cut.tied, frozen=cut.frozen)
-    return xds.initialize(model, config, training_data=samples())
+    return xds.initialize(model, config, training_data=samples(), weights=weights)
 
 
 def parts_of(engine: Any) -> Iterator[Part]:

@@ -1,39 +1,16 @@
-"""Collectives for JSON values, and for actions that fail on all ranks or on none."""
+"""Runs an action on all ranks, so that it fails on all of them or on none."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
 from ...ops.comm.collectives import Collectives
+from ...ops.comm.json_values import exchange
 from ...utils.errors import DamagedError, PeerError, UsageError, XdsError
 
 Value = TypeVar("Value")
 KINDS: tuple[type[XdsError], ...] = (DamagedError, UsageError, XdsError)  # the most specific first
-
-
-def exchange(collectives: Collectives, value: Any, what: str) -> list[Any]:
-    """Every rank's `value`, in rank order. A collective; sends the longest JSON text to each peer.
-
-    Args:
-        value: a JSON value.
-        what: what the values describe, for the message if a rank does not take part.
-    """
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    length = torch.tensor([len(text)], dtype=torch.int64, device=collectives.device)
-    lengths = collectives.gather_small(length, what=what).view(-1).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=collectives.device)
-    padded[: len(text)] = text
-    table = collectives.gather_small(padded, what=what).cpu()
-    found = []
-    for row, size in zip(table, lengths, strict=True):
-        received = bytearray(size)
-        torch.frombuffer(received, dtype=torch.uint8).copy_(row[:size])
-        found.append(json.loads(received))
-    return found
 
 
 def together(
@@ -80,3 +57,6 @@ def _sentence(doing: str, failed: list[tuple[int, Any]], world_size: int) -> str
         return f"{doing}: {first['error']}"
     others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
     return f"{doing} failed on rank {rank}{others}: {first['error']}"
+
+
+__all__ = ["exchange", "together"]

@@ -169,8 +169,7 @@ def build_pipeline(
     placement = found.plan.placement
     forward, backward = _ways(mesh, "forward", placement), _ways(mesh, "backward", placement)
     channel = Channel(forward, backward, placement, is_dynamic=section.dynamic_shape)
-    blocks = [block.module for block in found.part.blocks]
-    deferred = blocks if found.plan.splits_backward else []
+    deferred = [found.part.module] if found.plan.splits_backward else []
     weight_grads = WeightGrads(deferred, sharded.add_gradient)
 
     def table_of(count: int, *, gathers_each: bool) -> Table:

@@ -62,6 +62,10 @@ class Loop(ABC):
     def forget(self) -> None:
         """The next batches come from where the loader is now."""
 
+    def close(self) -> None:
+        """The engine is destroyed: take everything off the model."""
+        return
+
 
 @final
 class BatchLoop(Loop):

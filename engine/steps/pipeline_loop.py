@@ -174,6 +174,10 @@ class PipelineLoop(Loop):
     def forget(self) -> None:
         self._repeated = None
 
+    def close(self) -> None:
+        self._pipeline.weight_grads.restore()
+        self._pipeline.part.restore()
+
     def _forward_table(self, count: int) -> Table:
         table = build_forward_table(self._pipeline.placement, count)
         return with_states(table, gathers_each=not self._units.holds_all, reduces_each=False)

@@ -81,7 +81,7 @@ class Conductor:
             if trace is None:
                 result = forward()
             else:
-                with trace:
+                with trace.following():
                     result = forward()
         except StageEnd as end:
             result, has_ended = end.flow, True
@@ -122,7 +122,7 @@ class Conductor:
         if self._runs_here(role, crossing):
             return self._really(own, call, crossing, args, kwargs)
         if zeros is not None:
-            zeros.outline.train(own.module.training)
+            zeros.train(own.module.training)
         return self._instead(role, crossing, zeros, args, kwargs)
 
     def call_stand_in(self, role: Role, zeros: ZeroOutputs, args: Any, kwargs: Any) -> Any:

@@ -192,7 +192,9 @@ class LayerListPart(Part):
         for index in own:
             name = layer_names[index]
             if name is not None and name not in blocks:
-                blocks[name] = Block(name, layers.root.get_submodule(name), stage_of[index])
+                module = layers.root.get_submodule(name)
+                if any(True for _ in module.parameters()):
+                    blocks[name] = Block(name, module, stage_of[index])
         names = names_of_part(whole, layers.root, holders)
         super().__init__(layers.root, tuple(blocks.values()), names)
 

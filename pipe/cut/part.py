@@ -67,6 +67,18 @@ class Names:
 class Part(ABC):
     """What one rank of a pipeline has of a model.
 
+    Attributes:
+        module: holds the parameters of this rank, under their names in the whole model.
+        blocks: the blocks of this rank in order; of a list of layers, those with parameters.
+        names: id of a parameter of this rank -> its first name in the whole model.
+        shared: first name of a parameter that several pipeline ranks hold -> these ranks, sorted. Their values
+            must be made equal once, and their gradients summed; a rank that does not use it has no gradient.
+        whole: first name -> shape, of every parameter of the whole model.
+        aliases: every name -> first name; a tied parameter has several.
+
+    Modules of a plain model end a stage by an exception: forward hooks of the model and of the modules around
+    the blocks do not run on any stage but the last.
+
     A stage's inputs that require gradients are leaves of the graph: their gradients are in `.grad` after a
     backward. Reentrant activation checkpoints need `backward()`; `torch.autograd.grad` refuses them.
     """

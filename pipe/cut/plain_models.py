@@ -163,8 +163,9 @@ def _check_not_compiled(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]
     for name, module in model.named_modules():
         is_compiled = type(module).__name__ == "OptimizedModule"
         is_compiled |= getattr(module, "_compiled_call_impl", None) is not None
-        around = any(id(inner) in inside for inner in module.modules())
-        if is_compiled and around and id(module) not in inside:
+        if not is_compiled or id(module) in inside:
+            continue
+        if any(id(inner) in inside for inner in module.modules()):
             raise UsageError(
                 f"pipeline.stages: {name or 'the model'} is compiled and contains blocks of several stages; "
                 "compile each block instead: block.compile()"

@@ -6,10 +6,12 @@ The first forward of a stage is followed, and further ones whose calls have anot
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -92,11 +94,18 @@ class Trace(TorchFunctionMode):
             self._unknown, self._dependent = self._dependent, WeakTensorKeyDictionary()
 
     @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow what runs in this context. Compiled functions run eagerly in it, so that they are followed."""
+        with _stance("force_eager"), self:
+            yield
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
-        """Calls of blocks are not followed; they may be compiled."""
+        """Calls of blocks are not followed; they run compiled, if they are."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
-            yield
+            with _stance("default"):
+                yield
         finally:
             self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -115,6 +124,14 @@ class Trace(TorchFunctionMode):
                 "parameters of another stage before its blocks; compute it from the inputs, or set "
                 "pipeline.stages to 1"
             )
+
+
+def _stance(name: str) -> AbstractContextManager[Any]:
+    """What compiled functions do. Without a compiler in this process there are none."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance(name)
+    return stance
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -48,6 +48,11 @@ class ZeroOutputs:
         self._is_expanded = is_expanded
         self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
 
+    def train(self, is_training: bool) -> None:
+        """Set the mode of the module."""
+        if self.outline.training != is_training:
+            self.outline.train(is_training)
+
     def cast(self, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:
         """The module's parameters have been cast: dtype before -> after."""
         for param in self.outline.parameters():

@@ -44,7 +44,8 @@ def test_hugging_face_models_equal_the_whole_model(name):
     from real_models import batch, build
 
     model = build(name)
-    check_equal(model, Loop(3), [batch(name, step, samples=2) for step in range(2)])
+    exact = 0.0 if name == "mixtral" else 1e-6  # of a tied weight, two sums are added
+    check_equal(model, Loop(3), [batch(name, step, samples=2) for step in range(2)], exact)
 
 
 def tiny_hugging_face(name):
@@ -127,13 +128,17 @@ WIDTH = 6
 class Layer(nn.Module):
     """A block with several inputs; writes to its first argument and returns more than it got."""
 
-    def __init__(self):
+    def __init__(self, is_routed=False):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.is_routed = is_routed
 
     def forward(self, x, first=None, extras=None):
         extras = dict(extras or {})
         x.mul_(0.5)
+        if self.is_routed:  # a shape that depends on values: impossible on the meta device
+            rows = (x.sum(-1) > 0).nonzero()
+            x = x.index_put((rows[:, 0], rows[:, 1]), x[rows[:, 0], rows[:, 1]] * 0.5)
         x = x + torch.tanh(self.linear(x))
         if first is not None:
             x = x + first
@@ -150,7 +155,7 @@ class Net(nn.Module):
         self.kind = kind
         self.embed = nn.Embedding(11, WIDTH)
         self.late = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList([Layer() for _ in range(depth)])
+        self.layers = nn.ModuleList([Layer(kind == "routed") for _ in range(depth)])
         self.early = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("offset", torch.linspace(0, 1, WIDTH))
 
@@ -177,6 +182,8 @@ class Net(nn.Module):
             x = x + first
         if kind == "reads_weight":
             return F.linear(x, self.embed.weight).logsumexp(-1).mean()
+        if kind == "compiled":
+            x = torch.compile(torch.tanh, backend="eager", fullgraph=True)(x)
         return self.late(x).square().mean() + extras["frozen"].mean()
 
     def _call(self, layer, x, first, extras):
@@ -197,13 +204,18 @@ def made(kind, depth=4):
     return Net(kind, depth)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("placement", [Loop(4), Loop(2, 2)])
-@pytest.mark.parametrize("kind", ["plain", "first", "first_recomputed", "mask"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "first", "first_recomputed", "mask", "routed", "compiled"]
+)
 def test_integers_frozen_tensors_and_further_inputs_flow(kind, placement):
     sides = Sides(last=["late"])
     model = made(kind)
     model.embed.requires_grad_(kind != "plain")
+    random = torch.get_rng_state()
     check_equal(model, placement, tokens(), sides=sides)
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_named_sides_and_what_is_sent():
@@ -289,3 +301,53 @@ def test_other_stages_take_no_memory_and_classes_come_back():
     assert type(model.blocks[1]) not in kinds
     part.restore()
     assert type(model.blocks[1]) in kinds
+
+
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_stand_ins_follow_casts_after_the_cut(name):
+    pytest.importorskip("transformers")
+    from real_models import batch, build
+
+    model, placement = build(name), Loop(3)
+    batches = [batch(name, 0, samples=2, dtype=torch.bfloat16)]
+    parts = cut_all(model, found_blocks, placement)
+    for part in parts:
+        for param in part.module.parameters():
+            param.data = param.data.bfloat16()
+    for param in model.parameters():
+        param.data = param.data.bfloat16()
+    losses, _ = plain_training(model, call, batches)
+    assert train(parts, placement, batches) == losses
+
+
+def test_models_on_the_meta_device_are_cut_without_memory():
+    with torch.device("meta"):
+        model = tiny_models.TinyModel("mixed_shapes")
+    part = cut_model(model, found_blocks(model), Loop(3), 1, "uniform")
+    assert all(param.is_meta for param in part.module.parameters())
+    assert sorted(part.names.values())[0] == "blocks.1.down.bias" and len(part.names) == 6
+    assert part.whole["head.weight"] == (tiny_models.VOCAB, tiny_models.WIDTH)
+
+
+class Segments(tiny_models.TinyModel):
+    """Recomputes its first two blocks together."""
+
+    is_reentrant = False
+
+    def forward(self, tokens):
+        x = self.embed(tokens[:, :-1])
+        first, second, third = self.blocks
+        x = checkpoint(lambda x: second(first(x)), x, use_reentrant=self.is_reentrant)
+        x = checkpoint(third, x, use_reentrant=self.is_reentrant)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def test_blocks_of_two_stages_that_are_recomputed_together():
+    torch.manual_seed(0)
+    model, batches = Segments(), [tiny_models.micro_batch(0, number) for number in range(2)]
+    check_equal(model, Loop(3), batches, partition="uniform")
+    model.is_reentrant = True
+    check_equal(model, Loop(2), batches, partition="uniform")
+    part = cut_model(model, found_blocks(model), Loop(3), 0, "uniform")
+    with pytest.raises(UsageError, match="reentrant activation checkpoint covers blocks of two"):
+        part.run(0, batches[0], None, 0)

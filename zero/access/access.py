@@ -57,6 +57,7 @@ class Access(Owner):
             may_reduce: gradients that are not reduced yet may be: the step will get no others.
         """
         self.collectives = model.collectives
+        self.flat_groups = model.flat_groups
         self._data = model.flat_groups.data.collectives
         self._model = model
         self._updater = updater

@@ -22,6 +22,7 @@ from ...ops.comm.collectives import ACCESS_BUFFER, Bounds, Collectives
 from ...ops.flat import numel_of
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
+from ..core.groups import FlatGroups
 
 # (start, stop) -> elements [start, stop) of the flattened value
 Reader = Callable[[int, int], Tensor]
@@ -71,6 +72,7 @@ class Owner(ABC):
     """Holds the values of parameters. All ranks call every method but `name_of` together."""
 
     collectives: Collectives
+    flat_groups: FlatGroups | None = None  # None: no engine owns the parameters
 
     def group_of(self, param: nn.Parameter) -> Collectives:
         """The ranks that hold `param`: they call every method with it together."""

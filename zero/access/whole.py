@@ -7,23 +7,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.groups import FlatGroups
 from .owners import find_owner
+from .stages import spans_stages, whole_state_dict
 
 
 def full_state_dict(
-    model: nn.Module, *, target: int | None, full_precision: bool = False
+    model: nn.Module,
+    groups: FlatGroups,
+    *,
+    target: int | None,
+    full_precision: bool = False,
 ) -> dict[str, Any]:
     """The result of `model.state_dict()` as if nothing were sharded. A collective.
 
-    Names and order are those of `model.state_dict()`; tied names share one tensor. Peak memory: the result
-    plus one parameter.
+    Names and order are those of `model.state_dict()`, stage by stage where it is cut into pipeline stages; tied
+    names share one tensor. Peak memory: the result plus one parameter.
 
     Args:
+        groups: of the engine.
         target: the rank that gets it, the others return {}; None: every rank.
         full_precision: fp32 masters instead of the 16-bit values that forward uses.
 
     Sends: each rank sends its part of every parameter, to `target` or to all.
     """
+    if spans_stages(groups):
+        return whole_state_dict(model, groups, target=target, full_precision=full_precision)
     found: dict[str, Any] = {}
     done: dict[int, Tensor | None] = {}
     with torch.no_grad():

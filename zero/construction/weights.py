@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, final
@@ -17,12 +18,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ...ops.comm.json_values import exchange
 from ...ops.flat import numel_of
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ...utils.views import holds, may_overlap, write
 from ..access.owners import Reader, find_owner
+from ..access.stages import all_names, groups_of, spans_stages
+from ..core.groups import FlatGroups
 from ..core.placeholders import placeholder_like
 from .construction import make_real
 from .slices import SliceStore
@@ -201,41 +205,58 @@ def _safe_open() -> Any:
 # -- loading into a model ---------------------------------------------------------------------------------
 
 
+@dataclass
+class Match:
+    """What fits between a model and weights, and what does not.
+
+    found: name in the model -> name in the weights, for every parameter and buffer that they have.
+    """
+
+    found: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+
+    def check(self, source: str, *, strict: bool, remedy: str) -> None:
+        """Raise UsageError where names are missing or extra (with `strict`), or shapes differ."""
+        problems = [f"shapes differ: {_some(self.shapes)}"] if self.shapes else []
+        if strict and self.missing:
+            problems.append(f"missing in the weights: {_some(self.missing)}")
+        if strict and self.extra:
+            problems.append(f"not in the model: {_some(self.extra)}")
+        if problems:
+            raise UsageError(
+                f"{source} does not fit the model, nothing was changed; {'; '.join(problems)}; {remedy}"
+            )
+
+
 def match_names(
-    model: nn.Module, weights: Weights, *, strict: bool, remedy: str = _NOT_STRICT
-) -> dict[str, str]:
-    """Name in the model -> name in `weights`, for every parameter and buffer that `weights` has.
+    model: nn.Module, weights: Weights, whole: Sequence[Sequence[str]] | None = None
+) -> Match:
+    """Compare the names and shapes of a model with those of weights.
 
     For a tied parameter one of its names is enough. Non-persistent buffers are not required.
 
     Args:
-        remedy: how the caller ignores missing and extra names, for the message.
-    Raises:
-        UsageError: names are missing or extra (with `strict`), or shapes differ; lists all of them.
+        whole: the names of each tensor of the whole model, of which `model` is a part.
     """
     saved = set(weights.names())
     own = _names_by_tensor(model)
-    found: dict[str, str] = {}
-    missing, shapes = [], []
-    for names, tensor in own:
+    others = {name: names for names in whole or () for name in names}
+    match = Match()
+    for local, tensor in own:
+        names = [*local, *(name for name in others.get(local[0], ()) if name not in local)]
         hit = next((name for name in names if name in saved), None)
         if hit is None:
-            missing.append(names[0])
+            match.missing.append(names[0])
         elif weights.shape(hit) != tuple(tensor.shape):
-            shapes.append(f"{hit} is {weights.shape(hit)}, in the model {tuple(tensor.shape)}")
+            match.shapes.append(
+                f"{hit} is {weights.shape(hit)}, in the model {tuple(tensor.shape)}"
+            )
         else:
-            found[names[0]] = hit
-    extra = sorted(saved - {name for names, _ in own for name in names})
-    problems = [f"shapes differ: {_some(shapes)}"] if shapes else []
-    if strict and missing:
-        problems.append(f"missing in the weights: {_some(missing)}")
-    if strict and extra:
-        problems.append(f"not in the model: {_some(extra)}")
-    if problems:
-        raise UsageError(
-            f"{weights.source} does not fit the model, nothing was changed; {'; '.join(problems)}; {remedy}"
-        )
-    return found
+            match.found[names[0]] = hit
+    match.extra = sorted(saved - {name for names, _ in own for name in names} - others.keys())
+    return match
 
 
 def _names_by_tensor(model: nn.Module) -> list[tuple[list[str], Tensor]]:
@@ -262,10 +283,12 @@ def load_weights(
     strict: bool = True,
     store: SliceStore | None = None,
     remedy: str = _NOT_STRICT,
+    groups: FlatGroups | None = None,
 ) -> None:
     """Overwrite parameters and buffers of `model`, full or sharded, by those of `source`. For all ranks.
 
-    Each rank reads its own part; nothing is sent. Master weights are overwritten, optimizer states are kept.
+    Each rank reads its own part. Nothing is sent, except names where there are pipeline stages. Master weights
+    are overwritten, optimizer states are kept.
 
     Args:
         model: built in `xds.zero.Init`, or an engine's module, or an ordinary one.
@@ -273,23 +296,48 @@ def load_weights(
         strict: missing and extra names are an error.
         store: keeps parameters on the meta device in slices; None makes them full.
         remedy: how the caller ignores missing and extra names, for the message.
+        groups: of the engine of `model`, if that is known; `source` has the weights of all its stages.
 
     Raises:
         UsageError: names or shapes do not fit, or there is nothing to read; nothing is changed.
     """
     if not isinstance(model, nn.Module):
         raise wrong("load_weights: model", model, "the model, a torch.nn.Module object")
-    weights = open_weights(source)
-    try:
-        found = match_names(model, weights, strict=strict, remedy=remedy)
+    groups = groups or groups_of(model)
+    stages = groups if spans_stages(groups) else None
+    whole = all_names(stages, _names_by_tensor(model)) if stages is not None else None
+    with ExitStack() as stack, torch.no_grad():
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
-        with torch.no_grad():
-            for name, stored in found.items():
+        match, failure = Match(), None
+        try:
+            weights = stack.enter_context(closing(open_weights(source)))
+            match = match_names(model, weights, None if whole is None else list(whole.values()))
+            for name, stored in match.found.items():
                 _check_view(name, tensors[name], weights.reader(stored))
-            for name, stored in found.items():
-                _overwrite(tensors[name], weights.reader(stored), store)
-    finally:
-        weights.close()
+        except UsageError as error:
+            if stages is None:
+                raise
+            failure = error
+        if stages is not None:
+            _agree(stages, match, failure)
+        match.check(weights.source, strict=strict, remedy=remedy)
+        for name, stored in match.found.items():
+            _overwrite(tensors[name], weights.reader(stored), store)
+
+
+def _agree(groups: FlatGroups, match: Match, failure: UsageError | None) -> None:
+    """Add what does not fit on other pipeline stages to `match`. A collective of all ranks.
+
+    Raises:
+        UsageError: on every rank: one could not read the weights.
+    """
+    mine = [str(failure or ""), match.missing, match.shapes]
+    found = exchange(groups.world, mine, "whether weights fit")
+    failed = [rank for rank, (text, *_) in enumerate(found) if text]
+    if failed:
+        raise failure or UsageError(f"rank {failed[0]}: {found[failed[0]][0]}")
+    match.missing = list(dict.fromkeys(name for _, missing, _ in found for name in missing))
+    match.shapes = list(dict.fromkeys(text for *_, shapes in found for text in shapes))
 
 
 def _check_view(name: str, tensor: Tensor, reader: Reader) -> None:
@@ -320,4 +368,12 @@ def _overwrite(tensor: Tensor, reader: Reader, store: SliceStore | None) -> None
         write(tensor.data, reader(0, tensor.numel()).view(tensor.shape))
 
 
-__all__ = ["InMemory", "SafeTensors", "Weights", "load_weights", "match_names", "open_weights"]
+__all__ = [
+    "InMemory",
+    "Match",
+    "SafeTensors",
+    "Weights",
+    "load_weights",
+    "match_names",
+    "open_weights",
+]

@@ -201,6 +201,7 @@ class Backwards:
         Raises:
             UsageError: a backward is running.
         """
+        self.end_script_backward()
         if self._is_running:
             raise UsageError(
                 "add_gradient inside a backward: its buffer may be on its way to other ranks; "

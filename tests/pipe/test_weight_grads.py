@@ -1,0 +1,408 @@
+"""Weight gradients that are computed later: the bits of autograd, for every kind of layer, call and stage."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from helpers import run_ranks
+from tiny_models import FEATURES, build, micro_batch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+import xds
+from xds.pipe.weight_grads import WeightGrads
+from xds.utils.errors import UsageError
+
+IN, OUT = 7, 11
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Conv1D(nn.Module):
+    """A linear layer as transformers' Conv1D: the weight is [in, out]."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.1)
+        self.bias = nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(
+            *x.shape[:-1], self.nf
+        )
+
+
+class Kept:
+    """A model whose weight gradients are deferred; `run` gives each `.grad`, as autograd would leave it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.calls = 0
+        self.grads = WeightGrads([model], self.take)
+
+    def take(self, param: nn.Parameter, grad: Tensor) -> None:
+        assert grad.shape == param.shape and grad.dtype == param.dtype
+        self.calls += 1
+        param.grad = grad if param.grad is None else param.grad + grad
+
+    def backward(self, loss: Tensor, key: Any = 0) -> None:
+        with self.grads.deferring(key):
+            loss.backward()
+
+
+def call(model: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = model(x)
+    return result
+
+
+def compare(model: nn.Module, x: Tensor, run: Run = call, *, deferred: int | None = None) -> Kept:
+    """Gradients of `run(model, x)` with autograd, with the prepared layers, and deferred: the same bits.
+
+    deferred: the parameters whose gradients must come later.
+    """
+    found = []
+    kept = None
+    for how in ("autograd", "at once", "later"):
+        torch.manual_seed(0)
+        own, inputs = copy.deepcopy(model), x.detach().requires_grad_(x.requires_grad)
+        kept = None if how == "autograd" else Kept(own)
+        out = run(own, inputs)
+        loss = (out.float() * torch.randn(out.shape)).sum()
+        if how == "later":
+            assert kept is not None
+            kept.backward(loss)
+            missing = sum(p.grad is None and p.requires_grad for p in own.parameters())
+            assert deferred in (None, missing)
+            kept.grads.run(0)
+            assert deferred in (None, kept.calls)
+            assert not kept.grads.keys and not kept.grads.kept_bytes
+        else:
+            loss.backward()
+        found.append([out.detach(), inputs.grad, *(p.grad for p in own.parameters())])
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or (torch.equal(one, other) and one.dtype == other.dtype)
+    assert kept is not None
+    return kept
+
+
+# -- layers and inputs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ("linear", "no bias", "conv1d"))
+@pytest.mark.parametrize("shape", ((IN,), (5, IN), (1, IN), (2, 5, IN), (2, 3, 5, IN)))
+def test_shapes(kind: str, shape: tuple[int, ...]) -> None:
+    layer = Conv1D(OUT, IN) if kind == "conv1d" else nn.Linear(IN, OUT, bias=kind == "linear")
+    for dtype in DTYPES:
+        x = torch.randn(shape).to(dtype)
+        for needs_grad in (True, False):
+            compare(layer.to(dtype), x.requires_grad_(needs_grad), deferred=1 + (kind != "no bias"))
+
+
+@pytest.mark.parametrize("shape", ((IN, 5), (2, IN, 5), (2, 1, IN, 5)))
+@pytest.mark.parametrize("bias", (True, False))
+def test_inputs_and_gradients_that_are_not_contiguous(shape: tuple[int, ...], bias: bool) -> None:
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x.transpose(-1, -2)).transpose(-1, -2)
+
+    compare(nn.Linear(IN, OUT, bias=bias), torch.randn(shape).requires_grad_(), run)
+
+
+def test_a_gradient_that_is_expanded() -> None:
+    compare(nn.Linear(IN, OUT), torch.randn(5, IN), lambda m, x: m(x).sum(), deferred=2)
+
+
+@pytest.mark.parametrize("frozen", ("weight", "bias", "weight bias"))
+def test_frozen(frozen: str) -> None:
+    layer = nn.Sequential(nn.Linear(IN, IN), nn.Linear(IN, OUT))
+    for name in frozen.split():
+        getattr(layer[1], name).requires_grad_(False)
+    compare(layer, torch.randn(5, IN), deferred=4 - len(frozen.split()))
+
+
+def test_a_module_called_twice_and_a_shared_weight() -> None:
+    model = nn.Sequential(*(nn.Linear(IN, IN) for _ in range(3)))
+    model[2].weight = model[0].weight
+    kept = compare(model, torch.randn(5, IN), lambda m, x: m(m(x).tanh()) + m[1](x), deferred=5)
+    assert kept.calls == 5  # each parameter once
+
+
+def test_autocast() -> None:
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: Tensor = model(x)
+            assert y.dtype == torch.bfloat16
+            return y
+
+    model = nn.Sequential(nn.Linear(IN, IN), nn.LayerNorm(IN), nn.Linear(IN, OUT), Conv1D(IN, OUT))
+    compare(model, torch.randn(2, 5, IN), run, deferred=6)
+    kept = Kept(nn.Linear(IN, IN))  # the input is kept in the dtype of autocast
+    x = torch.randn(64, IN)
+    kept.backward(run(kept.model, x).float().sum())
+    assert kept.grads.kept_bytes <= 2 * x.numel() * 2
+    with torch.autocast(
+        "cpu", torch.bfloat16
+    ):  # a cast inside of the layer is not reused outside of it
+        kept.model(x)
+        assert nn.functional.linear(x, kept.model.weight).requires_grad
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    model = nn.Sequential(nn.Linear(IN, IN), nn.ReLU(inplace=True), nn.Linear(IN, OUT))
+    compare(model, torch.randn(2, 5, IN), lambda m, x: m(x).mul_(2), deferred=4)
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_a_checkpoint_is_recomputed_once(reentrant: bool) -> None:
+    calls: list[int] = []
+
+    def block(x: Tensor, model: nn.Module) -> Tensor:
+        calls.append(1)
+        y: Tensor = model(x)
+        return y
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(block, x, model, use_reentrant=reentrant)
+        return y
+
+    model = nn.Sequential(*(nn.Linear(IN, IN) for _ in range(4)))
+    compare(model, torch.randn(5, IN).requires_grad_(), run, deferred=8)
+    assert len(calls) == 3 * 2
+
+
+# -- what is left alone -------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def _own_forward() -> nn.Module:
+    layer = nn.Linear(IN, IN)
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight) * 2
+    return layer
+
+
+LEFT_ALONE: dict[str, Callable[[], nn.Module]] = {
+    "a forward of its own": lambda: Doubled(IN, IN),
+    "the instance's forward": _own_forward,
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(IN, IN)),
+    "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(IN, IN)),
+    "not linear": lambda: nn.Bilinear(IN, IN, IN),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_left_alone(name: str) -> None:
+    model = LEFT_ALONE[name]()
+    kind = type(model)
+    grads = WeightGrads([model], lambda param, grad: None)
+    assert grads.num_layers == 0 and type(model) is kind
+
+
+def test_a_weight_that_another_module_uses() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(OUT, IN), "head": nn.Linear(IN, OUT)})
+    model["head"].weight = model["embed"].weight
+    compare(
+        model,
+        torch.randn(3, IN),
+        lambda m, x: m["head"](x + m["embed"](torch.tensor([0, 2, 2]))),
+        deferred=0,
+    )
+
+
+def test_calls_that_are_computed_at_once() -> None:
+    layer = nn.Linear(IN, IN)
+    seen: list[Tensor] = []
+    layer.bias.register_hook(seen.append)
+    kept = Kept(layer)
+    kept.backward(layer(torch.randn(3, IN)).sum())  # a hook wants the gradient
+    kept.backward(nn.Linear(IN, IN)(layer.weight).sum())  # not prepared
+    layer.bias._backward_hooks.clear()
+    kept.backward(layer(layer.weight[:2]).sum())  # a parameter as input: it may be dropped before W
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    kept.backward(compiled(torch.randn(3, IN)).sum())
+    assert len(seen) == 1 and layer.weight.grad is not None and not kept.grads.keys
+    with torch.no_grad():
+        assert not layer(torch.randn(3, IN)).requires_grad
+    torch.func.grad(
+        lambda w: torch.func.functional_call(layer, {"weight": w}, torch.ones(IN)).sum()
+    )(torch.ones(IN, IN))
+
+
+def test_parametrized_after_it_was_prepared() -> None:
+    kept = Kept(nn.Linear(IN, IN))
+    parametrize.register_parametrization(kept.model, "weight", nn.Tanh())
+    kept.backward(kept.model(torch.randn(3, IN)).sum())
+    assert kept.model.parametrizations.weight.original.grad is not None
+
+
+def test_second_derivatives() -> None:
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+        return slope.square()
+
+    compare(nn.Linear(IN, OUT), torch.randn(3, IN).requires_grad_(), run)
+
+
+# -- keys and life ------------------------------------------------------------------------------------------
+
+
+def test_keys_and_freed_memory() -> None:
+    model = nn.Sequential(nn.Linear(IN, IN), nn.Linear(IN, IN))
+    kept = Kept(model)
+    left: list[int] = []
+    take = kept.take
+    x = torch.randn(64, IN)
+    kept.grads._sink = lambda p, g: (left.append(kept.grads.kept_bytes), take(p, g))
+    for key in ((0, 0), (0, 1)):
+        kept.backward(model(x).sum(), key)
+    with kept.grads.deferring((0, 2)), kept.grads.deferring(None):
+        model(x).sum().backward()
+    assert kept.grads.keys == [(0, 0), (0, 1)] and kept.grads.kept_bytes > 0
+    kept.grads.run((0, 1))
+    assert kept.grads.keys == [(0, 0)] and len(left) == 4
+    kept.grads.run((0, 1))  # nothing is left
+    kept.grads.clear()
+    assert not kept.grads.keys and len(left) == 4
+
+
+def test_an_input_that_changes_before_its_weight_gradient() -> None:
+    kept = Kept(nn.Linear(IN, OUT))
+    x = torch.randn(3, IN)
+    kept.backward(kept.model(x).sum())
+    x.zero_()
+    with pytest.raises(UsageError, match=r"weight of shape \(11, 7\) was changed in place.*copy"):
+        kept.grads.run(0)
+
+
+def test_names_copies_and_restore() -> None:
+    model = nn.Sequential(nn.Linear(IN, OUT), Conv1D(IN, OUT))
+    text, names = repr(model), list(model.state_dict())
+    grads = WeightGrads([model, model[0]], lambda param, grad: None)
+    assert grads.num_layers == 2
+    assert repr(model) == text and list(model.state_dict()) == names
+    assert (
+        isinstance(model[0], nn.Linear)
+        and model[0].__dict__.keys() == nn.Linear(1, 1).__dict__.keys()
+    )
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [type(layer) for layer in other] == [nn.Linear, Conv1D]
+        assert torch.equal(other[0].weight, model[0].weight)
+    grads.restore()
+    assert [type(layer) for layer in model] == [nn.Linear, Conv1D]
+
+
+# -- with sharded gradients ---------------------------------------------------------------------------------
+
+
+NUM_SCALARS = 6  # losses and norms
+
+
+def _trained(feature: str, changes: dict[str, Any], how: str, rank: int) -> list[Tensor]:
+    """Losses, norms and parameters after two steps of two micro-batches."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+        **changes,
+    }
+    engine = xds.initialize(build(feature), config)
+    sharded = engine._parts.sharded
+    grads = WeightGrads([] if how == "plain" else [engine.module], sharded.add_gradient)
+    found = []
+    for step in range(2):
+        late = []
+        for micro_step in range(2):
+            key = (rank, micro_step) if how != "plain" else None
+            with nullcontext() if how == "sent" else engine.no_sync(), grads.deferring(key):
+                loss = engine(micro_batch(2 * step + rank, micro_step, 2), rank)
+                engine.backward(loss)
+            found.append(loss.detach())
+            late.append(key)
+            if how != "together" or micro_step:
+                for one in late:
+                    grads.run(one)
+                late = []
+            engine.step()
+        found.append(torch.tensor(engine.get_global_grad_norm()))
+    assert not grads.keys
+    found += engine.full_state_dict().values()
+    engine.destroy()
+    return [tensor.clone() for tensor in found]
+
+
+def _stages(features: tuple[str, ...], sections: tuple[dict[str, Any], ...]) -> list[str]:
+    """What differs between plain training and weight gradients that come later."""
+    import torch.distributed as dist
+
+    rank, wrong = dist.get_rank(), []
+    for feature in features:
+        for section in sections:
+            for stage in (0, 1, 2, 3):
+                zero = {
+                    "stage": stage,
+                    "unit_min_numel": 0,
+                    "stage3_param_persistence_threshold": 0,
+                }
+                changes = {"zero_optimization": {**zero, **section.get("zero", {})}}
+                changes |= {key: value for key, value in section.items() if key != "zero"}
+                plain = _trained(feature, changes, "plain", rank)
+                for how in ("held", "together"):
+                    own = _trained(feature, changes, how, rank)
+                    if not all(torch.equal(a, b) for a, b in zip(plain, own, strict=True)):
+                        wrong.append(f"{feature} {section} stage {stage} {how}")
+                own = _trained(feature, changes, "sent", rank)  # sums over ranks come first
+                for a, b in zip(plain[:NUM_SCALARS], own, strict=False):
+                    if not torch.allclose(a, b, rtol=1e-3 if "bf16" in section else 1e-6):
+                        wrong.append(f"{feature} {section} stage {stage} sent")
+    return wrong
+
+
+def _add_inside_a_backward() -> str:
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
+    engine = xds.initialize(build("plain"), config)
+    sharded, weight = engine._parts.sharded, engine.module.head.weight
+    loss = engine(micro_batch(0, 0, 2))
+    loss.register_hook(lambda _: sharded.add_gradient(weight, torch.ones_like(weight)))
+    try:
+        engine.backward(loss)
+    except UsageError as error:
+        sharded.add_gradient(nn.Parameter(torch.ones(2)), torch.ones(2))  # not trained: ignored
+        sharded.add_gradient(weight, torch.ones_like(weight))
+        assert torch.equal(xds.zero.get_full_grad(weight), torch.ones_like(weight))
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_a_gradient_is_added_outside_of_backward_only() -> None:
+    (text,) = run_ranks(_add_inside_a_backward, 1)
+    assert "call it after the backward" in text
+
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def test_every_stage_gets_the_same_sums() -> None:
+    assert run_ranks(_stages, 2, ("checkpointed",), ({}, BF16)) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize("feature", [name for name in FEATURES if name != "compiled"])
+def test_every_feature_at_every_stage(feature: str, world_size: int) -> None:
+    offload = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+    sections = ({}, BF16, offload, {**BF16, **offload})
+    assert run_ranks(_stages, world_size, (feature,), sections) == [[]] * world_size

@@ -1,0 +1,174 @@
+"""The whole of a model whose pipeline stages are on several ranks: its names, and its state dict.
+
+    stage 0   embed.weight  blocks.0...        names      embed.weight = head.weight  blocks.0...  blocks.1...
+    stage 1   blocks.1...   head.weight   ->   sources    rank 0                      rank 0       rank 2
+
+A rank has modules with the names of its own stage only. A weight tied over stages has a name on each of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.comm.collectives import Bounds, Collectives
+from ...ops.comm.json_values import exchange
+from ...ops.flat import numel_of
+from ...utils.errors import UsageError
+from ..core.groups import FlatGroups
+from ..core.policy import master_dtype
+from .owners import find_owner
+
+
+def spans_stages(groups: FlatGroups | None) -> bool:
+    """Other ranks have other parts of the model."""
+    return groups is not None and groups.world.world_size > groups.data.collectives.world_size
+
+
+def groups_of(model: nn.Module) -> FlatGroups | None:
+    """The groups of the engine that owns the parameters of `model`; None: it is an ordinary model."""
+    owners = (find_owner(param) for param in model.parameters())
+    return next((owner.flat_groups for owner in owners if owner is not None), None)
+
+
+def all_names(groups: FlatGroups, own: Iterable[tuple[list[str], Tensor]]) -> dict[str, list[str]]:
+    """First name -> all names, of every tensor of the whole model. A collective of all ranks.
+
+    Args:
+        own: the names of each tensor of this rank.
+    """
+    mine = [(groups.names.get(id(tensor), names[0]), names) for names, tensor in own]
+    is_first = groups.data.collectives.rank == 0
+    found: dict[str, list[str]] = {}
+    for stage in exchange(groups.world, mine if is_first else [], "the names of a model"):
+        for first, names in stage:
+            known = found.setdefault(first, [first])
+            known += [name for name in names if name not in known]
+    return found
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A value of the state dict, which rank `rank` gets from its stage. first: the same for all its names."""
+
+    name: str
+    first: str
+    rank: int
+    shape: tuple[int, ...]
+    dtype: str  # "": it is `plain`, and no tensor
+    plain: Any
+
+
+def whole_state_dict(
+    model: nn.Module, groups: FlatGroups, *, target: int | None, full_precision: bool
+) -> dict[str, Any]:
+    """See `full_state_dict`, for a model whose stages are on several ranks. For all ranks.
+
+    Sends: within a stage, each rank its part of every parameter to the first one; this one to `target` or all.
+
+    Raises:
+        UsageError: on every rank: a module's own state is not JSON, so it cannot be sent.
+    """
+    own, sources = _sources(model, groups, full_precision)
+    world = groups.world
+    wanted = target in (None, world.rank)
+    values: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        for source in sources:
+            if source.dtype and source.first not in values:
+                value = own.get(source.first)
+                mine = None if value is None else _to_first(value, full_precision)
+                values[source.first] = _sent(world, source, mine, target)
+            found[source.name] = values[source.first] if source.dtype else source.plain
+    return found if wanted else {}
+
+
+def _sources(
+    model: nn.Module, groups: FlatGroups, full_precision: bool
+) -> tuple[Mapping[str, Tensor], list[_Source]]:
+    """This rank's tensors by first name, and all values of the whole state dict, stage by stage."""
+    own: dict[str, Tensor] = {}
+    firsts: dict[int, str] = {}  # by id of a tensor
+    rows: list[Any] = []
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            first = firsts.setdefault(id(value), groups.names.get(id(value), name))
+            own.setdefault(first, value)
+            dtype = _dtype_of(value, full_precision)
+            rows.append([name, first, list(value.shape), str(dtype).removeprefix("torch."), None])
+        else:
+            rows.append([name, name, [], "", _as_json(value)])
+    is_first = groups.data.collectives.rank == 0
+    tables = exchange(groups.world, rows if is_first else [], "the names of a state dict")
+    ranks: dict[str, int] = {}
+    found: dict[str, _Source] = {}
+    for rank, table in enumerate(tables):
+        for name, first, shape, dtype, plain in table:
+            if plain == _UNSENDABLE:
+                raise UsageError(
+                    f"the state dict of a pipeline: {name} is not JSON, so it cannot be sent to other ranks; "
+                    "let get_extra_state return numbers, text, lists and dicts, or a tensor"
+                )
+            source = ranks.setdefault(first, rank)
+            found.setdefault(name, _Source(name, first, source, tuple(shape), dtype, plain))
+    return own, list(found.values())
+
+
+_UNSENDABLE = {"$": "unsendable"}
+
+
+def _as_json(value: Any) -> Any:
+    try:
+        is_same = json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError, RecursionError):
+        is_same = False
+    return value if is_same else _UNSENDABLE
+
+
+def _dtype_of(value: Tensor, full_precision: bool) -> torch.dtype:
+    owner = find_owner(value) if full_precision else None
+    has_master = owner is not None and owner.trains(value)  # type: ignore[arg-type]
+    return master_dtype(value.dtype) if has_master else value.dtype
+
+
+def _to_first(value: Tensor, full_precision: bool) -> Tensor | None:
+    """The whole value on the first rank that holds it; other ranks of its group send their parts."""
+    owner = find_owner(value)
+    if owner is None:
+        return value.detach()
+    param: nn.Parameter = value  # type: ignore[assignment]
+    stored = owner.value(param) if full_precision else owner.compute(param)
+    return stored.read(owner.group_of(param), 0)
+
+
+def _sent(
+    world: Collectives, source: _Source, value: Tensor | None, target: int | None
+) -> Tensor | None:
+    """A new tensor on the CPU on `target`, or on every rank. `value`: on the source."""
+    wanted = target in (None, world.rank)
+    dtype = getattr(torch, source.dtype)
+    size_bytes = numel_of(source.shape) * dtype.itemsize
+    if target == source.rank or not size_bytes:
+        if wanted and value is not None:
+            return value.to("cpu", copy=True)
+        return torch.empty(source.shape, dtype=dtype) if wanted else None
+    mine = torch.empty(0, dtype=torch.uint8, device=world.device)
+    if world.rank == source.rank:
+        assert value is not None
+        mine = value.to(world.device).resolve_conj().resolve_neg().contiguous()
+        mine = mine.view(-1).view(torch.uint8)
+    bounds: Bounds = [
+        (0, size_bytes if rank == source.rank else 0) for rank in range(world.world_size)
+    ]
+    out = mine.new_empty(size_bytes) if wanted else None
+    world.collect(out, mine, bounds, target=target)
+    return None if out is None else out.view(dtype).view(source.shape).cpu()
+
+
+__all__ = ["all_names", "groups_of", "spans_stages", "whole_state_dict"]
