@@ -8,6 +8,7 @@ A header is text: the structure, the shapes and dtypes, plain values. Nothing in
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -56,18 +57,7 @@ def share_batches(
         raise error
     if "error" in found:
         raise UsageError(found["error"])
-    if collectives.rank > 0:
-        tensors = [
-            torch.empty(shape, dtype=getattr(torch, dtype), device=collectives.device)
-            for shape, dtype in found["tensors"]
-        ]
-    sent = []
-    for tensor in tensors:
-        whole = tensor.to(collectives.device).contiguous()
-        if whole.numel():
-            collectives.broadcast(whole.view(-1).view(torch.uint8), what=WHAT)
-        sent.append(whole.to(device))
-    arrived = iter(sent)
+    arrived = iter([t.to(device) for t in _send_tensors(collectives, tensors, found["tensors"])])
     return [_decode(item, arrived) for item in found["batches"]]
 
 
@@ -104,6 +94,27 @@ def _send_text(collectives: Collectives, text: bytes) -> bytes:
         data = torch.empty(int(length), dtype=torch.uint8, device=collectives.device)
     collectives.broadcast(data, what=WHAT)
     return bytes(data.cpu().numpy().tobytes())
+
+
+def _send_tensors(
+    collectives: Collectives, tensors: list[Tensor], rows: list[tuple[list[int], str]]
+) -> list[Tensor]:
+    """Rank 0's `tensors` on every rank, in one message. `rows`: their shapes and dtypes."""
+    kinds = [(shape, getattr(torch, dtype)) for shape, dtype in rows]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
+    if not sum(sizes):
+        return [torch.empty(shape, dtype=dtype, device=collectives.device) for shape, dtype in kinds]
+    if collectives.rank == 0:
+        tensors = [tensor.to(collectives.device).contiguous() for tensor in tensors]
+        joined = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in tensors])
+        collectives.broadcast(joined, what=WHAT)
+        return tensors
+    joined = torch.empty(sum(sizes), dtype=torch.uint8, device=collectives.device)
+    collectives.broadcast(joined, what=WHAT)
+    return [
+        part.clone().view(dtype).view(shape)  # a copy starts at an address that suits the dtype
+        for part, (shape, dtype) in zip(joined.split(sizes), kinds, strict=True)
+    ]
 
 
 def _encode(batches: list[Any]) -> tuple[bytes, list[Tensor]]:
