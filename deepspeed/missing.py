@@ -115,7 +115,7 @@ MISSING_METHODS: dict[str, str] = {
     "buffered_allreduce_fallback": "gradients are reduced in backward",
     **dict.fromkeys(
         ("_exec_schedule", "pipe_buffers"),
-        "the engine runs tables of actions; pipeline.schedule takes a file of them",
+        "the engine runs tables, see docs/design/pipeline.md; pipeline.schedule takes a file of one",
     ),
     "register_compile_pass": "DeepCompile is not supported",
     "is_deepcompile_enabled": "DeepCompile is not supported",

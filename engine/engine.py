@@ -202,7 +202,7 @@ class Engine(Readings):
         )
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
-        """Let train_batch and eval_batch use `fn(batch)` for each micro-batch that they read; None: as read."""
+        """Let train_batch and eval_batch use `fn(batch)` for each micro-batch they read; None: as read."""
         self._batches.set_batch_fn(fn)
 
     # -- accumulation and batch sizes -------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Pipelines: cuts a model into stages of consecutive layers, and runs them in the order of a table."""
+"""Pipeline parallelism: cuts a model into stages of consecutive layers and runs them by a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test helper: cases of training in pipeline stages - cut, ZeRO stage, schedule, precision, model - and runs."""
+"""Test helper: cases of training in pipeline stages: cut, ZeRO stage, schedule, precision, model, and runs."""
 
 from __future__ import annotations
 

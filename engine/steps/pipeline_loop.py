@@ -211,6 +211,7 @@ class PipelineLoop(Loop):
         inputs = [(call, signature(batch)) for batch in batches]
         self._agree(inputs, problem, call)
         self._pipeline.channel.begin(inputs)
+        self._units.publish_shared()
         return batches
 
     def _read(

@@ -188,15 +188,9 @@ class LayerListPart(Part):
         stages = placement.stages_of(rank)
         own = [index for index, stage in enumerate(stage_of) if stage in stages]
         layers.keep(own)
-        blocks = {}
-        for index in own:
-            name = layer_names[index]
-            if name is not None and name not in blocks:
-                module = layers.root.get_submodule(name)
-                if any(True for _ in module.parameters()):
-                    blocks[name] = Block(name, module, stage_of[index])
         names = names_of_part(whole, layers.root, holders)
-        super().__init__(layers.root, tuple(blocks.values()), names)
+        blocks = _blocks(layers.root, {index: layer_names[index] for index in own}, stage_of)
+        super().__init__(layers.root, blocks, names)
 
     def run(self, stage: int, batch: Any, arrived: Flow | None, micro_batch: int) -> Any:
         value = self._layers.inputs(batch) if arrived is None else unpack(arrived)
@@ -217,6 +211,22 @@ class LayerListPart(Part):
 
     def restore(self) -> None:
         return
+
+
+def _blocks(
+    root: nn.Module, own: Mapping[int, str | None], stage_of: Sequence[int]
+) -> tuple[Block, ...]:
+    """The own layers with parameters. A tied layer of several stages is none: all of them bring gradients."""
+    stages: dict[str, set[int]] = {}
+    for index, name in own.items():
+        if name is not None:
+            stages.setdefault(name, set()).add(stage_of[index])
+    modules = {name: root.get_submodule(name) for name, found in stages.items() if len(found) == 1}
+    return tuple(
+        Block(name, module, min(stages[name]))
+        for name, module in modules.items()
+        if any(True for _ in module.parameters())
+    )
 
 
 __all__ = ["LayerList", "LayerListPart", "OtherStage", "PipelineLayers", "SequentialLayers"]

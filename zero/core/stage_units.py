@@ -32,6 +32,7 @@ class StageUnits:
         """
         self._sharded = sharded
         self._root = sharded.units[-1]
+        self._shared = frozenset(g for _, _, g in sharded.trainable if g.group.is_shared)
         self._units: dict[int, list[Unit]] = {stage: [] for stage in stage_of.values()}
         for unit in sharded.units[:-1]:
             self._units[stage_of[unit.modules[0]]].append(unit)
@@ -41,6 +42,21 @@ class StageUnits:
         self.holds_one = self._root.full_numel + max(numel.values(), default=0) <= max_live_numel
 
     # -- parameters -------------------------------------------------------------------------------------
+
+    def publish_shared(self) -> None:
+        """Gather the new values of what several stages share. For all ranks, before a run.
+
+        With overlap_step an update ends under the next forward. A stage that waited there for a later stage
+        would wait for ever: that one waits for its activations.
+        """
+        shared = [
+            (g.group.number, flat) for _, flat, g in self._sharded.trainable if g.group.is_shared
+        ]
+        flats = [flat for _, flat in sorted(shared, key=lambda pair: pair[0])]
+        for flat in flats:
+            flat.start_unshard()
+        for flat in flats:
+            flat.wait()
 
     def hold(self, stage: int) -> None:
         """Gather the units of `stage`, and keep them until `release`."""
@@ -65,8 +81,8 @@ class StageUnits:
     def scope(self, stage: int, *, reduces: bool) -> Scope:
         """Of a backward through `stage`; `reduces`: no other one follows in this step."""
         own = self._grads(stage)
-        root = {grads for grads in self._root.grads}
-        return Scope(own | root, own if reduces else frozenset())
+        brings = own | self._shared.union(self._root.grads)
+        return Scope(brings, own if reduces else frozenset())
 
     def reduce(self, stage: int) -> None:
         """Start to reduce what the backward passes of `stage` have held back."""
@@ -77,7 +93,8 @@ class StageUnits:
         self._sharded.start_held([g for g in self._root.grads if not g.group.is_shared])
 
     def _grads(self, stage: int) -> frozenset[FlatGrads]:
-        return frozenset(grads for unit in self._units.get(stage, ()) for grads in unit.grads)
+        units = self._units.get(stage, ())
+        return frozenset(grads for unit in units for grads in unit.grads).difference(self._shared)
 
 
 __all__ = ["StageUnits"]

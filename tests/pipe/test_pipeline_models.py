@@ -1,0 +1,87 @@
+"""Models of transformers in pipeline stages, cut as they are: five steps equal those of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from pipeline_runs import config_of, worst
+from real_models import LENGTH, build
+from torch import Tensor, nn
+from warm_ranks import warm
+
+import xds
+
+pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+
+STEPS, COUNT, SAMPLES, VOCAB = 5, 4, 2, 61
+CUT = {"partition": [0, 2, 3]}  # of three blocks
+
+
+def dict_batches(step: int, data_rank: int) -> list[dict[str, Tensor]]:
+    """With padding at the end of some samples."""
+    generator = torch.Generator().manual_seed(50 * step + data_rank)
+    found = []
+    for _ in range(COUNT):
+        ids = torch.randint(3, VOCAB, (SAMPLES, LENGTH), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, LENGTH - 3 :] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        found.append({"input_ids": ids, "labels": labels, "attention_mask": mask})
+    return found
+
+
+def train(name: str, config: dict[str, Any], given: str) -> list[tuple[float, float]]:
+    """On each rank. given: "all": every rank passes an iterator; "first": the first stage alone."""
+    engine = xds.initialize(build(name), config)
+    found = []
+    for step in range(STEPS):
+        iterator = iter(dict_batches(step, engine.dp_rank))
+        is_first = engine.global_rank < engine.dp_world_size
+        loss = engine.train_batch(iterator if is_first or given == "all" else None)
+        found.append((loss.item(), engine.get_global_grad_norm()))
+    engine.destroy()
+    return found
+
+
+@cache
+def one_process(name: str, data: int) -> list[tuple[float, float]]:
+    model: nn.Module = build(name)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.01)
+    found = []
+    for step in range(STEPS):
+        total = 0.0
+        for rank in range(data):
+            for batch in dict_batches(step, rank):
+                loss = model(**batch).loss / (COUNT * data)
+                loss.backward()
+                total += loss.item()
+        norm = nn.utils.clip_grad_norm_(params, float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total, norm.item()))
+    return found
+
+
+def check(name: str, data: int, stage: int, schedule: str, given: str = "all") -> None:
+    chunks = {"partition": "best", "schedule": schedule} if schedule == "zbv" else CUT
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = config_of(2, COUNT, zero=zero, pipeline={"schedule": schedule, **chunks})
+    by_rank = warm(2 * data).run(train, name, config, given)
+    assert all(found == by_rank[0] for found in by_rank)
+    assert worst(by_rank[0], one_process(name, data)) <= 5e-6
+
+
+def test_gpt2_with_tied_weights_equals_one_process() -> None:
+    check("gpt2", 1, 3, "1f1b", "first")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
+def test_models_equal_one_process(name: str, stage: int, schedule: str) -> None:
+    check(name, 2, stage, schedule)
