@@ -188,15 +188,9 @@ class LayerListPart(Part):
         stages = placement.stages_of(rank)
         own = [index for index, stage in enumerate(stage_of) if stage in stages]
         layers.keep(own)
-        blocks = {}
-        for index in own:
-            name = layer_names[index]
-            if name is not None and name not in blocks:
-                module = layers.root.get_submodule(name)
-                if any(True for _ in module.parameters()):
-                    blocks[name] = Block(name, module, stage_of[index])
+        blocks = _blocks(layers.root, [(layer_names[index], stage_of[index]) for index in own])
         names = names_of_part(whole, layers.root, holders)
-        super().__init__(layers.root, tuple(blocks.values()), names)
+        super().__init__(layers.root, blocks, names)
 
     def run(self, stage: int, batch: Any, arrived: Flow | None, micro_batch: int) -> Any:
         value = self._layers.inputs(batch) if arrived is None else unpack(arrived)
@@ -214,6 +208,23 @@ class LayerListPart(Part):
 
     def restore(self) -> None:
         return
+
+
+def _blocks(root: nn.Module, own: Sequence[tuple[str | None, int]]) -> tuple[Block, ...]:
+    """The layers with parameters, each once. `own`: name and stage of this rank's layers.
+
+    A tied layer may be used in two stages of one rank. It is no block then: gradients of a block come from
+    one stage only.
+    """
+    blocks: dict[nn.Module, Block] = {}
+    stages: dict[nn.Module, set[int]] = {}
+    for name, stage in own:
+        if name is not None:
+            module = root.get_submodule(name)
+            stages.setdefault(module, set()).add(stage)
+            if any(True for _ in module.parameters()):
+                blocks.setdefault(module, Block(name, module, stage))
+    return tuple(block for module, block in blocks.items() if len(stages[module]) == 1)
 
 
 __all__ = ["LayerList", "LayerListPart", "OtherStage", "PipelineLayers", "SequentialLayers"]
