@@ -188,8 +188,8 @@ class LayerListPart(Part):
         stages = placement.stages_of(rank)
         own = [index for index, stage in enumerate(stage_of) if stage in stages]
         layers.keep(own)
+        blocks = _blocks(layers.root, [(layer_names[index], stage_of[index]) for index in own])
         names = names_of_part(whole, layers.root, holders)
-        blocks = _blocks(layers.root, {index: layer_names[index] for index in own}, stage_of)
         super().__init__(layers.root, blocks, names)
 
     def run(self, stage: int, batch: Any, arrived: Flow | None, micro_batch: int) -> Any:
@@ -213,20 +213,21 @@ class LayerListPart(Part):
         return
 
 
-def _blocks(
-    root: nn.Module, own: Mapping[int, str | None], stage_of: Sequence[int]
-) -> tuple[Block, ...]:
-    """The own layers with parameters. A tied layer of several stages is none: all of them bring gradients."""
-    stages: dict[str, set[int]] = {}
-    for index, name in own.items():
+def _blocks(root: nn.Module, own: Sequence[tuple[str | None, int]]) -> tuple[Block, ...]:
+    """The layers with parameters, each once. `own`: name and stage of this rank's layers.
+
+    A tied layer may be used in two stages of one rank. It is no block then: gradients of a block come from
+    one stage only.
+    """
+    blocks: dict[nn.Module, Block] = {}
+    stages: dict[nn.Module, set[int]] = {}
+    for name, stage in own:
         if name is not None:
-            stages.setdefault(name, set()).add(stage_of[index])
-    modules = {name: root.get_submodule(name) for name, found in stages.items() if len(found) == 1}
-    return tuple(
-        Block(name, module, min(stages[name]))
-        for name, module in modules.items()
-        if any(True for _ in module.parameters())
-    )
+            module = root.get_submodule(name)
+            stages.setdefault(module, set()).add(stage)
+            if any(True for _ in module.parameters()):
+                blocks.setdefault(module, Block(name, module, stage))
+    return tuple(block for module, block in blocks.items() if len(stages[module]) == 1)
 
 
 __all__ = ["LayerList", "LayerListPart", "OtherStage", "PipelineLayers", "SequentialLayers"]
