@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import pipe as pipe
 from . import zero as zero
 from .utils.version import __version__ as __version__
 

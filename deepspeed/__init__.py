@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .accelerator import get_accelerator as get_accelerator
     from .arguments import add_config_arguments as add_config_arguments
     from .comm import init_distributed as init_distributed
+    from .pipe import PipelineModule as PipelineModule
     from .runtime.config import DeepSpeedConfigError as DeepSpeedConfigError
     from .runtime.engine import DeepSpeedEngine as DeepSpeedEngine
     from .runtime.optimizer import DeepSpeedOptimizer as DeepSpeedOptimizer
@@ -40,6 +41,7 @@ _SOURCES = {
     "init_distributed": ".comm",
     "initialize": ".start",
     "log_dist": ".utils.logging",
+    "PipelineModule": ".pipe",
     "logger": ".utils.logging",
 }
 _MODULES = (

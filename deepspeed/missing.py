@@ -1,6 +1,6 @@
 """DeepSpeed's names that xds does not implement: each can be imported and inspected, and raises when used.
 
-Scripts import more names than they use (`PipelineModule` for one isinstance test, an optimizer for one branch).
+Scripts import more names than they use (`MoE` for one isinstance test, an optimizer for one branch).
 So an import alone must not fail.
 """
 
@@ -10,7 +10,6 @@ from typing import Any, NoReturn, final
 
 from ..utils.errors import UsageError
 
-_PIPE = "pipeline parallelism is not supported yet; use zero_optimization.stage 1 to 3"
 _MOE = (
     "expert parallelism is not supported yet; experts in a plain nn.ModuleList train at every stage, with all "
     "experts on each rank"
@@ -48,8 +47,9 @@ _ABSENT = "it has no counterpart in xds"
 
 # name -> why, and what to use instead
 MISSING: dict[str, str] = {
-    **dict.fromkeys(("PipelineModule", "PipelineEngine", "LayerSpec", "TiedLayerSpec"), _PIPE),
-    **dict.fromkeys(("DualPipeVModule", "DualPipeVEngine"), _PIPE),
+    "DualPipeVEngine": "deepspeed.runtime.pipe.engine.PipelineEngine runs this schedule too",
+    "PipelineError": "mistakes in calls raise xds.UsageError",
+    "p2p": "the engine sends what flows between stages; engine.grid has the process groups",
     **dict.fromkeys(("MoE", "Experts", "TopKGate", "MOELayer", "has_moe_layers"), _MOE),
     "split_params_into_different_moe_groups_for_optimizer": _MOE,
     **dict.fromkeys(("is_moe_param", "is_moe_param_group", "configure_moe_param_groups"), _MOE),
@@ -113,9 +113,10 @@ MISSING_METHODS: dict[str, str] = {
         "gradients are reduced in backward; to delay this use engine.no_sync(), then step() reduces them"
     ),
     "buffered_allreduce_fallback": "gradients are reduced in backward",
-    **dict.fromkeys(("set_dataiterator", "set_dataloader", "set_batch_fn"), _PIPE),
-    **dict.fromkeys(("reset_activation_shape", "is_first_stage", "is_last_stage"), _PIPE),
-    **dict.fromkeys(("is_pipe_parallel", "set_has_attention_mask", "mem_status"), _PIPE),
+    **dict.fromkeys(
+        ("_exec_schedule", "pipe_buffers"),
+        "the engine runs tables, see docs/design/pipeline.md; pipeline.schedule takes a file of one",
+    ),
     "register_compile_pass": "DeepCompile is not supported",
     "is_deepcompile_enabled": "DeepCompile is not supported",
     "set_custom_curriculum_learning_schedule": "curriculum learning is not supported yet",

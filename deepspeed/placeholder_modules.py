@@ -19,7 +19,6 @@ MODULES = (
     "moe",
     "moe.layer",
     "moe.utils",
-    "pipe",
     "profiling",
     "profiling.flops_profiler",
     "sequence",

@@ -11,10 +11,12 @@ from torch import nn
 
 from ..engine.config.config import Config
 from ..engine.initialize import initialize as xds_initialize
+from ..pipe.module import PipelineModule
 from ..utils.errors import UsageError
 from .comm import init_distributed
-from .runtime.engine import DeepSpeedEngine
-from .utils import logging  # noqa: F401 (shows the engine's progress lines from here on)
+from .runtime.engine import DeepSpeedEngine, PlainEngine
+from .runtime.pipe.engine import PipelineEngine
+from .utils import groups, logging  # noqa: F401 (shows the engine's progress lines from here on)
 
 GRADIENT_CLIPPING = 1.0  # DeepSpeed's default since 0.19; `xds.initialize` does not clip by default
 
@@ -42,11 +44,12 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         config, config_params, args.deepspeed_config: exactly one of them; a path, JSON text or a dict.
         optimizer: an object, or a callable that gets parameter groups; None is the config's.
         model_parameters: the parameters to train; ignored where `optimizer` is an object, which has its own.
-        mpu: must be without model parallelism; its data-parallel group is used.
+        mpu: must be without model parallelism; its data-parallel group is used. None for a PipelineModule.
         mesh_param: (data ranks, 1) at most.
         distributed_port: without effect, see `comm.init_distributed`.
     Returns:
-        (engine, optimizer, dataloader or None, lr_scheduler or None).
+        (engine, optimizer, dataloader or None, lr_scheduler or None). The engine of a model in pipeline stages
+        is a `runtime.pipe.engine.PipelineEngine`.
     Raises:
         ConfigError, UsageError: as `xds.initialize`.
     """
@@ -58,19 +61,24 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
     init_distributed(dist_init_required=dist_init_required)
     if isinstance(optimizer, torch.optim.Optimizer):
         model_parameters = None
-    engine = DeepSpeedEngine(
-        xds_initialize(
-            model,
-            checked,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            lr_scheduler=lr_scheduler,
-            training_data=training_data,
-            collate_fn=collate_fn,
-            group=_group_of(mpu, mesh_param),
-        ),
-        collate_fn,
+    if mpu is not None and isinstance(model, PipelineModule):
+        raise UsageError(
+            "deepspeed.initialize(mpu=...) with a PipelineModule: the engine makes the groups of its stages; "
+            "leave mpu out, and read engine.grid"
+        )
+    made = xds_initialize(
+        model,
+        checked,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+        training_data=training_data,
+        collate_fn=collate_fn,
+        group=_group_of(mpu, mesh_param),
     )
+    is_pipeline = isinstance(model, PipelineModule) or made.num_stages > 1
+    engine = (PipelineEngine if is_pipeline else PlainEngine)(made, collate_fn)
+    groups.follow(engine.mpu)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -7,7 +7,7 @@ Engine ──> TrainingStep (steps/)    forward, backward, step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, final
@@ -179,6 +179,7 @@ class Engine(Readings):
         *,
         return_logits: bool = False,
         reduce_output: str | None = "avg",
+        compute_loss: bool = True,
     ) -> Any:
         """The loss of the next micro-batches (default: as many as a step takes), averaged as in training.
 
@@ -186,6 +187,7 @@ class Engine(Readings):
             return_logits: return (loss, outputs): what the module returned for each micro-batch of this rank;
                 in a pipeline None on ranks without the last stage.
             reduce_output: "avg", or None for the losses of this rank's micro-batches.
+            compute_loss: False returns None for the loss, for outputs alone.
         """
         self._check_usable()
         if reduce_output not in ("avg", None):
@@ -196,7 +198,12 @@ class Engine(Readings):
             num_micro_batches,
             return_logits=return_logits,
             reduces=reduce_output == "avg",
+            computes_loss=compute_loss,
         )
+
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """Let train_batch and eval_batch use `fn(batch)` for each micro-batch they read; None: as read."""
+        self._batches.set_batch_fn(fn)
 
     # -- accumulation and batch sizes -------------------------------------------------------------------
 

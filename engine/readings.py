@@ -10,6 +10,7 @@ from .config.config import Config
 from .parts import Parts
 from .states import States
 from .steps.accumulation import Accumulation
+from .steps.batch_loop import Loop
 from .steps.counters import Counters
 from .steps.training_step import TrainingStep
 
@@ -24,6 +25,7 @@ class Readings(ABC):
     _counters: Counters
     _step: TrainingStep
     _states: States
+    _batches: Loop
 
     def train_batch_size(self) -> int:
         """Samples of one optimizer step, over all ranks."""
@@ -60,6 +62,24 @@ class Readings(ABC):
 
     def _param_groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups
+
+    @property
+    def num_stages(self) -> int:
+        """The ranks that share one model: pipeline.stages of the config."""
+        return self._batches.place.num_ranks
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's place among them, from 0."""
+        return self._batches.place.rank
+
+    def is_first_stage(self) -> bool:
+        """This rank has the first layers of the model: its iterator is read."""
+        return self._batches.place.is_first
+
+    def is_last_stage(self) -> bool:
+        """This rank has the last layers of the model: it has the outputs of eval_batch."""
+        return self._batches.place.is_last
 
     def bytes_sent(self) -> dict[str, int]:
         """Bytes this rank has sent since the engine was made, for each kind of collective."""

@@ -1,1 +1,32 @@
-"""Pipeline parallelism: which units this rank has."""
+"""Pipeline parallelism: cuts a model into stages of consecutive layers and runs them by a table."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .layer_specs import LayerSpec as LayerSpec
+    from .layer_specs import TiedLayerSpec as TiedLayerSpec
+    from .module import DualPipeVModule as DualPipeVModule
+    from .module import PipelineModule as PipelineModule
+
+# loaded on first use: reading a config imports xds.pipe.config and must not import torch
+_LOCATIONS = {
+    "DualPipeVModule": ".module",
+    "LayerSpec": ".layer_specs",
+    "PipelineModule": ".module",
+    "TiedLayerSpec": ".layer_specs",
+}
+
+__all__ = ["DualPipeVModule", "LayerSpec", "PipelineModule", "TiedLayerSpec"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LOCATIONS:
+        raise AttributeError(f"module 'xds.pipe' has no attribute {name!r}")
+    return getattr(import_module(_LOCATIONS[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LOCATIONS])

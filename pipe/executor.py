@@ -84,7 +84,7 @@ class Executor:
         loss_of: Callable[[Any], Tensor],
         weight_grads: WeightGrads,
     ) -> None:
-        """`loss_of`: the loss in what the last stage returns."""
+        """`loss_of`: the loss in the result of the last stage."""
         self._part = part
         self._channel = channel
         self._states = states
@@ -95,6 +95,7 @@ class Executor:
         self._batches: Sequence[Any] = ()
         self._factor: float | None = None
         self._keeps_outputs = False
+        self._computes_loss = True
         self._pending: dict[tuple[int, int], _Pending] = {}
         self._flows: dict[tuple[int, int], Flow] = {}  # out of a stage, until it is sent
         self._grads: dict[
@@ -124,16 +125,19 @@ class Executor:
         *,
         factor: float | None,
         keeps_outputs: bool = False,
+        computes_loss: bool = True,
     ) -> Outcome:
         """Run row `rank` of `table`.
 
         Args:
             batches: the micro-batches.
             factor: losses are multiplied with it for backward; None: the table has no backward.
-            keeps_outputs: the outcome has what the last stage returned, without its graph.
+            keeps_outputs: the outcome has what the last layer returned.
+            computes_loss: False leaves out the loss; only without backward.
         """
         self._table, self._rank, self._batches = table, rank, batches
-        self._factor, self._keeps_outputs = factor, keeps_outputs
+        self._factor = factor
+        self._keeps_outputs, self._computes_loss = keeps_outputs, computes_loss
         self._outcome, self.max_in_flight = Outcome(), 0
         row = table.rows[rank]
         try:
@@ -180,11 +184,19 @@ class Executor:
 
     def _forward(self, stage: int, micro_batch: int) -> None:
         arrived = self._arrived(stage, micro_batch)
+        batch = self._batches[micro_batch]
+        is_last = stage == self._placement.num_stages - 1
+        result: Any = None
         with self._states.forward():
-            output = self._part.run(stage, self._batches[micro_batch], arrived, micro_batch)
+            output = self._part.run(stage, batch, arrived, micro_batch)
+            if is_last and self._computes_loss:
+                result = self._part.result(output, batch)
         inputs = () if arrived is None else arrived.leaves
-        if stage == self._placement.num_stages - 1:
-            self._end(output, inputs, stage, micro_batch)
+        if is_last:
+            if self._keeps_outputs:
+                self._outcome.outputs.append(output)
+            if self._computes_loss:
+                self._end(result, inputs, stage, micro_batch)
             return
         flow: Flow = output
         if self._factor is not None:
@@ -192,12 +204,10 @@ class Executor:
             self._keep(stage, micro_batch, _Pending(inputs, edges))
         self._flows[stage, micro_batch] = flow
 
-    def _end(self, output: Any, inputs: tuple[Tensor, ...], stage: int, micro_batch: int) -> None:
-        """The last stage has returned."""
-        loss = self._loss_of(output)
+    def _end(self, result: Any, inputs: tuple[Tensor, ...], stage: int, micro_batch: int) -> None:
+        """The last stage has computed its result."""
+        loss = self._loss_of(result)
         self._outcome.losses.append(loss.detach())
-        if self._keeps_outputs:
-            self._outcome.outputs.append(output)
         if self._factor is not None:
             self._keep(stage, micro_batch, _Pending(inputs, [], loss=loss))
 

@@ -89,6 +89,10 @@ class PipelineModule(nn.Module):
         elif self.num_stages is not None:
             self._build_own_stages(self.num_stages)
 
+    def topology(self) -> Any:
+        """The object that was given as `topology`; None without one."""
+        return self._topology
+
     # -- building ---------------------------------------------------------------------------------------
 
     def build(self, indices: Iterable[int]) -> None:

@@ -78,7 +78,7 @@ def train(parts: list[Part], placement: Loop, batches: list[Any]) -> list[float]
                     used = [(x, g) for x, g in pairs if x.requires_grad and g is not None]
                     torch.autograd.backward([x for x, _ in used], [g for _, g in used])
                 else:
-                    loss = loss_of(output)
+                    loss = loss_of(part.result(output, batches[number]))
                     losses.append(loss.item())
                     loss.backward()
             part.release(stage, number)

@@ -25,6 +25,7 @@ QUICK = [
     "xds.utils.errors",
     "xds.launcher.cli",
     "xds.launcher.check",
+    "xds.pipe",
     *(f"xds.{'.'.join(path.with_suffix('').parts)}" for path in CONFIGS),
 ]
 
@@ -39,6 +40,14 @@ def test_the_public_names_are_the_documented_ones():
 def test_every_public_name_imports(name):
     assert getattr(xds, name).__name__ == name
     assert name in dir(xds)
+
+
+@pytest.mark.parametrize(
+    "name", ["DualPipeVModule", "LayerSpec", "PipelineModule", "TiedLayerSpec"]
+)
+def test_pipelines_have_public_names(name):
+    assert getattr(xds.pipe, name).__name__ == name
+    assert name in dir(xds.pipe) and name in xds.pipe.__all__
 
 
 def test_help_describes_the_engine_and_its_counters():

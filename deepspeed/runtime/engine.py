@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,8 +24,7 @@ from .optimizer import DeepSpeedOptimizer
 ROUTE_TRAIN = "train"
 
 
-@final
-class DeepSpeedEngine:
+class DeepSpeedEngine(ABC):
     """All other attributes are read from and set on the engine, and then the module."""
 
     _engine: Engine
@@ -137,8 +137,9 @@ class DeepSpeedEngine:
         return [type(self.basic_optimizer).__name__] * len(self.basic_optimizer.param_groups)
 
     @property
-    def mpu(self) -> None:
-        return None
+    @abstractmethod
+    def mpu(self) -> Any:
+        """The places of ranks in a pipeline; None without one."""
 
     @property
     def mp_world_size(self) -> int:
@@ -146,10 +147,10 @@ class DeepSpeedEngine:
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._engine._sharded.collectives.group
+        return self._engine._sharded.flat_groups.data.collectives.group
 
     def get_data_parallel_rank(self) -> int:
-        return self._engine.global_rank
+        return self._engine.dp_rank
 
     def get_model_parallel_rank(self) -> int:
         return 0
@@ -184,8 +185,8 @@ class DeepSpeedEngine:
         return build_loader(
             dataset,
             micro_batch_size=size,
-            rank=self._engine.global_rank,
-            world_size=self._engine.world_size,
+            rank=self._engine.dp_rank,
+            world_size=self._engine.dp_world_size,
             collate_fn=collate,
             drop_last=drop_last,
             shuffle=route == ROUTE_TRAIN,
@@ -292,6 +293,15 @@ class DeepSpeedEngine:
                 if not param.requires_grad:
                     weights.pop(prefix + name, None)
         return weights
+
+
+@final
+class PlainEngine(DeepSpeedEngine):
+    """The engine of a model that every rank has whole, or in shards."""
+
+    @property
+    def mpu(self) -> None:
+        return None
 
 
 def __getattr__(name: str) -> Any:

@@ -1,30 +1,60 @@
-"""`deepspeed.utils.groups`: process groups. All ranks are data-parallel here."""
+"""`deepspeed.utils.groups`: the process groups of the newest engine that `deepspeed.initialize` has made.
+
+Without pipeline stages all ranks are data-parallel ranks.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
+from weakref import ReferenceType, ref
 
 import torch.distributed as dist
 
 from ..comm import get_world_group
 from ..missing import placeholder
+from ..runtime.pipe.grid import PipelineParallelGrid
+
+
+@final
+class _Newest:
+    """The grid of the newest engine; none once that engine is gone."""
+
+    def __init__(self) -> None:
+        self._grid: ReferenceType[PipelineParallelGrid] | None = None
+
+    def follow(self, grid: PipelineParallelGrid | None) -> None:
+        self._grid = None if grid is None else ref(grid)
+
+    def grid(self) -> PipelineParallelGrid | None:
+        return None if self._grid is None else self._grid()
+
+
+_newest = _Newest()
+
+
+def follow(grid: PipelineParallelGrid | None) -> None:
+    """From now on answer for the stages of `grid`; None: for a model without stages."""
+    _newest.follow(grid)
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """The group of all ranks."""
-    return get_world_group()
+    """The ranks with the same part of the model: all ranks, or those of one pipeline stage."""
+    grid = _newest.grid()
+    return get_world_group() if grid is None else grid.get_data_parallel_group()
 
 
 def get_data_parallel_world_size() -> int:
-    return get_world_group().size()
+    grid = _newest.grid()
+    return get_world_group().size() if grid is None else grid.get_data_parallel_world_size()
 
 
 def get_data_parallel_rank() -> int:
-    return get_world_group().rank()
+    grid = _newest.grid()
+    return get_world_group().rank() if grid is None else grid.get_data_parallel_rank()
 
 
 def get_model_parallel_world_size() -> int:
-    """Always 1: layers are not divided between ranks."""
+    """Always 1: tensors are not divided between ranks."""
     return 1
 
 

@@ -12,13 +12,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
+from ...ops.flat import align_up, numel_of
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 
 PLAIN = (bool, int, float, str, type(None))
+ALIGN_BYTES = 16  # where a tensor of any dtype may begin
 WHAT = "the batches of a step"
 ENDED = "the iterator given to train_batch or eval_batch ended"
 
@@ -50,25 +52,50 @@ def share_batches(
             error, header = problem, json.dumps({"error": str(problem)}).encode()
         if error is None and collectives.world_size == 1:
             return batches
-    header = _send_text(collectives, header)
+    header, data = _send(collectives, header, tensors)
     found = json.loads(header)
     if error is not None:
         raise error
     if "error" in found:
         raise UsageError(found["error"])
-    if collectives.rank > 0:
-        tensors = [
-            torch.empty(shape, dtype=getattr(torch, dtype), device=collectives.device)
-            for shape, dtype in found["tensors"]
-        ]
-    sent = []
-    for tensor in tensors:
-        whole = tensor.to(collectives.device).contiguous()
-        if whole.numel():
-            collectives.broadcast(whole.view(-1).view(torch.uint8), what=WHAT)
-        sent.append(whole.to(device))
-    arrived = iter(sent)
+    arrived = _cut(data.to(device), found["tensors"])
     return [_decode(item, arrived) for item in found["batches"]]
+
+
+def _send(collectives: Collectives, header: bytes, tensors: list[Tensor]) -> tuple[bytes, Tensor]:
+    """The header and the bytes of all tensors of rank 0, each tensor at a multiple of `ALIGN_BYTES`."""
+    device = collectives.device
+    parts = []
+    if header:
+        text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        parts = [_padded(part.to(device)) for part in [text, *map(_as_bytes, tensors)]]
+    lengths = torch.tensor([len(header), sum(part.numel() for part in parts)], device=device)
+    collectives.broadcast(lengths, what=WHAT)
+    header_bytes, total_bytes = lengths.tolist()
+    data = (
+        torch.cat(parts) if header else torch.empty(total_bytes, dtype=torch.uint8, device=device)
+    )
+    collectives.broadcast(data, what=WHAT)
+    start = align_up(header_bytes, ALIGN_BYTES)
+    return bytes(data[:header_bytes].cpu().numpy().tobytes()), data[start:]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _padded(part: Tensor) -> Tensor:
+    return nn.functional.pad(part, (0, align_up(part.numel(), ALIGN_BYTES) - part.numel()))
+
+
+def _cut(data: Tensor, rows: list[Any]) -> Iterator[Tensor]:
+    """The tensors in `data`, by shape and dtype."""
+    at = 0
+    for shape, name in rows:
+        dtype: torch.dtype = getattr(torch, name)
+        num_bytes = numel_of(shape) * dtype.itemsize
+        yield data[at : at + num_bytes].view(dtype).view(shape)
+        at += align_up(num_bytes, ALIGN_BYTES)
 
 
 def _checked(iterator: Any, call: str) -> Iterator[Any]:
@@ -93,17 +120,6 @@ def _next_batches(iterator: Iterator[Any], count: int) -> list[Any]:
                 "such as one of a RepeatingLoader, or lower gradient_accumulation_steps"
             ) from None
     return batches
-
-
-def _send_text(collectives: Collectives, text: bytes) -> bytes:
-    length = torch.tensor([len(text)], dtype=torch.int64, device=collectives.device)
-    collectives.broadcast(length, what=WHAT)
-    if collectives.rank == 0:
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(collectives.device)
-    else:
-        data = torch.empty(int(length), dtype=torch.uint8, device=collectives.device)
-    collectives.broadcast(data, what=WHAT)
-    return bytes(data.cpu().numpy().tobytes())
 
 
 def _encode(batches: list[Any]) -> tuple[bytes, list[Tensor]]:

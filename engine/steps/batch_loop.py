@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import torch
@@ -30,8 +31,41 @@ class Trained(Protocol):
     def end_step(self) -> None: ...
 
 
+@final
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is in its pipeline of `num_ranks` ranks.
+
+    rank: from 0. is_first, is_last: it has the first stage of the model, and the last one, which has the loss;
+    where a rank has several stages, one rank may have both.
+    """
+
+    rank: int
+    num_ranks: int
+    is_first: bool
+    is_last: bool
+
+
+WHOLE_MODEL = Place(0, 1, is_first=True, is_last=True)
+
+
 class Loop(ABC):
     """Whole batches: `train_batch` and `eval_batch` of an engine."""
+
+    place: Place
+    _batch_fn: Callable[[Any], Any] | None = None
+
+    def set_batch_fn(self, function: Callable[[Any], Any] | None) -> None:
+        """Every micro-batch is what `function` returns for it; None: what was read."""
+        if function is not None and not callable(function):
+            raise wrong("set_batch_fn: fn", function, "a function of a micro-batch, or None")
+        self._batch_fn = function
+
+    def _converted(self, batches: Any) -> Any:
+        """`batches`, each as the function returns it; what is no iterator stays as it is."""
+        if self._batch_fn is None or not hasattr(batches, "__next__"):
+            return batches
+        return map(self._batch_fn, batches)
 
     def refuse(self, call: str, remedy: str = "") -> None:
         """Raise UsageError if a script may not call `call` of the engine itself."""
@@ -50,12 +84,14 @@ class Loop(ABC):
         *,
         return_logits: bool = False,
         reduces: bool = True,
+        computes_loss: bool = True,
     ) -> Any:
         """The loss of `count` micro-batches (default: as many as a step takes), averaged as in `train`.
 
         Args:
             return_logits: return (loss, what the module returned for each micro-batch).
             reduces: False returns the losses of this rank's micro-batches.
+            computes_loss: False returns None for the loss.
         """
 
     @abstractmethod
@@ -70,6 +106,8 @@ class Loop(ABC):
 @final
 class BatchLoop(Loop):
     """Runs the micro-batches of a step. Owns the iterator over the engine's own loader."""
+
+    place = WHOLE_MODEL
 
     def __init__(self, parts: Parts, accumulation: Accumulation) -> None:
         self._device = parts.device
@@ -101,8 +139,9 @@ class BatchLoop(Loop):
         *,
         return_logits: bool = False,
         reduces: bool = True,
+        computes_loss: bool = True,
     ) -> Any:
-        _checked(data_iter, "eval_batch")
+        batches = self._converted(_checked(data_iter, "eval_batch"))
         count = (
             self._accumulation.steps
             if count is None
@@ -110,15 +149,15 @@ class BatchLoop(Loop):
         )
         was_training = engine.module.training
         engine.module.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
         outputs, losses = [], []
         for _ in range(count):
-            output = call_with(engine, move(next(data_iter), self._device))
-            losses.append(loss_of(output))
-            total += losses[-1].double()
+            output = call_with(engine, move(next(batches), self._device))
+            losses += [loss_of(output)] if computes_loss else []
             outputs += [output] if return_logits else []
         engine.module.train(was_training)
-        loss = self.average(total / count) if reduces else losses
+        loss: Any = losses if computes_loss else None
+        if computes_loss and reduces:
+            loss = self.average(torch.stack([one.double() for one in losses]).sum() / count)
         return (loss, outputs) if return_logits else loss
 
     def average(self, value: Tensor) -> Tensor:
@@ -130,7 +169,8 @@ class BatchLoop(Loop):
 
     def _next_batches(self, engine: Trained, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         if data_iter is not None:
-            return _checked(data_iter, "train_batch")
+            checked: Iterator[Any] = self._converted(_checked(data_iter, "train_batch"))
+            return checked
         if engine.training_dataloader is None:
             raise UsageError(
                 "train_batch() without data_iter: pass an iterator of batches, or training_data to "
@@ -138,7 +178,8 @@ class BatchLoop(Loop):
             )
         if self._repeated is None:
             self._repeated = self._report.repeat(engine.training_dataloader)
-        return self._repeated
+        repeated: Iterator[Any] = self._converted(self._repeated)
+        return repeated
 
 
 def batch_loop(parts: Parts, step: TrainingStep, counters: Counters) -> Loop:
@@ -152,4 +193,4 @@ def _checked(data_iter: Iterator[Any], call: str) -> Iterator[Any]:
     return data_iter
 
 
-__all__ = ["BatchLoop", "Loop", "Trained", "batch_loop"]
+__all__ = ["WHOLE_MODEL", "BatchLoop", "Loop", "Place", "Trained", "batch_loop"]

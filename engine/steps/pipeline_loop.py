@@ -29,7 +29,7 @@ from ...zero.core.stage_units import StageUnits
 from ..data.batches import loss_of, move
 from ..data.sharing import share_batches
 from ..parts import Parts
-from .batch_loop import Loop, Trained
+from .batch_loop import Loop, Place, Trained
 from .counters import Counters
 from .training_step import TrainingStep
 
@@ -115,6 +115,14 @@ class PipelineLoop(Loop):
         )
         self._tables: dict[int, Table] = {}
         self._repeated: Iterator[Any] | None = None
+        placement = pipeline.placement
+        stages = placement.stages_of(pipeline.rank)
+        self.place = Place(
+            rank=pipeline.rank,
+            num_ranks=placement.num_ranks,
+            is_first=0 in stages,
+            is_last=placement.num_stages - 1 in stages,
+        )
 
     def refuse(self, call: str, remedy: str = "") -> None:
         text = CALL_TRAIN_BATCH.format(self._pipeline.placement.num_stages, call)
@@ -151,6 +159,7 @@ class PipelineLoop(Loop):
         *,
         return_logits: bool = False,
         reduces: bool = True,
+        computes_loss: bool = True,
     ) -> Any:
         steps = self._counters.accumulation.steps
         count = steps if count is None else whole("eval_batch: num_micro_batches", count, 1)
@@ -164,9 +173,10 @@ class PipelineLoop(Loop):
                 batches,
                 factor=None,
                 keeps_outputs=return_logits,
+                computes_loss=computes_loss,
             )
         engine.module.train(was_training)
-        loss: Any = self._mean(outcome, count)
+        loss: Any = self._mean(outcome, count) if computes_loss else None
         if not reduces:
             loss = outcome.losses or loss
         return (loss, outcome.outputs or None) if return_logits else loss
@@ -213,9 +223,11 @@ class PipelineLoop(Loop):
                 self._repeated = self._parts.report.repeat(engine.training_dataloader)
             repeated = self._repeated
             with self._parts.sharded.collectives.publishing_errors("the data loader"):
-                found = [next(repeated) for _ in range(count)]
+                converted = self._converted(repeated)
+                found = [next(converted) for _ in range(count)]
         else:
-            found = share_batches(self._pipeline.pipe, data_iter, count, device, call)
+            converted = self._converted(data_iter)
+            found = share_batches(self._pipeline.pipe, converted, count, device, call)
         return [move(batch, device) for batch in found]
 
     def _agree(self, inputs: Sequence[Hashable], problem: UsageError | None, call: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def pack(value: Any, where: str) -> Flow:
                 "pipeline stage; return tensors, numbers and texts in tuples, lists and dictionaries"
             )
     try:
-        text = json.dumps([treespec_dumps(spec), others])
+        text = json.dumps([_structure_text(spec), others])
     except (TypeError, ValueError, NotImplementedError) as error:
         raise UsageError(
             f"{where} returned a structure that cannot be sent to the next pipeline stage ({error}); return "
@@ -51,10 +52,28 @@ def pack(value: Any, where: str) -> Flow:
 
 def unpack(flow: Flow) -> Any:
     """The value that `pack` took apart, with the tensors of `flow`."""
-    structure, others = json.loads(flow.spec)
+    structure, others = _parsed(flow.spec)
     tensors = iter([writable(leaf) for leaf in flow.leaves])
     leaves = [next(tensors) if other is None else other[0] for other in others]
-    return tree_unflatten(leaves, treespec_loads(structure))
+    return tree_unflatten(leaves, structure)
+
+
+def _structure_text(spec: TreeSpec) -> str:
+    if spec.is_leaf():  # a tensor alone, as between most layers
+        return _leaf_text()
+    return treespec_dumps(spec)
+
+
+@lru_cache(maxsize=1)
+def _leaf_text() -> str:
+    return treespec_dumps(tree_flatten(0)[1])
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> tuple[TreeSpec, list[Any]]:
+    """The structure in a flow's text; for each leaf None, or a list of its one constant."""
+    structure, others = json.loads(text)
+    return treespec_loads(structure), others
 
 
 class _Alias(torch.autograd.Function):

@@ -48,7 +48,7 @@ class LayerList(ABC):
 
     @abstractmethod
     def result(self, outputs: Any, batch: Any) -> Any:
-        """What the last stage returns."""
+        """The loss, or what begins with it, from what the last layer returned."""
 
 
 @final
@@ -196,8 +196,11 @@ class LayerListPart(Part):
         value = self._layers.inputs(batch) if arrived is None else unpack(arrived)
         value = self._layers.run(self._bounds[stage], self._bounds[stage + 1], value)
         if stage == self._last_stage:
-            return self._layers.result(value, batch)
+            return value
         return pack(value, f"the last layer of pipeline stage {stage}")
+
+    def result(self, outputs: Any, batch: Any) -> Any:
+        return self._layers.result(outputs, batch)
 
     @contextmanager
     def recomputing(self, stage: int, micro_batch: int) -> Iterator[None]:

@@ -109,6 +109,10 @@ class Part(ABC):
             A Flow; of the last stage, what the model returns.
         """
 
+    def result(self, outputs: Any, batch: Any) -> Any:
+        """The loss, or what begins with it, from what the last stage returned for `batch`."""
+        return outputs
+
     @abstractmethod
     def recomputing(self, stage: int, micro_batch: int) -> AbstractContextManager[None]:
         """The context of a backward of this stage and micro-batch: checkpointed blocks run again in it."""

@@ -61,6 +61,16 @@ SIGNATURES = {
     "additional_buffer_factor",
     "runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live": "model num_gpus_per_node "
     "num_nodes additional_buffer_factor",
+    "PipelineModule": "layers num_stages topology loss_fn seed_layers seed_fn base_seed partition_method "
+    "activation_checkpoint_interval activation_checkpoint_func checkpointable_layers dynamic_shape",
+    "pipe.LayerSpec": "typename module_args module_kwargs",
+    "pipe.TiedLayerSpec": "key typename module_args forward_fn tied_weight_attr module_kwargs",
+    "runtime.pipe.engine.PipelineEngine.train_batch": "data_iter",
+    "runtime.pipe.engine.PipelineEngine.eval_batch": "data_iter return_logits compute_loss reduce_output "
+    "bcast_loss num_micro_batches",
+    "runtime.pipe.engine.PipelineEngine.set_dataloader": "loader",
+    "runtime.pipe.engine.PipelineEngine.set_dataiterator": "iterator",
+    "runtime.pipe.engine.PipelineEngine.mem_status": "msg print_rank reset_max",
     "DeepSpeedEngine.backward": "loss retain_graph scale_wrt_gas",
     "DeepSpeedEngine.step": "lr_kwargs",
     "DeepSpeedEngine.deepspeed_io": "dataset batch_size route pin_memory data_sampler collate_fn "
@@ -89,16 +99,12 @@ PLACES = [
     *("runtime.dataloader.RepeatingLoader", "runtime.zero.partition_parameters.Init"),
     *("checkpointing.checkpoint", "checkpointing.non_reentrant_checkpoint", "runtime.zero.Init"),
     *("runtime.pipe.ProcessTopology", "runtime.pipe.topology.PipelineParallelGrid"),
+    *("PipelineModule", "pipe.TiedLayerSpec", "pipe.DualPipeVModule", "runtime.pipe.LayerSpec"),
+    *("runtime.pipe.module.PipelineModule", "runtime.pipe.engine.PipelineEngine"),
     *("runtime.pipe.topology.PipeModelDataParallelTopology", "runtime.pipe.schedule.TrainSchedule"),
 ]
 STAND_INS = [
-    *(
-        "PipelineModule",
-        "pipe.PipelineModule",
-        "pipe.LayerSpec",
-        "moe.layer.MoE",
-        "moe.utils.is_moe_param",
-    ),
+    *("runtime.pipe.engine.PipelineError", "moe.layer.MoE", "moe.utils.is_moe_param"),
     *("ops.adam.OnebitAdam", "ops.lamb.OnebitLamb", "zero.TiledLinear", "zero.MiCS_Init"),
     *(
         "linear.OptimizedLinear",
@@ -106,7 +112,7 @@ STAND_INS = [
         "ops.op_builder",
         "OnDevice",
     ),
-    *("profiling.flops_profiler.FlopsProfiler", "runtime.pipe.PipelineModule"),
+    *("profiling.flops_profiler.FlopsProfiler", "runtime.pipe.p2p"),
     *("init_inference", "DeepSpeedConfig", "utils.set_z3_leaf_module", "comm.log_summary"),
     *(
         "utils.safe_get_local_grad",
@@ -171,8 +177,8 @@ def test_every_reason_is_a_sentence_without_an_end() -> None:
 
 
 def test_placeholders_have_the_names_that_they_replace() -> None:
-    found = placeholder("xds.deepspeed.pipe", "LayerSpec")
-    assert (found.__module__, found.__name__) == ("xds.deepspeed.pipe", "LayerSpec")
+    found = placeholder("xds.deepspeed.moe", "MoE")
+    assert (found.__module__, found.__name__) == ("xds.deepspeed.moe", "MoE")
     assert not hasattr(found, "build")
 
 

@@ -32,6 +32,7 @@ class StageUnits:
         """
         self._sharded = sharded
         self._root = sharded.units[-1]
+        self._shared = frozenset(g for _, _, g in sharded.trainable if g.group.is_shared)
         self._units: dict[int, list[Unit]] = {stage: [] for stage in stage_of.values()}
         for unit in sharded.units[:-1]:
             self._units[stage_of[unit.modules[0]]].append(unit)
@@ -80,8 +81,8 @@ class StageUnits:
     def scope(self, stage: int, *, reduces: bool) -> Scope:
         """Of a backward through `stage`; `reduces`: no other one follows in this step."""
         own = self._grads(stage)
-        root = {grads for grads in self._root.grads}
-        return Scope(own | root, own if reduces else frozenset())
+        brings = own | self._shared.union(self._root.grads)
+        return Scope(brings, own if reduces else frozenset())
 
     def reduce(self, stage: int) -> None:
         """Start to reduce what the backward passes of `stage` have held back."""
@@ -92,7 +93,8 @@ class StageUnits:
         self._sharded.start_held([g for g in self._root.grads if not g.group.is_shared])
 
     def _grads(self, stage: int) -> frozenset[FlatGrads]:
-        return frozenset(grads for unit in self._units.get(stage, ()) for grads in unit.grads)
+        units = self._units.get(stage, ())
+        return frozenset(grads for unit in units for grads in unit.grads).difference(self._shared)
 
 
 __all__ = ["StageUnits"]

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.pipe`: coordinates of ranks and instruction lists, for scripts that read them."""
+"""`deepspeed.runtime.pipe`: models as lists of layers, coordinates of ranks, instruction lists."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .coordinates import ProcessTopology as ProcessTopology
+    from .module import LayerSpec as LayerSpec
+    from .module import PipelineModule as PipelineModule
+    from .module import TiedLayerSpec as TiedLayerSpec
 
-_SOURCES = {"ProcessTopology": ".coordinates"}
-_MODULES = ("schedule", "topology")
+_SOURCES = {
+    "LayerSpec": ".module",
+    "PipelineModule": ".module",
+    "ProcessTopology": ".coordinates",
+    "TiedLayerSpec": ".module",
+}
+_MODULES = ("engine", "module", "schedule", "topology")
 
 
 def __getattr__(name: str) -> Any:

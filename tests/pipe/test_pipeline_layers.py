@@ -1,0 +1,138 @@
+"""Lists of layers in pipeline stages: tuples, integers and masks flow, weights are tied, lengths change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipeline_runs import VOCAB, batches, config_of, worst
+from torch import Tensor, nn
+from warm_ranks import warm
+
+import xds
+from xds.pipe.layer_specs import LayerSpec, TiedLayerSpec
+from xds.pipe.module import PipelineModule
+
+WIDTH, COUNT, STEPS = 12, 4, 4
+Flowing = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCAB, WIDTH) * 0.3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.weight)
+
+
+class Start(nn.Module):
+    """Adds positions, a mask and a scalar, all without gradients."""
+
+    def forward(self, x: Tensor) -> Flowing:
+        positions = torch.arange(x.shape[1]).expand(x.shape[:2])
+        return x, positions, torch.ones(x.shape[:2], dtype=torch.bool).tril(), torch.tensor(3)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.position = nn.Embedding(64, WIDTH)
+
+    def forward(self, flowing: Flowing) -> Flowing:
+        x, positions, mask, factor = flowing
+        added = torch.tanh(self.up(x) + self.position(positions) * mask.unsqueeze(-1))
+        return x + added * factor / 3, positions + 1, mask.roll(1, -1), factor
+
+
+class Head(nn.Module):
+    """Of another class than `Embedding`, with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCAB, WIDTH) * 0.3)
+        self.bias = nn.Parameter(torch.zeros(VOCAB))
+
+    def forward(self, flowing: Flowing) -> Tensor:
+        return nn.functional.linear(flowing[0], self.weight, self.bias)
+
+
+def as_head(module: nn.Module, flowing: Flowing) -> Tensor:
+    return nn.functional.linear(flowing[0], module.weight)
+
+
+def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+
+def layers(kind: str) -> list[Any]:
+    """kind: "module" or "weight": what the embedding and the head share; else nothing."""
+    heads = {
+        "module": TiedLayerSpec("tokens", Embedding, forward_fn=as_head),
+        "weight": TiedLayerSpec("tokens", Head),
+    }
+    is_tied = kind in heads
+    first = TiedLayerSpec("tokens", Embedding) if is_tied else LayerSpec(Embedding)
+    blocks = [LayerSpec(Block) for _ in range(4)]
+    return [first, Start(), *blocks, heads.get(kind, LayerSpec(Head))]
+
+
+def samples(step: int, data_rank: int, lengths: bool) -> list[tuple[Tensor, Tensor]]:
+    found = batches(step, data_rank, COUNT)
+    if not lengths:
+        return found
+    ends = [2 + (step + number) % 4 for number in range(COUNT)]
+    return [(x[:, :end], y[:, :end]) for (x, y), end in zip(found, ends, strict=True)]
+
+
+def train(
+    stages: int, kind: str, pipeline: dict[str, Any], stage: int, lengths: bool
+) -> list[tuple[float, float]]:
+    """Loss and norm of each step on this rank."""
+    model = PipelineModule(layers(kind), loss_fn=cross_entropy, seed_layers=True, base_seed=7)
+    config = config_of(stages, COUNT, zero={"stage": stage}, pipeline=pipeline)
+    engine = xds.initialize(model, config)
+    found = []
+    for step in range(STEPS):
+        loss = engine.train_batch(iter(samples(step, engine.dp_rank, lengths)))
+        found.append((loss.item(), engine.get_global_grad_norm()))
+    loss = engine.eval_batch(iter(samples(STEPS, engine.dp_rank, lengths)))
+    engine.destroy()
+    return [*found, (loss.item(), 0.0)]
+
+
+def check(
+    cut: tuple[int, int], kind: str, stage: int, lengths: bool = False, **pipeline: Any
+) -> None:
+    stages, data = cut
+    expected = warm(data).run(train, 1, kind, {}, 0, lengths)[0]
+    by_rank = warm(stages * data).run(train, stages, kind, pipeline, stage, lengths)
+    assert all(found == by_rank[0] for found in by_rank)
+    assert worst(by_rank[0], expected) <= 1e-6
+
+
+def test_a_tied_layer_of_two_stages_on_one_rank() -> None:
+    check((2, 1), "module", 1, schedule="zbv")
+
+
+def test_lengths_change_from_one_micro_batch_to_the_next() -> None:
+    check((2, 1), "weight", 3, lengths=True, schedule="1f1b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("kind", ["module", "weight", "apart"])
+def test_lists_of_layers_equal_one_process(kind: str, stage: int, schedule: str) -> None:
+    check((2, 2), kind, stage, schedule=schedule)
+    check((2, 1), kind, stage, lengths=True, schedule=schedule, dynamic_shape=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partition", ["uniform", "parameters", "best", "type:Block"])
+@pytest.mark.parametrize("interval", [0, 1, 2])
+def test_values_do_not_depend_on_the_cut(partition: str, interval: int) -> None:
+    options = {"partition": partition, "activation_checkpoint_interval": interval}
+    check((4, 1), "module", 1, **options)

@@ -1,0 +1,201 @@
+"""What a pipeline cannot do: one sentence on every rank, and no wait."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+from pipeline_runs import WIDTH, Model, batches, config_of
+from torch import Tensor, nn
+from warm_ranks import warm
+
+import xds
+from xds.utils.errors import XdsError
+
+COUNT = 4
+
+
+def said(call: Callable[[], Any]) -> str:
+    """The message of the error that `call` raises; "" if it raises none."""
+    try:
+        call()
+    except XdsError as error:
+        return f"{error}"
+    return ""
+
+
+def engine_of(model: nn.Module | None = None, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    count = changes.pop("count", COUNT)
+    return xds.initialize(model or Model(4), config_of(2, count, **changes))
+
+
+def bad_batches() -> list[str]:
+    """Each is refused on every rank; then the engine goes on."""
+    engine = engine_of()
+    is_first_column = engine.dp_rank == 0
+    good = batches(0, engine.dp_rank, COUNT)
+    given = {
+        "ends early": good[:2],
+        "an object": [{"x": object()}] * COUNT,
+        "sparse": [{"x": torch.eye(3).to_sparse()}] * COUNT,
+        "keys": [{3: torch.eye(3)}] * COUNT,
+    }
+    found = [
+        said(lambda b=bad: engine.train_batch(iter(b if is_first_column else good)))
+        for bad in given.values()
+    ]
+    found.append(said(lambda: engine.train_batch(None if is_first_column else iter(good))))
+    found.append(said(lambda: engine.eval_batch(None if is_first_column else iter(good))))
+    found.append(said(lambda: engine.train_batch(iter(good))))
+    engine.destroy()
+    return found
+
+
+def test_batches_that_one_rank_cannot_use_stop_no_other() -> None:
+    by_rank = warm(4).run(bad_batches)
+    expected = ("ended after 2 of 4", "is a object", "make it dense", "must be text")
+    expected += ("train_batch: data_iter = None", "eval_batch: data_iter = None")
+    for rank, messages in enumerate(by_rank):
+        assert messages[-1] == ""
+        for message, part in zip(messages, expected, strict=False):
+            assert (part if rank % 2 == 0 else "rank 0 could not use its batches") in message
+
+
+def refused_calls() -> list[str]:
+    engine = engine_of()
+    batch = batches(0, 0, 1)[0]
+    loss = torch.ones((), requires_grad=True)
+    calls = {
+        "forward": lambda: engine(*batch),
+        "backward": lambda: engine.backward(loss),
+        "step": engine.step,
+        "no_sync": engine.no_sync,
+        "clip_grad_norm": lambda: engine.clip_grad_norm(1.0),
+        "scale": lambda: engine.scale(loss),
+        "set_gradient_accumulation_boundary": lambda: engine.set_gradient_accumulation_boundary(
+            True
+        ),
+    }
+    remedy = "call engine.train_batch() or engine.eval_batch(data_iter), not"
+    found = [name for name, call in calls.items() if f"{remedy} {name}()" not in said(call)]
+    found += [] if "another pipeline rank" in said(lambda: engine.module(*batch)) else ["module"]
+    engine.destroy()
+    return found
+
+
+def test_calls_of_single_micro_batches_say_what_to_call() -> None:
+    assert warm(2).run(refused_calls) == [[], []]
+
+
+def refused_models() -> list[str]:
+    few = said(lambda: engine_of(count=1))
+    none = said(lambda: engine_of(nn.Linear(3, 3)))
+    short = said(lambda: xds.initialize(Model(3), config_of(4, COUNT)))
+    group = said(lambda: xds.initialize(Model(4), config_of(2, COUNT), group=dist.group.WORLD))
+    return [few, none, short, group]
+
+
+def test_models_and_configs_that_cannot_be_cut() -> None:
+    for messages in warm(4).run(refused_models):
+        few, none, short, group = messages
+        assert "needs at least 2 micro-batches" in few
+        assert "has no list of blocks" in none
+        assert "4 stages (with chunks) for 3 layers" in short
+        assert group == ""  # a group of all ranks
+
+
+def other_number_of_samples() -> list[Any]:
+    engine = engine_of()
+    engine.train_batch(iter(batches(0, engine.dp_rank, COUNT)))
+    engine.set_train_batch_size(2 * 6 * engine.dp_world_size)
+    engine.train_batch(iter(batches(1, engine.dp_rank, 6)))
+    counts = [engine.global_steps, engine.micro_steps, engine.global_samples]
+    engine.set_train_batch_size(2 * engine.dp_world_size)
+    message = said(lambda: engine.train_batch(iter(batches(2, engine.dp_rank, 1))))
+    engine.destroy()
+    return [counts, message]
+
+
+def test_the_batch_size_changes_between_steps() -> None:
+    for counts, message in warm(2).run(other_number_of_samples):
+        assert counts == [2, COUNT + 6, 2 * (COUNT + 6)]
+        assert "needs at least 2 micro-batches, not 1" in message
+
+
+def overflow() -> list[Any]:
+    """The loss overflows on the last stage alone: all stages skip."""
+    fp16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}
+    engine = engine_of(fp16=fp16, zero={"stage": 1})
+    before = [param.detach().clone() for param in engine.module.parameters()]
+    engine.train_batch(iter(batches(0, engine.dp_rank, COUNT)))
+    after = list(engine.module.parameters())
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    found = [unchanged, engine.skipped_steps, engine.was_step_applied(), engine.loss_scale]
+    engine.destroy()
+    return found
+
+
+def test_an_overflow_skips_the_step_on_all_stages() -> None:
+    assert warm(2).run(overflow) == [[True, 1, False, 2.0**39]] * 2
+
+
+def frozen_stage() -> list[Any]:
+    model = Model(4)
+    for part in (*model.blocks[2:], model.norm, model.head):
+        part.requires_grad_(False)
+    model.position.requires_grad_(False)
+    engine = engine_of(model, zero={"stage": 2})
+    losses = [engine.train_batch(iter(batches(0, 0, COUNT))).item() for _ in range(3)]
+    held = engine.memory_plan()
+    engine.destroy()
+    return [losses[0] > losses[2], held["optimizer"] > 0]
+
+
+def test_a_stage_may_be_all_frozen() -> None:
+    assert warm(2).run(frozen_stage) == [[True, True], [True, False]]
+
+
+class Broken(nn.Module):
+    """Ends its process, or raises."""
+
+    def __init__(self, dies: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dies = dies
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if self.dies:
+            os._exit(3)
+        raise ValueError("a broken block")
+
+
+def broken_stage(folder: str, dies: bool) -> None:
+    rank, model = dist.get_rank(), Model(4)
+    model.blocks[3] = Broken(dies)
+    engine = engine_of(model)
+    try:
+        engine.train_batch(iter(batches(0, 0, COUNT)))
+    except (XdsError, ValueError) as error:
+        with open(f"{folder}/{rank}.json", "w") as file:
+            json.dump(str(error), file)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_rank_that_fails_is_named_with_its_stage(
+    dies: bool, tmp_path: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("XDS_TIMEOUT_SECONDS", "4")
+    failure = pytest.raises(Exception) if dies else nullcontext()  # a process ends
+    with failure:
+        run_ranks(broken_stage, 2, str(tmp_path), dies, timeout_seconds=4)
+    message = json.loads((tmp_path / "0.json").read_text())
+    assert "stage 1" in message
+    assert ("rank 1" if dies else "rank 1 raised ValueError: a broken block") in message
