@@ -6,13 +6,14 @@ import copy
 from typing import Any
 
 import torch
+from pipeline_runs import Model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import xds
 from xds.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 
-VOCAB, WIDTH, COUNT = 20, 8, 4
+VOCAB, WIDTH, COUNT = 20, 8, 4  # fewer words than the models of pipeline_runs have
 
 
 class Embed(nn.Module):
@@ -88,3 +89,12 @@ def compare_tied_list(schedule: str, zero_stage: int, same_layer: bool) -> float
         "pipeline": {"stages": 2, "schedule": schedule},
     }
     return worst_difference(tied_list(same_layer), config)
+
+
+def compare_deferred_on_host(schedule: str) -> float:
+    torch.manual_seed(0)
+    config = {
+        "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+        "pipeline": {"stages": 2, "schedule": schedule},
+    }
+    return worst_difference(Model(), config)

@@ -116,25 +116,37 @@ class LocalSum:
     @torch.no_grad()
     def collect(self) -> None:
         """Copy `.grad` of all small parameters in one call."""
-        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
         if self._factor != 1.0:
             self._widen()
-        for position in self._small:
+        waiting = [at for at in self._small if self._params[at].grad is not None]
+        for (
+            position
+        ) in waiting:  # first: a second gradient may bring an earlier sum into every slot
+            if self.filled[position]:
+                self._take_waiting(position)
+        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for position in waiting:
             grad = self._params[position].grad
             if grad is None:
                 continue
-            self._params[position].grad = None
-            view = self._writable_views()[position]
             if self.filled[position] or grad.layout != torch.strided:
-                self._put(position, grad)
+                self._take_waiting(position)
             else:
-                fresh[0].append(view)
+                self._params[position].grad = None
+                fresh[0].append(self._writable_views()[position])
                 fresh[1].append(grad)
                 self.filled[position] = True
         if fresh[0]:
             torch._foreach_copy_(*fresh)
             if self._factor != 1.0:
                 torch._foreach_mul_(fresh[0], self._factor)
+
+    def _take_waiting(self, position: int) -> None:
+        """Take the gradient in `.grad`."""
+        param = self._params[position]
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        self._put(position, grad)
 
     @torch.no_grad()
     def settle(self) -> Tensor:
