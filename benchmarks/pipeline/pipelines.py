@@ -114,6 +114,7 @@ def _deepspeed(layers: list[nn.Module], count: int, bf16: bool, stage: int) -> S
     except ImportError as error:
         raise Skip("deepspeed is not installed (step_time/requirements.txt)") from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed("gloo", verbose=False)
     model = PipelineModule(layers, num_stages=STAGES, loss_fn=loss_of, partition_method="uniform")
     config = _json(count, bf16, stage) | {"steps_per_print": 10**9}
     config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}  # its own is not compiled

@@ -12,7 +12,9 @@ import argparse
 import fnmatch
 import statistics
 import sys
+import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +74,28 @@ def time_contestants(_: int, __: int, comparison: Comparison) -> dict[str, Any]:
     num_steps = plan.warmup + plan.rounds * plan.block
     windows = make_batches(comparison.size, 0, num_steps * COUNT)
     batches = [(window[:, :-1], window[:, 1:]) for window in windows]
-    steps, skipped = {}, {}
+    steps: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    busy: dict[str, list[float]] = {}
     for name in (comparison.peer, COMPUTE, comparison.ours):
         try:
             step = build(name, comparison.size, COUNT, comparison.bf16)
         except Skip as reason:
             skipped[name] = str(reason)
             continue
-        steps[name] = lambda i, step=step: step(batches[i * COUNT :][:COUNT])
+        busy[name] = []
+        steps[name] = partial(_counted_step, step, batches, busy[name])
     seconds, losses = alternate(steps, plan)
-    return {"seconds": seconds, "losses": losses, "skipped": skipped}
+    cpu = {name: found[plan.warmup :] for name, found in busy.items()}
+    return {"seconds": seconds, "losses": losses, "skipped": skipped, "cpu": cpu}
+
+
+def _counted_step(step: Any, batches: list[Any], busy: list[float], index: int) -> Any:
+    """Run step `index`, and add the seconds of processor time that it took to `busy`."""
+    start = time.process_time()
+    loss = step(batches[index * COUNT :][:COUNT])
+    busy.append(time.process_time() - start)
+    return loss
 
 
 def row_of(comparison: Comparison) -> Row:
@@ -104,7 +118,13 @@ def row_of(comparison: Comparison) -> Row:
     row.value, row.low, row.high = measured.value, measured.low, measured.high
     row.samples = {name: seconds[name] for name in (ours, peer, COMPUTE)}
     compute = ratio_row("", seconds[COMPUTE], seconds[peer]).value
-    row.note = f"{_ms(seconds[ours])} / {_ms(seconds[peer])} ms; compute alone {compute:.3f}x"
+    cpu = slowest([rank["cpu"] for rank in ranks])
+    row.samples |= {f"{name}, processor": cpu[name] for name in (ours, peer, COMPUTE)}
+    processor = statistics.median(cpu[ours]) / statistics.median(cpu[peer])
+    row.note = (
+        f"{_ms(seconds[ours])} / {_ms(seconds[peer])} ms; compute alone {compute:.3f}x; processor time of the "
+        f"busier rank {processor:.3f}x ({_ms(cpu[ours])} / {_ms(cpu[peer])} ms)"
+    )
     losses = ranks[-1]["losses"]  # of the last stage
     block = comparison.plan.block
     a, b = (statistics.fmean(losses[name][-block:]) for name in (ours, peer))
