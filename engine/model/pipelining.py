@@ -101,7 +101,7 @@ def cut(
         UsageError: the model cannot be cut into so many stages.
     """
     section = config.pipeline
-    if not mesh.is_everywhere:
+    if section.stages > 1 and not mesh.is_everywhere:
         raise UsageError(
             f"group= with pipeline.stages = {section.stages}: a pipeline uses all ranks; leave group= out, or "
             "start a job of its own for it"
@@ -114,7 +114,8 @@ def cut(
         )
     rank = mesh.coordinate("pipe")
     steps = config.gradient_accumulation_steps
-    plan = SchedulePlan(section.schedule, section.stages, section.chunks or 0, steps)
+    num_layers = len(model.layers) if isinstance(model, PipelineModule) else len(blocks)
+    plan = SchedulePlan(section.schedule, section.stages, section.chunks or 0, steps, num_layers)
     mesh.opened[0].name_places(
         {
             rank: _stages_text(plan.placement.stages_of(mesh.mesh.coordinates(rank).pipe))

@@ -22,12 +22,15 @@ class SchedulePlan:
     that of the weights take equal times and messages none.
     """
 
-    def __init__(self, schedule: str, stages: int, chunks: int, num_micro_batches: int) -> None:
+    def __init__(
+        self, schedule: str, stages: int, chunks: int, num_micro_batches: int, num_layers: int
+    ) -> None:
         """
         Args:
             schedule: a name, "auto", or the path of a CSV file.
             stages: ranks of the pipeline. chunks: of each rank; 0: the schedule's own number.
             num_micro_batches: of a step, for "auto" and a file.
+            num_layers: of the model: "auto" takes no schedule with more stages.
 
         Raises:
             ScheduleError: the schedule cannot work with these numbers.
@@ -35,7 +38,7 @@ class SchedulePlan:
         self._stages = stages
         self._chunks = chunks
         if schedule == AUTO:
-            schedule = choose(EQUAL_COSTS, stages, num_micro_batches)
+            schedule = choose(EQUAL_COSTS, stages, num_micro_batches, num_layers)
         self._schedule = schedule
         table = self.table(num_micro_batches)
         self.placement: Placement = table.placement

@@ -417,3 +417,11 @@ def test_damaged_tables_raise_no_other_error():
 def test_schedules_do_not_import_torch():
     program = "import xds.pipe.schedules, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_auto_takes_no_more_stages_than_layers():
+    from xds.pipe.schedules.plan import SchedulePlan
+
+    assert SchedulePlan("auto", 2, 0, 8, num_layers=8).placement.num_stages == 4
+    assert SchedulePlan("auto", 2, 0, 8, num_layers=3).placement.num_stages == 2
+    assert SchedulePlan("auto", 4, 0, 8, num_layers=3).placement.num_stages == 4  # the cut refuses it
