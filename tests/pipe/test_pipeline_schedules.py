@@ -424,4 +424,6 @@ def test_auto_takes_no_more_stages_than_layers():
 
     assert SchedulePlan("auto", 2, 0, 8, num_layers=8).placement.num_stages == 4
     assert SchedulePlan("auto", 2, 0, 8, num_layers=3).placement.num_stages == 2
-    assert SchedulePlan("auto", 4, 0, 8, num_layers=3).placement.num_stages == 4  # the cut refuses it
+    assert (
+        SchedulePlan("auto", 4, 0, 8, num_layers=3).placement.num_stages == 4
+    )  # the cut refuses it
