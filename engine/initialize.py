@@ -153,7 +153,9 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         check_same_model(model, config.zero_optimization, collectives)
     host = build_host(config, device, given.optimizer)
     groups = None if is_part(model) else _groups(model, config, given)
-    runs = [found_blocks(model, config.zero_optimization.units)]
+    if is_cut(model, config) or config.zero_optimization.stage == 3:
+        return_freed_blocks()  # what other ranks hold leaves this process
+    runs = [[] if is_part(model) else found_blocks(model, config.zero_optimization.units)]
     found = cut(model, runs[0], config, mesh) if is_cut(model, config) else None
     if found is not None:
         model, runs = found.part.module, found.runs
@@ -161,8 +163,6 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     flat_groups = open_flat_groups(
         mesh, collectives, partial(_policy, config), config.zero_optimization.stage, found
     )
-    if flat_groups.data.policy.shards_params:
-        return_freed_blocks()
     blocks = [module for run in runs for _, module in run]
     compiler = Compiler(model, blocks, config)
     sharded = _sharded(model, config, given, groups, flat_groups, host, runs)

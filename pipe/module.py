@@ -219,6 +219,11 @@ class PipelineModule(nn.Module):
         """The virtual stages that the constructor builds on pipeline rank `rank`."""
         return (rank,)
 
+    def existing(self) -> list[nn.Module]:
+        """The modules that have memory: those that were given, and those that are built."""
+        given = [layer for layer in self.layers if isinstance(layer, nn.Module)]
+        return [*given, *(module for module in self._modules.values() if module is not None)]
+
     # -- running ----------------------------------------------------------------------------------------
 
     def forward(self, forward_input: Any) -> Any:

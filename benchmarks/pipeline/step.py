@@ -50,7 +50,7 @@ class Comparison:
     aim: float
     bf16: bool = False
     size: str = "40M"
-    plan: Plan = field(default_factory=lambda: Plan(rounds=15, block=1))
+    plan: Plan = field(default_factory=lambda: Plan(rounds=9, block=1))
 
     @property
     def name(self) -> str:
@@ -141,7 +141,7 @@ def main() -> int:
     """Run the chosen comparisons; 1 if a row misses its target."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="*", help="rows whose name matches, such as '*torch'")
-    parser.add_argument("--rounds", type=int, help="turns of each contestant (default: 15)")
+    parser.add_argument("--rounds", type=int, help="turns of each contestant (default: 9)")
     parser.add_argument("--quick", action="store_true", help="11M, torch, 3 rounds; keeps nothing")
     help_text = "before each comparison, wait so long for others to leave the machine alone"
     parser.add_argument("--patience", type=float, default=0, metavar="MINUTES", help=help_text)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ...pipe.module import PipelineModule
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 
@@ -19,7 +20,8 @@ def check_arguments(model: object, *, lr_scheduler: Any, collate_fn: Any, group:
     """
     if not isinstance(model, nn.Module):
         raise wrong("model", model, "a torch.nn.Module object; build it before xds.initialize")
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    whole = model.outline() if isinstance(model, PipelineModule) else model  # LayerSpecs stay unbuilt
+    tensors = [*whole.named_parameters(), *whole.named_buffers()]
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:
         raise UsageError(

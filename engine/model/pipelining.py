@@ -106,7 +106,8 @@ def cut(
             f"group= with pipeline.stages = {section.stages}: a pipeline uses all ranks; leave group= out, or "
             "start a job of its own for it"
         )
-    if any(find_owner(param) is not None for param in model.parameters()):
+    existing = model.existing() if isinstance(model, PipelineModule) else [model]
+    if any(find_owner(param) is not None for m in existing for param in m.parameters()):
         raise UsageError(
             f"pipeline.stages = {section.stages}: the model was built in xds.zero.Init, which spreads every "
             'parameter over all ranks; build it on the meta device (with torch.device("meta")) and pass '
