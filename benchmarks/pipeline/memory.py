@@ -56,7 +56,9 @@ def config_of(stage: int, precision: str, stages: int = PIPE, count: int = COUNT
 
 def weigh(_: int, __: int, cases: list[Case], width: int, layers: int) -> list[dict[str, Any]]:
     """One rank's storages after a step and within a step, for each case."""
-    _weigh_one((0, "fp32"), 64, 2)  # kernels, threads and libraries are loaded before the first reading
+    _weigh_one(
+        (0, "fp32"), 64, 2
+    )  # kernels, threads and libraries are loaded before the first reading
     return [_weigh_one(case, width, layers) for case in cases]
 
 
@@ -134,7 +136,7 @@ def rows_of_states(name: str, case: Case, data: int, ranks: list[dict[str, Any]]
             rest = buckets / numel - sum(known.values())
             named = ", ".join(f"{name} {size}" for name, size in known.items() if size)
             notes.append(
-                f"{numel / 1e6:.1f}M a stage: formula {want / numel:.2f} B a parameter, held {held / numel:.2f}; "
+                f"{numel / 1e6:.1f}M a stage: formula {want / numel:.2f} B each, held {held / numel:.2f}; "
                 f"buckets beside it: {named + ', ' if named else ''}messages {rest:.2f}"
             )
         worst = max(range(len(ranks)), key=lambda i: ratios[i])
@@ -237,7 +239,7 @@ def run_building(only: str, width: int, layers: int, stages: int) -> list[Row]:
         row.value, own = ratios[worst], ranks[worst]["own"]
         row.note = (
             f"{ranks[worst]['peak'] / MIB:.0f} MiB at most; own share {size * own / MIB:.0f} MiB + one layer "
-            f"{4 * layer / MIB:.0f} MiB; the whole model has {size * sum(r['own'] for r in ranks) / MIB:.0f} MiB"
+            f"{4 * layer / MIB:.0f} MiB; the whole model {size * sum(r['own'] for r in ranks) / MIB:.0f} MiB"
         )
     return rows
 

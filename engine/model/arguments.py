@@ -20,7 +20,9 @@ def check_arguments(model: object, *, lr_scheduler: Any, collate_fn: Any, group:
     """
     if not isinstance(model, nn.Module):
         raise wrong("model", model, "a torch.nn.Module object; build it before xds.initialize")
-    whole = model.outline() if isinstance(model, PipelineModule) else model  # LayerSpecs stay unbuilt
+    whole = (
+        model.outline() if isinstance(model, PipelineModule) else model
+    )  # LayerSpecs stay unbuilt
     tensors = [*whole.named_parameters(), *whole.named_buffers()]
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:
