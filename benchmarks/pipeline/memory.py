@@ -137,7 +137,7 @@ def rows_of_states(name: str, case: Case, data: int, ranks: list[dict[str, Any]]
             named = ", ".join(f"{name} {size}" for name, size in known.items() if size)
             notes.append(
                 f"{numel / 1e6:.1f}M a stage: formula {want / numel:.2f} B each, held {held / numel:.2f}; "
-                f"buckets beside: {named + ', ' if named else ''}messages {rest:.2f}"
+                f"buckets beside it: {named + ', ' if named else ''}messages {rest:.2f}"
             )
         worst = max(range(len(ranks)), key=lambda i: ratios[i])
         label = "states" if when == "after" else "within a step"
@@ -238,8 +238,8 @@ def run_building(only: str, width: int, layers: int, stages: int) -> list[Row]:
         worst = max(range(stages), key=lambda i: ratios[i])
         row.value, own = ratios[worst], ranks[worst]["own"]
         row.note = (
-            f"peak {ranks[worst]['peak'] / MIB:.0f} MiB; own share {size * own / MIB:.0f} MiB + one "
-            f"layer {4 * layer / MIB:.0f} MiB; the whole {size * sum(r['own'] for r in ranks) / MIB:.0f} MiB"
+            f"{ranks[worst]['peak'] / MIB:.0f} MiB at most; own share {size * own / MIB:.0f} MiB + one layer "
+            f"{4 * layer / MIB:.0f} MiB; the whole model {size * sum(r['own'] for r in ranks) / MIB:.0f} MiB"
         )
     return rows
 

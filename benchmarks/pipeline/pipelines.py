@@ -1,4 +1,4 @@
-"""The same GPT in two pipeline stages under xds, torch and DeepSpeed: one function for each contestant.
+"""The contestants of the pipeline's step time: each builds its part of one GPT and returns a step function.
 
     layers   embedding, block 0 ... 3 │ block 4 ... 7, head      the same cut for all
 
