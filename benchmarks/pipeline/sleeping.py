@@ -23,6 +23,7 @@ from xds.pipe.schedules.simulation import Costs, simulate
 
 WIDTH = 8
 LOOP_SECONDS = 0.0005
+TORCH = "torch's 1f1b"
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that compute weight gradients apart
 
 
@@ -39,7 +40,7 @@ class Case:
     @property
     def chunks(self) -> int:
         """Stages on each rank."""
-        return 1 if self.schedule in ("gpipe", "1f1b", "zero_bubble") else 2
+        return 2 if self.schedule in ("interleaved_1f1b", "zbv", "dualpipev") else 1
 
     @property
     def work_seconds(self) -> float:
@@ -59,7 +60,8 @@ class Case:
     @property
     def _simulation(self) -> Any:
         chunks = self.chunks if self.chunks > 1 else 0
-        table = build_table(self.schedule, self.ranks, self.count, chunks)
+        schedule = "1f1b" if self.schedule == TORCH else self.schedule
+        table = build_table(schedule, self.ranks, self.count, chunks)
         return simulate(table, Costs(*(self.seconds / self.chunks,) * 3))
 
 
@@ -163,9 +165,33 @@ def time_case(rank: int, case: Case) -> dict[str, Any]:
     }
 
 
+def time_torch(rank: int, case: Case) -> dict[str, Any]:
+    """The same of torch's 1F1B with the same layers; its first step finds the shapes."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    _sleep_in_weight_gradients(0.0)
+    stage = PipelineStage(
+        SleepingLayer(case.seconds, 2 * case.seconds), rank, case.ranks, torch.device("cpu")
+    )
+    schedule = Schedule1F1B(stage, case.count, loss_fn=_squares)
+    inputs, targets = torch.ones(case.count, WIDTH), torch.zeros(case.count, WIDTH)
+    seconds = []
+    for _ in range(1 + case.steps):
+        dist.barrier()
+        start = time.perf_counter()
+        if rank == 0:
+            schedule.step(inputs)
+        elif rank == case.ranks - 1:
+            schedule.step(target=targets, losses=[], return_outputs=False)
+        else:
+            schedule.step()
+        seconds.append(time.perf_counter() - start)
+    return {"rank": rank, "whole": seconds[1:], "table": seconds[1:], "in_flight": None}
+
+
 def time_cases(rank: int, _: int, cases: list[Case]) -> list[dict[str, Any]]:
     """This rank's figures of every case, one after the other."""
-    return [time_case(rank, case) for case in cases]
+    return [(time_torch if case.schedule == TORCH else time_case)(rank, case) for case in cases]
 
 
-__all__ = ["SPLIT", "Case", "SleepingLayer", "make_engine", "time_case", "time_cases"]
+__all__ = ["SPLIT", "TORCH", "Case", "SleepingLayer", "make_engine", "time_case", "time_cases"]
