@@ -33,7 +33,7 @@ _spec.loader.exec_module(states)
 
 MUST, MUST_BUILDING = 1.01, 1.10
 MIB = 2**20
-PIPE, COUNT, TOKENS = 2, 4, 4
+PIPE, COUNT, TOKENS = 2, 4, 2  # few tokens: activations are no model states
 WAYS = ("LayerSpec, fp32", "LayerSpec, bf16", "meta, fp32", "meta, bf16")
 Case = tuple[int, str]  # ZeRO stage, precision
 
