@@ -25,7 +25,7 @@ from ..ops.comm.handles import Handle
 from ..utils.errors import UsageError
 from .cut.part import Flow
 
-LENGTH_BYTES = 8
+SENT_AS_IT_IS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8})
 
 
 class Ranks(Protocol):
@@ -232,7 +232,7 @@ class Channel:
         stage, micro_batch = at
         sender = stage + 1 if subject == "gradients" else stage
         handle = ways.towards(peer, self._rank).send(
-            _as_bytes(tensor),
+            _sendable(tensor),
             peer,
             number=self._number(stage, micro_batch),
             what=f"{subject} of micro-batch {micro_batch} from stage {sender}",
@@ -251,7 +251,7 @@ class Channel:
     ) -> Handle:
         peer = self._ranks.rank_of(sender)
         return ways.towards(self._rank, peer).receive(
-            _as_bytes(tensor),
+            _sendable(tensor),
             peer,
             number=self._number(boundary, micro_batch),
             what=f"{subject} of micro-batch {micro_batch} from stage {sender}",
@@ -267,9 +267,11 @@ class Channel:
             handle.wait()
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a tensor as bytes: backends do not send every dtype."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+def _sendable(tensor: Tensor) -> Tensor:
+    """The memory of a tensor, without its graph; as bytes where a backend may not send its dtype."""
+    found = tensor.detach() if tensor.requires_grad else tensor
+    found = found if found.is_contiguous() else found.contiguous()
+    return found if found.dtype in SENT_AS_IT_IS else found.view(-1).view(torch.uint8)
 
 
 def signature(value: Any) -> Hashable:

@@ -271,7 +271,7 @@ class PipelineModule(nn.Module):
         name, layer = self.name_of(index), self.layers[index]
         if name is None:
             return layer(value)
-        module = self.get_submodule(name)
+        module = self._modules.get(name) or self.get_submodule(name)
         if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
             return layer.forward_fn(module, value)
         return module(value)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, final
 
 import torch
@@ -88,9 +88,12 @@ class WeightGrads:
         }
         return sum(storage.nbytes() for storage in storages.values())
 
-    @contextmanager
-    def deferring(self, key: Hashable | None) -> Iterator[None]:
+    def deferring(self, key: Hashable | None) -> AbstractContextManager[None]:
         """Inside, backward keeps what weight gradients need under `key`. None: it computes them at once."""
+        return nullcontext() if key is None and self._key is None else self._deferring(key)
+
+    @contextmanager
+    def _deferring(self, key: Hashable | None) -> Iterator[None]:
         before, self._key = self._key, key
         try:
             yield

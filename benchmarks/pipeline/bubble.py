@@ -74,7 +74,8 @@ def row_of(case: Case, ranks: list[dict[str, Any]], busy: float | None) -> Row:
 
 
 def _name(case: Case) -> str:
-    return f"bubble, {case.schedule}, p = {case.ranks}, m = {case.count}"
+    name = f"bubble, {case.schedule}, p = {case.ranks}, m = {case.count}"
+    return name if case.seconds == Case.seconds else f"{name}, {case.seconds * 1e3:.0f} ms"
 
 
 def zero_bubble_rows(rows: dict[Case, Row]) -> list[Row]:
@@ -126,12 +127,16 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8], help="numbers of ranks")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each case")
+    parser.add_argument(
+        "--seconds", type=float, default=Case.seconds, help="of each third of the work"
+    )
     parser.add_argument("--quick", action="store_true", help="2 ranks, m = 4; keeps nothing")
     options = parser.parse_args()
     rows: dict[Case, Row] = {}
     for ranks in [2] if options.quick else options.ranks:
         counts = (4,) if options.quick else [ranks * times for times in (1, 2, 4, 8)]
-        cases = [Case(name, ranks, count, options.steps) for count in counts for name in SCHEDULES]
+        rest = options.steps, options.seconds
+        cases = [Case(name, ranks, count, *rest) for count in counts for name in SCHEDULES]
         found = run([case for case in cases if fnmatch.fnmatch(_name(case), options.only)])
         print_rows(list(found.values()))
         rows |= found

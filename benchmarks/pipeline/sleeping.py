@@ -3,6 +3,7 @@
     layer of stage s   forward: 20 ms   gradient of the input: 20 ms   gradient of the weight: 20 ms
 
 Sleeping stages need no processor, so more ranks than cores show what the schedule and the messages cost.
+The time of a layer contains its own linear layer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from xds.pipe.schedules.build import build_table
 from xds.pipe.schedules.simulation import Costs, simulate
 
 WIDTH = 8
-LOOP_SECONDS = 0.0005
+LOOP_SECONDS = 0.0003
 TORCH = "torch's 1f1b"
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that compute weight gradients apart
 
@@ -65,47 +66,69 @@ class Case:
         return simulate(table, Costs(*(self.seconds / self.chunks,) * 3))
 
 
-def sleep(seconds: float) -> None:
-    """Sleep until exactly so much later: the last bit is a loop, because time.sleep wakes up late."""
-    end = time.perf_counter() + seconds
-    time.sleep(max(0.0, seconds - LOOP_SECONDS))
+def sleep_until(end: float) -> None:
+    """Sleep until exactly `end`: the last bit is a loop, because time.sleep wakes up late."""
+    time.sleep(max(0.0, end - LOOP_SECONDS - time.perf_counter()))
     while time.perf_counter() < end:
         pass
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        sleep(forward)
-        ctx.backward_seconds = backward
-        return x.clone()
+class _Begin(torch.autograd.Function):
+    """Before the linear layer: its backward ends the stage's gradient of the input."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        sleep(ctx.backward_seconds)
-        return grad, None, None
+    def forward(ctx: Any, x: Tensor, layer: SleepingLayer) -> Tensor:
+        ctx.layer = layer
+        layer.begun_at = time.perf_counter()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        sleep_until(ctx.layer.begun_at + ctx.layer.backward_seconds)
+        return grad, None
+
+
+class _End(torch.autograd.Function):
+    """After the linear layer: its backward begins the stage's gradient of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: SleepingLayer) -> Tensor:
+        ctx.layer = layer
+        sleep_until(layer.begun_at + layer.forward_seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.layer.begun_at = time.perf_counter()
+        return grad, None
 
 
 class SleepingLayer(nn.Module):
-    """A linear layer [n, WIDTH] -> [n, WIDTH] that sleeps in forward and backward."""
+    """A linear layer [n, WIDTH] -> [n, WIDTH] that sleeps for the rest of its time."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-        self._seconds = forward, backward
+        self.forward_seconds, self.backward_seconds = forward, backward
+        self.begun_at = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sleeps after the linear layer, so backward sleeps on the first stage as well."""
-        return _Sleep.apply(self.linear(x), *self._seconds)  # type: ignore[no-any-return, no-untyped-call]
+        """The input requires a gradient, so that backward sleeps on the first stage as well."""
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()
+        x = _Begin.apply(x, self)  # type: ignore[no-untyped-call]
+        return _End.apply(self.linear(x), self)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _sleep_in_weight_gradients(seconds: float) -> None:
-    """Let each weight gradient that can be computed apart take `seconds` more."""
+    """Let each weight gradient that can be computed apart take `seconds`."""
     compute = vars(weight_grads).setdefault("_before_sleeping", weight_grads._weight_grad)
 
     def sleeping(entry: Any) -> Tensor:
-        sleep(seconds)
-        return compute(entry)  # type: ignore[no-any-return]
+        end = time.perf_counter() + seconds
+        grad = compute(entry)
+        sleep_until(end)
+        return grad  # type: ignore[no-any-return]
 
     weight_grads._weight_grad = sleeping
 

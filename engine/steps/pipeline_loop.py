@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -75,10 +75,8 @@ class PipelineStates(StageStates):
     def forward(self) -> AbstractContextManager[Any]:
         return self._step.stage_forward()
 
-    @contextmanager
-    def backward(self, stage: int, *, reduces: bool) -> Iterator[None]:
-        with self._step.stage_backward(self._units.scope(stage, reduces=reduces)):
-            yield
+    def backward(self, stage: int, *, reduces: bool) -> AbstractContextManager[Any]:
+        return self._step.stage_backward(self._units.scope(stage, reduces=reduces))
 
     def hold(self, stage: int) -> None:
         self._units.hold(stage)
@@ -205,6 +203,7 @@ class PipelineLoop(Loop):
         batches: list[Any] = []
         problem: UsageError | None = None
         try:
+            self._step.begin_stages()
             batches = self._read(engine, data_iter, count, call)
         except UsageError as error:
             problem = error

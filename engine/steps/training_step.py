@@ -57,6 +57,7 @@ class TrainingStep:
         if torch.is_grad_enabled():
             self._accumulation.forward()
         module = self._parts.module
+        self._sharded.check_unchanged()
         watched = self._sharded.forward_context(
             is_training=module.training, is_compiled=self._parts.compiler.is_compiled
         )
@@ -96,10 +97,14 @@ class TrainingStep:
         self._report.add_loss(result)
         return result
 
+    def begin_stages(self) -> None:
+        """Before a run of pipeline stages."""
+        forget_failed()
+        self._sharded.check_unchanged()
+
     @contextmanager
     def stage_forward(self) -> Iterator[None]:
         """Around the forward of one pipeline stage."""
-        forget_failed()
         watched = self._sharded.forward_context(
             is_training=self._parts.module.training,
             is_compiled=self._parts.compiler.is_compiled,

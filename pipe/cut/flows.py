@@ -32,6 +32,8 @@ def pack(value: Any, where: str) -> Flow:
     Raises:
         UsageError: `value` has an object that is neither a tensor nor None, a number or a text.
     """
+    if isinstance(value, Tensor):  # as between most layers
+        return Flow((value,), _tensor_text())
     leaves, spec = tree_flatten(value)
     others = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]
     for leaf in leaves:
@@ -41,7 +43,7 @@ def pack(value: Any, where: str) -> Flow:
                 "pipeline stage; return tensors, numbers and texts in tuples, lists and dictionaries"
             )
     try:
-        text = json.dumps([_structure_text(spec), others])
+        text = json.dumps([treespec_dumps(spec), others])
     except (TypeError, ValueError, NotImplementedError) as error:
         raise UsageError(
             f"{where} returned a structure that cannot be sent to the next pipeline stage ({error}); return "
@@ -52,21 +54,18 @@ def pack(value: Any, where: str) -> Flow:
 
 def unpack(flow: Flow) -> Any:
     """The value that `pack` took apart, with the tensors of `flow`."""
+    if flow.spec == _tensor_text():
+        return writable(flow.leaves[0])
     structure, others = _parsed(flow.spec)
     tensors = iter([writable(leaf) for leaf in flow.leaves])
     leaves = [next(tensors) if other is None else other[0] for other in others]
     return tree_unflatten(leaves, structure)
 
 
-def _structure_text(spec: TreeSpec) -> str:
-    if spec.is_leaf():  # a tensor alone, as between most layers
-        return _leaf_text()
-    return treespec_dumps(spec)
-
-
 @lru_cache(maxsize=1)
-def _leaf_text() -> str:
-    return treespec_dumps(tree_flatten(0)[1])
+def _tensor_text() -> str:
+    """The text of a tensor alone."""
+    return json.dumps([treespec_dumps(tree_flatten(0)[1]), [None]])
 
 
 @lru_cache(maxsize=256)

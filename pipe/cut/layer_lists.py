@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 from torch import nn
@@ -202,9 +202,8 @@ class LayerListPart(Part):
     def result(self, outputs: Any, batch: Any) -> Any:
         return self._layers.result(outputs, batch)
 
-    @contextmanager
-    def recomputing(self, stage: int, micro_batch: int) -> Iterator[None]:
-        yield
+    def recomputing(self, stage: int, micro_batch: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def release(self, stage: int, micro_batch: int) -> None:
         return

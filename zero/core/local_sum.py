@@ -113,15 +113,17 @@ class LocalSum:
             view.zero_().add_(grad, alpha=self._factor)
         self.filled[position] = True
 
-    @torch.no_grad()
     def collect(self) -> None:
         """Copy `.grad` of all small parameters in one call."""
+        waiting = [at for at in self._small if self._params[at].grad is not None]
+        if waiting or self._factor != 1.0:
+            with torch.no_grad():
+                self._collect(waiting)
+
+    def _collect(self, waiting: Sequence[int]) -> None:
         if self._factor != 1.0:
             self._widen()
-        waiting = [at for at in self._small if self._params[at].grad is not None]
-        for (
-            position
-        ) in waiting:  # first: a second gradient may bring an earlier sum into every slot
+        for position in waiting:  # first: a second one may bring an earlier sum into every slot
             if self.filled[position]:
                 self._take_waiting(position)
         fresh: tuple[list[Tensor], list[Tensor]] = ([], [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -122,15 +122,22 @@ class ShardedModel:
 
     # -- forward ----------------------------------------------------------------------------------------
 
+    def check_unchanged(self) -> None:
+        """Before forwards: end a backward of the script.
+
+        Raises:
+            UsageError: the script has changed a dtype, or unfrozen a parameter that is not trained.
+        """
+        self.end_backward()
+        self._unchanged.check()
+
     def forward_context(
         self, *, is_training: bool, is_compiled: bool
     ) -> AbstractContextManager[Any]:
         """Around a call of the module. The first ones look for parameters used outside of their unit."""
-        self.end_backward()
-        self._unchanged.check()
-        context = ExitStack()
         if self._gatherer is None:
-            return context
+            return nullcontext()
+        context = ExitStack()
         self._gatherer.exclude_from_compile()
         if self._diverges:
             context.enter_context(self.uneven_forwards())
