@@ -30,11 +30,8 @@ TAG_BASE = 0x5D000  # above the small tags that a user's own send and recv are l
 TAGS_PER_BUFFER = 2
 TAGS_PER_INSTANCE = 1 << 16  # so that two engines in one group never receive each other's messages
 SMALL_TAGS = 1 << 14  # the last tags of an instance: small gathers, by their size
-CONTROL_BUFFER, ACCESS_BUFFER, MESSAGE_BUFFER = (
-    -1,
-    -2,
-    -3,
-)  # numbers for messages that belong to no flat buffer
+# numbers for messages that belong to no flat buffer
+CONTROL_BUFFER, ACCESS_BUFFER, MESSAGE_BUFFER, ACTIVATION_BUFFER = (-1, -2, -3, -4)
 
 Bounds = Sequence[tuple[int, int]]  # [start, stop) of each rank's part; empty parts are allowed
 _instances: Counter[str] = Counter()  # by group: every rank creates its engines in the same order
@@ -152,6 +149,10 @@ class Collectives(ABC):
         sent = (self.world_size - 1) * shard.numel() * shard.element_size()
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
 
+    def _count_all_reduce(self, kind: str, tensor: Tensor) -> None:
+        sent = 2 * (self.world_size - 1) * tensor.numel() * tensor.element_size() // self.world_size
+        self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
+
     def _count_parts(self, kind: str, part: Tensor) -> None:
         """Count one message of `part`."""
         sent = part.numel() * part.element_size()
@@ -200,6 +201,26 @@ class Collectives(ABC):
         """out = full[start:stop] of this rank's bounds, from rank `source`; only that rank needs `full` [n].
 
         Sends:   from `source`, the part of each other rank. Complete on return.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, *, what: str, kind: str) -> Handle:
+        """tensor = the sum over ranks of `tensor`, of any shape, contiguous; the same bits on every rank.
+
+        Args:
+            what: the subject in messages about a failure, e.g. "the output of blocks.0.mlp.down".
+        Sums run in rank order where the backend has messages of its own (gloo). Counts 2 (world_size - 1) /
+        world_size of its bytes as `kind`, which every algorithm sends: the lower bound. Neither read nor write
+        it before `wait`.
+        """
+
+    @abstractmethod
+    def all_to_all(
+        self, outs: Sequence[Tensor], parts: Sequence[Tensor], *, what: str, kind: str
+    ) -> Handle:
+        """outs[r] = what rank r has in parts[rank of this one]. Contiguous tensors, empty ones are allowed.
+
+        Sends `parts` without this rank's own, counted as `kind`. Do not write to them before `wait`.
         """
 
     def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:

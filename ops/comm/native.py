@@ -14,6 +14,7 @@ from ..watch import Mark
 from ..watch.device import Probe
 from .collectives import (
     ACCESS_BUFFER,
+    ACTIVATION_BUFFER,
     CONTROL_BUFFER,
     MESSAGE_BUFFER,
     Bounds,
@@ -103,6 +104,22 @@ class Native(Collectives):
         mark = self._record("receive", MESSAGE_BUFFER, what, tensor, is_message=True)
         work = dist.irecv(tensor, group=self.group, group_src=peer)
         return InFlight(self._watch, mark, [(self._ranks[peer], work)])
+
+    def all_reduce(self, tensor: Tensor, *, what: str, kind: str) -> Handle:
+        mark = self._record(kind, ACTIVATION_BUFFER, what, tensor)
+        self._count_all_reduce(kind, tensor)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return InFlight(self._watch, mark, [(None, work)])
+
+    def all_to_all(
+        self, outs: Sequence[Tensor], parts: Sequence[Tensor], *, what: str, kind: str
+    ) -> Handle:
+        mark = self._record(kind, ACTIVATION_BUFFER, what, parts[0])
+        for peer, part in enumerate(parts):
+            if peer != self.rank:
+                self._count_parts(kind, part)
+        work = dist.all_to_all(list(outs), list(parts), group=self.group, async_op=True)
+        return InFlight(self._watch, mark, [(None, work)])
 
     def start_gather_small(
         self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""

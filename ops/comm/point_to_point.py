@@ -6,6 +6,7 @@ Sums run in rank order on the receiver, so a result does not depend on the posit
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -16,6 +17,7 @@ from ..flat import sum_in_order
 from ..watch import Mark
 from .collectives import (
     ACCESS_BUFFER,
+    ACTIVATION_BUFFER,
     CONTROL_BUFFER,
     MESSAGE_BUFFER,
     SMALL_TAGS,
@@ -164,6 +166,61 @@ class PeerToPeer(Collectives):
         for _, part in sends:
             self._count_parts("access", part)
         InFlight(self._watch, mark, works).wait()
+
+    def all_reduce(self, tensor: Tensor, *, what: str, kind: str) -> Handle:
+        mark = self._record(kind, ACTIVATION_BUFFER, what, tensor)
+        self._count_all_reduce(kind, tensor)
+        flat = tensor.view(-1)
+        if self.world_size == 2:  # one exchange of everything sends as much as two of halves
+            return self._exchange_whole(mark, flat)
+        return self._reduce_parts(mark, flat)
+
+    def _exchange_whole(self, mark: Mark, flat: Tensor) -> Handle:
+        other = self._scratch.take(flat.numel(), flat.dtype, flat.device)
+        peer = self._peers[0]
+        tag = self._small_tag(ACTIVATION_BUFFER, flat)
+        works = self._start(mark, tag, [(peer, other)], [(peer, flat)])
+
+        def finish() -> None:
+            parts = [flat, other] if self.rank == 0 else [other, flat]
+            sum_in_order(flat, parts, add=False)
+            self._scratch.give(other)
+
+        return InFlight(self._watch, mark, works, finish)
+
+    def _reduce_parts(self, mark: Mark, flat: Tensor) -> Handle:
+        """Every rank sums its part, then sends the sum to all."""
+        ends = [flat.numel() * rank // self.world_size for rank in range(self.world_size + 1)]
+        of = [flat[start:stop] for start, stop in pairwise(ends)]
+        own, tag = of[self.rank], self._small_tag(ACTIVATION_BUFFER, flat)
+        parts = {self.rank: own}
+        for peer in self._peers:
+            parts[peer] = self._scratch.take(own.numel(), flat.dtype, flat.device)
+        receives = [(peer, parts[peer]) for peer in self._peers if own.numel()]
+        sends = [(peer, of[peer]) for peer in self._peers if of[peer].numel()]
+        works = self._start(mark, tag, receives, sends)
+
+        def finish() -> None:
+            sum_in_order(own, [parts[rank] for rank in range(self.world_size)], add=False)
+            for peer in self._peers:
+                self._scratch.give(parts[peer])
+            receives = [(peer, of[peer]) for peer in self._peers if of[peer].numel()]
+            sends = [(peer, own) for peer in self._peers if own.numel()]
+            InFlight(self._watch, mark, self._start(mark, tag, receives, sends)).wait()
+
+        return InFlight(self._watch, mark, works, finish)
+
+    def all_to_all(
+        self, outs: Sequence[Tensor], parts: Sequence[Tensor], *, what: str, kind: str
+    ) -> Handle:
+        mark = self._record(kind, ACTIVATION_BUFFER, what, parts[self.rank])
+        outs[self.rank].copy_(parts[self.rank])
+        receives = [(peer, outs[peer]) for peer in self._peers if outs[peer].numel()]
+        sends = [(peer, parts[peer]) for peer in self._peers if parts[peer].numel()]
+        for _, part in sends:
+            self._count_parts(kind, part)
+        works = self._start(mark, self._tag(ACTIVATION_BUFFER), receives, sends)
+        return InFlight(self._watch, mark, works)
 
     def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
         mark = self._record("send", MESSAGE_BUFFER, what, tensor, is_message=True)

@@ -157,3 +157,49 @@ def test_uneven_parts_are_put_together_and_given_out(world: int, native: bool) -
         total = sum(numels)
         collected = (world - 1) * total + total - numels[-1]
         assert sent == 4 * (collected + total - numels[1])
+
+
+def activations(native: bool) -> dict[str, Any]:
+    """Sums and exchanges of tensors of several sizes, some smaller than the number of ranks."""
+    collectives = opened(native)
+    rank, world = collectives.rank, collectives.world_size
+    sums = {}
+    for shape in [(1,), (2, 5), (3, 7, 11)]:
+        numel = torch.Size(shape).numel()
+        mine = values(rank, numel, torch.float32).view(shape)
+        collectives.all_reduce(mine, what="a sum", kind="sum").wait()
+        want = values(0, numel, torch.float32)
+        for peer in range(1, world):
+            want = want + values(peer, numel, torch.float32)
+        sums[shape] = (mine, want.view(shape))
+    sent = collectives.sent_bytes["sum"]
+    parts = [torch.full((peer,), float(10 * rank + peer)) for peer in range(world)]
+    outs = [torch.empty(rank) for _ in range(world)]
+    collectives.all_to_all(outs, parts, what="heads", kind="exchange").wait()
+    return {"sums": sums, "sent": sent, "outs": outs}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_reduce_sums_in_rank_order_and_all_to_all_exchanges(world: int) -> None:
+    found = run_ranks(activations, world, False)
+    numels = (1, 10, 231)
+    for rank, own in enumerate(found):
+        for mine, want in own["sums"].values():
+            assert torch.equal(mine, want)
+        assert own["sent"] == sum(2 * (world - 1) * 4 * numel // world for numel in numels)
+        assert [out.tolist() for out in own["outs"]] == [
+            [10.0 * peer + rank] * rank for peer in range(world)
+        ]
+
+
+def test_all_reduce_of_the_backend_gives_the_same_sums() -> None:
+    for own in run_ranks(activations_of_backend, 2):
+        for mine, want in own.values():
+            assert torch.allclose(mine, want, rtol=1e-6)
+
+
+def activations_of_backend() -> dict[Any, Any]:
+    collectives = opened(True)
+    mine = values(collectives.rank, 10, torch.float32)
+    collectives.all_reduce(mine, what="a sum", kind="sum").wait()
+    return {0: (mine, values(0, 10, torch.float32) + values(1, 10, torch.float32))}
