@@ -26,10 +26,14 @@ class GradientReducer(ABC):
 class ExactReducer(GradientReducer):
     """The exact sum in rank order. Sends (world_size - 1) / world_size of `flat`'s bytes per rank."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, num_copies: int = 1) -> None:
+        """num_copies: so many ranks compute the same gradient, which counts once."""
         self._collectives = collectives
+        self._num_copies = num_copies
 
     def reduce(self, flat: Tensor, out: Tensor, *, add: bool, buffer: int) -> Handle:
+        if self._num_copies > 1:
+            flat.div_(self._num_copies)
         return self._collectives.reduce_scatter(
             flat, out, add=add, buffer=buffer, kind="reduce_scatter"
         )

@@ -18,6 +18,7 @@ from ..offload.homes import HostHome
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.opening import open_collectives
+from ..ops.mesh import Mesh
 from ..utils.errors import ConfigError, UsageError
 from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
 from ..zero.construction.construction import Construction, materialise
@@ -52,6 +53,7 @@ from .model.pipelining import (
 )
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
+from .model.slicing import slice_layers
 from .optim.loss_scale import build_loss_scale
 from .optim.optimizers import (
     ClientOptimizer,
@@ -148,7 +150,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     config = config.resolve(group.size())
     _log_notes(config, group.rank())
     collectives = _watched(config, open_collectives(group, device))
-    mesh = MeshGroups(mesh_of(config.pipeline, group.size()), group, collectives, timeout_seconds())
+    mesh = MeshGroups(_mesh(config, group.size()), group, collectives, timeout_seconds())
     if not is_part(model):
         check_same_model(model, config.zero_optimization, collectives)
     host = build_host(config, device, given.optimizer)
@@ -160,8 +162,14 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     if found is not None:
         model, runs = found.part.module, found.runs
     groups = groups or _groups(model, config, given)
+    sliced = slice_layers(model, config, mesh, has_weights=given.weights is not None)
     flat_groups = open_flat_groups(
-        mesh, collectives, partial(_policy, config), config.zero_optimization.stage, found
+        mesh,
+        collectives,
+        partial(_policy, config),
+        config.zero_optimization.stage,
+        found,
+        {id(param) for param in model.parameters()}.difference(sliced.slices),
     )
     blocks = [module for run in runs for _, module in run]
     compiler = Compiler(model, blocks, config)
@@ -169,7 +177,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     reserve(sharded)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
-    undo = _recompute(config, blocks, device)
+    undo = _both(_recompute(config, blocks, device), sliced.undo)
     if config.compile.enabled:
         compiler.compile()
     monitor = build_monitor(config, dist.get_rank())
@@ -201,6 +209,10 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         opened=mesh.opened,
         loop=batch_loop if found is None else build_pipeline(found, mesh, config, sharded),
     )
+
+
+def _mesh(config: Config, world_size: int) -> Mesh:
+    return mesh_of(config.pipeline, config.tensor_parallel, world_size)
 
 
 def _group(device: torch.device, given: _Given) -> dist.ProcessGroup:
@@ -397,6 +409,14 @@ def _recompute(config: Config, blocks: list[nn.Module], device: torch.device) ->
     def undo() -> None:
         restore()
         activations.close()
+
+    return undo
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def undo() -> None:
+        first()
+        second()
 
     return undo
 

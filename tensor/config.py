@@ -1,41 +1,61 @@
-"""The keys of tensor, sequence and expert parallelism in the config. None is supported yet."""
+"""The section tensor_parallel, and the keys of sequence and expert parallelism, which are not supported yet."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, final
+
+from pydantic import Field
+
 from ..utils.schema.keys import Detail, Entry, Group, NoEffect, Refused, details
-from ..utils.schema.rules import ANYTHING, FLAG, LIST, TEXT, dtype_name, whole
+from ..utils.schema.rules import ANYTHING, FLAG, LIST, NULL, OBJECT, TEXT, dtype_name, either, whole
+from ..utils.schema.section import Section
 
-_TENSOR = (
-    "tensor parallelism is not supported yet; set it to 1, and shard with zero_optimization.stage"
-)
 _EXPERT = "expert parallelism is not supported yet; set it to false or remove the section"
+_OWN_KEY = "write the number of ranks as tensor_parallel.tp_size"
 
-TENSOR_PARALLEL = Group(
-    {
-        "autotp_size": Refused(whole(0), _TENSOR, harmless=(0, 1)),
+
+@final
+class TensorParallel(Section):
+    """Layers are cut over ranks: each rank has some columns or rows of a weight, and some heads."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"autotp_size": "tp_size"}
+    others: ClassVar[Mapping[str, Entry]] = {
         "enabled": Detail(FLAG),
         "dtype": Detail(TEXT),
-        "tp_overlap_comm": Detail(FLAG),
+        "tp_overlap_comm": NoEffect(FLAG, "sums are not overlapped with products yet", same=(False,)),
         "tp": Group(
             {
-                "tp_size": Refused(whole(1), _TENSOR, harmless=(1,)),
+                "tp_size": Refused(whole(1), _OWN_KEY, harmless=(1,)),
                 "tp_grain_size": Detail(whole(1)),
                 **details(ANYTHING, "mpu", "tp_group"),
             },
             "size of a group",
         ),
-        "tp_size": Refused(whole(0), _TENSOR, harmless=(0, 1)),
         "partition_config": Group(
             {"use_default_specs": Detail(FLAG), "layer_specs": Detail(LIST)},
-            "which layers are sharded",
+            "which layers are cut; write them in tensor_parallel.plan",
         ),
-        "vocab_parallel_lm_head": Detail(FLAG),
+        "vocab_parallel_lm_head": NoEffect(FLAG, "heads are gathered", same=(False,)),
         **details(TEXT, "preset_model", "vocab_parallel_ce_backend"),
         **details(FLAG, "keep_module_on_host", "kernel_inject", "replace_with_kernel_inject"),
         "injection_policy_tuple": Detail(ANYTHING),
-    },
-    "shards the layers of a model over ranks",
-)
+    }
+
+    tp_size: Annotated[int, whole(0)] = Field(
+        1, description="ranks that share the layers of a model; 0 and 1: layers are not cut"
+    )
+    plan: Annotated[dict[str, Any] | None, either(OBJECT, NULL)] = Field(
+        None,
+        description="module-name glob -> colwise, colwise_gather_output, packed_colwise or rowwise; null: the "
+        "plan of a transformers model",
+    )
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that share a layer."""
+        return max(1, self.tp_size)
+
 
 EXPERT_PARALLEL = Group(
     {
@@ -55,7 +75,6 @@ EXPERT_PARALLEL = Group(
 )
 
 TOP_LEVEL_KEYS: dict[str, Entry] = {
-    "tensor_parallel": TENSOR_PARALLEL,
     "sequence_parallel_size": Refused(
         whole(1),
         "sequence parallelism is not supported yet; set it to 1",

@@ -18,6 +18,7 @@ from ...offload.config import Aio
 from ...ops.config import Ops, check_ops
 from ...ops.watch.config import WatchConfig
 from ...pipe.config import ONE_STAGE, Pipeline
+from ...tensor.config import TensorParallel
 from ...utils.errors import ConfigError
 from ...utils.schema.keys import Entry, Report
 from ...utils.schema.rules import FLAG, NULL, Rule, dtype_name, either, number, one_of, shown, whole
@@ -128,6 +129,9 @@ class Config(Section):
         default_factory=ActivationCheckpointing.model_construct
     )
     pipeline: Annotated[Pipeline, AsRead()] = Field(default_factory=Pipeline.model_construct)
+    tensor_parallel: Annotated[TensorParallel, AsRead()] = Field(
+        default_factory=TensorParallel.model_construct
+    )
     aio: Annotated[Aio, AsRead()] = Field(default_factory=Aio.model_construct)
     elasticity: Annotated[Elasticity, AsRead()] = Field(default_factory=Elasticity.model_construct)
     checkpoint: Annotated[Checkpoint, AsRead()] = Field(default_factory=Checkpoint.model_construct)
@@ -150,7 +154,7 @@ class Config(Section):
     auto_keys: tuple[str, ...] = Field((), description='keys whose "auto" means the default')
     world_size: int = Field(0, description="all ranks; 0 until resolved")
     data_parallel_ranks: int = Field(
-        0, description="world_size divided by pipeline.stages; 0 until resolved"
+        0, description="world_size divided by the ranks of one model; 0 until resolved"
     )
 
     @classmethod
@@ -188,6 +192,11 @@ class Config(Section):
         if complaints:
             raise ConfigError(complaints, self.source)
         return self if sizes["world_size"] == self.world_size else self.model_copy(update=sizes)
+
+    @property
+    def model_ranks(self) -> int:
+        """The ranks that hold one model: pipeline stages x tensor ranks."""
+        return self.pipeline.stages * self.tensor_parallel.size
 
     def with_stages(self, stages: int) -> Config:
         """This config, which is not resolved, with the number of pipeline stages that a model gives.
@@ -235,7 +244,7 @@ def parse_config(
     config = config.model_copy(update={"auto_keys": tuple(report.auto_keys)})
     sizes: dict[str, int] = {}
     if one_replica:
-        world_size = config.pipeline.stages
+        world_size = config.model_ranks
     if world_size is not None:
         wrong, sizes = _batch(config, world_size)
         report.complaints.extend(each for each in wrong if each not in report.complaints)
@@ -342,9 +351,9 @@ def _check_precision(config: Config, report: Report) -> None:
 def _batch(config: Config, world_size: int) -> tuple[list[str], dict[str, int]]:
     if world_size < 1:
         return [f"world size = {world_size}: must be at least 1"], {}
-    stages = config.pipeline.stages
+    model_ranks = config.model_ranks
     try:
-        ranks = mesh_of(config.pipeline, world_size).data
+        ranks = mesh_of(config.pipeline, config.tensor_parallel, world_size).data
     except ValueError as error:
         return [str(error)], {}
     if config.elasticity.enabled:
@@ -356,14 +365,14 @@ def _batch(config: Config, world_size: int) -> tuple[list[str], dict[str, int]]:
             config.gradient_accumulation_steps,
             ranks,
             auto=tuple(key for key in config.auto_keys if key in COMPUTED),
-            named=WORLD_SIZE if stages == 1 else DATA_RANKS,
+            named=WORLD_SIZE if model_ranks == 1 else DATA_RANKS,
         )
     complaints += check_micro_batches(config.pipeline, steps)
     wanted = config.data_parallel_size
     if wanted is not None and wanted != ranks:
         complaints.append(
             f"data_parallel_size = {wanted}: must equal the number of data-parallel ranks "
-            f"({ranks}); remove it or start {wanted * stages}"
+            f"({ranks}); remove it or start {wanted * model_ranks}"
         )
     return complaints, {
         "train_batch_size": train,

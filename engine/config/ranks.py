@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...ops.mesh import Mesh
 from ...pipe.config import Pipeline, check_pipeline
+from ...tensor.config import TensorParallel
 from ...utils.schema.keys import Report
 from ...zero.config import ZeroConfig
 from .batch import STEPS
@@ -19,9 +20,9 @@ _ONE_GRAPH = (
 )
 
 
-def mesh_of(section: Pipeline, world_size: int) -> Mesh:
+def mesh_of(pipeline: Pipeline, tensor: TensorParallel, world_size: int) -> Mesh:
     """The mesh of `world_size` ranks. Raises ValueError with the product if it is not a whole one."""
-    return Mesh.of(world_size, pipe=section.stages)
+    return Mesh.of(world_size, pipe=pipeline.stages, tensor=tensor.size)
 
 
 def check_stages(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -135,21 +135,37 @@ def _stages_text(stages: Sequence[int]) -> str:
 
 
 def open_flat_groups(
-    mesh: MeshGroups, world: Collectives, policy: BuildPolicy, stage: int, found: Cut | None
+    mesh: MeshGroups,
+    world: Collectives,
+    policy: BuildPolicy,
+    stage: int,
+    found: Cut | None,
+    whole: Collection[int] = (),
 ) -> FlatGroups:
-    """The group of every flat buffer. For all ranks."""
-    collectives = world if found is None else mesh.along("data")
+    """The group of every flat buffer. For all ranks.
+
+    whole: id of every parameter of this rank that all tensor ranks hold; empty without tensor parallelism.
+    """
+    copies = mesh.mesh.tensor
+    collectives = world if found is None and copies == 1 else mesh.along("data")
     data = FlatGroup(collectives, ExactReducer(collectives), policy(stage, collectives.world_size))
+    by_param: dict[int, FlatGroup] = {}
+    if copies > 1:
+        both = mesh.along(("data", "tensor"))
+        reached = stage if data.policy.shards_params else min(stage, 2)  # both drop parameters or none
+        held = FlatGroup(both, ExactReducer(both, copies), policy(reached, both.world_size), 1)
+        by_param = dict.fromkeys(whole, held)
     if found is None:
-        return FlatGroups(world, data)
+        return FlatGroups(world, data, by_param)
     part = found.part
     opened: dict[tuple[int, ...], FlatGroup] = {}
-    for number, ranks in enumerate(sorted(set(part.shared.values())), 1):  # the same on all ranks
+    for number, ranks in enumerate(sorted(set(part.shared.values())), 2):  # the same on all ranks
         shared = mesh.shared(ranks)
         if shared is not None:
             kept_whole = policy(min(stage, 2), shared.world_size)
-            opened[ranks] = FlatGroup(shared, ExactReducer(shared), kept_whole, number)
-    by_param = {
+            reducer = ExactReducer(shared, copies)
+            opened[ranks] = FlatGroup(shared, reducer, kept_whole, number, is_shared=True)
+    by_param |= {
         key: opened[part.shared[name]]
         for key, name in part.names.items()
         if part.shared.get(name) in opened

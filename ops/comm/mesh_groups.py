@@ -54,11 +54,11 @@ class MeshGroups:
         """The place of this rank on `axis`."""
         return int(getattr(self.mesh.coordinates(self._rank), axis))
 
-    def along(self, axis: Axis, use: str = "") -> Collectives:
-        """The ranks that differ from this one on `axis` only. `use` tells several groups of one axis apart."""
-        for ranks in self.mesh.groups(axis):
+    def along(self, axes: Axis | tuple[Axis, ...], use: str = "") -> Collectives:
+        """The ranks that differ from this one on `axes` only. `use` tells several groups of one axis apart."""
+        for ranks in self.mesh.groups(axes):
             self._make(ranks, use)
-        return self._open(self.mesh.ranks_along(axis, self._rank), use)
+        return self._open(self.mesh.ranks_along(axes, self._rank), use)
 
     def shared(self, stages: Sequence[int]) -> Collectives | None:
         """All data ranks of several pipeline stages; None where this rank is not one of them."""

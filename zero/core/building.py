@@ -21,6 +21,7 @@ from .layout import Entry, FlatLayout, plan_flat
 from .tensors import broadcast_whole
 from .unit import Unit
 
+WHOLE_BUFFERS = 1 << 11  # the first number of buffers of what tensor ranks hold whole
 SHARED_BUFFERS = 1 << 12  # the first number of buffers of shared groups
 BUFFERS_OF_ONE = 1 << 4  # numbers of one shared group
 
@@ -64,7 +65,7 @@ class Builder:
         self, model: nn.Module, runs: Sequence[Sequence[tuple[str, nn.Module]]], min_numel: int
     ) -> list[Unit]:
         """The units of `model`, the root last. `runs`, `min_numel`: see `plan_units`."""
-        blocks, root = plan_units(model, runs, min_numel, self._flat_groups.shared.keys())
+        blocks, root = plan_units(model, runs, min_numel, self._flat_groups.in_several_stages)
         for buffer in model.buffers():
             buffer.data = broadcast_whole(self._flat_groups.data.collectives, buffer.data)
         self._cast_empty(model)
@@ -130,7 +131,9 @@ class Builder:
         """The number of a new buffer: the same on all ranks of its group, and used once on each."""
         count = self._counts[group.number]
         self._counts[group.number] += 1
-        return count + (SHARED_BUFFERS + group.number * BUFFERS_OF_ONE if group.is_shared else 0)
+        if group.is_shared:
+            return SHARED_BUFFERS + group.number * BUFFERS_OF_ONE + count
+        return count + (WHOLE_BUFFERS if group.number else 0)
 
     def _add_flat(self, unit: Unit, entries: _Entries, kind: _Kind, group: FlatGroup) -> None:
         if group.is_shared:  # stages find the parameters in different orders

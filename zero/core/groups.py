@@ -1,6 +1,7 @@
 """The group of each flat buffer: the ranks that hold it, how they communicate, what is sharded over them.
 
-    data group     the data-parallel ranks of this rank's pipeline stage: most flat buffers
+    data group     the data-parallel ranks of this rank's pipeline stage and slice: most flat buffers
+    whole group    the data-parallel and tensor ranks of a stage: what no tensor rank cuts
     shared group   the data-parallel ranks of several stages: weights that these stages tie
 
 A tied weight needs no code of its own: its flat buffer is reduced and updated over a larger group. At stage
@@ -23,17 +24,17 @@ from .policy import Policy
 @final
 @dataclass(frozen=True, eq=False)
 class FlatGroup:
-    """The ranks of a flat buffer. `number`: 0 for the data group; shared groups by one order on all ranks."""
+    """The ranks of a flat buffer.
+
+    number: 0 for the data group; the others by one order on all ranks.
+    is_shared: ranks of several pipeline stages hold the buffer.
+    """
 
     collectives: Collectives
     reducer: GradientReducer
     policy: Policy
     number: int = 0
-
-    @property
-    def is_shared(self) -> bool:
-        """Ranks of several pipeline stages hold the buffer."""
-        return self.number > 0
+    is_shared: bool = False
 
 
 @final
@@ -60,6 +61,11 @@ class FlatGroups:
     def name_of(self, param: nn.Parameter, name: str) -> str:
         """The name of `param` in the whole model; `name` is the one in this rank's module."""
         return self.names.get(id(param), name)
+
+    @property
+    def in_several_stages(self) -> set[int]:
+        """id of every parameter that several pipeline stages hold."""
+        return {key for key, group in self.shared.items() if group.is_shared}
 
     @property
     def several(self) -> list[Collectives]:

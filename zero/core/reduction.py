@@ -63,7 +63,7 @@ class Reduction:
             in_flight: the maximum number of reductions in flight when another one starts.
         """
         # what several pipeline stages share comes last, in an order that they share as well
-        self.order = sorted(order, key=lambda grads: grads.group.number)
+        self.order = sorted(order, key=lambda g: g.group.number if g.group.is_shared else 0)
         self._groups = groups
         self._world = groups.world
         self._spans_stages = groups.world.world_size > groups.data.collectives.world_size

@@ -172,7 +172,7 @@ def _grid_of(engine: Engine) -> PipelineParallelGrid:
         for opened in parts.opened
         if opened.group is not None
     }
-    mesh = mesh_of(engine.config.pipeline, engine.world_size)
+    mesh = mesh_of(engine.config.pipeline, engine.config.tensor_parallel, engine.world_size)
     return PipelineParallelGrid(topology_of(mesh), known=known)
 
 

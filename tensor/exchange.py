@@ -1,0 +1,97 @@
+"""What tensor ranks send in forward and backward: sums and gathers of activations, under autograd.
+
+              forward                backward
+    enter     the input itself       sum of its gradients         before layers that are cut by columns
+    leave     sum of the outputs     the gradient itself          after a layer that is cut by rows
+    gather    all ranks' columns     this rank's columns          after an output that is needed whole
+
+The first two are f and g of Shoeybi et al., Megatron-LM, 2019, section 3. A block sends four sums: two in
+forward and two in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ..ops.comm.collectives import Collectives
+
+KIND = "tensor sums"
+GATHER_KIND = "tensor gathers"
+
+
+@final
+class Exchange:
+    """The messages of one tensor group for one place in the model, which `what` names in messages."""
+
+    def __init__(self, collectives: Collectives, what: str) -> None:
+        self.collectives = collectives
+        self.what = what
+
+    def enter(self, x: Tensor) -> Tensor:
+        """`x` [...]; in backward its gradients are summed over the ranks."""
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        entered: Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
+        return entered
+
+    def leave(self, y: Tensor) -> Tensor:
+        """The sum over ranks of `y` [...], the same bits on all."""
+        left: Tensor = _Leave.apply(y, self)  # type: ignore[no-untyped-call]
+        return left
+
+    def gather(self, y: Tensor, widths: Sequence[int]) -> Tensor:
+        """[..., own columns] -> [..., sum of `widths`], in rank order. `widths`: the columns of each rank."""
+        gathered: Tensor = _Gather.apply(y, self, tuple(widths))  # type: ignore[no-untyped-call]
+        return gathered
+
+    def sum(self, tensor: Tensor, direction: str) -> Tensor:
+        """The sum over ranks of `tensor`, in a new tensor."""
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        if total.numel():
+            what = f"the {direction} {self.what}"
+            self.collectives.all_reduce(total, what=what, kind=KIND).wait()
+        return total
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.exchange.sum(grad, "gradient of the input of"), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, exchange: Exchange) -> Tensor:
+        return exchange.sum(y, "output of")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, exchange: Exchange, widths: tuple[int, ...]) -> Tensor:
+        group = exchange.collectives
+        ctx.start, ctx.width = sum(widths[: group.rank]), widths[group.rank]
+        rows = y.reshape(-1, y.shape[-1]).contiguous()
+        outs = [y.new_empty(len(rows), width) for width in widths]
+        what = f"the output of {exchange.what}"
+        group.all_to_all(outs, [rows] * len(widths), what=what, kind=GATHER_KIND).wait()
+        return torch.cat(outs, 1).view(*y.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return grad.narrow(-1, ctx.start, ctx.width), None, None
+
+
+__all__ = ["Exchange"]
