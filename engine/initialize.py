@@ -53,7 +53,7 @@ from .model.pipelining import (
 )
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
-from .model.slicing import slice_layers
+from .model.slicing import plan_slices, slice_layers
 from .optim.loss_scale import build_loss_scale
 from .optim.optimizers import (
     ClientOptimizer,
@@ -158,11 +158,12 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     if is_cut(model, config) or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
     runs = [[] if is_part(model) else found_blocks(model, config.zero_optimization.units)]
+    plan = plan_slices(model, config, has_weights=given.weights is not None)
     found = cut(model, runs[0], config, mesh) if is_cut(model, config) else None
     if found is not None:
         model, runs = found.part.module, found.runs
     groups = groups or _groups(model, config, given)
-    sliced = slice_layers(model, config, mesh, has_weights=given.weights is not None)
+    sliced = slice_layers(model, plan, config, mesh)
     flat_groups = open_flat_groups(
         mesh,
         collectives,

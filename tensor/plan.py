@@ -32,11 +32,14 @@ class Word(Enum):
 CUTS_COLUMNS = frozenset({Word.COLWISE, Word.COLWISE_GATHER, Word.PACKED_COLWISE})
 
 
-def read_plan(given: Mapping[str, str] | None, model: nn.Module) -> dict[str, Word]:
+def read_plan(
+    given: Mapping[str, str] | None, model: nn.Module, *, is_part: bool = False
+) -> dict[str, Word]:
     """Module name -> its word, for every module that a pattern of the plan matches.
 
     Args:
         given: tensor_parallel.plan of the config; None takes the model's own.
+        is_part: the model has the layers of one pipeline stage only, so a pattern may match nothing.
 
     Raises:
         UsageError: no plan, an unknown word, a pattern that matches nothing, or no linear layer.
@@ -52,7 +55,7 @@ def read_plan(given: Mapping[str, str] | None, model: nn.Module) -> dict[str, Wo
     for pattern, text in plan.items():
         word = _word(pattern, text)
         names = [name for name in modules if _matches(pattern, name)]
-        if not names:
+        if not names and not is_part:
             raise UsageError(
                 f"tensor_parallel.plan: {pattern!r} matches no module of {type(model).__name__}; its modules "
                 f"have names such as {_example(modules)}"

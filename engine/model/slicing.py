@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from ...ops.comm.mesh_groups import MeshGroups
-from ...tensor.plan import read_plan
+from ...tensor.plan import Word, is_linear, read_plan
 from ...tensor.slicing import Sliced, slice_model
 from ...utils.errors import UsageError
 from ..config.config import Config
+from .pipelining import is_part
 
 
-def slice_layers(
-    model: nn.Module, config: Config, mesh: MeshGroups, *, has_weights: bool
-) -> Sliced:
-    """Keep this rank's slices of the layers of `model`, if the config has several tensor ranks.
+Plan = Mapping[str, Word]
+
+
+def plan_slices(model: nn.Module, config: Config, *, has_weights: bool) -> Plan | None:
+    """How the layers of the whole `model` are cut; None: not known yet, or there is one tensor rank.
 
     Raises:
         UsageError: there is no plan, or it does not fit the model.
     """
     section = config.tensor_parallel
-    if section.size == 1:
-        return Sliced()
+    if section.size == 1 or is_part(model):
+        return None
     if has_weights:
         raise UsageError(
             f"weights= with tensor_parallel.tp_size = {section.size} is not supported yet: load the weights "
             "into the model before xds.initialize"
         )
-    return slice_model(model, read_plan(section.plan, model), mesh.along("tensor"))
+    return read_plan(section.plan, model)
 
 
-__all__ = ["slice_layers"]
+def slice_layers(
+    model: nn.Module, plan: Plan | None, config: Config, mesh: MeshGroups
+) -> Sliced:
+    """Keep this rank's slices of the layers that this pipeline stage has. For all ranks.
+
+    Raises:
+        UsageError: the layers cannot be cut over so many ranks.
+    """
+    section = config.tensor_parallel
+    if section.size == 1:
+        return Sliced()
+    found = read_plan(section.plan, model, is_part=True) if plan is None else plan
+    modules = dict(model.named_modules())
+    own = {name: word for name, word in found.items() if is_linear(modules.get(name, model))}
+    return slice_model(model, own, mesh.along("tensor"))
+
+
+__all__ = ["plan_slices", "slice_layers"]

@@ -85,3 +85,22 @@ def test_llama_in_two_slices_equals_one_process(data: int, stage: int) -> None:
         for steps in zip(*by_rank[::2], strict=True)
     ]
     assert worst(mean, one_process("llama", data)) <= 1e-6
+
+
+def train_in_stages(name: str, config: dict[str, Any]) -> list[tuple[float, float]]:
+    engine = xds.initialize(build(name), config)
+    found = []
+    for step in range(STEPS):
+        batches = [batch(step, 2 * engine.dp_rank), batch(step, 2 * engine.dp_rank + 1)]
+        loss = engine.train_batch(iter(batches))
+        found.append((loss.item(), engine.get_global_grad_norm()))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_slices_in_two_pipeline_stages_equal_one_process(stage: int) -> None:
+    config = config_of(2, stage) | {"gradient_accumulation_steps": 2, "pipeline": {"stages": 2}}
+    by_rank = warm(4).run(train_in_stages, "llama", config)
+    assert all(found == by_rank[0] for found in by_rank)
+    assert worst(by_rank[0], one_process("llama", 2)) <= 1e-6
