@@ -170,7 +170,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         partial(_policy, config),
         config.zero_optimization.stage,
         found,
-        {id(param) for param in model.parameters()}.difference(sliced.slices),
+        sliced,
     )
     blocks = [module for run in runs for _, module in run]
     compiler = Compiler(model, blocks, config)

@@ -23,7 +23,9 @@ class TensorParallel(Section):
     others: ClassVar[Mapping[str, Entry]] = {
         "enabled": Detail(FLAG),
         "dtype": Detail(TEXT),
-        "tp_overlap_comm": NoEffect(FLAG, "sums are not overlapped with products yet", same=(False,)),
+        "tp_overlap_comm": NoEffect(
+            FLAG, "sums are not overlapped with products yet", same=(False,)
+        ),
         "tp": Group(
             {
                 "tp_size": Refused(whole(1), _OWN_KEY, harmless=(1,)),

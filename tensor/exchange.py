@@ -64,7 +64,7 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.exchange.sum(grad, "gradient of the input of"), None
 
 
@@ -74,7 +74,7 @@ class _Leave(torch.autograd.Function):
         return exchange.sum(y, "output of")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -90,7 +90,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat(outs, 1).view(*y.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.narrow(-1, ctx.start, ctx.width), None, None
 
 

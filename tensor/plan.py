@@ -27,6 +27,10 @@ class Word(Enum):
     ROWWISE = "rowwise"
     PACKED_COLWISE = "packed_colwise"
     """As COLWISE; the outputs are several equal parts, such as gate and up."""
+    ROWWISE_SPLIT = "rowwise_split_input"
+    """As ROWWISE; the input is whole, and each rank takes its part of it."""
+    PARTIAL = "replicated_with_grad_allreduce"
+    """The module is whole on every rank, and works on what is cut: its gradients are summed over the ranks."""
 
 
 CUTS_COLUMNS = frozenset({Word.COLWISE, Word.COLWISE_GATHER, Word.PACKED_COLWISE})
@@ -47,8 +51,8 @@ def read_plan(
     plan = dict(given) if given is not None else plan_of_model(model)
     if not plan:
         raise UsageError(
-            f"tensor_parallel: {type(model).__name__} has no plan that says how its layers are cut; write one in "
-            'tensor_parallel.plan, as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'
+            f"tensor_parallel: {type(model).__name__} has no plan that says how its layers are cut; write "
+            'one in tensor_parallel.plan, as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'
         )
     modules = dict(model.named_modules())
     found: dict[str, Word] = {}
@@ -62,7 +66,7 @@ def read_plan(
             )
         found.update(dict.fromkeys(names, word))
     for name in found:
-        if not is_linear(modules[name]):
+        if found[name] is not Word.PARTIAL and not is_linear(modules[name]):
             raise UsageError(
                 f"tensor_parallel.plan: {name} is a {type(modules[name]).__name__}; only linear layers "
                 "(nn.Linear, transformers' Conv1D) can be cut; take it out of the plan"

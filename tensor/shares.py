@@ -1,7 +1,7 @@
 """Which part of a dimension each tensor rank has. Pure arithmetic.
 
-    10 heads of 4 over 4 ranks    rank 0: [0, 12)   1: [12, 24)   2: [24, 32)   3: [32, 40)
-    packed q, k, v of 8 each      rank 0: [0, 4) [8, 12) [16, 20)               rank 1: the rest
+10 heads of 4 over 4 ranks    rank 0: [0, 12)   1: [12, 24)   2: [24, 32)   3: [32, 40)
+packed q, k, v of 8 each      rank 0: [0, 4) [8, 12) [16, 20)               rank 1: the rest
 """
 
 from __future__ import annotations

@@ -25,7 +25,15 @@ from .exchange import Exchange
 from .plan import CUTS_COLUMNS, Word, is_transposed
 from .shares import Range, ranges_of, share_of
 
-COUNTS = ("num_heads", "heads", "n_head", "n_heads", "num_attention_heads", "num_key_value_heads", "nheads")
+COUNTS = (
+    "num_heads",
+    "heads",
+    "n_head",
+    "n_heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "nheads",
+)
 SIZES = ("split_size", "embed_dim", "inner_dim", "hidden_size_per_rank")
 
 
@@ -66,9 +74,13 @@ class Sliced:
     """What cutting a model has made.
 
     slices: id(parameter) -> the part that this rank has. `undo` gives the modules their classes back.
+    whole: id of every other parameter, which all tensor ranks hold.
+    partial: id of those of them whose gradient on a rank is a part of the sum.
     """
 
     slices: dict[int, Slice] = field(default_factory=dict)
+    partial: set[int] = field(default_factory=set)
+    whole: set[int] = field(default_factory=set)
     classes: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)
 
     def undo(self) -> None:
@@ -93,14 +105,18 @@ def slice_model(model: nn.Module, plan: Mapping[str, Word], group: Collectives) 
             if param is not None:
                 uses[id(param)] = uses.get(id(param), 0) + 1
     by_parent: dict[str, list[str]] = {}
-    for name in plan:
+    sliced = Sliced()
+    for name, word in plan.items():
+        if word is Word.PARTIAL:
+            sliced.partial.update(id(param) for param in modules[name].parameters())
+            continue
         params = [param for param in modules[name]._parameters.values() if param is not None]
         if all(uses[id(param)] == 1 for param in params):
             by_parent.setdefault(name.rpartition(".")[0], []).append(name)
-    sliced = Sliced()
     for parent, names in by_parent.items():
         words = {name: plan[name] for name in names}
         _slice_parent(sliced, modules, parent, words, group)
+    sliced.whole = {id(param) for param in model.parameters()}.difference(sliced.slices)
     return sliced
 
 
@@ -160,8 +176,8 @@ def _slice_layer(
     own_units = units if units is not None and not any(size % units for size in sizes) else sizes[0]
     if own_units < group.world_size:
         raise UsageError(
-            f"tensor_parallel.tp_size = {group.world_size}: {name} has {own_units} columns or rows to cut, fewer "
-            "than ranks; take it out of the plan"
+            f"tensor_parallel.tp_size = {group.world_size}: {name} has {own_units} columns or rows to cut, "
+            "fewer than ranks; take it out of the plan"
         )
     by_rank = [ranges_of(sizes, own_units, group.world_size, r) for r in range(group.world_size)]
     dim = int(not cuts_columns) if not is_transposed(module) else int(cuts_columns)
@@ -223,6 +239,10 @@ def _class_for(
         region.end()
         return y
 
+    def split(self: nn.Module, x: Tensor) -> Tensor:
+        rank = region.exchange.collectives.rank
+        return rowwise(self, region.enter(x).narrow(-1, sum(widths[:rank]), widths[rank]))
+
     def rowwise(self: nn.Module, x: Tensor) -> Tensor:
         region.end()
         bias = self._parameters.get("bias")
@@ -233,8 +253,17 @@ def _class_for(
         matrix = weight if is_transposed(self) else weight.t()
         return region.exchange.leave(x @ matrix) + bias
 
-    forward = {Word.ROWWISE: rowwise, Word.COLWISE_GATHER: gathered}.get(word, colwise)
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    forwards = {
+        Word.ROWWISE: rowwise,
+        Word.ROWWISE_SPLIT: split,
+        Word.COLWISE_GATHER: gathered,
+    }
+    forward = forwards.get(word, colwise)
+    names = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
     methods: dict[str, Any] = {**names, "forward": forward}
     return type(base.__name__, (base,), methods)
 

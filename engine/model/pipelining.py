@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -20,6 +20,7 @@ from ...pipe.schedules.actions import Placement, Table
 from ...pipe.schedules.lowering import with_states
 from ...pipe.schedules.plan import SchedulePlan
 from ...pipe.weight_grads import WeightGrads
+from ...tensor.slicing import Sliced
 from ...utils.errors import UsageError
 from ...zero.access.owners import find_owner
 from ...zero.core.groups import FlatGroup, FlatGroups
@@ -140,26 +141,31 @@ def open_flat_groups(
     policy: BuildPolicy,
     stage: int,
     found: Cut | None,
-    whole: Collection[int] = (),
+    sliced: Sliced | None = None,
 ) -> FlatGroups:
     """The group of every flat buffer. For all ranks.
 
-    whole: id of every parameter of this rank that all tensor ranks hold; empty without tensor parallelism.
+    sliced: what the tensor ranks have cut; None: nothing.
     """
     copies = mesh.mesh.tensor
     collectives = world if found is None and copies == 1 else mesh.along("data")
     data = FlatGroup(collectives, ExactReducer(collectives), policy(stage, collectives.world_size))
+    sliced = Sliced() if sliced is None else sliced
     by_param: dict[int, FlatGroup] = {}
     if copies > 1:
         both = mesh.along(("data", "tensor"))
-        reached = stage if data.policy.shards_params else min(stage, 2)  # both drop parameters or none
-        held = FlatGroup(both, ExactReducer(both, copies), policy(reached, both.world_size), 1)
-        by_param = dict.fromkeys(whole, held)
+        reached = (
+            stage if data.policy.shards_params else min(stage, 2)
+        )  # both drop parameters or none
+        kept = policy(reached, both.world_size)
+        equal = FlatGroup(both, ExactReducer(both, copies), kept, 1)  # gradients are equal on all
+        parts = FlatGroup(both, ExactReducer(both), kept, 2)
+        by_param = {key: parts if key in sliced.partial else equal for key in sliced.whole}
     if found is None:
-        return FlatGroups(world, data, by_param)
+        return FlatGroups(world, data, by_param, sliced=frozenset(sliced.slices))
     part = found.part
     opened: dict[tuple[int, ...], FlatGroup] = {}
-    for number, ranks in enumerate(sorted(set(part.shared.values())), 2):  # the same on all ranks
+    for number, ranks in enumerate(sorted(set(part.shared.values())), 3):  # the same on all ranks
         shared = mesh.shared(ranks)
         if shared is not None:
             kept_whole = policy(min(stage, 2), shared.world_size)
@@ -170,7 +176,7 @@ def open_flat_groups(
         for key, name in part.names.items()
         if part.shared.get(name) in opened
     }
-    return FlatGroups(world, data, by_param, dict(part.names))
+    return FlatGroups(world, data, by_param, dict(part.names), frozenset(sliced.slices))
 
 
 def _ways(mesh: MeshGroups, kind: str, placement: Placement) -> Ways:

@@ -13,7 +13,6 @@ from ...utils.errors import UsageError
 from ..config.config import Config
 from .pipelining import is_part
 
-
 Plan = Mapping[str, Word]
 
 
@@ -34,9 +33,7 @@ def plan_slices(model: nn.Module, config: Config, *, has_weights: bool) -> Plan 
     return read_plan(section.plan, model)
 
 
-def slice_layers(
-    model: nn.Module, plan: Plan | None, config: Config, mesh: MeshGroups
-) -> Sliced:
+def slice_layers(model: nn.Module, plan: Plan | None, config: Config, mesh: MeshGroups) -> Sliced:
     """Keep this rank's slices of the layers that this pipeline stage has. For all ranks.
 
     Raises:
@@ -47,7 +44,11 @@ def slice_layers(
         return Sliced()
     found = read_plan(section.plan, model, is_part=True) if plan is None else plan
     modules = dict(model.named_modules())
-    own = {name: word for name, word in found.items() if is_linear(modules.get(name, model))}
+    own = {
+        name: word
+        for name, word in found.items()
+        if name in modules and (word is Word.PARTIAL or is_linear(modules[name]))
+    }
     return slice_model(model, own, mesh.along("tensor"))
 
 

@@ -24,7 +24,12 @@ def build(name: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(7)
-    sizes = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 56,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCAB,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
     config = AutoConfig.for_model(name, **sizes, **heads, use_cache=False, pad_token_id=0)
     return AutoModelForCausalLM.from_config(config)
@@ -104,3 +109,125 @@ def test_slices_in_two_pipeline_stages_equal_one_process(stage: int) -> None:
     by_rank = warm(4).run(train_in_stages, "llama", config)
     assert all(found == by_rank[0] for found in by_rank)
     assert worst(by_rank[0], one_process("llama", 2)) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3"])  # norms of heads; fused layers
+def test_models_with_other_words_equal_one_process(name: str) -> None:
+    found = warm(2).run(train, name, config_of(2, 2))[0]
+    assert worst(found[:3], one_process(name, 1)[:3]) <= 5e-6
+
+
+class Mlp(nn.Module):
+    """Biases on both sides, a width that three ranks cannot share evenly, packed gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(10)
+        self.packed = nn.Linear(10, 2 * 13)
+        self.down = nn.Linear(13, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.packed(self.norm(x)).chunk(2, -1)
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+class Mlps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+PLAN = {"blocks.*.packed": "packed_colwise", "blocks.*.down": "rowwise"}
+
+
+def train_mlps(config: dict[str, Any]) -> tuple[list[float], dict[str, int]]:
+    torch.set_num_threads(1)
+    engine = xds.initialize(Mlps(), config)
+    losses = []
+    for step in range(3):
+        x = torch.randn(4, 10, generator=torch.Generator().manual_seed(step))
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    sent = {}
+    for collectives in engine._parts.opened:
+        for kind, num_bytes in collectives.sent_bytes.items():
+            sent[kind] = sent.get(kind, 0) + num_bytes
+    engine.destroy()
+    return losses, sent
+
+
+def test_uneven_packed_slices_on_three_ranks_and_the_bytes_of_their_sums() -> None:
+    config = config_of(3, 1) | {"train_micro_batch_size_per_gpu": 4}
+    config["tensor_parallel"]["plan"] = PLAN
+    by_rank = warm(3).run(train_mlps, config)
+    model = Mlps()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    losses = []
+    for step in range(3):
+        loss = model(torch.randn(4, 10, generator=torch.Generator().manual_seed(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for found, sent in by_rank:
+        assert found == by_rank[0][0]
+        assert found == pytest.approx(losses, rel=1e-6)
+        one_sum = 2 * (3 - 1) * 4 * 10 * 4 // 3  # of activations [4, 10] in fp32
+        assert sent["tensor sums"] == 3 * 2 * 2 * one_sum  # steps, blocks, forward and backward
+
+
+def test_what_is_not_supported_yet_is_refused() -> None:
+    config = config_of(2, 0) | {"train_micro_batch_size_per_gpu": 4}
+    config["tensor_parallel"]["plan"] = PLAN
+    for found in warm(2).run(refusals, config):
+        assert len(found) == 5 and all("not supported yet" in text for text in found)
+
+
+def refusals(config: dict[str, Any]) -> list[str]:
+    engine = xds.initialize(Mlps(), config)
+    weight = engine.module.blocks[0].down.weight
+    calls = [
+        lambda: engine.save_checkpoint("/nowhere"),
+        lambda: engine.load_checkpoint("/nowhere"),
+        engine.full_state_dict,
+        lambda: xds.zero.get_full_param(weight),
+        lambda: engine.load_state_dict({}),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises(xds.UsageError) as caught:
+            call()
+        found.append(str(caught.value))
+    engine.destroy()
+    return found
+
+
+def bad_plan(plan: dict[str, str] | None, tensor: int) -> str:
+    config = config_of(tensor, 0) | {"train_micro_batch_size_per_gpu": 4}
+    config["tensor_parallel"]["plan"] = plan
+    with pytest.raises(xds.UsageError) as caught:
+        xds.initialize(Mlps(), config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (None, "has no plan"),
+        ({"blocks.*.up": "colwise"}, "matches no module"),
+        ({"blocks.*.down": "columnwise"}, "must be one of"),
+        ({"blocks.*.norm": "colwise"}, "only linear layers"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_one_sentence_on_every_rank(
+    plan: dict[str, str] | None, message: str
+) -> None:
+    assert all(message in found for found in warm(2).run(bad_plan, plan, 2))

@@ -129,8 +129,10 @@ class Builder:
 
     def _number(self, group: FlatGroup) -> int:
         """The number of a new buffer: the same on all ranks of its group, and used once on each."""
-        count = self._counts[group.number]
-        self._counts[group.number] += 1
+        # the groups of what tensor ranks hold whole have the same ranks: one count for both
+        counted = group.number if group.is_shared else min(group.number, 1)
+        count = self._counts[counted]
+        self._counts[counted] += 1
         if group.is_shared:
             return SHARED_BUFFERS + group.number * BUFFERS_OF_ONE + count
         return count + (WHOLE_BUFFERS if group.number else 0)

@@ -18,6 +18,7 @@ from torch import nn
 
 from ...compression.reducer import GradientReducer
 from ...ops.comm.collectives import Collectives
+from ...utils.errors import UsageError
 from .policy import Policy
 
 
@@ -47,12 +48,22 @@ class FlatGroups:
         data: the group of every parameter that is not in `shared`.
         shared: id(parameter) -> its group.
         names: id(parameter) -> its name in the whole model, where the module of this rank has another one.
+        sliced: id of every parameter of which tensor ranks have different slices.
     """
 
     world: Collectives
     data: FlatGroup
     shared: Mapping[int, FlatGroup] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
+    sliced: frozenset[int] = frozenset()
+
+    def refuse_slices(self, call: str) -> None:
+        """Raises UsageError: `call` needs whole tensors, and this rank has slices."""
+        if self.sliced:
+            raise UsageError(
+                f"{call} with tensor_parallel.tp_size > 1 is not supported yet: a rank has slices of the "
+                "layers, and they are not put together again; set tensor_parallel.tp_size to 1"
+            )
 
     def of(self, param: nn.Parameter) -> FlatGroup:
         """The group of the buffer that holds `param`."""
