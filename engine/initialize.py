@@ -24,7 +24,6 @@ from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
 from ..zero.construction.construction import Construction, materialise
 from ..zero.construction.slices import SliceStore
 from ..zero.construction.weights import load_weights
-from ..zero.core.discover import found_blocks
 from ..zero.core.filling import build_filling
 from ..zero.core.groups import FlatGroups
 from ..zero.core.model_checks import check_model, move_model
@@ -41,19 +40,11 @@ from .engine import Engine
 from .model.arguments import check_arguments
 from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
+from .model.dividing import divide
 from .model.offloading import build_homes, build_host, host_ratio, reserve
-from .model.pipelining import (
-    Runs,
-    build_pipeline,
-    cut,
-    is_cut,
-    is_part,
-    open_flat_groups,
-    with_model,
-)
+from .model.pipelining import Runs, build_pipeline, is_cut, is_part, with_model
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
-from .model.slicing import plan_slices, slice_layers
 from .optim.loss_scale import build_loss_scale
 from .optim.optimizers import (
     ClientOptimizer,
@@ -157,28 +148,18 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     groups = None if is_part(model) else _groups(model, config, given)
     if is_cut(model, config) or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
-    runs = [[] if is_part(model) else found_blocks(model, config.zero_optimization.units)]
-    plan = plan_slices(model, config, has_weights=given.weights is not None)
-    found = cut(model, runs[0], config, mesh) if is_cut(model, config) else None
-    if found is not None:
-        model, runs = found.part.module, found.runs
+    has_weights = given.weights is not None
+    policy_of = partial(_policy, config)
+    divided = divide(model, config, mesh, collectives, policy_of, has_weights=has_weights)
+    model, runs, found, flat_groups = divided.model, divided.runs, divided.found, divided.groups
     groups = groups or _groups(model, config, given)
-    sliced = slice_layers(model, plan, config, mesh)
-    flat_groups = open_flat_groups(
-        mesh,
-        collectives,
-        partial(_policy, config),
-        config.zero_optimization.stage,
-        found,
-        sliced,
-    )
     blocks = [module for run in runs for _, module in run]
     compiler = Compiler(model, blocks, config)
     sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
     reserve(sharded)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
-    undo = _both(_recompute(config, blocks, device), sliced.undo)
+    undo = _both(_recompute(config, blocks, device), divided.sliced.undo)
     if config.compile.enabled:
         compiler.compile()
     monitor = build_monitor(config, dist.get_rank())

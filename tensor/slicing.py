@@ -23,6 +23,7 @@ from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError
 from .exchange import Exchange
 from .plan import CUTS_COLUMNS, Word, is_transposed
+from .same_batches import SameBatches
 from .shares import Range, ranges_of, share_of
 
 COUNTS = (
@@ -55,12 +56,14 @@ class Region:
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
         self._input: Tensor | None = None
+        self._had_grad = False
         self._entered: Tensor | None = None
 
     def enter(self, x: Tensor) -> Tensor:
         """As `Exchange.enter`; once for all layers with the same input."""
-        if self._input is not x or self._entered is None:
-            self._input, self._entered = x, self.exchange.enter(x)
+        has_grad = torch.is_grad_enabled()
+        if self._input is not x or self._entered is None or self._had_grad is not has_grad:
+            self._input, self._entered, self._had_grad = x, self.exchange.enter(x), has_grad
         return self._entered
 
     def end(self) -> None:
@@ -82,12 +85,15 @@ class Sliced:
     partial: set[int] = field(default_factory=set)
     whole: set[int] = field(default_factory=set)
     classes: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)
+    check: SameBatches | None = None
 
     def undo(self) -> None:
         """Parameters stay slices."""
         for module, base in self.classes:
             module.__class__ = base
         self.classes = []
+        if self.check is not None:
+            self.check.remove()
 
 
 def slice_model(model: nn.Module, plan: Mapping[str, Word], group: Collectives) -> Sliced:
@@ -117,6 +123,7 @@ def slice_model(model: nn.Module, plan: Mapping[str, Word], group: Collectives) 
         words = {name: plan[name] for name in names}
         _slice_parent(sliced, modules, parent, words, group)
     sliced.whole = {id(param) for param in model.parameters()}.difference(sliced.slices)
+    sliced.check = SameBatches(model, group)
     return sliced
 
 

@@ -31,7 +31,7 @@ from .compile import Compile, check_compile
 from .elasticity import Elasticity, check_elasticity, elastic_batch
 from .offloading import check_guesses, check_old_names, check_paths
 from .optimizer import OptimizerConfig, check_optimizer
-from .ranks import check_micro_batches, check_stages, mesh_of
+from .ranks import check_micro_batches, check_slices, check_stages, mesh_of
 from .refused import TOP_LEVEL_KEYS
 from .scheduler import SchedulerConfig, check_scheduler
 from .sections import (
@@ -311,6 +311,13 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     check_ops(config.ops, report)
     check_elasticity(config.elasticity, data, report)
     _check_stages(config, report)
+    chosen = changes.get("optimizer")
+    check_slices(
+        config.tensor_parallel,
+        chosen.type if chosen is not None else None,
+        compiles=config.compile.enabled,
+        report=report,
+    )
     if data.get("gradient_clipping") is None:
         report.notes.append(
             "gradient_clipping is not given: gradients are not clipped "
@@ -327,6 +334,7 @@ def _check_stages(config: Config, report: Report) -> None:
         report,
         counts_micro_batches=config.managed_gradient_accumulation,
         recomputes=config.activation_checkpointing.enabled,
+        tensor_ranks=config.tensor_parallel.size,
     )
 
 

@@ -9,6 +9,7 @@ from ...utils.schema.keys import Report
 from ...zero.config import ZeroConfig
 from .batch import STEPS
 from .elasticity import Elasticity
+from .optimizer import WHOLE_TENSOR
 
 _ONE_UPDATE = (
     "pipeline stages run all micro-batches of an update in one call of train_batch, so the engine counts them; "
@@ -33,6 +34,7 @@ def check_stages(
     *,
     counts_micro_batches: bool,
     recomputes: bool,
+    tensor_ranks: int = 1,
 ) -> None:
     """Report what the section pipeline does not allow, in itself and in other sections.
 
@@ -40,12 +42,13 @@ def check_stages(
     """
     check_pipeline(section, report)
     stages = section.stages
-    if elasticity.enabled and elasticity.model_parallel_size != stages:
+    if elasticity.enabled and elasticity.model_parallel_size != stages * tensor_ranks:
+        factor = f" x tensor_parallel.tp_size ({tensor_ranks})" if tensor_ranks > 1 else ""
         report.complain(
             "elasticity.model_parallel_size",
             elasticity.model_parallel_size,
-            f"must equal pipeline.stages ({stages}), the number of ranks that hold one model; set both to the "
-            "same number (`xds elastic` plans with any)",
+            f"must equal pipeline.stages ({stages}){factor}, the number of ranks that hold one model; set both "
+            "to the same number (`xds elastic` plans with any)",
         )
     if stages == 1:
         return
@@ -59,6 +62,28 @@ def check_stages(
         )
     if zero.divergent_graphs:
         report.complain("zero_optimization.divergent_graphs", True, _ONE_GRAPH)
+
+
+def check_slices(
+    section: TensorParallel, optimizer: str | None, *, compiles: bool, report: Report
+) -> None:
+    """Report settings that do not work with slices of tensors. `optimizer`: the type, if there is one."""
+    if section.size == 1:
+        return
+    if optimizer in (*WHOLE_TENSOR, "Adafactor"):
+        report.complain(
+            "optimizer.type",
+            optimizer,
+            f"it uses norms or products of whole tensors, and tensor_parallel.tp_size = {section.size} cuts "
+            "them; choose an optimizer such as AdamW, or set tensor_parallel.tp_size to 1",
+        )
+    if compiles:
+        report.complain(
+            "compile.enabled",
+            True,
+            "the sums of tensor parallelism cannot be compiled yet; set it to false, or "
+            "tensor_parallel.tp_size to 1",
+        )
 
 
 def check_micro_batches(section: Pipeline, steps: int) -> list[str]:

@@ -10,6 +10,7 @@ from ...ops.comm.mesh_groups import MeshGroups
 from ...tensor.plan import Word, is_linear, read_plan
 from ...tensor.slicing import Sliced, slice_model
 from ...utils.errors import UsageError
+from ...zero.access.owners import find_owner
 from ..config.config import Config
 from .pipelining import is_part
 
@@ -29,6 +30,11 @@ def plan_slices(model: nn.Module, config: Config, *, has_weights: bool) -> Plan 
         raise UsageError(
             f"weights= with tensor_parallel.tp_size = {section.size} is not supported yet: load the weights "
             "into the model before xds.initialize"
+        )
+    if any(find_owner(param) is not None for param in model.parameters()):
+        raise UsageError(
+            f"tensor_parallel.tp_size = {section.size}: the model was built in xds.zero.Init, which spreads "
+            "every parameter over all ranks; build it without"
         )
     return read_plan(section.plan, model)
 

@@ -193,7 +193,6 @@ REFUSED = {
         "progressive_layer_drop": {"enabled": True, "theta": 0.7, "gamma": 0.01},
     },
     "compile.deepcompile": {**SIZES, "compile": {"deepcompile": True}},
-    "tensor_parallel.autotp_size": {**SIZES, "tensor_parallel": {"autotp_size": 2}},
 }
 
 

@@ -231,3 +231,16 @@ def test_a_plan_that_does_not_fit_is_one_sentence_on_every_rank(
     plan: dict[str, str] | None, message: str
 ) -> None:
     assert all(message in found for found in warm(2).run(bad_plan, plan, 2))
+
+
+def different_batches(config: dict[str, Any]) -> str:
+    engine = xds.initialize(Mlps(), config)
+    with pytest.raises(xds.UsageError) as caught:
+        engine(torch.full((4, 10), float(engine.global_rank)))
+    return str(caught.value)
+
+
+def test_different_batches_on_a_tensor_group_are_one_sentence_on_every_rank() -> None:
+    config = config_of(2, 1) | {"train_micro_batch_size_per_gpu": 4}
+    config["tensor_parallel"]["plan"] = PLAN
+    assert all("different batches" in text for text in warm(2).run(different_batches, config))

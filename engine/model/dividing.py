@@ -1,0 +1,64 @@
+"""Divides a model among ranks: layers over pipeline stages, and each layer over tensor ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from torch import nn
+
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.mesh_groups import MeshGroups
+from ...tensor.slicing import Sliced
+from ...zero.core.discover import found_blocks
+from ...zero.core.groups import FlatGroups
+from ..config.config import Config
+from .pipelining import BuildPolicy, Cut, Runs, cut, is_cut, is_part, open_flat_groups
+from .slicing import plan_slices, slice_layers
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Divided:
+    """The part of a model that this rank has.
+
+    model, runs: the module and its blocks by stage, as `plan_units` takes them.
+    found: the pipeline stage; None without a pipeline. sliced: the slices of its layers.
+    groups: of every flat buffer.
+    """
+
+    model: nn.Module
+    runs: Runs
+    found: Cut | None
+    sliced: Sliced
+    groups: FlatGroups
+
+
+def divide(
+    model: nn.Module,
+    config: Config,
+    mesh: MeshGroups,
+    world: Collectives,
+    policy: BuildPolicy,
+    *,
+    has_weights: bool,
+) -> Divided:
+    """Cut the model into pipeline stages, and its layers into slices. Opens the groups: for all ranks.
+
+    has_weights: values are loaded into the model afterwards.
+
+    Raises:
+        UsageError: the model cannot be divided as the config says.
+    """
+    runs: Runs = [[] if is_part(model) else found_blocks(model, config.zero_optimization.units)]
+    plan = plan_slices(model, config, has_weights=has_weights)
+    found = cut(model, runs[0], config, mesh) if is_cut(model, config) else None
+    if found is not None:
+        model, runs = found.part.module, found.runs
+    sliced = slice_layers(model, plan, config, mesh)
+    stage = config.zero_optimization.stage
+    groups = open_flat_groups(mesh, world, policy, stage, found, sliced)
+    return Divided(model, runs, found, sliced, groups)
+
+
+__all__ = ["Divided", "divide"]
