@@ -157,9 +157,10 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     compiler = Compiler(model, blocks, config)
     sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
     reserve(sharded)
+    divided.start_proof(mesh)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
-    undo = _both(_recompute(config, blocks, device), divided.sliced.undo)
+    undo = _both(_recompute(config, blocks, device), divided.undo)
     if config.compile.enabled:
         compiler.compile()
     monitor = build_monitor(config, dist.get_rank())

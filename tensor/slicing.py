@@ -41,12 +41,12 @@ SIZES = ("split_size", "embed_dim", "inner_dim", "hidden_size_per_rank")
 @final
 @dataclass(frozen=True)
 class Slice:
-    """The part of a parameter that this rank has: `ranges` of dimension `dim` of a tensor of shape `whole`."""
+    """A parameter that is cut: rank r has `by_rank[r]` of dimension `dim` of a tensor of shape `whole`."""
 
     name: str
     whole: tuple[int, ...]
     dim: int
-    ranges: tuple[Range, ...]
+    by_rank: tuple[tuple[Range, ...], ...]
 
 
 @final
@@ -188,10 +188,10 @@ def _slice_layer(
         )
     by_rank = [ranges_of(sizes, own_units, group.world_size, r) for r in range(group.world_size)]
     dim = int(not cuts_columns) if not is_transposed(module) else int(cuts_columns)
-    _keep(sliced, f"{name}.weight", module._parameters["weight"], dim, by_rank[group.rank])
+    _keep(sliced, f"{name}.weight", module._parameters["weight"], dim, by_rank, group.rank)
     bias = module._parameters.get("bias")
     if cuts_columns and bias is not None:
-        _keep(sliced, f"{name}.bias", bias, 0, by_rank[group.rank])
+        _keep(sliced, f"{name}.bias", bias, 0, by_rank, group.rank)
     widths = [sum(stop - start for start, stop in ranges) for ranges in by_rank]
     _set_features(module, cuts_columns, widths[group.rank])
     base = type(module)
@@ -206,11 +206,16 @@ def _num_parts(module: nn.Module, word: Word) -> int:
 
 
 def _keep(
-    sliced: Sliced, name: str, param: nn.Parameter | None, dim: int, ranges: Sequence[Range]
+    sliced: Sliced,
+    name: str,
+    param: nn.Parameter | None,
+    dim: int,
+    by_rank: Sequence[tuple[Range, ...]],
+    rank: int,
 ) -> None:
     assert param is not None
-    sliced.slices[id(param)] = Slice(name, tuple(param.shape), dim, tuple(ranges))
-    parts = [param.data.narrow(dim, start, stop - start) for start, stop in ranges]
+    sliced.slices[id(param)] = Slice(name, tuple(param.shape), dim, tuple(by_rank))
+    parts = [param.data.narrow(dim, start, stop - start) for start, stop in by_rank[rank]]
     param.data = torch.cat(parts, dim).contiguous()
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
+from ...tensor.proof import Proof
 from ...tensor.slicing import Sliced
 from ...zero.core.discover import found_blocks
 from ...zero.core.groups import FlatGroups
@@ -23,7 +24,8 @@ class Divided:
     """The part of a model that this rank has.
 
     model, runs: the module and its blocks by stage, as `plan_units` takes them.
-    found: the pipeline stage; None without a pipeline. sliced: the slices of its layers.
+    found: the pipeline stage; None without a pipeline.
+    sliced, proof: the slices of its layers, and what proves them.
     groups: of every flat buffer.
     """
 
@@ -31,7 +33,19 @@ class Divided:
     runs: Runs
     found: Cut | None
     sliced: Sliced
+    proof: Proof | None
     groups: FlatGroups
+
+    def start_proof(self, mesh: MeshGroups) -> None:
+        """Prove the slices in the first forward: after all hooks that gather parameters."""
+        if self.proof is not None:
+            self.proof.start(self.sliced, mesh.along("tensor"))
+
+    def undo(self) -> None:
+        """Give the modules their classes back."""
+        self.sliced.undo()
+        if self.proof is not None:
+            self.proof.stop()
 
 
 def divide(
@@ -55,10 +69,10 @@ def divide(
     found = cut(model, runs[0], config, mesh) if is_cut(model, config) else None
     if found is not None:
         model, runs = found.part.module, found.runs
-    sliced = slice_layers(model, plan, config, mesh)
+    sliced, proof = slice_layers(model, runs, plan, config, mesh)
     stage = config.zero_optimization.stage
     groups = open_flat_groups(mesh, world, policy, stage, found, sliced)
-    return Divided(model, runs, found, sliced, groups)
+    return Divided(model, runs, found, sliced, proof, groups)
 
 
 __all__ = ["Divided", "divide"]

@@ -8,11 +8,12 @@ from torch import nn
 
 from ...ops.comm.mesh_groups import MeshGroups
 from ...tensor.plan import Word, is_linear, read_plan
+from ...tensor.proof import Proof
 from ...tensor.slicing import Sliced, slice_model
 from ...utils.errors import UsageError
 from ...zero.access.owners import find_owner
 from ..config.config import Config
-from .pipelining import is_part
+from .pipelining import Runs, is_part
 
 Plan = Mapping[str, Word]
 
@@ -39,15 +40,24 @@ def plan_slices(model: nn.Module, config: Config, *, has_weights: bool) -> Plan 
     return read_plan(section.plan, model)
 
 
-def slice_layers(model: nn.Module, plan: Plan | None, config: Config, mesh: MeshGroups) -> Sliced:
+def slice_layers(
+    model: nn.Module,
+    runs: Runs,
+    plan: Plan | None,
+    config: Config,
+    mesh: MeshGroups,
+) -> tuple[Sliced, Proof | None]:
     """Keep this rank's slices of the layers that this pipeline stage has. For all ranks.
+
+    Returns:
+        the slices, and what proves them in the first forward; None where nothing is cut.
 
     Raises:
         UsageError: the layers cannot be cut over so many ranks.
     """
     section = config.tensor_parallel
     if section.size == 1:
-        return Sliced()
+        return Sliced(), None
     found = read_plan(section.plan, model, is_part=True) if plan is None else plan
     modules = dict(model.named_modules())
     own = {
@@ -55,7 +65,8 @@ def slice_layers(model: nn.Module, plan: Plan | None, config: Config, mesh: Mesh
         for name, word in found.items()
         if name in modules and (word is Word.PARTIAL or is_linear(modules[name]))
     }
-    return slice_model(model, own, mesh.along("tensor"))
+    proof = Proof([block for run in runs for block in run], list(own))
+    return slice_model(model, own, mesh.along("tensor")), proof
 
 
 __all__ = ["plan_slices", "slice_layers"]

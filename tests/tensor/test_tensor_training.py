@@ -244,3 +244,51 @@ def test_different_batches_on_a_tensor_group_are_one_sentence_on_every_rank() ->
     config = config_of(2, 1) | {"train_micro_batch_size_per_gpu": 4}
     config["tensor_parallel"]["plan"] = PLAN
     assert all("different batches" in text for text in warm(2).run(different_batches, config))
+
+
+NOT_PACKED = {"blocks.*.packed": "colwise", "blocks.*.down": "rowwise"}
+
+
+def unproven(plan: dict[str, str]) -> str:
+    config = config_of(2, 3) | {"train_micro_batch_size_per_gpu": 4}
+    config["tensor_parallel"]["plan"] = plan
+    engine = xds.initialize(Even(), config)
+    with pytest.raises(xds.UsageError) as caught:
+        engine(torch.randn(4, 10, generator=torch.Generator().manual_seed(1)))
+    return str(caught.value)
+
+
+class Even(Mlps):
+    """A width that two ranks share evenly, so that a wrong plan still has fitting shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.packed, block.down = nn.Linear(10, 24), nn.Linear(12, 10)
+
+
+def test_a_plan_that_computes_something_else_is_found_in_the_first_forward() -> None:
+    for text in warm(2).run(unproven, NOT_PACKED):
+        assert "blocks.0 computes something else in 2 slices than whole" in text
+        assert "the output of down differs" in text
+
+
+HEADS = {"model.layers.*.self_attn.q_norm": None, "model.layers.*.self_attn.k_norm": None}
+
+
+def without_norms() -> str:
+    from xds.tensor.plan import plan_of_model
+
+    model = build("qwen3")
+    plan = {name: word for name, word in plan_of_model(model).items() if name not in HEADS}
+    config = config_of(2, 0)
+    config["tensor_parallel"]["plan"] = plan
+    engine = xds.initialize(model, config)
+    with pytest.raises(xds.UsageError) as caught:
+        engine(**batch(0, 0))
+    return str(caught.value)
+
+
+def test_a_gradient_that_is_not_summed_is_found_in_the_first_forward() -> None:
+    for text in warm(2).run(without_norms):
+        assert "the gradient of self_attn.q_norm.weight differs" in text

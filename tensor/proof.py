@@ -1,0 +1,256 @@
+"""Proves that sliced layers compute what the whole ones compute, with the inputs of the first forward.
+
+    first forward of the first block of each kind
+        sliced   block(inputs)          outputs, gradients of inputs and parameters
+        whole    a copy with gathered weights, the same inputs
+    they differ -> UsageError that names the first module with another output
+
+A plan that is wrong for a model trains without an error, with wrong numbers. So every plan is proven once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..ops.comm.collectives import Collectives
+from ..utils.errors import UsageError
+from .slicing import Slice, Sliced
+
+KIND = "proof of slices"
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+class _Run(NamedTuple):
+    """What a run of a block gave. outputs: of its modules, by name, in the order in which they ended."""
+
+    outputs: dict[str, list[Tensor]]
+    inputs: list[Tensor | None]
+    params: dict[str, Tensor | None]
+
+
+@final
+class Proof:
+    """Compares one block of each class. Made before the layers are cut, and started after that."""
+
+    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], cut: Sequence[str]) -> None:
+        """
+        Args:
+            blocks: name and module of the blocks of this rank.
+            cut: the names of the layers that will be cut.
+        """
+        self._blocks: dict[str, tuple[nn.Module, nn.Module]] = {}  # name -> the block, its copy
+        self._hooks: list[Any] = []
+        kinds: set[type[nn.Module]] = set()
+        for name, block in blocks:
+            if type(block) not in kinds and any(layer.startswith(f"{name}.") for layer in cut):
+                kinds.add(type(block))
+                self._blocks[name] = block, _on_meta(block)
+
+    def start(self, sliced: Sliced, group: Collectives) -> None:
+        """Run at the first forward of each block, after the hooks that gather its parameters."""
+        for name, (block, whole) in self._blocks.items():
+            case = _Case(name, block, whole, sliced, group)
+            prove = partial(self._prove, case, len(self._hooks))
+            self._hooks.append(block.register_forward_pre_hook(prove, with_kwargs=True))
+        self._blocks = {}
+
+    def _prove(
+        self, case: _Case, at: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if case.block.training:
+            self._hooks[at].remove()
+            case.run(args, kwargs)
+
+    def stop(self) -> None:
+        """Prove nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+@final
+class _Case:
+    """One block, and its whole copy on the meta device."""
+
+    def __init__(
+        self, name: str, block: nn.Module, whole: nn.Module, sliced: Sliced, group: Collectives
+    ) -> None:
+        self.name = name
+        self.block = block
+        self._whole = whole
+        self._sliced = sliced
+        self._group = group
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """
+        Raises:
+            UsageError: on all ranks of the group: a rank has found a difference.
+        """
+        whole = self._filled()
+        modes = {module: module.training for module in self.block.modules()}
+        self.block.eval()  # no dropout: it draws other numbers where activations are cut
+        whole.eval()
+        try:
+            mine = _run(self.block, args, kwargs)
+            theirs = _run(whole, args, kwargs)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        found = self._difference(mine, theirs)
+        flags = self._group.gather_small(
+            torch.tensor([bool(found)], dtype=torch.int64, device=self._group.device),
+            what="the proof of slices",
+        )
+        if bool(flags.any()):
+            raise UsageError(
+                f"tensor_parallel: {self.name} computes something else in {self._group.world_size} slices than "
+                f"whole: {found or 'another rank says where'}; correct tensor_parallel.plan, or take the layer "
+                "out of it"
+            )
+
+    # -- the whole copy ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _filled(self) -> nn.Module:
+        whole = self._whole.to_empty(device=self._group.device)
+        own = dict(self.block.named_parameters())
+        for name, param in whole.named_parameters():
+            mine = own[name]
+            piece = self._sliced.slices.get(id(mine))
+            param.data = mine.data.clone() if piece is None else self._assembled(mine.data, piece)
+        buffers = dict(self.block.named_buffers())
+        for name, buffer in whole.named_buffers():
+            buffer.data = buffers[name].data.clone()
+        return whole
+
+    def _assembled(self, mine: Tensor, piece: Slice) -> Tensor:
+        """The whole tensor, from the slices of all ranks."""
+        whole = mine.new_empty(piece.whole)
+        outs = [
+            torch.cat(_parts(whole, piece, rank), piece.dim) for rank in range(len(piece.by_rank))
+        ]
+        parts = [mine.contiguous()] * len(outs)
+        self._group.all_to_all(outs, parts, what=f"the slices of {piece.name}", kind=KIND).wait()
+        for rank, values in enumerate(outs):
+            lengths = [stop - start for start, stop in piece.by_rank[rank]]
+            for place, value in zip(
+                _parts(whole, piece, rank), torch.split(values, lengths, piece.dim), strict=True
+            ):
+                place.copy_(value)
+        return whole
+
+    # -- the comparison ---------------------------------------------------------------------------------
+
+    def _difference(self, mine: _Run, theirs: _Run) -> str:
+        """What differs, in words; "": nothing. Gradients are compared in any case: for all ranks."""
+        params = dict(self.block.named_parameters())
+        others = ""
+        for name, b in theirs.params.items():
+            a = mine.params[name]
+            if a is not None and b is not None and not self._has_close_grad(params[name], a, b):
+                others = others or f"the gradient of {name} differs"
+        for name, outputs in theirs.outputs.items():
+            for a, b in zip(mine.outputs.get(name, ()), outputs, strict=False):
+                if a.shape == b.shape and not _is_close(a, b):
+                    return f"the output of {name or 'the block'} differs"
+        for a, b in zip(mine.outputs[""], theirs.outputs[""], strict=False):
+            if a.shape != b.shape:
+                return f"its output is {list(a.shape)} and not {list(b.shape)}"
+        for at, (a, b) in enumerate(zip(mine.inputs, theirs.inputs, strict=True)):
+            if a is not None and b is not None and not _is_close(a, b):
+                return f"the gradient of its input {at} differs"
+        return others
+
+    def _has_close_grad(self, param: nn.Parameter, mine: Tensor, theirs: Tensor) -> bool:
+        piece = self._sliced.slices.get(id(param))
+        if piece is not None:
+            parts = _parts(theirs, piece, self._group.rank)
+            return _is_close(mine, torch.cat(parts, piece.dim))
+        if id(param) in self._sliced.partial:
+            mine = mine.clone(memory_format=torch.contiguous_format)
+            self._group.all_reduce(mine, what="a proven gradient", kind=KIND).wait()
+        return _is_close(mine, theirs)
+
+
+def _parts(tensor: Tensor, piece: Slice, rank: int) -> list[Tensor]:
+    return [tensor.narrow(piece.dim, start, stop - start) for start, stop in piece.by_rank[rank]]
+
+
+def _on_meta(block: nn.Module) -> nn.Module:
+    """A copy of `block` without values."""
+    memo: dict[int, Any] = {}
+    for tensor in (*block.parameters(), *block.buffers()):
+        empty: Any = torch.empty_like(tensor, device="meta")
+        is_param = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
+    return copy.deepcopy(block, memo)
+
+
+def _run(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Run:
+    """Forward and backward without the hooks of the block itself."""
+    leaves: list[Tensor] = []
+
+    def fresh(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)  # a cache of keys and values would grow
+        if not value.requires_grad:
+            return value.detach()
+        leaves.append(value.detach().requires_grad_())
+        return leaves[-1]
+
+    outputs: dict[str, list[Tensor]] = {}
+    hooks = [
+        module.register_forward_hook(_keeping(outputs, name))
+        for name, module in block.named_modules()
+        if name
+    ]
+    try:
+        with torch.enable_grad():
+            result = block.forward(*tree_map(fresh, args), **tree_map(fresh, dict(kwargs)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    outputs[""] = _floats(result)
+    params = {name: param for name, param in block.named_parameters() if param.requires_grad}
+    generator = torch.Generator().manual_seed(1)
+    seeds = [torch.randn(out.shape, generator=generator).to(out) for out in outputs[""]]
+    wanted = [*leaves, *params.values()]
+    grads: Sequence[Tensor | None] = [None] * len(wanted)
+    if any(out.requires_grad for out in outputs[""]):
+        pairs = [(o, s) for o, s in zip(outputs[""], seeds, strict=True) if o.requires_grad]
+        grads = torch.autograd.grad(
+            [out for out, _ in pairs], wanted, [seed for _, seed in pairs], allow_unused=True
+        )
+    by_name = dict(zip(params, grads[len(leaves) :], strict=True))
+    kept = {name: [out.detach() for out in found] for name, found in outputs.items()}
+    return _Run(kept, list(grads[: len(leaves)]), by_name)
+
+
+def _keeping(outputs: dict[str, list[Tensor]], name: str) -> Callable[..., None]:
+    def keep(_: nn.Module, __: Any, result: Any) -> None:
+        outputs.setdefault(name, _floats(result))
+
+    return keep
+
+
+def _floats(value: Any) -> list[Tensor]:
+    return [
+        leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    """Equal but for rounding, in relation to the largest element."""
+    if not b.numel():
+        return True
+    limit = TOLERANCES.get(b.dtype, 1e-1) * max(float(b.abs().max()), 1e-30)
+    return float((a - b).abs().max()) <= limit
+
+
+__all__ = ["Proof"]
