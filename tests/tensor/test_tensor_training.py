@@ -79,8 +79,13 @@ def config_of(tensor: int, stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("data", [1, 2])
+SLOW = [(1, 0), (1, 1), (1, 2), (2, 0), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("data", "stage"),
+    [(1, 3), (2, 1), (2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
 def test_llama_in_two_slices_equals_one_process(data: int, stage: int) -> None:
     by_rank = warm(2 * data).run(train, "llama", config_of(2, stage))
     for first, second in zip(by_rank[::2], by_rank[1::2], strict=True):
@@ -103,7 +108,7 @@ def train_in_stages(name: str, config: dict[str, Any]) -> list[tuple[float, floa
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_slices_in_two_pipeline_stages_equal_one_process(stage: int) -> None:
     config = config_of(2, stage) | {"gradient_accumulation_steps": 2, "pipeline": {"stages": 2}}
     by_rank = warm(4).run(train_in_stages, "llama", config)
@@ -111,7 +116,9 @@ def test_slices_in_two_pipeline_stages_equal_one_process(stage: int) -> None:
     assert worst(by_rank[0], one_process("llama", 2)) <= 1e-6
 
 
-@pytest.mark.parametrize("name", ["qwen3", "phi3"])  # norms of heads; fused layers
+@pytest.mark.parametrize(
+    "name", ["qwen3", pytest.param("phi3", marks=pytest.mark.slow)]
+)  # norms of heads; fused layers
 def test_models_with_other_words_equal_one_process(name: str) -> None:
     found = warm(2).run(train, name, config_of(2, 2))[0]
     assert worst(found[:3], one_process(name, 1)[:3]) <= 5e-6
