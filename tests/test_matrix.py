@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from all_cases import balanced
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
@@ -123,15 +124,15 @@ def check_close(
     assert (got - plain).norm().item() <= STEPS * 1e-6 * scale, name
 
 
+SHARP = [(feature, 2) for feature in DEFAULT_RUN]
+REST = [case for case in balanced(FEATURES, (1, 2, 4)) if case not in SHARP]
+
+
 # torch.compile itself looks at .grad of what is not a leaf
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize(
-    "feature",
-    [f if f in DEFAULT_RUN else pytest.param(f, marks=pytest.mark.slow) for f in FEATURES],
+    ("feature", "world_size"),
+    [*SHARP, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)],
 )
 def test_every_combination_matches_plain_pytorch(feature: str, world_size: int) -> None:
     results = run_ranks(rank_main, world_size, feature)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
+from all_cases import balanced
 from pipeline_cases import COUNT, Case
 from pipeline_runs import LENGTH, WIDTH, batches
 from warm_ranks import warm
@@ -98,10 +99,10 @@ def test_reducing_each_micro_batch_sends_a_multiple() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduce", ["step", "micro_batch"])
-@pytest.mark.parametrize("kind", ["plain", "tied"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    ("stage", "precision", "kind", "reduce"),
+    balanced(range(4), ["fp32", "bf16"], ["plain", "tied"], ["step", "micro_batch"]),
+)
 def test_bytes_of_every_stage(stage: int, precision: str, kind: str, reduce: str) -> None:
     case = Case(2, 2, stage, "1f1b", precision, kind)
     check(case, reduce)

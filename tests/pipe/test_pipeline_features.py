@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_cases import balanced
 from pipeline_runs import VOCAB, Model, batches, config_of, worst
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -110,8 +111,7 @@ def test_updates_on_the_host_overlap_the_next_step() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(("name", "schedule"), balanced(FEATURES, ["1f1b", "zbv"]))
 def test_features_equal_those_without_a_pipeline(name: str, schedule: str) -> None:
     check(name, schedule)
 

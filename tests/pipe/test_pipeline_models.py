@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_cases import balanced
 from pipeline_runs import config_of, worst
 from real_models import LENGTH, build
 from torch import Tensor, nn
@@ -84,8 +85,9 @@ def test_gpt2_with_tied_weights_equals_one_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "stage", "schedule"),
+    balanced(["gpt2", "llama", "mixtral"], range(4), ["1f1b", "zero_bubble"]),
+)
 def test_models_equal_one_process(name: str, stage: int, schedule: str) -> None:
     check(name, 2, stage, schedule)

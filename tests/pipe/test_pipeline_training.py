@@ -7,6 +7,7 @@ pipeline. 16 bits: near the same precision without a pipeline.
 from __future__ import annotations
 
 import pytest
+from all_cases import ALL
 from pipeline_cases import Case, faults, matrix
 
 SHARP = [  # every value of every axis once
@@ -27,6 +28,6 @@ def test_steps_equal_those_of_one_process(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", list(matrix())[::5], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(matrix())[:: 1 if ALL else 8], ids=lambda case: case.name)
 def test_every_way_of_cutting_equals_one_process(case: Case) -> None:
     assert faults(case) == []
