@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from all_cases import balanced
 import torch
 import torch.distributed as dist
+from all_cases import balanced
 from helpers import run_ranks
 from tiny_models import FEATURES, build, micro_batch
 
