@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from offload_runs import CPU, HALF, OVERLAP, PARAMS, SAMPLES, config_of
+from thinned import pairwise
 from tiny_models import build, micro_batch
 from warm_ranks import warm
 
@@ -85,10 +86,14 @@ def test_two_ranks(tmp_path: Path, stage: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("feature", "world_size"), [("plain", 1), ("checkpointed_reentrant", 1), ("divergent", 2)]
+    ("model", "stage", "precision"),
+    pairwise(
+        (("plain", 1), ("checkpointed_reentrant", 1), ("divergent", 2)),  # feature, world_size
+        (0, 1, 2, 3),
+        ("fp32", "bf16", "fp16"),
+    ),
 )
-def test_every_combination(tmp_path: Path, world_size: int, feature: str) -> None:
-    for stage in (0, 1, 2, 3):
-        for precision in ("fp32", "bf16", "fp16"):
-            homes = (CPU, PARAMS | CPU) if stage == 3 else (HALF, OVERLAP)
-            check(tmp_path, world_size, (stage, precision, feature), (4,), *homes)
+def test_combinations(tmp_path: Path, model: tuple[str, int], stage: int, precision: str) -> None:
+    feature, world_size = model
+    homes = (CPU, PARAMS | CPU) if stage == 3 else (HALF, OVERLAP)
+    check(tmp_path, world_size, (stage, precision, feature), (4,), *homes)

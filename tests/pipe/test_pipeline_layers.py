@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from all_cases import balanced
 from pipeline_runs import VOCAB, batches, config_of, worst
+from thinned import pairwise
 from torch import Tensor, nn
 from warm_ranks import warm
 
@@ -16,6 +16,8 @@ from xds.pipe.layer_specs import LayerSpec, TiedLayerSpec
 from xds.pipe.module import PipelineModule
 
 WIDTH, COUNT, STEPS = 12, 4, 4
+KINDS = ("module", "weight", "apart")
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
 Flowing = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -123,21 +125,15 @@ def test_lengths_change_from_one_micro_batch_to_the_next() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "stage", "schedule"),
-    balanced(
-        ["module", "weight", "apart"], [0, 2, 3], ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"]
-    ),
-)
+@pytest.mark.parametrize(("kind", "stage", "schedule"), pairwise(KINDS, (0, 2, 3), SCHEDULES))
 def test_lists_of_layers_equal_one_process(kind: str, stage: int, schedule: str) -> None:
     check((2, 2), kind, stage, schedule=schedule)
     check((2, 1), kind, stage, lengths=True, schedule=schedule, dynamic_shape=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("partition", "interval"), balanced(["uniform", "parameters", "best", "type:Block"], range(3))
-)
+@pytest.mark.parametrize("partition", ["uniform", "parameters", "best", "type:Block"])
+@pytest.mark.parametrize("interval", [0, 1, 2])
 def test_values_do_not_depend_on_the_cut(partition: str, interval: int) -> None:
     options = {"partition": partition, "activation_checkpoint_interval": interval}
     check((4, 1), "module", 1, **options)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from all_cases import ALL
+from thinned import RUNS_ALL
 
 from xds.pipe.schedules import (
     SCHEDULES,
@@ -180,7 +180,7 @@ def test_every_schedule_ends_and_is_complete():
 @pytest.mark.slow
 def test_every_schedule_ends_and_is_complete_exhaustively():
     some = [*range(1, 17), 24, 31, 32, 48, 63, 64]
-    for case in cases(range(1, 9), range(1, 65) if ALL else some):
+    for case in cases(range(1, 9), range(1, 65) if RUNS_ALL else some):
         check(*case)
 
 
