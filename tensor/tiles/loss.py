@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head without all logits: forward computes the gradients tile by tile, backward scales."""
+"""Cross-entropy of a linear head, with the logits of one tile at a time."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def tiled_loss(
     """`cross_entropy(linear(hidden, weight, bias), labels)`, with the logits of one tile at a time.
 
     Forward computes the gradients as well, and backward only multiplies them. So each tile's logits are computed
-    once, not twice (the method of Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2). Logits and their
-    exponentials are fp32; the products have the dtype of `hidden`, or autocast's. The gradient of the weight is
-    summed in fp32 and exists once.
+    once, not twice (the method of Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2).
+    Logits and their exponentials are fp32; the products have the dtype of `hidden`, or autocast's. The gradient
+    of the weight is summed in fp32.
 
     Labels are those of the same position: the caller shifts them.
 
@@ -91,7 +91,7 @@ class _Gradients:
             hidden: [tokens, width].
             weight: [classes, width], in the dtype of the products.
         """
-        self._weight, self._product = weight, weight.dtype
+        self._product = weight.dtype
         of_hidden, of_weight, of_bias = call.needs
         self.wide = torch.promote_types(weight.dtype, torch.float32)
         zeros = partial(torch.zeros, device=hidden.device, dtype=self.wide)
@@ -101,13 +101,13 @@ class _Gradients:
         self.weight = zeros(weight.shape) if of_weight else None
         self.bias = zeros(weight.shape[:1]) if of_bias else None
 
-    def add(self, start: int, tile: Tensor, grad: Tensor) -> None:
+    def add(self, start: int, tile: Tensor, weight: Tensor, grad: Tensor) -> None:
         """Add a tile: `tile` [tokens, width] of hidden, `grad` [tokens, classes] of its logits."""
         if self.bias is not None:
             self.bias += grad.sum(0)
         grad = grad.to(self._product)
         if self.hidden is not None:
-            self.hidden[start : start + len(tile)] = grad @ self._weight
+            self.hidden[start : start + len(tile)] = grad @ weight
         if self.weight is None:
             return
         if self.weight.dtype == self._product:
@@ -140,19 +140,19 @@ class _TiledLoss(torch.autograd.Function):
                 logits = F.linear(tile, weight, bias).to(gradients.wide)
                 total += _take_loss(logits, labels[start : start + size], call.ignore_index)
                 if any(call.needs):
-                    gradients.add(start, tile, logits)
+                    gradients.add(start, tile, weight, logits)
                 del logits
         count = (labels != call.ignore_index).sum()
         ctx.factor = 1 / count.clamp(min=1) if call.is_mean else torch.ones_like(total)
         return total / count if call.is_mean else total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if ctx.is_spent:
             raise UsageError(
-                "tiled_loss: a second backward over the same loss is not possible, because the first one has used "
-                "up the gradients; call tiled_loss again"
+                "tiled_loss: a second backward over the same loss is not possible, because the first one has "
+                "used up the gradients; call tiled_loss again"
             )
         ctx.is_spent, found, ctx.gradients = True, ctx.gradients, None
         factor = grad.float() * ctx.factor

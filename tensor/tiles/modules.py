@@ -45,7 +45,8 @@ def tile_forward(module: Module, tile_length: int) -> Module:
     Call it before `xds.initialize`. `del module.forward` undoes it.
 
     Args:
-        module: an MLP, or any other module that treats each token alone. Its only argument is [..., tokens, width].
+        module: an MLP, or any other module that treats each token alone. Its only argument has the shape
+            [..., tokens, width].
         tile_length: tokens of a tile, in dimension -2. Memory does not grow with the sequence.
     Returns:
         The same module.

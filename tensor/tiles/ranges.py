@@ -8,7 +8,7 @@ from ...utils.errors import UsageError
 def tile_ranges(length: int, tiles: int) -> list[tuple[int, int]]:
     """The first token and the number of tokens of each tile, as `torch.chunk` cuts.
 
-    All tiles but the last have ceil(length / tiles) tokens. There may be fewer tiles than asked for, and an empty
+    All tiles but the last have ceil(length / tiles) tokens. There may be fewer tiles than asked for. An empty
     sequence is one empty tile.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -30,20 +30,19 @@ def run_in_tiles(
 ) -> Any:
     """`function(*sequences, *others)`, computed for one tile of the sequence at a time.
 
-    The activations of one tile exist at a time, in forward and in backward. Backward runs the function a second
-    time, with the same random numbers and autocast. Each weight gets one gradient per backward: the sum over
-    tiles. It is summed in the weight's dtype, or in fp32 where that has 16 bits.
+    The activations of one tile exist at a time, in forward and in backward. Backward runs the function a
+    second time, with the same random numbers and autocast. Each weight gets one gradient per backward: the sum
+    over tiles. It is summed in the weight's dtype, or in fp32 where that has 16 bits.
 
-    A token's output must depend on no other token: an MLP or a norm does this, attention does not. The source of
-    the method is Bekman et al., Arctic Long Sequence Training (arXiv 2506.13996), section 3.1. There, gradients
-    are added to `.grad` tile by tile.
+    A token's output must depend on no other token, as that of an MLP or a norm. The method is that of Bekman et
+    al., Arctic Long Sequence Training (arXiv 2506.13996). There, gradients are added to `.grad` tile by tile.
 
     Args:
-        function: any function of tensors; a module, a method of one, or a plain function. It returns tensors in any
-            nesting of tuples, lists and dicts.
+        function: a module, a method of one, or a plain function. It returns tensors in any nesting of tuples,
+            lists and dicts.
         sequences: tensors with the same number of tokens in dimension `dim`. None is passed on.
-        tiles: how many tiles, cut as by `torch.chunk`: the last one may be shorter. Where the function calls
-            sharded modules of its own, it must be equal on all ranks.
+        tiles: how many tiles, cut as by `torch.chunk`: the last one may be shorter. At stage 3 it must be
+            equal on all ranks where the function calls a whole unit.
         others: further arguments, the same for each tile. Tensors in them get gradients too.
         dim: the dimension of the tokens in `sequences`.
         output_dim: the dimension in which outputs are joined; `dim` by default.
@@ -52,8 +51,8 @@ def run_in_tiles(
     Returns:
         What the function returns for the whole sequence.
     Raises:
-        UsageError: sequences of different lengths, no sequence, or `tiles` below 1. In backward: the function used a
-            tensor that is not among `weights`, or backward runs with `create_graph=True`.
+        UsageError: sequences of different lengths, no sequence, or `tiles` below 1. In backward: the function
+            used a tensor that is not among `weights`.
     """
     sequences = list(sequences)
     ranges = tile_ranges(_length(sequences, dim), tiles)
@@ -132,8 +131,8 @@ class _Tiled(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.around = call, Surroundings(inputs)
         given = inputs[: len(inputs) - len(call.weights)]
-        # a leaf may change its storage until backward, as parameters of stage 3 do: it is read again then
-        is_saved = [isinstance(value, Tensor) and not _is_weight(value) for value in given]
+        # parameters of stage 3 change their storage until backward: they are read again then
+        is_saved = [isinstance(v, Tensor) and not isinstance(v, nn.Parameter) for v in given]
         ctx.save_for_backward(*(v for v, saved in zip(given, is_saved, strict=True) if saved))
         ctx.held = [None if saved else v for v, saved in zip(given, is_saved, strict=True)]
         ctx.is_saved = is_saved
@@ -157,7 +156,7 @@ class _Tiled(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call: _Call = ctx.call
         saved = iter(ctx.saved_tensors)
@@ -241,17 +240,13 @@ class _Replay:
         lost = [tuple(leaf.shape) for leaf in leaves_of(leaves) if id(leaf) not in known]
         if lost:
             raise UsageError(
-                f"a function that runs in tiles used a tensor of shape {lost[0]} that needs a gradient and is not "
-                "among its weights; add it to `weights`, or pass it as an argument"
+                f"a function that runs in tiles used a tensor of shape {lost[0]} that needs a gradient and is "
+                "not among its weights; add it to `weights`, or pass it as an argument"
             )
 
     def gradients(self) -> list[Tensor | None]:
         """One gradient for each sequence, other argument and weight; None where there is none."""
         return [*self._rows, *(added.total() for added in self._sums)]
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    return tensor.requires_grad and tensor.is_leaf
 
 
 def _has_gradient(tensor: Tensor) -> bool:
