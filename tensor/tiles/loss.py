@@ -27,8 +27,8 @@ def tiled_loss(
 ) -> Tensor:
     """`cross_entropy(linear(hidden, weight, bias), labels)`, with the logits of one tile at a time.
 
-    Forward computes the gradients as well, and backward only multiplies them. So each tile's logits are computed
-    once, not twice (the method of Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2).
+    Forward computes the gradients as well, and backward only multiplies them. So each tile's logits are
+    computed once, not twice (the method of Hsu et al., Liger Kernel, arXiv 2410.10989, section 3.2).
     Logits and their exponentials are fp32; the products have the dtype of `hidden`, or autocast's. The gradient
     of the weight is summed in fp32.
 

@@ -34,8 +34,8 @@ def run_in_tiles(
     second time, with the same random numbers and autocast. Each weight gets one gradient per backward: the sum
     over tiles. It is summed in the weight's dtype, or in fp32 where that has 16 bits.
 
-    A token's output must depend on no other token, as that of an MLP or a norm. The method is that of Bekman et
-    al., Arctic Long Sequence Training (arXiv 2506.13996). There, gradients are added to `.grad` tile by tile.
+    A token's output must depend on no other token, as that of an MLP or a norm. The method is that of Bekman
+    et al., Arctic Long Sequence Training (arXiv 2506.13996), where gradients are added to `.grad` tile by tile.
 
     Args:
         function: a module, a method of one, or a plain function. It returns tensors in any nesting of tuples,
@@ -46,7 +46,7 @@ def run_in_tiles(
         others: further arguments, the same for each tile. Tensors in them get gradients too.
         dim: the dimension of the tokens in `sequences`.
         output_dim: the dimension in which outputs are joined; `dim` by default.
-        weights: the leaf tensors that the function uses and that need a gradient. By default the parameters of the
+        weights: the leaf tensors that the function uses and that need a gradient. By default parameters of the
             function's module. For other functions they are found by one more run of the first tile.
     Returns:
         What the function returns for the whole sequence.

@@ -1,7 +1,7 @@
-"""`deepspeed.runtime.sequence_parallel.ulysses_sp`: computes over tiles of a sequence, with DeepSpeed's arguments.
+"""`deepspeed.runtime.sequence_parallel.ulysses_sp`: tiles of a sequence, with DeepSpeed's arguments.
 
-There are three differences. Every tensor argument gets its gradient. Each weight gets one gradient per backward,
-so `compute_params` may list any of the weights or be None. Backward of `TiledFusedLogitsLoss` computes the tiles
+There are three differences. Every tensor argument gets its gradient. Each weight gets one gradient per
+backward, and `compute_params` may be None with ZeRO too. Backward of `TiledFusedLogitsLoss` computes the tiles
 again.
 """
 
@@ -49,8 +49,8 @@ def sequence_tiled_compute(  # noqa: PLR0913 (DeepSpeed's arguments)
     for key, value in kwargs_to_shard.items():
         if value.shape[1] != seqlen:
             raise UsageError(
-                f"sequence_tiled_compute(seqlen={seqlen}): {key!r} of shape {tuple(value.shape)} needs {seqlen} "
-                "tokens in dimension 1; pass the length of the sequences"
+                f"sequence_tiled_compute(seqlen={seqlen}): {key!r} of shape {tuple(value.shape)} needs "
+                f"{seqlen} tokens in dimension 1; pass the length of the sequences"
             )
 
     def tile(*values: Any) -> Tensor:
@@ -161,8 +161,8 @@ class TiledFusedLogitsLoss:
         shapes = [tuple(part.shape) for part in parts]
         if min(map(len, shapes)) < 2 or len({shape[:2] for shape in shapes}) > 1:
             raise UsageError(
-                f"TiledFusedLogitsLoss: tensors of the shapes {shapes} need the same first two dimensions; pass "
-                "x and y as [batch, tokens, ...] and mask as [batch, tokens]"
+                f"TiledFusedLogitsLoss: tensors of the shapes {shapes} need the same first two dimensions; "
+                "pass x and y as [batch, tokens, ...] and mask as [batch, tokens]"
             )
 
         def tile(*tiles: Tensor) -> Tensor:
