@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import pipe as pipe
+from . import tensor as tensor
 from . import zero as zero
 from .utils.version import __version__ as __version__
 

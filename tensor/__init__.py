@@ -1,1 +1,32 @@
-"""Tensor parallelism: which slice of each parameter this rank has."""
+"""Tensor parallelism: which slice of each parameter this rank has. Tiles: one part of a sequence at a time."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .tiles.loss import tiled_loss as tiled_loss
+    from .tiles.modules import tile_forward as tile_forward
+    from .tiles.modules import tiled_mlp as tiled_mlp
+    from .tiles.run import run_in_tiles as run_in_tiles
+
+# loaded on first use: reading a config imports xds.tensor.config and must not import torch
+_LOCATIONS = {
+    "run_in_tiles": ".tiles.run",
+    "tile_forward": ".tiles.modules",
+    "tiled_loss": ".tiles.loss",
+    "tiled_mlp": ".tiles.modules",
+}
+
+__all__ = ["run_in_tiles", "tile_forward", "tiled_loss", "tiled_mlp"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LOCATIONS:
+        raise AttributeError(f"module 'xds.tensor' has no attribute {name!r}")
+    return getattr(import_module(_LOCATIONS[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LOCATIONS])

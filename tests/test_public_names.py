@@ -26,6 +26,7 @@ QUICK = [
     "xds.launcher.cli",
     "xds.launcher.check",
     "xds.pipe",
+    "xds.tensor",
     *(f"xds.{'.'.join(path.with_suffix('').parts)}" for path in CONFIGS),
 ]
 
@@ -48,6 +49,12 @@ def test_every_public_name_imports(name):
 def test_pipelines_have_public_names(name):
     assert getattr(xds.pipe, name).__name__ == name
     assert name in dir(xds.pipe) and name in xds.pipe.__all__
+
+
+@pytest.mark.parametrize("name", ["run_in_tiles", "tile_forward", "tiled_loss", "tiled_mlp"])
+def test_tiles_have_public_names(name):
+    assert getattr(xds.tensor, name).__name__ == name
+    assert name in dir(xds.tensor) and name in xds.tensor.__all__
 
 
 def test_help_describes_the_engine_and_its_counters():

@@ -5,7 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_MODULES = ("dataloader", "engine", "lr_schedules", "optimizer", "pipe", "utils", "zero")
+_MODULES = (
+    *("dataloader", "engine", "lr_schedules", "optimizer", "pipe", "sequence_parallel"),
+    *("utils", "zero"),
+)
 
 
 def __getattr__(name: str) -> Any:

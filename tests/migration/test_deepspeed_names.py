@@ -78,6 +78,10 @@ SIGNATURES = {
     "DeepSpeedEngine.save_checkpoint": "save_dir tag client_state save_latest exclude_frozen_parameters",
     "DeepSpeedEngine.load_checkpoint": "load_dir tag load_module_strict load_optimizer_states "
     "load_lr_scheduler_states load_module_only custom_load_fn",
+    "runtime.sequence_parallel.ulysses_sp.sequence_tiled_compute": "fn seqlen shards kwargs_to_shard "
+    "kwargs_to_pass grad_requiring_tensor_key compute_params output_unshard_dimension output_reduction",
+    "runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss.apply": "fn x y mask shards "
+    "compute_params output_reduction",
     "DeepSpeedEngine.save_16bit_model": "save_dir save_filename exclude_frozen_parameters",
 }
 PLACES = [
@@ -101,6 +105,14 @@ PLACES = [
     *("runtime.pipe.ProcessTopology", "runtime.pipe.topology.PipelineParallelGrid"),
     *("PipelineModule", "pipe.TiedLayerSpec", "pipe.DualPipeVModule", "runtime.pipe.LayerSpec"),
     *("runtime.pipe.module.PipelineModule", "runtime.pipe.engine.PipelineEngine"),
+    *(
+        f"runtime.sequence_parallel.ulysses_sp.{name}"
+        for name in ("TiledMLP", "TiledFusedLogitsLoss")
+    ),
+    *(
+        f"runtime.sequence_parallel.ulysses_sp.{name}"
+        for name in ("SequenceTiledCompute", "sequence_tiled_compute")
+    ),
     *("runtime.pipe.topology.PipeModelDataParallelTopology", "runtime.pipe.schedule.TrainSchedule"),
 ]
 STAND_INS = [

@@ -1,0 +1,66 @@
+"""Modules whose forward runs in tiles."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, final
+
+from torch import Tensor, nn
+
+from ...utils.errors import UsageError
+from .ranges import tiles_for
+from .run import run_in_tiles
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def tiled_mlp(module: nn.Module, x: Tensor, tiles: int) -> Any:
+    """`module(x)`, computed for one tile of the tokens at a time; see `run_in_tiles`.
+
+    Args:
+        module: an MLP, or any other module that treats each token alone.
+        x: [..., tokens, width].
+        tiles: how many tiles.
+    Returns:
+        The module's output, [..., tokens, any width].
+    """
+    return run_in_tiles(module, [x], tiles=tiles, dim=-2)
+
+
+@final
+class TiledForward:
+    """The forward of a module, in tiles. `tile_forward` puts it in the place of the module's own."""
+
+    def __init__(self, module: nn.Module, tile_length: int) -> None:
+        self._module, self._forward, self.tile_length = module, module.forward, tile_length
+
+    def __call__(self, x: Tensor) -> Any:
+        tiles = tiles_for(x.shape[-2], self.tile_length)
+        weights = list(self._module.parameters())
+        return run_in_tiles(self._forward, [x], tiles=tiles, dim=-2, weights=weights)
+
+
+def tile_forward(module: Module, tile_length: int) -> Module:
+    """Let `module` run in tiles of `tile_length` tokens from now on. Names of parameters do not change.
+
+    Call it before `xds.initialize`. `del module.forward` undoes it.
+
+    Args:
+        module: an MLP, or any other module that treats each token alone. Its only argument has the shape
+            [..., tokens, width].
+        tile_length: tokens of a tile, in dimension -2. Memory does not grow with the sequence.
+    Returns:
+        The same module.
+    Raises:
+        UsageError: the module runs in tiles already, or `tile_length` is below 1.
+    """
+    tiles_for(1, tile_length)
+    if isinstance(module.forward, TiledForward):
+        raise UsageError(
+            f"tile_forward({type(module).__name__}): it runs in tiles of {module.forward.tile_length} already; "
+            "call tile_forward once for each module"
+        )
+    module.forward = TiledForward(module, tile_length)
+    return module
+
+
+__all__ = ["TiledForward", "tile_forward", "tiled_mlp"]

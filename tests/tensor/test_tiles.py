@@ -1,0 +1,281 @@
+"""Functions, MLPs and losses over tiles equal those over the whole sequence."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import tiled_runs
+import torch
+from torch import nn
+from torch.nn import functional as F
+from warm_ranks import warm
+
+import xds
+from xds.deepspeed.runtime.sequence_parallel import ulysses_sp
+from xds.tensor import run_in_tiles, tile_forward, tiled_loss, tiled_mlp
+from xds.tensor.tiles.ranges import tile_ranges, tiles_for
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    "length, tiles, ranges",
+    [
+        (8, 2, [(0, 4), (4, 4)]),
+        (10, 4, [(0, 3), (3, 3), (6, 3), (9, 1)]),
+        (5, 4, [(0, 2), (2, 2), (4, 1)]),
+        (3, 9, [(0, 1), (1, 1), (2, 1)]),
+        (7, 1, [(0, 7)]),
+        (0, 3, [(0, 0)]),
+    ],
+)
+def test_a_sequence_is_cut_as_torch_chunk_does(length, tiles, ranges):
+    assert tile_ranges(length, tiles) == ranges
+    if length:
+        assert [size for _, size in ranges] == [len(c) for c in torch.ones(length).chunk(tiles)]
+    assert [tiles_for(at, 4) for at in (0, 1, 4, 5, 9)] == [1, 1, 1, 2, 3]
+
+
+def grads_of(output, tensors):
+    factor = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(output.dtype)
+    return torch.autograd.grad(output, tensors, factor, allow_unused=True)
+
+
+def assert_same(ours, theirs, tolerance=1e-6):
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == b.dtype and a.shape == b.shape
+            assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.mark.parametrize("tiles", [1, 4, 11, 50])
+def test_an_mlp_in_tiles_equals_the_mlp(tiles):
+    mlp = tiled_runs.Mlp()
+    mlp.down.bias.requires_grad_(False)
+    x = torch.randn(11, 2, tiled_runs.WIDTH, requires_grad=True).transpose(0, 1)  # not contiguous
+    weights = [x, *(p for p in mlp.parameters() if p.requires_grad)]
+    plain, tiled = mlp(x), tiled_mlp(mlp, x, tiles)
+    assert_same([tiled], [plain])
+    assert_same(grads_of(tiled, weights), grads_of(plain, weights), 2e-6)
+
+
+def test_several_sequences_and_other_arguments_get_their_gradients():
+    def scale(x, y, rows, options):  # two outputs, one of integers
+        return {"a": x * y + rows["row"] * options + x @ weight, "b": (x.sum(-1) > 0).long()}
+
+    weight = torch.randn(3, 3, requires_grad=True)
+    x, row = torch.randn(2, 7, 3, requires_grad=True), torch.randn(3, requires_grad=True)
+    y = torch.randn(1, 7, 3, requires_grad=True)
+    plain = scale(x, y, {"row": row}, 2.0)
+    tensors = [x, y, row, weight]
+    for weights in (None, [weight]):
+        tiled = run_in_tiles(scale, [x, y], others=[{"row": row}, 2.0], tiles=3, weights=weights)
+        assert torch.equal(tiled["b"], plain["b"]) and not tiled["b"].requires_grad
+        same = scale(x, y, {"row": row}, 2.0)
+        assert_same(grads_of(tiled["a"], tensors), grads_of(same["a"], tensors))
+
+
+def test_an_input_without_gradient_and_a_frozen_model():
+    mlp = tiled_runs.Mlp()
+    x = torch.randn(2, 5, tiled_runs.WIDTH)
+    weight = mlp.up.weight
+    assert_same(grads_of(tiled_mlp(mlp, x, 2), [weight]), grads_of(mlp(x), [weight]))
+    mlp.requires_grad_(False)
+    assert not tiled_mlp(mlp, x, 2).requires_grad
+    with torch.no_grad():
+        assert torch.allclose(tiled_mlp(mlp, x, 2), mlp(x), atol=1e-6)
+
+
+def test_each_weight_gets_one_gradient_and_its_hooks_run_once():
+    mlp, seen, taken = tiled_runs.Mlp(), [], []
+    mlp.up.weight.register_hook(lambda grad: seen.append(grad) or grad * 2)
+    mlp.up.weight.register_post_accumulate_grad_hook(lambda param: taken.append(param.grad.clone()))
+    x = torch.randn(2, 9, tiled_runs.WIDTH)
+    tiled_mlp(mlp, x, 4).square().sum().backward()
+    mlp.zero_grad()
+    mlp(x).square().sum().backward()
+    assert len(seen) == len(taken) == 2
+    assert_same(taken[:1], taken[1:])
+
+
+def test_dropout_draws_the_same_numbers_again_and_leaves_the_generator_as_plain_code_does():
+    drop = nn.Dropout(0.5)
+    x = torch.ones(2, 9, 4, requires_grad=True)
+    output = run_in_tiles(drop, [x], tiles=4)
+    torch.rand(7)  # drawn between forward and backward
+    before = torch.get_rng_state()
+    (grad,) = torch.autograd.grad(output.sum(), x)
+    assert torch.equal(grad, output.detach()) and grad.unique().tolist() == [0, 2]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_autocast_is_the_same_in_backward_and_its_cache_stays_clean():
+    mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    x = torch.randn(2, 9, 8, requires_grad=True)
+    tensors = [x, *mlp.parameters()]
+    with torch.autocast("cpu", torch.bfloat16):
+        tiled = tiled_mlp(mlp, x, 3)
+        plain = mlp(x)
+    assert tiled.dtype == torch.bfloat16
+    assert_same(grads_of(tiled, tensors), grads_of(plain, tensors), 0.02)
+
+
+def test_sixteen_bit_gradients_are_summed_in_fp32():
+    weight = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.ones(1, 1000, 1, dtype=torch.bfloat16)
+    output = run_in_tiles(lambda x: x @ weight, [x], tiles=1000, weights=[weight])
+    (grad,) = torch.autograd.grad(output.sum(), weight)
+    assert grad.dtype == torch.bfloat16 and grad.item() == 1000  # bf16 itself stops at 256
+
+
+def test_checkpoints_around_tiles_and_tiles_around_checkpoints():
+    from torch.utils.checkpoint import checkpoint
+
+    mlp = tiled_runs.Mlp()
+    x = torch.randn(2, 9, tiled_runs.WIDTH, requires_grad=True)
+    tensors = [x, mlp.up.weight]
+    want = grads_of(mlp(x), tensors)
+    outside = checkpoint(tiled_mlp, mlp, x, 4, use_reentrant=False)
+    assert_same(grads_of(outside, tensors), want, 2e-6)
+    weights = mlp.parameters()
+    inside = run_in_tiles(
+        lambda x: checkpoint(mlp, x, use_reentrant=False), [x], tiles=4, weights=weights
+    )
+    assert_same(grads_of(inside, tensors), want, 2e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tiled_loss_equals_cross_entropy(reduction, dtype):
+    hidden = torch.randn(2, 11, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(50, 8, dtype=dtype, requires_grad=True)
+    bias = torch.randn(50, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, 50, (2, 11))
+    labels[0, :6] = -100
+    tensors = [hidden, weight, bias]
+    scale = 2.0**16 if dtype == torch.float16 else 1.0  # of fp16 losses
+    tiled = tiled_loss(hidden, weight, labels, tiles=5, bias=bias, reduction=reduction)
+    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    logits = F.linear(*wide).flatten(0, 1)
+    plain = F.cross_entropy(logits, labels.flatten(), reduction=reduction)
+    tolerance = 1e-6 if dtype == torch.float32 else 0.02
+    assert tiled.dtype == torch.float32
+    assert abs(tiled.item() - plain.item()) <= tolerance * plain.item()
+    share = 1.0 if reduction == "mean" else 2.0**-10  # sums of scaled gradients do not fit fp16
+    found = torch.autograd.grad(tiled * scale * share, tensors)
+    want = torch.autograd.grad(plain * scale * share, wide)
+    for ours, theirs in zip(found, want, strict=True):
+        assert ours.dtype == dtype
+        assert (ours.double() - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def test_a_loss_without_labels_is_that_of_torch():
+    hidden, weight = torch.randn(1, 4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    labels = torch.full((1, 4), -100)
+    loss = tiled_loss(hidden, weight, labels, tiles=2)
+    assert loss.isnan()
+    for grad in torch.autograd.grad(loss, [hidden, weight]):
+        assert not grad.any()
+    with torch.no_grad():
+        assert tiled_loss(hidden, weight, labels, tiles=2, reduction="sum") == 0
+
+
+def test_a_module_runs_in_tiles_and_keeps_its_names():
+    model = nn.Sequential(tiled_runs.Mlp())
+    names = list(model.state_dict())
+    x = torch.randn(2, 9, tiled_runs.WIDTH)
+    want = grads_of(model(x), [model[0].up.weight])
+    assert tile_forward(model[0], 4) is model[0]
+    assert list(model.state_dict()) == names
+    assert_same(grads_of(model(x), [model[0].up.weight]), want, 2e-6)
+    with pytest.raises(xds.UsageError, match="tiles of 4 already"):
+        tile_forward(model[0], 4)
+    del model[0].forward
+    assert model(x).grad_fn.name() != "_TiledBackward"
+
+
+def test_mistakes_are_one_sentence():
+    x = torch.randn(2, 4, 3, requires_grad=True)
+    linear = nn.Linear(3, 3)
+    with pytest.raises(xds.UsageError, match="tiles=0"):
+        tiled_mlp(linear, x, 0)
+    with pytest.raises(xds.UsageError, match="one number of tokens in dimension 1"):
+        run_in_tiles(torch.add, [x, x[:, :2]], tiles=2)
+    output = run_in_tiles(lambda x: linear(x), [x], tiles=2, weights=[linear.weight])
+    with pytest.raises(xds.UsageError, match=r"shape \(3,\) that needs a gradient"):
+        output.sum().backward()
+    with pytest.raises(xds.UsageError, match="one label for each token"):
+        tiled_loss(x, linear.weight, torch.zeros(2, 3, dtype=torch.long), tiles=2)
+    with pytest.raises(xds.UsageError, match='pass "mean" or "sum"'):
+        tiled_loss(x, linear.weight, torch.zeros(2, 4, dtype=torch.long), tiles=2, reduction="none")
+    loss = tiled_loss(x, linear.weight, torch.zeros(2, 4, dtype=torch.long), tiles=2)
+    loss.backward(retain_graph=True)
+    with pytest.raises(xds.UsageError, match="call tiled_loss again"):
+        loss.backward()
+
+
+# -- DeepSpeed's names -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_deepspeeds_functions_equal_the_plain_ones(listed):
+    head = nn.Linear(6, 20)
+    params = list(head.parameters()) if listed else None
+    x = torch.randn(2, 8, 6, requires_grad=True)
+    y = torch.randint(0, 20, (2, 8))
+
+    def loss(self, x, y, mask=None):
+        found = F.cross_entropy(self(x).flatten(0, -2), y.flatten(), reduction="none")
+        return (found if mask is None else found * mask.flatten()).mean()
+
+    tensors = [x, *head.parameters()]
+    mask = torch.rand(2, 8)
+    for given in (None, mask):
+        tiled = ulysses_sp.TiledFusedLogitsLoss.apply(loss, head, x, y, given, 4, params, "mean")
+        plain = loss(head, x, y, given)
+        assert_same([tiled], [plain])
+        found = torch.autograd.grad(tiled, tensors)
+        assert_same(found, torch.autograd.grad(plain, tensors), 1e-5)
+    output = ulysses_sp.TiledMLP.apply(lambda self, x: self(x), head, x, 3, params)
+    assert_same(grads_of(output, tensors), grads_of(head(x), tensors), 2e-6)
+
+    def both(hidden, labels, factor):
+        return loss(head, hidden, labels) * factor
+
+    values, passed = {"hidden": x, "labels": y}, {"factor": 3.0}
+    for kind in ("mean", "sum"):
+        args = ("hidden", params, 0, kind)
+        tiled = ulysses_sp.sequence_tiled_compute(both, 8, 4, values, passed, *args)
+        keys = (["hidden", "labels"], ["factor"])
+        flat = ulysses_sp.SequenceTiledCompute.apply(both, 8, 4, *keys, *args, x, y, 3.0)
+        plain = 3.0 * loss(head, x, y) * (4 if kind == "sum" else 1)
+        assert torch.equal(tiled, flat)
+        found = torch.autograd.grad(tiled, tensors)
+        assert_same(found, torch.autograd.grad(plain, tensors), 1e-5)
+    with pytest.raises(xds.UsageError, match="pass the length of the sequences"):
+        ulysses_sp.sequence_tiled_compute(both, 7, 4, values, passed, "hidden")
+
+
+# -- engines ---------------------------------------------------------------------------------------------
+
+
+def test_training_in_tiles_equals_plain_pytorch_at_every_stage():
+    warm(2).run(tiled_runs.compare, [0, 1, 2, 3])
+
+
+def test_a_whole_unit_runs_in_tiles_at_stage_3():
+    warm(2).run(tiled_runs.compare, [3], "Mlp")
+
+
+def test_copies_run_their_own_weights():
+    first = tile_forward(tiled_runs.Mlp(), 4)
+    second = copy.deepcopy(first)
+    nn.init.zeros_(second.down.weight)
+    assert second.forward._module is second
+    x = torch.randn(1, 6, tiled_runs.WIDTH)
+    assert not torch.equal(first(x), second(x))
