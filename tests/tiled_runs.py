@@ -111,6 +111,31 @@ def compare(stages: list[int], units: str = "blocks.*") -> None:
         engine.destroy()
 
 
+def gathered_in_backward() -> tuple[list[list[str]], list[list[str]]]:
+    """The units that are gathered when backward reaches each block's norm: in plain code, and in tiles."""
+    found = []
+    for model in models(4):
+        for block in model.blocks:
+            del block.mlp.unused  # a gradient that never comes keeps its unit gathered
+            block.mlp.up.weight.requires_grad_(True)
+        section = {"stage": 3, "units": ["Block"], "param_persistence_threshold": 0}
+        section |= {"unit_min_numel": 0, "prefetch_bucket_size": 0, "max_reuse_distance": 0}
+        engine = xds.initialize(model, _config(3) | {"zero_optimization": section})
+        loss = engine(batch(0, 0))
+        seen: list[list[str]] = []
+
+        def read(*_: object, engine: Any = engine, seen: list[list[str]] = seen) -> None:
+            units = engine._sharded.units
+            seen.append([u.name for u in units if any(flat.is_unsharded for flat in u.params)])
+
+        for block in model.blocks:
+            block.norm.weight.register_hook(read)
+        engine.backward(loss)
+        engine.destroy()
+        found.append(seen)
+    return found[0], found[1]
+
+
 def _config(stage: int, units: str = "blocks.*") -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,

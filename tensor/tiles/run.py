@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...utils.errors import UsageError
+from ...utils.replaying import replaying
 from .ranges import tile_ranges
 from .replay import Surroundings
 from .sums import Added, Joined
@@ -163,7 +164,7 @@ class _Tiled(torch.autograd.Function):
         flags = zip(ctx.held, ctx.is_saved, strict=True)
         given = [next(saved) if is_saved else value for value, is_saved in flags]
         replay = _Replay(call, given, ctx.needs_input_grad[1:])
-        with ctx.around.again(), without_hooks(call.weights), torch.enable_grad():
+        with ctx.around.again(), without_hooks(call.weights), replaying(), torch.enable_grad():
             for start, size in call.ranges:
                 replay.tile(start, size, grads)
         return (None, *replay.gradients())

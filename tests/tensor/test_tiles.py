@@ -272,6 +272,12 @@ def test_a_whole_unit_runs_in_tiles_at_stage_3():
     warm(2).run(tiled_runs.compare, [3], "Mlp")
 
 
+def test_units_are_dropped_in_backward_as_in_plain_code():
+    for plain, tiled in warm(2).run(tiled_runs.gathered_in_backward):
+        assert tiled == plain
+        assert len(plain) == 3 and len(plain[-1]) < 4
+
+
 def test_copies_run_their_own_weights():
     first = tile_forward(tiled_runs.Mlp(), 4)
     second = copy.deepcopy(first)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ...ops.comm.collectives import Collectives
+from ...utils.replaying import is_replaying
 from .tensors import tensors_in
 from .uneven import Rounds
 from .unit import Unit
@@ -119,7 +120,8 @@ class Gatherer:
                 if unit.entry is module:
                     unit.begin_nested_call()
             elif self._in_backward:
-                unit.count_recompute()
+                if not is_replaying():
+                    unit.count_recompute()
                 self._gather(unit)
             else:
                 unit.set_entry(module)
@@ -200,7 +202,7 @@ class Gatherer:
         self._gather(unit)
         if _is_entry(unit, module):
             self._enter(unit)
-            if self._in_backward:
+            if self._in_backward and not is_replaying():
                 unit.count_recompute()
         if not self._in_backward:
             self._start_next(self._previous, unit)
