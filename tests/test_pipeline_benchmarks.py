@@ -46,7 +46,7 @@ def test_a_step_has_the_loss_of_torch_s_pipeline() -> None:
 def test_model_states_are_those_of_the_formula_and_building_holds_one_layer_more() -> None:
     pytest.importorskip("safetensors")
     rows = quick("memory.py")
-    assert len(rows) == 20
+    assert len(rows) == 18
     states = [row for row in rows if row.startswith(("states", "within"))]
     assert len(states) == 16 and not any("target missed" in row for row in states)
     specs = [row for row in rows if row.startswith("building from LayerSpec, fp32")]

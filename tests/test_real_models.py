@@ -15,6 +15,7 @@ import torch
 from helpers import run_ranks
 from real_models import LORA_SAVED, NAMES, batch, build, part_of
 from real_runs import (
+    EVERY_CASE,
     FP32_ENDS,
     SAMPLES,
     WORLD_SIZE,
@@ -24,6 +25,7 @@ from real_runs import (
     engine_runs,
     plain_run,
 )
+from thinned import RUNS_ALL
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -102,7 +104,12 @@ def _variants_of(name: str) -> dict[str, Plan]:
     kinds = ["plain", "lora"]
     if name in LORA_SAVED:
         kinds.append("lora_saved")
-    plans = {kind: Plan(name, kind) for kind in kinds}
+    # every model runs every stage and precision as it is, every kind of adapter does so on some models
+    full = {"plain": NAMES, "lora": LORA_FULL, "lora_saved": DEFAULT_RUN}
+    plans = {
+        kind: Plan(name, kind, cases=EVERY_CASE if RUNS_ALL or name in full[kind] else FP32_ENDS)
+        for kind in kinds
+    }
     for kind in ("recomputed", "recomputed_reentrant", "lora_recomputed_reentrant"):
         plans[kind] = Plan(name, kind, cases=FP32_ENDS)
     more: dict[str, dict[str, Any]] = {
@@ -124,8 +131,9 @@ def _variants_of(name: str) -> dict[str, Plan]:
     return plans | {kind: Plan(name, cases=FP32_ENDS, **options) for kind, options in more.items()}
 
 
-VARIANTS = {name: _variants_of(name) for name in NAMES}
 DEFAULT_RUN = ("gpt2",)  # the others run with `pytest -m slow`
+LORA_FULL = ("gpt2", "llama", "vit")
+VARIANTS = {name: _variants_of(name) for name in NAMES}
 
 
 @cache
