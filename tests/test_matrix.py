@@ -1,5 +1,7 @@
 """The test matrix: every stage x precision x accumulation x ranks x feature against plain PyTorch.
 
+The slow tests run all stages in fp32 and in one more precision, at combinations that `thinned.py` chooses.
+
 fp32: loss and gradient norm within 1e-6 relative per step, parameters within 1e-6 of their norm per step,
 of plain torch.optim.AdamW on one process; stages 0-3 bit-equal to one another (with accumulation 0 = 1
 and 2 = 3: stages 2 and 3 add over ranks before they add over micro-batches).
@@ -8,24 +10,49 @@ bf16, fp16: loss within 2 % of fp32's; stages 1-3 bit-equal to one another in th
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
+from thinned import pairwise
 from tiny_models import FEATURES, build, micro_batch
 
 import xds
 
-# each feature has tests of its own; the whole product of the others runs with `pytest -m slow`
+# each feature has tests of its own; combinations of the others run with `pytest -m slow`
 DEFAULT_RUN = ("plain", "mixed_shapes", "compiled_blocks", "checkpointed_reentrant")
 STEPS, SAMPLES, CLIP, LR = 3, 4, 0.5, 3e-3
-CASES = [
-    (stage, precision, accumulation)
-    for stage in (0, 1, 2, 3)
-    for precision in ("fp32", "bf16", "fp16")
-    for accumulation in (1, 2)
+LOW, ACCUMULATIONS = ("bf16", "fp16"), (1, 2)
+Case = tuple[int, str, int]  # stage, precision, accumulation
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model on so many ranks, at every stage, in fp32 and in each of `low`."""
+
+    feature: str
+    world_size: int
+    low: tuple[str, ...] = LOW
+    accumulations: tuple[int, ...] = ACCUMULATIONS
+
+    @property
+    def cases(self) -> list[Case]:
+        return list(itertools.product((0, 1, 2, 3), ("fp32", *self.low), self.accumulations))
+
+    @property
+    def name(self) -> str:
+        more = [*self.low, *map(str, self.accumulations)] if self != Run(self.feature, 2) else []
+        return "-".join([self.feature, str(self.world_size), *more])
+
+
+SLOW_RUNS = [
+    Run(feature, world_size, (low,), (accumulation,))
+    for feature, world_size, low, accumulation in pairwise(FEATURES, (1, 2, 4), LOW, ACCUMULATIONS)
+    if (feature, world_size) not in itertools.product(DEFAULT_RUN, (2,))
 ]
 
 
@@ -98,8 +125,8 @@ def engine_run(feature: str, stage: int, precision: str, accumulation: int) -> d
     return {"losses": losses, "norms": norms, "params": _values(model)}
 
 
-def rank_main(feature: str) -> dict[tuple[int, str, int], dict[str, Any]]:
-    return {case: engine_run(feature, *case) for case in CASES}
+def rank_main(run: Run) -> dict[Case, dict[str, Any]]:
+    return {case: engine_run(run.feature, *case) for case in run.cases}
 
 
 def check_equal(one: dict[str, Any], two: dict[str, Any]) -> None:
@@ -126,45 +153,43 @@ def check_close(
 # torch.compile itself looks at .grad of what is not a leaf
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
+    "run",
+    [
+        *(Run(feature, 2) for feature in DEFAULT_RUN),
+        *(pytest.param(run, marks=pytest.mark.slow) for run in SLOW_RUNS),
+    ],
+    ids=lambda run: run.name,
 )
-@pytest.mark.parametrize(
-    "feature",
-    [f if f in DEFAULT_RUN else pytest.param(f, marks=pytest.mark.slow) for f in FEATURES],
-)
-def test_every_combination_matches_plain_pytorch(feature: str, world_size: int) -> None:
-    results = run_ranks(rank_main, world_size, feature)
-    for case in CASES:
+def test_every_combination_matches_plain_pytorch(run: Run) -> None:
+    results = run_ranks(rank_main, run.world_size, run)
+    for case in run.cases:
         for other in results[1:]:  # every rank has the same parameters and norms
             check_equal(results[0][case], other[case])
-    for accumulation in (1, 2):
-        plain = plain_run(feature, accumulation, world_size)
+    for accumulation in run.accumulations:
+        plain = plain_run(run.feature, accumulation, run.world_size)
         for stage in (0, 1, 2, 3):
-            check_against_plain(results[0], plain, (stage, accumulation), feature, world_size)
-        check_stages_equal(results[0], accumulation, world_size)
+            check_against_plain(results[0], plain, (stage, accumulation), run)
+        check_stages_equal(results[0], accumulation, run)
 
 
-def check_against_plain(
-    mine: Any, plain: dict[str, Any], case: tuple[int, int], feature: str, world_size: int
-) -> None:
+def check_against_plain(mine: Any, plain: dict[str, Any], case: tuple[int, int], run: Run) -> None:
     stage, accumulation = case
     got = mine[stage, "fp32", accumulation]
     assert got["losses"] == pytest.approx(plain["losses"], rel=1e-6)
     assert got["norms"] == pytest.approx(plain["norms"], rel=1e-6)
     for name, value in plain["params"].items():
-        check_close(feature, world_size, name, got["params"][name], value)
-    for precision in ("bf16", "fp16"):
+        check_close(run.feature, run.world_size, name, got["params"][name], value)
+    for precision in run.low:
         low = mine[stage, precision, accumulation]
         assert low["losses"] == pytest.approx(plain["losses"], rel=2e-2)
 
 
-def check_stages_equal(mine: Any, accumulation: int, world_size: int) -> None:
+def check_stages_equal(mine: Any, accumulation: int, run: Run) -> None:
     groups = {"fp32": [(0, 1, 2, 3)], "bf16": [(1, 2, 3)], "fp16": [(1, 2, 3)]}
-    if accumulation > 1 and world_size > 1:
+    if accumulation > 1 and run.world_size > 1:
         groups = {"fp32": [(0, 1), (2, 3)], "bf16": [(2, 3)], "fp16": [(2, 3)]}
-    for precision, sets in groups.items():
-        for first, *others in sets:
+    for precision in ("fp32", *run.low):
+        for first, *others in groups[precision]:
             for stage in others:
                 check_equal(
                     mine[first, precision, accumulation], mine[stage, precision, accumulation]
