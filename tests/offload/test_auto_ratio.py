@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from offload_runs import PARAMS, check_equal, config_of
+from thinned import few_of
 from tiny_models import build, micro_batch
 from torch import nn
 from warm_ranks import warm
@@ -76,21 +78,21 @@ def test_parameters_on_the_host_and_overlapping_steps() -> None:
     check(2, (2, "fp32", 1), (100_000,), DEFERRED)
 
 
+MODELS = [  # feature, world_size
+    *(("plain", 1), ("plain", 2), ("tied", 2), ("frozen", 1), ("checkpointed_reentrant", 2)),
+]
+OFFLOADS = {"auto": AUTO, "deferred": DEFERRED, "params": AUTO | PARAMS}
+EVERY = product(MODELS, (0, 1, 2, 3), ("fp32", "bf16", "fp16"), OFFLOADS, (100_000, EVERYTHING))
+CHOSEN = few_of([case for case in EVERY if (case[1] == 3) == (case[3] == "params")], tuple)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("feature", "world_size"),
-    [("plain", 1), ("plain", 2), ("tied", 2), ("frozen", 1), ("checkpointed_reentrant", 2)],
-)
-def test_every_combination(world_size: int, feature: str) -> None:
-    for stage in (0, 1, 2, 3):
-        for precision in ("fp32", "bf16", "fp16"):
-            offloads = (AUTO | PARAMS,) if stage == 3 else (AUTO, DEFERRED)
-            check(
-                world_size,
-                (stage, precision, 2, "AdamW", feature),
-                (100_000, EVERYTHING),
-                *offloads,
-            )
+@pytest.mark.parametrize(("feature", "world_size"), MODELS)
+def test_combinations(world_size: int, feature: str) -> None:
+    for model, stage, precision, name, spare_bytes in CHOSEN:
+        if model == (feature, world_size):
+            case = (stage, precision, 2, "AdamW", feature)
+            check(world_size, case, (spare_bytes,), OFFLOADS[name])
 
 
 @pytest.mark.slow
