@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import run_ranks
+from thinned import pairwise
 from tiny_models import FEATURES, build, micro_batch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -400,9 +401,19 @@ def test_every_stage_gets_the_same_sums() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", (1, 2))
-@pytest.mark.parametrize("feature", [name for name in FEATURES if name != "compiled"])
-def test_every_feature_at_every_stage(feature: str, world_size: int) -> None:
-    offload = {"zero": {"offload_optimizer": {"device": "cpu"}}}
-    sections = ({}, BF16, offload, {**BF16, **offload})
-    assert run_ranks(_stages, world_size, (feature,), sections) == [[]] * world_size
+@pytest.mark.parametrize(
+    ("feature", "world_size", "precision", "place"),
+    pairwise(
+        [name for name in FEATURES if name != "compiled"],
+        (1, 2),
+        ("fp32", "bf16"),
+        ("device", "cpu"),
+    ),
+)
+def test_every_feature_at_every_stage(
+    feature: str, world_size: int, precision: str, place: str
+) -> None:
+    section = BF16 if precision == "bf16" else {}
+    if place == "cpu":
+        section = {**section, "zero": {"offload_optimizer": {"device": "cpu"}}}
+    assert run_ranks(_stages, world_size, (feature,), (section,)) == [[]] * world_size
