@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pipeline_runs import VOCAB, batches, config_of, worst
+from thinned import pairwise
 from torch import Tensor, nn
 from warm_ranks import warm
 
@@ -15,6 +16,8 @@ from xds.pipe.layer_specs import LayerSpec, TiedLayerSpec
 from xds.pipe.module import PipelineModule
 
 WIDTH, COUNT, STEPS = 12, 4, 4
+KINDS = ("module", "weight", "apart")
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
 Flowing = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -122,9 +125,7 @@ def test_lengths_change_from_one_micro_batch_to_the_next() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("kind", ["module", "weight", "apart"])
+@pytest.mark.parametrize(("kind", "stage", "schedule"), pairwise(KINDS, (0, 2, 3), SCHEDULES))
 def test_lists_of_layers_equal_one_process(kind: str, stage: int, schedule: str) -> None:
     check((2, 2), kind, stage, schedule=schedule)
     check((2, 1), kind, stage, lengths=True, schedule=schedule, dynamic_shape=True)
