@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import guess_events
 import pytest
 import torch
 from offload_runs import GUESS, HALF, OVERLAP, PARAMS
+from thinned import few_of
 from warm_ranks import warm
 
 import xds
@@ -38,21 +40,24 @@ def test_events_with_parameters_on_the_host() -> None:
     check(2, 3, "bf16", 2, GUESS | PARAMS)
 
 
+MORE = GUESS["offload_optimizer"]
+SECTIONS: dict[str, dict[str, Any]] = {
+    "guess": GUESS,
+    "half": {"offload_optimizer": HALF["offload_optimizer"] | MORE},
+    "overlap": {"offload_optimizer": OVERLAP["offload_optimizer"] | MORE},
+    "params": GUESS | PARAMS,
+}
+EVERY = product((1, 2, 3), ("fp32", "bf16", "fp16"), (1, 2), SECTIONS)
+CHOSEN = few_of(  # in fp32 the parameters on the host are the masters
+    [case for case in EVERY if case[3] != "params" or (case[0] == 3 and case[1] != "fp32")],
+    tuple,
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_events_in_every_combination(stage: int, precision: str, world_size: int) -> None:
-    more = GUESS["offload_optimizer"]
-    sections: list[dict[str, Any]] = [
-        GUESS,
-        {"offload_optimizer": HALF["offload_optimizer"] | more},
-        {"offload_optimizer": OVERLAP["offload_optimizer"] | more},
-    ]
-    if stage == 3 and precision != "fp32":  # in fp32 the parameters on the host are the masters
-        sections.append(GUESS | PARAMS)
-    for section in sections:
-        check(world_size, stage, precision, 2 if precision == "bf16" else 1, section)
+@pytest.mark.parametrize(("stage", "precision", "world_size", "section"), CHOSEN)
+def test_events_in_combinations(stage: int, precision: str, world_size: int, section: str) -> None:
+    check(world_size, stage, precision, 2 if precision == "bf16" else 1, SECTIONS[section])
 
 
 @pytest.mark.parametrize(
