@@ -42,7 +42,7 @@ from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
 from .model.dividing import divide
 from .model.offloading import build_homes, build_host, host_ratio, reserve
-from .model.pipelining import Runs, build_pipeline, is_cut, is_part, with_model
+from .model.pipelining import Runs, build_pipeline, check_whole, is_cut, is_part, with_model
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
 from .optim.loss_scale import build_loss_scale
@@ -109,6 +109,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
         UsageError: the model or the optimizer cannot be trained as asked.
     """
     check_arguments(model, lr_scheduler=lr_scheduler, collate_fn=collate_fn, group=group)
+    check_whole(model)
     config = with_model(Config.load(_config_source(config, args)), model)
     given = _Given(
         optimizer, model_parameters, lr_scheduler, training_data, collate_fn, weights, group

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,14 @@ COUNTS = (
     "nheads",
 )
 SIZES = ("split_size", "embed_dim", "inner_dim", "hidden_size_per_rank")
+
+
+_sliced_modules: WeakSet[nn.Module] = WeakSet()  # their parameters stay slices, also after `undo`
+
+
+def was_sliced(module: nn.Module) -> bool:
+    """`module` is a layer of which this rank has a slice."""
+    return module in _sliced_modules
 
 
 @final
@@ -196,6 +205,7 @@ def _slice_layer(
     _set_features(module, cuts_columns, widths[group.rank])
     base = type(module)
     sliced.classes.append((module, base))
+    _sliced_modules.add(module)
     module.__class__ = _class_for(base, word, region, widths)
 
 
@@ -280,4 +290,4 @@ def _class_for(
     return type(base.__name__, (base,), methods)
 
 
-__all__ = ["Region", "Slice", "Sliced", "slice_model"]
+__all__ = ["Region", "Slice", "Sliced", "slice_model", "was_sliced"]

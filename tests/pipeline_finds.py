@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from pipeline_runs import Model
+from pipeline_runs import Model, config_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -98,3 +98,24 @@ def compare_deferred_on_host(schedule: str) -> float:
         "pipeline": {"stages": 2, "schedule": schedule},
     }
     return worst_difference(Model(), config)
+
+
+def refusal(schedule: str, chunks: int) -> str:
+    """What `initialize` says of so many chunks of a small model."""
+    section = {"schedule": schedule, "chunks": chunks}
+    try:
+        xds.initialize(Model(4), config_of(2, 4, pipeline=section))
+    except xds.UsageError as error:
+        return str(error)
+    return "accepted"
+
+
+def refusal_of_second() -> str:
+    """What `initialize` says of a model that an earlier engine has cut."""
+    model = Model(4)
+    xds.initialize(model, config_of(2, 4)).destroy()
+    try:
+        xds.initialize(model, config_of(2, 4))
+    except xds.UsageError as error:
+        return str(error)
+    return "accepted"

@@ -13,14 +13,16 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
 from ...pipe.channel import Channel, Ways
 from ...pipe.cut.cutting import cut_model
+from ...pipe.cut.layer_lists import OtherStage
 from ...pipe.cut.part import Part
 from ...pipe.cut.plain_models import Sides
+from ...pipe.cut.stand_ins import StandIn
 from ...pipe.module import PipelineModule
 from ...pipe.schedules.actions import Placement, Table
 from ...pipe.schedules.lowering import with_states
 from ...pipe.schedules.plan import SchedulePlan
 from ...pipe.weight_grads import WeightGrads
-from ...tensor.slicing import Sliced
+from ...tensor.slicing import Sliced, was_sliced
 from ...utils.errors import UsageError
 from ...zero.access.owners import find_owner
 from ...zero.core.groups import FlatGroup, FlatGroups
@@ -90,6 +92,23 @@ def is_part(model: nn.Module) -> bool:
     return isinstance(model, PipelineModule)
 
 
+def check_whole(model: nn.Module) -> None:
+    """
+    Raises:
+        UsageError: an earlier `initialize` has left only a part of the model on this rank.
+    """
+    if any(isinstance(module, StandIn | OtherStage) for module in model.modules()):
+        raise UsageError(
+            "xds.initialize: an earlier xds.initialize has cut this model into pipeline stages, and the layers "
+            "of other stages are gone; build the model again"
+        )
+    if any(was_sliced(module) for module in model.modules()):
+        raise UsageError(
+            "xds.initialize: an earlier xds.initialize with tensor_parallel.tp_size > 1 has cut the layers of "
+            "this model, and a rank has slices only; build the model again"
+        )
+
+
 def cut(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
@@ -117,6 +136,14 @@ def cut(
     rank = mesh.coordinate("pipe")
     steps = config.gradient_accumulation_steps
     num_layers = len(model.layers) if isinstance(model, PipelineModule) else len(blocks)
+    most = num_layers if isinstance(model, PipelineModule) else len(list(model.modules()))
+    if (
+        section.stages * (section.chunks or 1) > most
+    ):  # before the table is made, which may be large
+        raise UsageError(
+            f"pipeline.stages = {section.stages} x pipeline.chunks = {section.chunks or 1} are more stages "
+            f"than the model has layers ({num_layers}); lower one of them"
+        )
     plan = SchedulePlan(section.schedule, section.stages, section.chunks or 0, steps, num_layers)
     mesh.opened[0].name_places(
         {
@@ -222,6 +249,7 @@ __all__ = [
     "Cut",
     "Runs",
     "build_pipeline",
+    "check_whole",
     "cut",
     "is_cut",
     "is_part",

@@ -132,6 +132,7 @@ def choose(
     num_ranks: int,
     num_micro_batches: int,
     max_stages: int | None = None,
+    num_chunks: int = 0,
 ) -> str:
     """The name of the schedule with the shortest step; of equal ones that with the least activations.
 
@@ -141,6 +142,7 @@ def choose(
         num_ranks: pipeline ranks.
         num_micro_batches: micro-batches of a step. Schedules that cannot run this number are left out.
         max_stages: those with more virtual stages are left out; None: any number.
+        num_chunks: virtual stages a rank; those that cannot have so many are left out. 0: their own number.
     """
     by_rank = (costs,) * num_ranks if isinstance(costs, Costs) else tuple(costs)
     if len(by_rank) != num_ranks:
@@ -151,16 +153,19 @@ def choose(
     for name, schedule in SCHEDULES.items():
         if num_micro_batches < max(1, schedule.micro_batches_a_rank * num_ranks):
             continue
-        if max_stages is not None and schedule.placement(num_ranks).num_stages > max_stages:
+        try:
+            table = build_table(name, num_ranks, num_micro_batches, num_chunks)
+        except ScheduleError:  # another number of chunks
             continue
-        table = build_table(name, num_ranks, num_micro_batches)
+        if max_stages is not None and table.placement.num_stages > max_stages:
+            continue
         placement = table.placement
         ranks = map(placement.rank_of, range(placement.num_stages))
         run = simulate(table, [by_rank[rank].divided(placement.num_chunks) for rank in ranks])
         peak = max(run.peak_activations(rank) for rank in range(num_ranks))
         found[name] = run.makespan_seconds, peak / placement.num_chunks
     if not found:  # more ranks than layers: the cut says so
-        return "1f1b"
+        return "interleaved_1f1b" if num_chunks > 1 else "1f1b"
     shortest = min(seconds for seconds, _ in found.values()) * (1 + 1e-9)
     equal = [name for name, (seconds, _) in found.items() if seconds <= shortest]
     return min(equal, key=lambda name: found[name][1])

@@ -38,7 +38,7 @@ class SchedulePlan:
         self._stages = stages
         self._chunks = chunks
         if schedule == AUTO:
-            schedule = choose(EQUAL_COSTS, stages, num_micro_batches, num_layers)
+            schedule = choose(EQUAL_COSTS, stages, num_micro_batches, num_layers, chunks)
         self._schedule = schedule
         table = self.table(num_micro_batches)
         self.placement: Placement = table.placement

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from pipeline_finds import compare_deferred_on_host, compare_tied_list
+from pipeline_finds import compare_deferred_on_host, compare_tied_list, refusal, refusal_of_second
 from warm_ranks import warm
+
+from xds.pipe.schedules.build import choose
+from xds.pipe.schedules.simulation import Costs
 
 
 @pytest.mark.parametrize(
@@ -18,3 +21,24 @@ def test_layer_in_two_stages_of_one_rank(schedule: str, zero_stage: int, same_la
 def test_weight_gradients_come_late_and_sums_are_on_the_host() -> None:
     """A late gradient of a bias brings the earlier sum back; gradients that waited replaced that sum."""
     assert max(warm(2).run(compare_deferred_on_host, "dualpipev")) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "message"),
+    [
+        ("interleaved_1f1b", 10**9, "more stages than the model has layers"),  # it did not return
+        ("auto", 7, "14 stages"),  # it spoke of a schedule that nobody asked for
+    ],
+)
+def test_more_chunks_than_layers(schedule: str, chunks: int, message: str) -> None:
+    for text in warm(2).run(refusal, schedule, chunks):
+        assert message in text and "zbv" not in text
+
+
+def test_a_model_that_was_cut_cannot_be_used_again() -> None:
+    """The message said that ranks bring different models."""
+    assert all("build the model again" in text for text in warm(2).run(refusal_of_second))
+
+
+def test_auto_takes_a_schedule_that_has_the_chunks() -> None:
+    assert choose(Costs(1, 1, 1), 2, 4, 8, 3) == "interleaved_1f1b"

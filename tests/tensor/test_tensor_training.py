@@ -217,6 +217,8 @@ def refusals(config: dict[str, Any]) -> list[str]:
             call()
         found.append(str(caught.value))
     engine.destroy()
+    with pytest.raises(xds.UsageError, match="build the model again"):
+        xds.initialize(engine.module, config)
     return found
 
 
