@@ -137,12 +137,11 @@ def cut(
     steps = config.gradient_accumulation_steps
     num_layers = len(model.layers) if isinstance(model, PipelineModule) else len(blocks)
     most = num_layers if isinstance(model, PipelineModule) else len(list(model.modules()))
-    if (
-        section.stages * (section.chunks or 1) > most
-    ):  # before the table is made, which may be large
+    chunks = section.chunks or 1
+    if num_layers and chunks > 1 and section.stages * chunks > most:  # its table may be very large
         raise UsageError(
-            f"pipeline.stages = {section.stages} x pipeline.chunks = {section.chunks or 1} are more stages "
-            f"than the model has layers ({num_layers}); lower one of them"
+            f"pipeline.stages = {section.stages} x pipeline.chunks = {chunks} are more stages than the "
+            f"model has layers ({num_layers}); lower one of them"
         )
     plan = SchedulePlan(section.schedule, section.stages, section.chunks or 0, steps, num_layers)
     mesh.opened[0].name_places(
