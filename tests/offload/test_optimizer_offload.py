@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
 
@@ -26,22 +27,36 @@ def check(world_size: int, case: tuple[Any, ...], offloads: list[dict[str, Any]]
             check_equal(one, other)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("precision", PRECISIONS)
+def _sharp(cases: Iterable[tuple[Any, ...]], runs: Callable[..., bool]) -> list[Any]:
+    """The cases; those of which `runs` is false are slow."""
+    return [case if runs(*case) else pytest.param(*case, marks=SLOW) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    _sharp(
+        product(STAGES, PRECISIONS),
+        lambda s, p: p == "bf16" or (s, p) in ((1, "fp16"), (3, "fp32")),
+    ),
+)
 def test_two_ranks(stage: int, precision: str) -> None:
     is_even = (stage + PRECISIONS.index(precision)) % 2 == 0  # the others are slow tests
     offloads = [CPU, GUESS] if is_even else [HALF, OVERLAP]
     check(2, (stage, precision, 2 if precision == "bf16" else 1), offloads)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "accumulation"),
+    _sharp(product(PRECISIONS, (1, 2)), lambda p, a: (p == "bf16") == (a == 2)),
+)
 def test_one_rank(precision: str, accumulation: int) -> None:
     check(1, (2, precision, accumulation), [CPU, HALF, OVERLAP, GUESS])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "precision"),
+    _sharp(product((1, 2), PRECISIONS), lambda w, p: (p == "bf16") == (w == 2)),
+)
 def test_parameters_on_the_host(world_size: int, precision: str) -> None:
     accumulation = 2 if precision == "bf16" else 1
     is_even = (world_size + PRECISIONS.index(precision)) % 2 == 0
@@ -64,8 +79,10 @@ def test_other_optimizers(optimizer: str) -> None:
 @pytest.mark.parametrize(
     ("feature", "world_size"),
     [
-        *(("tied", 2), ("reused", 1), ("checkpointed_reentrant", 1), ("frozen", 2)),
-        *(pytest.param(*case, marks=SLOW) for case in (("tied", 1), ("reused", 2), ("frozen", 1))),
+        *(("tied", 2), ("checkpointed_reentrant", 1)),
+        *(pytest.param("reused", ranks, marks=SLOW) for ranks in (1, 2)),
+        *(pytest.param("frozen", ranks, marks=SLOW) for ranks in (1, 2)),
+        pytest.param("tied", 1, marks=SLOW),
         pytest.param("checkpointed_reentrant", 2, marks=SLOW),
     ],
 )
