@@ -119,3 +119,21 @@ def refusal_of_second() -> str:
     except xds.UsageError as error:
         return str(error)
     return "accepted"
+
+
+class Counted(nn.Linear):
+    """Counts how many of its kind a rank builds, without those on the meta device."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        Counted.count += not self.weight.is_meta
+
+
+def built_layers() -> int:
+    """How many of eight layers `initialize` builds on a rank that has four of them."""
+    Counted.count = 0
+    model = PipelineModule([LayerSpec(Counted) for _ in range(8)], loss_fn=F.mse_loss)
+    xds.initialize(model, config_of(2, 4, pipeline={"partition": "uniform"})).destroy()
+    return Counted.count

@@ -97,12 +97,15 @@ def check_whole(model: nn.Module) -> None:
     Raises:
         UsageError: an earlier `initialize` has left only a part of the model on this rank.
     """
-    if any(isinstance(module, StandIn | OtherStage) for module in model.modules()):
+    # a PipelineModule builds all of its layers when it is asked for its modules
+    existing = model.existing() if isinstance(model, PipelineModule) else [model]
+    modules = [module for top in existing for module in top.modules()]
+    if any(isinstance(module, StandIn | OtherStage) for module in modules):
         raise UsageError(
             "xds.initialize: an earlier xds.initialize has cut this model into pipeline stages, and the layers "
             "of other stages are gone; build the model again"
         )
-    if any(was_sliced(module) for module in model.modules()):
+    if any(was_sliced(module) for module in modules):
         raise UsageError(
             "xds.initialize: an earlier xds.initialize with tensor_parallel.tp_size > 1 has cut the layers of "
             "this model, and a rank has slices only; build the model again"

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from pipeline_finds import compare_deferred_on_host, compare_tied_list, refusal, refusal_of_second
+from pipeline_finds import (
+    built_layers,
+    compare_deferred_on_host,
+    compare_tied_list,
+    refusal,
+    refusal_of_second,
+)
 from warm_ranks import warm
 
 from xds.pipe.schedules.build import choose
@@ -42,3 +48,8 @@ def test_a_model_that_was_cut_cannot_be_used_again() -> None:
 
 def test_auto_takes_a_schedule_that_has_the_chunks() -> None:
     assert choose(Costs(1, 1, 1), 2, 4, 8, 3) == "interleaved_1f1b"
+
+
+def test_a_rank_builds_its_own_layers_only() -> None:
+    """A look at all modules built the whole model on every rank."""
+    assert max(warm(2).run(built_layers)) <= 4
