@@ -60,7 +60,6 @@ class States:
         options: SaveOptions,
     ) -> None:
         """Write a checkpoint."""
-        self._parts.sharded.flat_groups.refuse_slices("save_checkpoint")
         training = self._parts.training
         save_checkpoint(training, self._counters, save_dir, tag, client_state, options)
 
@@ -68,7 +67,6 @@ class States:
         self, load_dir: str | Path, tag: str | None, options: LoadOptions
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint; its folder and client_state, or (None, None)."""
-        self._parts.sharded.flat_groups.refuse_slices("load_checkpoint")
         self._parts.saver.wait()
         return load_checkpoint(self._parts.training, self._counters, load_dir, tag, options)
 

@@ -26,6 +26,7 @@ from ...tensor.slicing import Sliced, was_sliced
 from ...utils.errors import UsageError
 from ...zero.access.owners import find_owner
 from ...zero.core.groups import FlatGroup, FlatGroups
+from ...zero.core.layout import Box
 from ...zero.core.policy import Policy
 from ...zero.core.sharded_model import ShardedModel
 from ..config.config import Config
@@ -180,6 +181,8 @@ def open_flat_groups(
     collectives = world if found is None and copies == 1 else mesh.along("data")
     data = FlatGroup(collectives, ExactReducer(collectives), policy(stage, collectives.world_size))
     sliced = Sliced() if sliced is None else sliced
+    at = mesh.coordinate("tensor")
+    boxes = {key: Box(one.whole, one.dim, one.by_rank[at]) for key, one in sliced.slices.items()}
     by_param: dict[int, FlatGroup] = {}
     if copies > 1:
         both = mesh.along(("data", "tensor"))
@@ -191,7 +194,7 @@ def open_flat_groups(
         parts = FlatGroup(both, ExactReducer(both), kept, 2)
         by_param = {key: parts if key in sliced.partial else equal for key in sliced.whole}
     if found is None:
-        return FlatGroups(world, data, by_param, sliced=frozenset(sliced.slices))
+        return FlatGroups(world, data, mesh.mesh, by_param, boxes=boxes)
     part = found.part
     opened: dict[tuple[int, ...], FlatGroup] = {}
     for number, ranks in enumerate(sorted(set(part.shared.values())), 3):  # the same on all ranks
@@ -205,7 +208,7 @@ def open_flat_groups(
         for key, name in part.names.items()
         if part.shared.get(name) in opened
     }
-    return FlatGroups(world, data, by_param, dict(part.names), frozenset(sliced.slices))
+    return FlatGroups(world, data, mesh.mesh, by_param, dict(part.names), boxes)
 
 
 def _ways(mesh: MeshGroups, kind: str, placement: Placement) -> Ways:

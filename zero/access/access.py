@@ -121,7 +121,7 @@ class Access(Owner):
         self._settle()
 
     def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
-        if id(param) in self._model.flat_groups.sliced:
+        if id(param) in self._model.flat_groups.boxes:
             self._model.flat_groups.refuse_slices(doing)
         self._settle()
         super().agree(doing, param, value)

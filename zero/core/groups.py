@@ -18,7 +18,9 @@ from torch import nn
 
 from ...compression.reducer import GradientReducer
 from ...ops.comm.collectives import Collectives
+from ...ops.mesh import Mesh
 from ...utils.errors import UsageError
+from .layout import Box
 from .policy import Policy
 
 
@@ -46,20 +48,22 @@ class FlatGroups:
     Attributes:
         world: all ranks: norms, losses, errors.
         data: the group of every parameter that is not in `shared`.
+        mesh: how the ranks of `world` are arranged.
         shared: id(parameter) -> its group.
         names: id(parameter) -> its name in the whole model, where the module of this rank has another one.
-        sliced: id of every parameter of which tensor ranks have different slices.
+        boxes: id(parameter) -> its place in the whole tensor, for every parameter of which this rank has a slice.
     """
 
     world: Collectives
     data: FlatGroup
+    mesh: Mesh
     shared: Mapping[int, FlatGroup] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
-    sliced: frozenset[int] = frozenset()
+    boxes: Mapping[int, Box] = field(default_factory=dict)
 
     def refuse_slices(self, call: str) -> None:
         """Raises UsageError: `call` needs whole tensors, and this rank has slices."""
-        if self.sliced:
+        if self.boxes:
             raise UsageError(
                 f"{call} with tensor_parallel.tp_size > 1 is not supported yet: a rank has slices of the "
                 "layers, and they are not put together again; set tensor_parallel.tp_size to 1"
