@@ -149,9 +149,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     groups = None if is_part(model) else _groups(model, config, given)
     if is_cut(model, config) or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
-    has_weights = given.weights is not None
     policy_of = partial(_policy, config)
-    divided = divide(model, config, mesh, collectives, policy_of, has_weights=has_weights)
+    divided = divide(model, config, mesh, collectives, policy_of)
     model, runs, found, flat_groups = divided.model, divided.runs, divided.found, divided.groups
     groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
@@ -267,7 +266,8 @@ def _give_values(model: nn.Module, weights: Any, groups: FlatGroups, policy: Pol
     if weights is not None:
         load_weights(model, weights, store=store, remedy=_LOAD_LATER, groups=groups)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
-        materialise(model, Construction(store or SliceStore(collectives)))
+        construction = Construction(store or SliceStore(collectives))
+        materialise(model, construction, groups.slices)
 
 
 def _config_source(config: Any, args: Any) -> Any:

@@ -37,7 +37,6 @@ class States:
 
     def full_state_dict(self, *, rank0_only: bool, full_precision: bool) -> dict[str, Any]:
         """The whole model's state dict, on the CPU, gathered parameter by parameter."""
-        self._parts.sharded.flat_groups.refuse_slices("full_state_dict")
         target = 0 if rank0_only else None
         return full_state_dict(
             self._parts.module,
@@ -49,7 +48,6 @@ class States:
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
         """Overwrite parameters, masters and buffers by whole values."""
         groups = self._parts.sharded.flat_groups
-        groups.refuse_slices("load_state_dict")
         load_weights(self._parts.module, state_dict, strict=strict, groups=groups)
 
     def save(

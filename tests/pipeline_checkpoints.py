@@ -122,9 +122,8 @@ def samples() -> list[tuple[Tensor, Tensor]]:
     return [(pair[0], pair[1]) for pair in torch.randint(0, VOCAB, (96, 2, LENGTH), generator=draw)]
 
 
-def engine_of(cut: Cut, seed: int, weights: Any = None, **changes: Any) -> Any:
-    torch.manual_seed(seed)
-    config = {
+def config_of(cut: Cut, **changes: Any) -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": COUNT,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
@@ -139,7 +138,12 @@ def engine_of(cut: Cut, seed: int, weights: Any = None, **changes: Any) -> Any:
         **PRECISIONS[cut.precision],
         **changes,
     }
+
+
+def engine_of(cut: Cut, seed: int, weights: Any = None, **changes: Any) -> Any:
+    torch.manual_seed(seed)
     model = Net(tied=cut.tied, frozen=cut.frozen)
+    config = config_of(cut, **changes)
     return xds.initialize(model, config, training_data=samples(), weights=weights)
 
 

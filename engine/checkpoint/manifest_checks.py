@@ -115,10 +115,9 @@ def _check_flats(flats: Iterable[SavedFlat], num_holders: int) -> None:
             _refuse(f"flats[{number}], a {flat.kind}: slots", len(flat.slots))
         if len(flat.slots) > 1:
             _check_overlaps(f"flats[{number}]", flat)
-        if flat.tied:
-            own = {slot.name for slot in flat.slots}
-            for _, name in flat.tied:
-                _require(name in own, f"flats[{number}].tied", name)
+        own = {slot.name for slot in flat.slots} if flat.tied else set()
+        for _, name in flat.tied:
+            _require(name in own, f"flats[{number}].tied", name)
     for found in names.values():
         if len(found) > 1 or found[0][1].box is not None:
             _check_slices(found)

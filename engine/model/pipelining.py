@@ -29,6 +29,7 @@ from ...zero.core.groups import FlatGroup, FlatGroups
 from ...zero.core.layout import Box
 from ...zero.core.policy import Policy
 from ...zero.core.sharded_model import ShardedModel
+from ...zero.core.slices import Slices
 from ..config.config import Config
 from ..parts import LoopFactory, Parts
 from ..steps.batch_loop import Loop
@@ -181,8 +182,7 @@ def open_flat_groups(
     collectives = world if found is None and copies == 1 else mesh.along("data")
     data = FlatGroup(collectives, ExactReducer(collectives), policy(stage, collectives.world_size))
     sliced = Sliced() if sliced is None else sliced
-    at = mesh.coordinate("tensor")
-    boxes = {key: Box(one.whole, one.dim, one.by_rank[at]) for key, one in sliced.slices.items()}
+    slices = _slices(mesh, sliced)
     by_param: dict[int, FlatGroup] = {}
     if copies > 1:
         both = mesh.along(("data", "tensor"))
@@ -194,7 +194,7 @@ def open_flat_groups(
         parts = FlatGroup(both, ExactReducer(both), kept, 2)
         by_param = {key: parts if key in sliced.partial else equal for key in sliced.whole}
     if found is None:
-        return FlatGroups(world, data, mesh.mesh, by_param, boxes=boxes)
+        return FlatGroups(world, data, mesh.mesh, by_param, slices=slices)
     part = found.part
     opened: dict[tuple[int, ...], FlatGroup] = {}
     for number, ranks in enumerate(sorted(set(part.shared.values())), 3):  # the same on all ranks
@@ -208,7 +208,20 @@ def open_flat_groups(
         for key, name in part.names.items()
         if part.shared.get(name) in opened
     }
-    return FlatGroups(world, data, mesh.mesh, by_param, dict(part.names), boxes)
+    return FlatGroups(world, data, mesh.mesh, by_param, dict(part.names), slices)
+
+
+def _slices(mesh: MeshGroups, sliced: Sliced) -> dict[int, Slices]:
+    """The slices of each parameter on all tensor ranks."""
+    if not sliced.slices:
+        return {}
+    tensor, together = mesh.along("tensor"), mesh.along(("data", "tensor"))
+    is_first = mesh.coordinate("data") == 0
+    found = {}
+    for key, one in sliced.slices.items():
+        boxes = tuple(Box(one.whole, one.dim, ranges) for ranges in one.by_rank)
+        found[key] = Slices(tensor, together, boxes, is_first)
+    return found
 
 
 def _ways(mesh: MeshGroups, kind: str, placement: Placement) -> Ways:

@@ -18,7 +18,7 @@ from .pipelining import Runs, is_part
 Plan = Mapping[str, Word]
 
 
-def plan_slices(model: nn.Module, config: Config, *, has_weights: bool) -> Plan | None:
+def plan_slices(model: nn.Module, config: Config) -> Plan | None:
     """How the layers of the whole `model` are cut; None: not known yet, or there is one tensor rank.
 
     Raises:
@@ -27,11 +27,6 @@ def plan_slices(model: nn.Module, config: Config, *, has_weights: bool) -> Plan 
     section = config.tensor_parallel
     if section.size == 1 or is_part(model):
         return None
-    if has_weights:
-        raise UsageError(
-            f"weights= with tensor_parallel.tp_size = {section.size} is not supported yet: load the weights "
-            "into the model before xds.initialize"
-        )
     if any(find_owner(param) is not None for param in model.parameters()):
         raise UsageError(
             f"tensor_parallel.tp_size = {section.size}: the model was built in xds.zero.Init, which spreads "

@@ -190,7 +190,15 @@ def whole_states(folder: str, cut: Cut) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "cut", [Cut(2, 1, 1, frozen=1), Cut(2, 2, 3, frozen=1)], ids=lambda cut: cut.tag
+    "cut",
+    [
+        Cut(2, 1, 1, frozen=1),
+        Cut(2, 2, 3, frozen=1),
+        Cut(1, 2, 3, frozen=1, tensor=2),
+        pytest.param(Cut(2, 1, 1, frozen=1, tensor=2), marks=pytest.mark.slow),
+        pytest.param(Cut(1, 1, 0, frozen=1, tensor=4), marks=pytest.mark.slow),
+    ],
+    ids=lambda cut: cut.tag,
 )
 def test_state_dicts_span_the_stages(tmp_path: Path, cut: Cut) -> None:
     torch.manual_seed(0)

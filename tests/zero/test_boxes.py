@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xds.zero.checkpoint.boxes import Runs, clipped, common_runs
 from xds.zero.checkpoint.ranges import Catalogue, Copy, Piece, Range, SavedFlat
+from xds.zero.core.boxes import Runs, clipped, common_runs
 from xds.zero.core.layout import Box, Slot
 
 COLUMNS = Box((4, 6), 1, ((0, 3),))

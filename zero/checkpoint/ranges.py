@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar, final
 
 from ...ops.flat import cut, numel_of, overlap
 from ...utils.schema.checked_types import Flag, Size, Text
+from ..core.boxes import Runs, clipped, common_runs
 from ..core.layout import Box, Slot
-from .boxes import Runs, clipped, common_runs
 
 SPLIT_NUMEL = 1 << 16  # elements per rank; a smaller flat is written by a single rank
 

@@ -90,7 +90,7 @@ def _alone(kind: str, name: str, tensor: Tensor, box: Box | None = None) -> Save
 
 @final
 class Snapshot:
-    """All tensors to save at this moment. `flats` is the same list on every rank of a stage with the same slices."""
+    """All tensors to save at this moment. `flats`: the same on all ranks with this part of the model."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Snapshot:
         groups = self.sharded.flat_groups
         for name, param in module.named_parameters():
             if id(param) not in inside:
-                box = groups.boxes.get(id(param))
+                box = groups.box_of(param)
                 flat = _alone("param", plain(groups.name_of(param, name)), param.data, box)
                 self._append(flat, param.data, "value", self.values, groups.of(param).collectives)
         for name, buffer in _buffers(module):

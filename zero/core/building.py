@@ -122,10 +122,10 @@ class Builder:
         return sorted(kinds.items(), key=lambda found: (not found[0].trains, found[0].group))
 
     def _layout(self, entries: _Entries, group: FlatGroup) -> FlatLayout:
-        boxes = self._flat_groups.boxes
+        box_of = self._flat_groups.box_of
         return plan_flat(
             [
-                Entry(name, tuple(p.shape), self._groups.get(id(p), 0), boxes.get(id(p)))
+                Entry(name, tuple(p.shape), self._groups.get(id(p), 0), box_of(p))
                 for name, p in entries
             ],
             group.collectives.world_size,

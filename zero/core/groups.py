@@ -19,9 +19,9 @@ from torch import nn
 from ...compression.reducer import GradientReducer
 from ...ops.comm.collectives import Collectives
 from ...ops.mesh import Mesh
-from ...utils.errors import UsageError
 from .layout import Box
 from .policy import Policy
+from .slices import Slices
 
 
 @final
@@ -51,7 +51,7 @@ class FlatGroups:
         mesh: how the ranks of `world` are arranged.
         shared: id(parameter) -> its group.
         names: id(parameter) -> its name in the whole model, where the module of this rank has another one.
-        boxes: id(parameter) -> its place in the whole tensor, for every parameter of which this rank has a slice.
+        slices: id(parameter) -> its slices, for every parameter that tensor ranks have cut.
     """
 
     world: Collectives
@@ -59,15 +59,18 @@ class FlatGroups:
     mesh: Mesh
     shared: Mapping[int, FlatGroup] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
-    boxes: Mapping[int, Box] = field(default_factory=dict)
+    slices: Mapping[int, Slices] = field(default_factory=dict)
 
-    def refuse_slices(self, call: str) -> None:
-        """Raises UsageError: `call` needs whole tensors, and this rank has slices."""
-        if self.boxes:
-            raise UsageError(
-                f"{call} with tensor_parallel.tp_size > 1 is not supported yet: a rank has slices of the "
-                "layers, and they are not put together again; set tensor_parallel.tp_size to 1"
-            )
+    @property
+    def is_first(self) -> bool:
+        """This is the first rank of its pipeline stage."""
+        place = self.mesh.coordinates(self.world.rank)
+        return not any(place[1:])
+
+    def box_of(self, param: nn.Parameter) -> Box | None:
+        """The slice of `param` that this rank has; None: it is whole."""
+        found = self.slices.get(id(param))
+        return None if found is None else found.box
 
     def of(self, param: nn.Parameter) -> FlatGroup:
         """The group of the buffer that holds `param`."""

@@ -19,7 +19,7 @@ from ...utils.schema.checked_types import Size, Text
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter to be placed: its global name, its shape, its hyperparameter group; its box if it is a slice."""
+    """One parameter to be placed: its global name, its shape, its hyperparameter group, its box."""
 
     name: str
     shape: tuple[int, ...]

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ....utils.errors import DamagedError
-from ....zero.checkpoint.boxes import Runs, clipped
 from ....zero.checkpoint.ranges import Copy
+from ....zero.core.boxes import Runs, clipped
 from ..manifest import FileRecord
 from .tensor_file import bytes_of
 from .tensor_table import Located, read_header, shown

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...ops.flat import numel_of, overlap
-from ..core.layout import Box
+from .layout import Box
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _part(runs: Runs, k: int, low: int, high: int) -> Runs:
 
 
 def common_runs(here: Box | None, there: Box | None, shape: Sequence[int]) -> list[Runs]:
-    """The elements of two slices of a tensor of shape `shape` that both have. None: the whole tensor."""
+    """The elements of a tensor of shape `shape` that two slices have. None: the whole tensor."""
     if here == there:
         numel = numel_of(shape if here is None else here.shape)
         return [Runs(0, 0, numel)] if numel else []
@@ -135,7 +135,7 @@ def _several(
 def _shared(
     one: Sequence[tuple[int, int]], two: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """(place in `one`, place in `two`, length) of what two lists of ranges share; places count their elements."""
+    """(place in `one`, place in `two`, length) of what two lists of ranges share. Places count elements."""
     at_one = 0
     for start, stop in one:
         at_two = 0
