@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_checkpoints import Cut, Net, engine_of, samples
+from pipeline_checkpoints import Cut, engine_of, samples
 from torch import nn
 from warm_ranks import warm
 
