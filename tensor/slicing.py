@@ -206,7 +206,9 @@ def _slice_layer(
     base = type(module)
     sliced.classes.append((module, base))
     _sliced_modules.add(module)
-    module.__class__ = _class_for(base, word, region, widths)
+    weight = module._parameters["weight"]
+    assert weight is not None
+    module.__class__ = _class_for(base, word, region, widths, weight.shape)
 
 
 def _num_parts(module: nn.Module, word: Word) -> int:
@@ -248,15 +250,25 @@ def _set_counts(parent: nn.Module, units: int, group: Collectives) -> None:
 
 
 def _class_for(
-    base: type[nn.Module], word: Word, region: Region, widths: Sequence[int]
+    base: type[nn.Module], word: Word, region: Region, widths: Sequence[int], shape: torch.Size
 ) -> type[nn.Module]:
-    """A subclass of `base` with the same name that sends what `word` says."""
+    """A subclass of `base` with the same name that sends what `word` says. shape: of the weight's slice."""
     plain: Callable[..., Tensor] = base.forward
 
+    def check(self: nn.Module) -> None:
+        weight = self._parameters["weight"]
+        if weight is not None and weight.shape != shape:
+            raise UsageError(
+                f"forward of a {base.__name__} inside xds.zero.GatheredParameters, with tensor_parallel.tp_size"
+                " > 1: it has its full weight there, and forward needs the slice; leave the context first"
+            )
+
     def colwise(self: nn.Module, x: Tensor) -> Tensor:
+        check(self)
         return plain(self, region.enter(x))
 
     def gathered(self: nn.Module, x: Tensor) -> Tensor:
+        check(self)
         y = region.exchange.gather(plain(self, region.enter(x)), widths)
         region.end()
         return y
@@ -266,6 +278,7 @@ def _class_for(
         return rowwise(self, region.enter(x).narrow(-1, sum(widths[:rank]), widths[rank]))
 
     def rowwise(self: nn.Module, x: Tensor) -> Tensor:
+        check(self)
         region.end()
         bias = self._parameters.get("bias")
         if bias is None:

@@ -45,6 +45,15 @@ def accesses(cut: Cut) -> dict[str, Any]:
         zero.set_full_param(params[0], torch.ones(1))
     with zero.GatheredParameters(params):
         found["gathered"] = [param.detach().clone() for param in params]
+        if cut.tensor > 1:
+            with pytest.raises(xds.UsageError, match="forward needs the slice"):
+                loss_of(engine)
+            assert engine.module.blocks[1].up.state_dict()["weight"].shape == (38, 13)
+    if cut.tensor > 1:
+        with pytest.raises(
+            xds.UsageError, match=r"are (sharded|cut into slices) \(.*full_state_dict"
+        ):
+            engine.module.state_dict()
     with zero.GatheredParameters(params, modifier_rank=cut.world_size - 1), torch.no_grad():
         for param in params:
             param.fill_(torch.distributed.get_rank())

@@ -184,6 +184,7 @@ class Access(Owner):
             write(param.data, own(0, param.numel()).view(param.shape))
             return
         flat = place.flat
+        flat.wait()  # a forward that failed has left a gather of the old values
         rank = flat.collectives.rank
         with torch.no_grad():
             stored = self.value(param)
