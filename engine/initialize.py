@@ -45,6 +45,7 @@ from .model.offloading import build_homes, build_host, host_ratio, reserve
 from .model.pipelining import Runs, build_pipeline, check_whole, is_cut, is_part, with_model
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
+from .model.tiling import tile_layers
 from .optim.loss_scale import build_loss_scale
 from .optim.optimizers import (
     ClientOptimizer,
@@ -160,7 +161,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     divided.start_proof(mesh)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
-    undo = _both(_recompute(config, blocks, device), divided.undo)
+    undo_tiles = tile_layers(model, runs, config.sequence, is_stage=found is not None)
+    undo = _both(_recompute(config, blocks, device), _both(undo_tiles, divided.undo))
     if config.compile.enabled:
         compiler.compile()
     monitor = build_monitor(config, dist.get_rank())

@@ -158,6 +158,4 @@ def matrix() -> list[Case]:
         for shape in product((1, 2, 4), (1, 2), (1, 2), (1, 2, 4))
         if Mesh(*shape).size <= MOST_RANKS and shape[2] * shape[3] > 1
     ]
-    return [
-        Case(name, *shape, stage) for name, shape, stage in product(MODELS, shapes, range(4))
-    ]
+    return [Case(name, *shape, stage) for name, shape, stage in product(MODELS, shapes, range(4))]
