@@ -4,8 +4,8 @@
 
 The cuts are pipe 1, 2, 4 x data 1, 2 x tensor 1, 2, 4, at most 8 ranks, x ZeRO stage 0 to 3 x fp32, bf16, of a
 model with a tied weight and without, with frozen blocks and without, with layers whose slices are uneven. Each
-load compares masters, frozen values, buffers, optimizer states, random generators, learning rates, steps and the
-loader's position on every rank.
+load compares masters, frozen values, buffers, optimizer states, random generators, learning rates, steps and
+the loader's position on every rank.
 """
 
 from __future__ import annotations

@@ -102,14 +102,12 @@ class _Call:
         self._dim, self.output_dim = dims
 
     def tile_of(self, value: Any, start: int, size: int) -> Any:
-        """Tokens [start, start + size) of a sequence; contiguous where the sequence is."""
-        if value is None:
-            return None
-        tile = value.narrow(self._dim, start, size)
-        return tile.contiguous() if value.is_contiguous() else tile  # some modules call x.view
+        """Tokens [start, start + size) of a sequence."""
+        return None if value is None else value.narrow(self._dim, start, size)
 
     def run(self, tile: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """The leaves of the output for one tile."""
+        tile = [value if value is None else value.contiguous() for value in tile]  # for x.view
         output = self._function(*tile, *tree_unflatten(list(others), self._spec))
         leaves, self.output = tree_flatten(output)
         return leaves
