@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError
+from .shares import ranks_with_copies
 from .slicing import Slice, Sliced
 
 KIND = "proof of slices"
@@ -97,8 +98,8 @@ class _Case:
         self.block.eval()  # no dropout: it draws other numbers where activations are cut
         whole.eval()
         try:
-            mine = _run(self.block, args, kwargs)
             theirs = _run(whole, args, kwargs)
+            mine = self._run_sliced(args, kwargs)
         finally:
             for module, mode in modes.items():
                 module.training = mode
@@ -113,6 +114,18 @@ class _Case:
                 f"whole: {found or 'another rank says where'}; correct tensor_parallel.plan, or take the layer "
                 "out of it"
             )
+
+    def _run_sliced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
+        try:
+            return _run(self.block, args, kwargs)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:
+                raise  # no shapes that do not fit
+            line = str(error).partition("\n")[0]
+            raise UsageError(
+                f"tensor_parallel: {self.name} cannot run in {self._group.world_size} slices: {line}; correct "
+                "tensor_parallel.plan, or take the layer out of it"
+            ) from error
 
     # -- the whole copy ---------------------------------------------------------------------------------
 
@@ -132,18 +145,32 @@ class _Case:
     def _assembled(self, mine: Tensor, piece: Slice) -> Tensor:
         """The whole tensor, from the slices of all ranks."""
         whole = mine.new_empty(piece.whole)
-        outs = [
-            torch.cat(_parts(whole, piece, rank), piece.dim) for rank in range(len(piece.by_rank))
-        ]
-        parts = [mine.contiguous()] * len(outs)
-        self._group.all_to_all(outs, parts, what=f"the slices of {piece.name}", kind=KIND).wait()
-        for rank, values in enumerate(outs):
+        for rank, values in enumerate(self._of_all(mine, piece)):
             lengths = [stop - start for start, stop in piece.by_rank[rank]]
             for place, value in zip(
                 _parts(whole, piece, rank), torch.split(values, lengths, piece.dim), strict=True
             ):
                 place.copy_(value)
         return whole
+
+    def _of_all(self, mine: Tensor, piece: Slice) -> list[Tensor]:
+        """The slices of all ranks."""
+        shape = list(piece.whole)
+        outs = []
+        for ranges in piece.by_rank:
+            shape[piece.dim] = sum(stop - start for start, stop in ranges)
+            outs.append(mine.new_empty(shape))
+        parts = [mine.contiguous()] * len(outs)
+        self._group.all_to_all(outs, parts, what=f"the slices of {piece.name}", kind=KIND).wait()
+        return outs
+
+    def _of_copies(self, grad: Tensor, piece: Slice) -> Tensor:
+        """The gradient of a slice: the sum over the ranks with copies of it."""
+        if len(set(piece.by_rank)) == len(piece.by_rank):
+            return grad
+        ranks = ranks_with_copies(piece.by_rank, self._group.rank)
+        grads = self._of_all(grad, piece)
+        return torch.stack([grads[rank] for rank in ranks]).sum(0)
 
     # -- the comparison ---------------------------------------------------------------------------------
 
@@ -171,7 +198,7 @@ class _Case:
         piece = self._sliced.slices.get(id(param))
         if piece is not None:
             parts = _parts(theirs, piece, self._group.rank)
-            return _is_close(mine, torch.cat(parts, piece.dim))
+            return _is_close(self._of_copies(mine, piece), torch.cat(parts, piece.dim))
         if id(param) in self._sliced.partial:
             mine = mine.clone(memory_format=torch.contiguous_format)
             self._group.all_reduce(mine, what="a proven gradient", kind=KIND).wait()
