@@ -26,6 +26,7 @@ from .slicing import Slice, Sliced
 
 KIND = "proof of slices"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+SMALL = 1e-2  # of the largest gradient of a block
 
 
 class _Run(NamedTuple):
@@ -177,10 +178,19 @@ class _Case:
     def _difference(self, mine: _Run, theirs: _Run) -> str:
         """What differs, in words; "": nothing. Gradients are compared in any case: for all ranks."""
         params = dict(self.block.named_parameters())
+        # a gradient may be zero but for rounding, as that of a bias of keys: the others say what is small
+        grads = [
+            float(b.abs().max()) for b in theirs.params.values() if b is not None and b.numel()
+        ]
+        small = SMALL * max(grads, default=0.0)
         others = ""
         for name, b in theirs.params.items():
             a = mine.params[name]
-            if a is not None and b is not None and not self._has_close_grad(params[name], a, b):
+            if (
+                a is not None
+                and b is not None
+                and not self._has_close_grad(params[name], a, b, small)
+            ):
                 others = others or f"the gradient of {name} differs"
         for name, outputs in theirs.outputs.items():
             for a, b in zip(mine.outputs.get(name, ()), outputs, strict=False):
@@ -194,15 +204,17 @@ class _Case:
                 return f"the gradient of its input {at} differs"
         return others
 
-    def _has_close_grad(self, param: nn.Parameter, mine: Tensor, theirs: Tensor) -> bool:
+    def _has_close_grad(
+        self, param: nn.Parameter, mine: Tensor, theirs: Tensor, small: float
+    ) -> bool:
         piece = self._sliced.slices.get(id(param))
         if piece is not None:
             parts = _parts(theirs, piece, self._group.rank)
-            return _is_close(self._of_copies(mine, piece), torch.cat(parts, piece.dim))
+            return _is_close(self._of_copies(mine, piece), torch.cat(parts, piece.dim), small)
         if id(param) in self._sliced.partial:
             mine = mine.clone(memory_format=torch.contiguous_format)
             self._group.all_reduce(mine, what="a proven gradient", kind=KIND).wait()
-        return _is_close(mine, theirs)
+        return _is_close(mine, theirs, small)
 
 
 def _parts(tensor: Tensor, piece: Slice, rank: int) -> list[Tensor]:
@@ -272,11 +284,11 @@ def _floats(value: Any) -> list[Tensor]:
     ]
 
 
-def _is_close(a: Tensor, b: Tensor) -> bool:
-    """Equal but for rounding, in relation to the largest element."""
+def _is_close(a: Tensor, b: Tensor, small: float = 1e-30) -> bool:
+    """Equal but for rounding, in relation to the largest element, or to `small` where all are smaller."""
     if not b.numel():
         return True
-    limit = TOLERANCES.get(b.dtype, 1e-1) * max(float(b.abs().max()), 1e-30)
+    limit = TOLERANCES.get(b.dtype, 1e-1) * max(float(b.abs().max()), small, 1e-30)
     return float((a - b).abs().max()) <= limit
 
 

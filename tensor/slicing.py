@@ -101,7 +101,10 @@ def slice_model(model: nn.Module, ways: Ways, group: Collectives) -> Sliced:
     for (parent, _), own in by_parent.items():
         region = Region(Exchange(group, parent or "the model"), draws)
         _slice_parent(sliced, modules, parent, own, region)
-    for name, way in ways.items():  # last: the width of a head with the same weight is that of its tensor
+    for (
+        name,
+        way,
+    ) in ways.items():  # last: the width of a head with the same weight is that of its tensor
         if way.word is Word.EMBEDDING:
             _slice_embedding(sliced, name, modules[name], group)
     sliced.whole = {id(param) for param in model.parameters()}.difference(sliced.slices)
