@@ -10,6 +10,7 @@ numbers, and a checkpoint needs nothing new.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import final
 
 import torch
@@ -18,9 +19,32 @@ MASK = (1 << 62) - 1
 STEP = 0x9E3779B97F4A7C15  # an odd constant: seeds of neighbouring ranks differ in many bits
 
 
+class Draws(ABC):
+    """What layers that are cut by columns and by rows do to the generator of random numbers."""
+
+    @abstractmethod
+    def begin(self, device: torch.device) -> None:
+        """Activations on `device` are cut from here on. Nothing where they are already."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Activations are whole again."""
+
+
 @final
-class Draws:
-    """The generator of one device. Owns the common state while a region runs."""
+class CommonDraws(Draws):
+    """All ranks draw the same numbers: layers by columns that no layer by rows follows."""
+
+    def begin(self, device: torch.device) -> None:
+        return
+
+    def end(self) -> None:
+        return
+
+
+@final
+class OwnDraws(Draws):
+    """This rank draws its own numbers where activations are cut. Owns the common state in the meantime."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -29,7 +53,6 @@ class Draws:
         self._seed = -1
 
     def begin(self, device: torch.device) -> None:
-        """From here on this rank draws its own numbers. Nothing where it does already."""
         generator = _default(device)
         if self._is_running(generator):
             return
@@ -38,7 +61,6 @@ class Draws:
         generator.manual_seed(seed)
 
     def end(self) -> None:
-        """Continue with the common numbers."""
         if self._generator is not None and self._common is not None:
             if self._is_running(self._generator):
                 self._generator.set_state(self._common)
@@ -66,4 +88,4 @@ def _drawn(generator: torch.Generator) -> int:
     return int(torch.randint(MASK, (), generator=generator))
 
 
-__all__ = ["Draws"]
+__all__ = ["CommonDraws", "Draws", "OwnDraws"]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..ops.comm.collectives import Collectives
-from .draws import Draws
+from .draws import CommonDraws, OwnDraws
 from .exchange import Exchange
 from .heads import check_copies, even_ranges, heads_of, ranges_of_layer, set_counts
 from .layers import Region, class_of_embedding, class_of_head, class_of_layer
@@ -25,7 +25,7 @@ from .plan import Ways
 from .same_batches import SameBatches
 from .shares import Range, ranks_with_copies
 from .vocabulary import LossOfModel, Vocabulary
-from .words import CUTS_COLUMNS, Word, cut_dim, length_of
+from .words import CUTS_COLUMNS, CUTS_ROWS, Word, cut_dim, length_of
 
 _sliced_modules: WeakSet[nn.Module] = WeakSet()  # their parameters stay slices, also after `undo`
 
@@ -90,7 +90,8 @@ def slice_model(model: nn.Module, ways: Ways, group: Collectives) -> Sliced:
     modules = dict(model.named_modules())
     by_parent: dict[tuple[str, int], Ways] = {}
     sliced = Sliced()
-    draws = Draws(group.rank)
+    draws = OwnDraws(group.rank)
+    ends = {_place(name) for name, way in ways.items() if way.word in CUTS_ROWS}
     for name, way in ways.items():
         if way.word is Word.PARTIAL:
             sliced.partial.update(id(param) for param in modules[name].parameters())
@@ -99,7 +100,8 @@ def slice_model(model: nn.Module, ways: Ways, group: Collectives) -> Sliced:
         elif way.word is not Word.EMBEDDING:
             by_parent.setdefault((name.rpartition(".")[0], way.units), {})[name] = way
     for (parent, _), own in by_parent.items():
-        region = Region(Exchange(group, parent or "the model"), draws)
+        own_draws = draws if any(_place(name) in ends for name in own) else CommonDraws()
+        region = Region(Exchange(group, parent or "the model"), own_draws)
         _slice_parent(sliced, modules, parent, own, region)
     for (
         name,
@@ -110,6 +112,17 @@ def slice_model(model: nn.Module, ways: Ways, group: Collectives) -> Sliced:
     sliced.whole = {id(param) for param in model.parameters()}.difference(sliced.slices)
     sliced.check = SameBatches(model, group)
     return sliced
+
+
+def _place(name: str) -> str:
+    """The block that has the layer `name`; its parent where no part of the name is a number.
+
+    >>> _place("encoder.layer.3.attention.self.query")
+    'encoder.layer.3'
+    """
+    parts = name.split(".")
+    last = max((at for at, part in enumerate(parts[:-1]) if part.isdigit()), default=len(parts) - 2)
+    return ".".join(parts[: last + 1])
 
 
 def _slice_embedding(sliced: Sliced, name: str, module: nn.Module, group: Collectives) -> None:
@@ -134,7 +147,7 @@ def _slice_head(
     exchange = Exchange(group, name)
     vocabulary = Vocabulary(exchange, _widths(by_rank))
     sliced.losses.append(LossOfModel(model, vocabulary, module))
-    region = Region(exchange, Draws(group.rank))
+    region = Region(exchange, CommonDraws())
     _set_class(sliced, module, class_of_head(type(module), region, vocabulary))
 
 

@@ -255,8 +255,8 @@ class LossOfModel:
                         f"tensor_parallel.vocab_parallel_lm_head = true: {type(module).__name__} has another "
                         "loss than that of causal language models; set it to false"
                     )
+                self._owners.append((module, vars(module).get("_loss_function")))
                 module.loss_function = CausalLoss(plain)
-                self._owners.append(module)
 
     def _look(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(self._names, args, strict=False)) | kwargs
@@ -267,8 +267,10 @@ class LossOfModel:
     def undo(self) -> None:
         """Give the models their own loss back."""
         self._hook.remove()
-        for module in self._owners:
+        for module, before in self._owners:
             del module._loss_function
+            if before is not None:
+                module.loss_function = before
         self._owners = []
 
 

@@ -59,7 +59,13 @@ def train(model: tuple[Any, ...], config: dict[str, Any], micro: int = 1) -> lis
         if micro > 1:
             loss = engine.train_batch(iter(batches))
         else:
-            loss = engine(**batches[0]).loss
+            outputs = engine(**batches[0])
+            loss = outputs.loss
+            cut = config["tensor_parallel"].get("vocab_parallel_lm_head", False)
+            ranks = config["tensor_parallel"]["tp_size"]
+            assert outputs.logits.shape[-1] in (
+                (VOCAB // ranks, VOCAB // ranks + 1) if cut else (VOCAB,)
+            )
             engine.backward(loss)
             engine.step()
         found.append((loss.item(), engine.get_global_grad_norm()))
@@ -215,7 +221,14 @@ def losses(dtype: torch.dtype) -> list[tuple[float, float]]:
         ours, theirs = whole.clone().requires_grad_(), whole.clone().requires_grad_()
         targets = labels.where(labels >= 0, 3) if "ignore_index" in options else labels
         own = vocabulary.logits(ours[:, slice(*ends[group.rank])], is_training=True)
+        before = group.sent_bytes.get("sums of losses", 0)
         loss = cross_entropy(own, targets, **options)
+        rows = (
+            3 if "label_smoothing" in options else 2
+        )  # of [9] in one sum, after one gather of [9]
+        ranks, tokens = group.world_size, 9 * whole.element_size()
+        sent = group.sent_bytes["sums of losses"] - before
+        assert sent == (ranks - 1) * tokens + 2 * (ranks - 1) * rows * tokens // ranks
         wanted = F.cross_entropy(theirs, targets, **options)
         weights = torch.arange(1.0, 1 + wanted.numel()).view(wanted.shape)
         (loss * weights).sum().backward()
@@ -305,3 +318,56 @@ def refused(model: tuple[Any, ...], config: dict[str, Any]) -> str:
 def test_fewer_heads_of_queries_than_ranks_are_refused() -> None:
     for text in warm(3).run(refused, ("llama", False, 2, 2), config_of(3, 0)):
         assert "has 2 heads of keys and values, fewer than ranks" in text
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def list_of_layers(stages: int) -> nn.Module:
+    from xds.pipe import LayerSpec, PipelineModule
+
+    layers = [
+        LayerSpec(nn.Embedding, VOCAB, 8),
+        *(LayerSpec(Residual) for _ in range(4)),
+        LayerSpec(nn.Linear, 8, VOCAB),
+    ]
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return xds.tensor.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(1)
+    return PipelineModule(layers, num_stages=stages, loss_fn=loss, seed_layers=True)
+
+
+def train_list(config: dict[str, Any]) -> list[float]:
+    engine = xds.initialize(list_of_layers(config["pipeline"]["stages"]), config)
+    found = []
+    for step in range(3):
+        ids = [batch(step, micro)["input_ids"] for micro in range(2)]
+        pairs = [(tokens, tokens.roll(-1, 1)) for tokens in ids]
+        found.append(engine.train_batch(iter(pairs)).item())
+    found.append(engine.eval_batch(iter(pairs)).item())
+    engine.destroy()
+    return found
+
+
+def test_a_list_of_layers_in_stages_with_a_cut_vocabulary_equals_one_process() -> None:
+    plan = {
+        "0": "embedding_rowwise",
+        "*.up": "colwise",
+        "*.down": "rowwise",
+        "5": "colwise_gather_output",
+    }
+    config = config_of(2, 1, vocab_parallel_lm_head=True, plan=plan)
+    config |= {"gradient_accumulation_steps": 2, "pipeline": {"stages": 2}}
+    by_rank = warm(4).run(train_list, config)
+    config["pipeline"] = {"stages": 1}
+    config["tensor_parallel"] = {}
+    wanted = warm(1).run(train_list, config)[0]
+    assert all(found == pytest.approx(wanted, rel=1e-6) for found in by_rank)
