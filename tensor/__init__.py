@@ -10,16 +10,18 @@ if TYPE_CHECKING:
     from .tiles.modules import tile_forward as tile_forward
     from .tiles.modules import tiled_mlp as tiled_mlp
     from .tiles.run import run_in_tiles as run_in_tiles
+    from .vocabulary import cross_entropy as cross_entropy
 
 # loaded on first use: reading a config imports xds.tensor.config and must not import torch
 _LOCATIONS = {
+    "cross_entropy": ".vocabulary",
     "run_in_tiles": ".tiles.run",
     "tile_forward": ".tiles.modules",
     "tiled_loss": ".tiles.loss",
     "tiled_mlp": ".tiles.modules",
 }
 
-__all__ = ["run_in_tiles", "tile_forward", "tiled_loss", "tiled_mlp"]
+__all__ = ["cross_entropy", "run_in_tiles", "tile_forward", "tiled_loss", "tiled_mlp"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,6 @@ from ..utils.schema.keys import Detail, Entry, Group, NoEffect, Refused, details
 from ..utils.schema.rules import (
     ANYTHING,
     FLAG,
-    LIST,
     NULL,
     OBJECT,
     TEXT,
@@ -45,11 +44,6 @@ class TensorParallel(Section):
             },
             "size of a group",
         ),
-        "partition_config": Group(
-            {"use_default_specs": Detail(FLAG), "layer_specs": Detail(LIST)},
-            "which layers are cut; write them in tensor_parallel.plan",
-        ),
-        "vocab_parallel_lm_head": NoEffect(FLAG, "heads are gathered", same=(False,)),
         **details(TEXT, "preset_model", "vocab_parallel_ce_backend"),
         **details(FLAG, "keep_module_on_host", "kernel_inject", "replace_with_kernel_inject"),
         "injection_policy_tuple": Detail(ANYTHING),
@@ -60,8 +54,18 @@ class TensorParallel(Section):
     )
     plan: Annotated[dict[str, Any] | None, either(OBJECT, NULL)] = Field(
         None,
-        description="module-name glob -> colwise, colwise_gather_output, packed_colwise or rowwise; null: the "
-        "plan of a transformers model",
+        description="module-name glob -> colwise, colwise_gather_output, packed_colwise, rowwise or "
+        "embedding_rowwise; null: the plan of a transformers model, else one that is found",
+    )
+    partition_config: Annotated[dict[str, Any] | None, either(OBJECT, NULL)] = Field(
+        None,
+        description="DeepSpeed's layer_specs, which come before every plan; with use_default_specs "
+        "false other layers stay whole",
+    )
+    vocab_parallel_lm_head: Annotated[bool, FLAG] = Field(
+        False,
+        description="the logits stay cut over tensor ranks, and the loss is computed from them; "
+        "false: they are gathered",
     )
 
     @property

@@ -1,8 +1,4 @@
-"""The plan: which module of a model is cut in which way, in the words of transformers.
-
-    "layers.*.self_attn.q_proj": "colwise"      the outputs of the layer are cut; its input is whole
-    "layers.*.self_attn.o_proj": "rowwise"      the inputs of the layer are cut; its output is summed
-    "lm_head": "colwise_gather_output"          cut by columns, and the outputs are gathered
+"""Reads a plan: name patterns of modules with words -> the way in which each module is cut.
 
 `*` stands for one part of a name, as a rule the number of a block.
 """
@@ -11,67 +7,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
 from torch import nn
 
 from ..utils.errors import UsageError
+from .words import ALIASES, REFUSED, Way, Word, is_linear
+
+Ways = dict[str, Way]
 
 
-class Word(Enum):
-    """How a module is cut. The value is its text in a plan."""
-
-    COLWISE = "colwise"
-    COLWISE_GATHER = "colwise_gather_output"
-    ROWWISE = "rowwise"
-    PACKED_COLWISE = "packed_colwise"
-    """As COLWISE; the outputs are several equal parts, such as gate and up."""
-    ROWWISE_SPLIT = "rowwise_split_input"
-    """As ROWWISE; the input is whole, and each rank takes its part of it."""
-    PARTIAL = "replicated_with_grad_allreduce"
-    """The module is whole on every rank, and works on what is cut: its gradients are summed over the ranks."""
-
-
-CUTS_COLUMNS = frozenset({Word.COLWISE, Word.COLWISE_GATHER, Word.PACKED_COLWISE})
-
-
-def read_plan(
-    given: Mapping[str, str] | None, model: nn.Module, *, is_part: bool = False
-) -> dict[str, Word]:
-    """Module name -> its word, for every module that a pattern of the plan matches.
+def read_plan(plan: Mapping[str, Any], model: nn.Module, *, is_part: bool = False) -> Ways:
+    """Module name -> how it is cut, for every module that a pattern of tensor_parallel.plan matches.
 
     Args:
-        given: tensor_parallel.plan of the config; None takes the model's own.
         is_part: the model has the layers of one pipeline stage only, so a pattern may match nothing.
 
     Raises:
-        UsageError: no plan, an unknown word, a pattern that matches nothing, or no linear layer.
+        UsageError: an unknown word, a pattern that matches nothing, or a module that cannot be cut so.
     """
-    plan = dict(given) if given is not None else plan_of_model(model)
-    if not plan:
-        raise UsageError(
-            f"tensor_parallel: {type(model).__name__} has no plan that says how its layers are cut; write "
-            'one in tensor_parallel.plan, as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'
-        )
-    modules = dict(model.named_modules())
-    found: dict[str, Word] = {}
-    for pattern, text in plan.items():
-        word = _word(pattern, text)
-        names = [name for name in modules if _matches(pattern, name)]
-        if not names and not is_part:
-            raise UsageError(
-                f"tensor_parallel.plan: {pattern!r} matches no module of {type(model).__name__}; its modules "
-                f"have names such as {_example(modules)}"
-            )
-        found.update(dict.fromkeys(names, word))
-    for name in found:
-        if found[name] is not Word.PARTIAL and not is_linear(modules[name]):
-            raise UsageError(
-                f"tensor_parallel.plan: {name} is a {type(modules[name]).__name__}; only linear layers "
-                "(nn.Linear, transformers' Conv1D) can be cut; take it out of the plan"
-            )
-    return found
+    return _read(plan, model, is_part=is_part)
+
+
+def own_plan(model: nn.Module) -> Ways:
+    """As `read_plan`, for the model's own plan; {}: it has none. A pattern may match nothing."""
+    return _read(plan_of_model(model), model, is_part=True)
 
 
 def plan_of_model(model: nn.Module) -> dict[str, str]:
@@ -85,24 +45,78 @@ def plan_of_model(model: nn.Module) -> dict[str, str]:
     return base | own
 
 
-def is_linear(module: nn.Module) -> bool:
-    """`module` computes x W^T + b, or x W + b as transformers' Conv1D."""
-    return isinstance(module, nn.Linear) or is_transposed(module)
+def check_module(name: str, module: nn.Module, word: Word) -> None:
+    """
+    Raises:
+        UsageError: `module` cannot be cut as `word` says.
+    """
+    if word in (Word.PARTIAL, Word.WHOLE):
+        return
+    if word is Word.EMBEDDING:
+        _check_embedding(name, module)
+    elif not is_linear(module):
+        raise UsageError(
+            f"tensor_parallel.plan: {name} is a {type(module).__name__}; only linear layers "
+            "(nn.Linear, transformers' Conv1D) can be cut; take it out of the plan"
+        )
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """The weight of `module` is [in_features, out_features]."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+def _check_embedding(name: str, module: nn.Module) -> None:
+    if not isinstance(module, nn.Embedding):
+        raise UsageError(
+            f"tensor_parallel.plan: {name} is a {type(module).__name__}; only nn.Embedding can be "
+            f'"{Word.EMBEDDING.value}"; take it out of the plan'
+        )
+    # a class that scales its output is linear in the rows; one that moves the ids looks up other rows
+    if type(module).forward is not nn.Embedding.forward and not hasattr(module, "embed_scale"):
+        raise UsageError(
+            f"tensor_parallel.plan: {name} is a {type(module).__name__} with a forward of its own, which may "
+            "look up other rows; take it out of the plan"
+        )
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            raise UsageError(
+                f"tensor_parallel.plan: {name} has {option} = {getattr(module, option)}, which needs all rows "
+                "on a rank; take it out of the plan"
+            )
+
+
+def _read(plan: Mapping[str, Any], model: nn.Module, *, is_part: bool) -> Ways:
+    modules = dict(model.named_modules())
+    found: Ways = {}
+    for pattern, text in plan.items():
+        names = [name for name in modules if _matches(pattern, name)]
+        if not names and is_part:
+            continue
+        word = _word(pattern, text)
+        if not names:
+            raise UsageError(
+                f"tensor_parallel.plan: {pattern!r} matches no module of {type(model).__name__}; its modules "
+                f"have names such as {_example(modules)}"
+            )
+        found.update(dict.fromkeys(names, Way(word)))
+    for name, way in found.items():
+        check_module(name, modules[name], way.word)
+    return {name: way for name, way in found.items() if way.word is not Word.WHOLE}
 
 
 def _word(pattern: str, text: Any) -> Word:
-    try:
-        return Word(text)
-    except ValueError:
-        known = ", ".join(f'"{word.value}"' for word in Word)
+    if text in ALIASES:
+        return ALIASES[text]
+    reason = next((why for start, why in REFUSED.items() if str(text).startswith(start)), None)
+    if reason is not None:
         raise UsageError(
-            f"tensor_parallel.plan: {pattern!r} = {text!r}: must be one of {known}"
-        ) from None
+            f"tensor_parallel.plan: {pattern!r} = {text!r}: {reason}; write a tensor_parallel.plan without it, "
+            "or set tensor_parallel.tp_size to 1"
+        )
+    try:
+        word = Word(text)
+    except ValueError:
+        word = Word.VOCABULARY
+    if word is Word.VOCABULARY:
+        known = ", ".join(f'"{word.value}"' for word in Word if word is not Word.VOCABULARY)
+        raise UsageError(f"tensor_parallel.plan: {pattern!r} = {text!r}: must be one of {known}")
+    return word
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -115,4 +129,4 @@ def _example(modules: Mapping[str, Any]) -> str:
     return ", ".join(names[len(names) // 2 :][:2]) or "none"
 
 
-__all__ = ["CUTS_COLUMNS", "Word", "is_linear", "is_transposed", "plan_of_model", "read_plan"]
+__all__ = ["Ways", "check_module", "own_plan", "plan_of_model", "read_plan"]

@@ -44,4 +44,52 @@ def ranges_of(sizes: Sequence[int], units: int, num_ranks: int, rank: int) -> tu
     return tuple(found)
 
 
-__all__ = ["Range", "ranges_of", "share_of"]
+def unit_of(units: int, num_ranks: int, rank: int) -> int:
+    """The unit of `rank` where there are fewer units than ranks: neighbours have copies of one unit.
+
+    >>> [unit_of(2, 4, rank) for rank in range(4)]
+    [0, 0, 1, 1]
+    """
+    return rank * units // num_ranks
+
+
+def copied_ranges(
+    sizes: Sequence[int], units: int, head: int, num_ranks: int, rank: int
+) -> tuple[Range, ...]:
+    """As `ranges_of` for fewer units than ranks. Ranks with the same unit share its heads, or all have its one.
+
+    Args:
+        head: the elements of a head. Each part of `sizes` has the same number of heads in every unit.
+
+    >>> [copied_ranges([16], 2, 2, 4, rank) for rank in range(4)]  # 8 heads of queries
+    [((0, 4),), ((4, 8),), ((8, 12),), ((12, 16),)]
+    >>> [copied_ranges([4], 2, 2, 4, rank) for rank in range(4)]  # 2 heads of keys
+    [((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)]
+
+    Raises:
+        ValueError: a unit has several heads, and fewer than ranks that share it.
+    """
+    unit = unit_of(units, num_ranks, rank)
+    sharing = [other for other in range(num_ranks) if unit_of(units, num_ranks, other) == unit]
+    found, at = [], 0
+    for size in sizes:
+        heads = size // units // head
+        start, stop = 0, 1
+        if heads > 1:
+            if heads < len(sharing):
+                raise ValueError(
+                    f"{len(sharing)} ranks share {heads} heads of queries of one head of keys"
+                )
+            start, stop = share_of(heads, len(sharing), sharing.index(rank))
+        first = at + unit * (size // units)
+        found.append((first + start * head, first + stop * head))
+        at += size
+    return tuple(found)
+
+
+def ranks_with_copies(by_rank: Sequence[tuple[Range, ...]], rank: int) -> tuple[int, ...]:
+    """The ranks that have what `rank` has, with itself."""
+    return tuple(other for other, ranges in enumerate(by_rank) if ranges == by_rank[rank])
+
+
+__all__ = ["Range", "copied_ranges", "ranges_of", "ranks_with_copies", "share_of", "unit_of"]

@@ -61,11 +61,11 @@ def divide(
         UsageError: the model cannot be divided as the config says.
     """
     runs: Runs = [[] if is_part(model) else found_blocks(model, config.zero_optimization.units)]
-    plan = plan_slices(model, config)
+    plan = plan_slices(model, runs[0], config)
     found = cut(model, runs[0], config, mesh) if is_cut(model, config) else None
     if found is not None:
         model, runs = found.part.module, found.runs
-    sliced, proof = slice_layers(model, runs, plan, config, mesh)
+    sliced, proof = slice_layers(model, runs, plan, config, mesh, found)
     stage = config.zero_optimization.stage
     groups = open_flat_groups(mesh, world, policy, stage, found, sliced)
     return Divided(model, runs, found, sliced, proof, groups)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
+import torch
 from torch import nn
 
 from ...compression.reducer import ExactReducer
@@ -22,6 +23,7 @@ from ...pipe.schedules.actions import Placement, Table
 from ...pipe.schedules.lowering import with_states
 from ...pipe.schedules.plan import SchedulePlan
 from ...pipe.weight_grads import WeightGrads
+from ...tensor.shares import unit_of
 from ...tensor.slicing import Sliced, was_sliced
 from ...utils.errors import UsageError
 from ...zero.access.owners import find_owner
@@ -178,50 +180,104 @@ def open_flat_groups(
 
     sliced: what the tensor ranks have cut; None: nothing.
     """
-    copies = mesh.mesh.tensor
-    collectives = world if found is None and copies == 1 else mesh.along("data")
+    num_tensor = mesh.mesh.tensor
+    collectives = world if found is None and num_tensor == 1 else mesh.along("data")
     data = FlatGroup(collectives, ExactReducer(collectives), policy(stage, collectives.world_size))
     sliced = Sliced() if sliced is None else sliced
-    slices = _slices(mesh, sliced)
     by_param: dict[int, FlatGroup] = {}
-    if copies > 1:
+    # all groups drop parameters or none
+    reached = stage if data.policy.shards_params else min(stage, 2)
+    if num_tensor > 1:
         both = mesh.along(("data", "tensor"))
-        reached = (
-            stage if data.policy.shards_params else min(stage, 2)
-        )  # both drop parameters or none
         kept = policy(reached, both.world_size)
-        equal = FlatGroup(both, ExactReducer(both, copies), kept, 1)  # gradients are equal on all
+        equal = FlatGroup(
+            both, ExactReducer(both, num_tensor), kept, 1
+        )  # gradients are equal on all
         parts = FlatGroup(both, ExactReducer(both), kept, 2)
         by_param = {key: parts if key in sliced.partial else equal for key in sliced.whole}
+    kinds = _shared_kinds(found, sliced)
+    first = 3  # the number of the first group, the same on all ranks
+    for number, (stages, is_cut) in enumerate(kinds, first):
+        shared = mesh.shared(stages, by_slice=is_cut)
+        if shared is None:
+            continue
+        reducer = ExactReducer(shared, 1 if is_cut else num_tensor)
+        kept = policy(min(stage, 2), shared.world_size)
+        group = FlatGroup(shared, reducer, kept, number, is_shared=True)
+        by_param |= dict.fromkeys(kinds[stages, is_cut], group)
+    in_stages = {key for keys in kinds.values() for key in keys}
+    if num_tensor > 1:
+        for number, key_group in enumerate(_copied(mesh, world, sliced), first + len(kinds)):
+            copies, keys = key_group
+            kept = policy(reached, copies.world_size)
+            group = FlatGroup(copies, ExactReducer(copies), kept, number)
+            by_param |= dict.fromkeys(keys.difference(in_stages), group)
+    names = {} if found is None else dict(found.part.names)
+    slices = _slices(mesh, sliced, found)
+    return FlatGroups(world, data, mesh.mesh, by_param, names, slices)
+
+
+def _shared_kinds(
+    found: Cut | None, sliced: Sliced
+) -> dict[tuple[tuple[int, ...], bool], set[int]]:
+    """(pipeline ranks, is it cut) -> id of this rank's parameters, for what several stages hold. Sorted.
+
+    The keys are the same on all ranks.
+    """
     if found is None:
-        return FlatGroups(world, data, mesh.mesh, by_param, slices=slices)
+        return {}
     part = found.part
-    opened: dict[tuple[int, ...], FlatGroup] = {}
-    for number, ranks in enumerate(sorted(set(part.shared.values())), 3):  # the same on all ranks
-        shared = mesh.shared(ranks)
-        if shared is not None:
-            kept_whole = policy(min(stage, 2), shared.world_size)
-            reducer = ExactReducer(shared, copies)
-            opened[ranks] = FlatGroup(shared, reducer, kept_whole, number, is_shared=True)
-    by_param |= {
-        key: opened[part.shared[name]]
-        for key, name in part.names.items()
-        if part.shared.get(name) in opened
-    }
-    return FlatGroups(world, data, mesh.mesh, by_param, dict(part.names), slices)
+    kinds = sorted({(ranks, name in sliced.names) for name, ranks in part.shared.items()})
+    keys: dict[tuple[tuple[int, ...], bool], set[int]] = {kind: set() for kind in kinds}
+    for key, name in part.names.items():
+        if name in part.shared:
+            keys[part.shared[name], name in sliced.names].add(key)
+    return keys
 
 
-def _slices(mesh: MeshGroups, sliced: Sliced) -> dict[int, Slices]:
-    """The slices of each parameter on all tensor ranks."""
-    if not sliced.slices:
+def _copied(
+    mesh: MeshGroups, world: Collectives, sliced: Sliced
+) -> list[tuple[Collectives, set[int]]]:
+    """The ranks that hold copies of slices, with id of these parameters. For all ranks; in one order."""
+    num_tensor, rank = mesh.mesh.tensor, mesh.coordinate("tensor")
+    by_count: dict[int, set[int]] = {}  # number of different slices
+    for key, piece in sliced.slices.items():
+        count = len(set(piece.by_rank))
+        if count < num_tensor:
+            by_count.setdefault(count, set()).add(key)
+    mine = torch.zeros(num_tensor, dtype=torch.int64, device=world.device)
+    mine[list(by_count)] = 1
+    counts = world.gather_small(mine, what="copies of slices").amax(0).nonzero()[:, 0].tolist()
+    found = []
+    for count in counts:
+        sets: list[list[int]] = [[] for _ in range(count)]
+        for other in range(num_tensor):
+            sets[unit_of(count, num_tensor, other)].append(other)
+        keys = by_count.get(count, set())
+        assert all(sliced.copies(key, rank) in map(tuple, sets) for key in keys)
+        found.append((mesh.within(("data", "tensor"), sets), keys))
+    return found
+
+
+def _slices(mesh: MeshGroups, sliced: Sliced, found: Cut | None) -> dict[int, Slices]:
+    """The slices of each parameter on all tensor ranks. For all ranks."""
+    if mesh.mesh.tensor == 1:
         return {}
     tensor, together = mesh.along("tensor"), mesh.along(("data", "tensor"))
+    part = None if found is None else found.part
+    names = {} if part is None else part.names
+    shared = {} if part is None else part.shared
+    over_stages = {
+        ranks: mesh.shared(ranks)
+        for ranks in sorted({ranks for name, ranks in shared.items() if name in sliced.names})
+    }
     is_first = mesh.coordinate("data") == 0
-    found = {}
+    result = {}
     for key, one in sliced.slices.items():
         boxes = tuple(Box(one.whole, one.dim, ranges) for ranges in one.by_rank)
-        found[key] = Slices(tensor, together, boxes, is_first)
-    return found
+        of_stages = over_stages.get(shared.get(names.get(key, ""), ()))
+        result[key] = Slices(tensor, of_stages or together, boxes, is_first)
+    return result
 
 
 def _ways(mesh: MeshGroups, kind: str, placement: Placement) -> Ways:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from torch import nn
 
 from ...ops.comm.mesh_groups import MeshGroups
-from ...tensor.plan import Word, is_linear, read_plan
+from ...tensor.finding import find_plan
+from ...tensor.layer_specs import has_specs, keeps_own_plan, read_specs
+from ...tensor.plan import Ways, own_plan, read_plan
 from ...tensor.proof import Proof
 from ...tensor.slicing import Sliced, slice_model
+from ...tensor.ties import cut_names, with_head, with_heads, with_ties
 from ...utils.errors import UsageError
 from ...zero.access.owners import find_owner
 from ..config.config import Config
-from .pipelining import Runs, is_part
+from .pipelining import Cut, Runs, is_part
 
-Plan = Mapping[str, Word]
+Blocks = Sequence[tuple[str, nn.Module]]
 
 
-def plan_slices(model: nn.Module, config: Config) -> Plan | None:
+def plan_slices(model: nn.Module, blocks: Blocks, config: Config) -> Ways | None:
     """How the layers of the whole `model` are cut; None: not known yet, or there is one tensor rank.
 
     Raises:
@@ -32,17 +35,44 @@ def plan_slices(model: nn.Module, config: Config) -> Plan | None:
             f"tensor_parallel.tp_size = {section.size}: the model was built in xds.zero.Init, which spreads "
             "every parameter over all ranks; build it without"
         )
-    return read_plan(section.plan, model)
+    return _plan(model, blocks, config, is_stage=False)
+
+
+def _plan(model: nn.Module, blocks: Blocks, config: Config, *, is_stage: bool) -> Ways:
+    """DeepSpeed's layer_specs, else the plan of the config, else the model's own, else one that is found."""
+    section = config.tensor_parallel
+    specs = section.partition_config
+    if specs and has_specs(specs):
+        own = own_plan(model) if keeps_own_plan(specs) else {}
+        ways = read_specs(specs, own, model, is_part=is_stage)
+    elif section.plan is not None:
+        ways = read_plan(section.plan, model, is_part=is_stage)
+    else:
+        ways = own_plan(model) or ({} if is_stage else find_plan(model, blocks))
+    if not ways and not is_stage:
+        raise UsageError(
+            f"tensor_parallel: {type(model).__name__} has no plan that says how its layers are cut; write "
+            'one in tensor_parallel.plan, as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}'
+        )
+    if section.vocab_parallel_lm_head:
+        names = [name for name, _ in blocks]
+        ways = with_heads(ways) if is_stage else with_head(ways, model, names)
+    return with_ties(ways, model)
 
 
 def slice_layers(
     model: nn.Module,
     runs: Runs,
-    plan: Plan | None,
+    plan: Ways | None,
     config: Config,
     mesh: MeshGroups,
+    found: Cut | None,
 ) -> tuple[Sliced, Proof | None]:
     """Keep this rank's slices of the layers that this pipeline stage has. For all ranks.
+
+    Args:
+        plan: from `plan_slices`, of the whole model.
+        found: the pipeline stage.
 
     Returns:
         the slices, and what proves them in the first forward; None where nothing is cut.
@@ -53,15 +83,32 @@ def slice_layers(
     section = config.tensor_parallel
     if section.size == 1:
         return Sliced(), None
-    found = read_plan(section.plan, model, is_part=True) if plan is None else plan
-    modules = dict(model.named_modules())
-    own = {
-        name: word
-        for name, word in found.items()
-        if name in modules and (word is Word.PARTIAL or is_linear(modules[name]))
-    }
-    proof = Proof([block for run in runs for block in run], list(own))
-    return slice_model(model, own, mesh.along("tensor")), proof
+    blocks = [block for run in runs for block in run]
+    own: Ways = {}
+    if plan is not None:
+        own = {name: way for name, way in plan.items() if _has(model, name)}
+    else:
+        tied = set() if found is None else _tied(found)
+        for name, way in _plan(model, blocks, config, is_stage=True).items():
+            params = model.get_submodule(name).parameters()
+            if _has(model, name) and not any(id(param) in tied for param in params):
+                own[name] = way
+    proof = Proof(blocks, list(own))
+    sliced = slice_model(model, own, mesh.along("tensor"))
+    if plan is not None and found is not None:
+        sliced.names = cut_names(plan, found.part.aliases)
+    return sliced, proof
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    """This pipeline stage has the module, and no stand-in for it."""
+    module = dict(model.named_modules()).get(name)
+    return module is not None and any(True for _ in module.parameters())
+
+
+def _tied(found: Cut) -> set[int]:
+    """id of every parameter that several stages of a PipelineModule hold; they stay whole."""
+    return {key for key, name in found.part.names.items() if name in found.part.shared}
 
 
 __all__ = ["plan_slices", "slice_layers"]

@@ -60,13 +60,29 @@ class MeshGroups:
             self._make(ranks, use)
         return self._open(self.mesh.ranks_along(axes, self._rank), use)
 
-    def shared(self, stages: Sequence[int]) -> Collectives | None:
-        """All data ranks of several pipeline stages; None where this rank is not one of them."""
-        ranks = [
-            rank for rank in range(self.mesh.size) if self.mesh.coordinates(rank).pipe in stages
-        ]
-        self._make(ranks, "")
-        return self._open(ranks, "") if self._rank in ranks else None
+    def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
+        """As `along`, of the ranks whose place on the tensor axis is in the same set as this one's."""
+        own: list[int] = []
+        for ranks in self.mesh.groups(axes):
+            for places in tensor_sets:
+                part = [rank for rank in ranks if self.mesh.coordinates(rank).tensor in places]
+                self._make(part, "")
+                own = part if self._rank in part else own
+        return self._open(own, "")
+
+    def shared(self, stages: Sequence[int], *, by_slice: bool = False) -> Collectives | None:
+        """All ranks of several pipeline stages; None where this rank is not one of them.
+
+        by_slice: only those with the same place on the tensor axis as this rank.
+        """
+        everywhere = range(self.mesh.size)
+        held = [rank for rank in everywhere if self.mesh.coordinates(rank).pipe in stages]
+        own: list[int] = []
+        for place in range(self.mesh.tensor) if by_slice else [-1]:
+            ranks = [r for r in held if place < 0 or self.mesh.coordinates(r).tensor == place]
+            self._make(ranks, "")
+            own = ranks if self._rank in ranks else own
+        return self._open(own, "") if own else None
 
     def _open(self, ranks: Sequence[int], use: str) -> Collectives:
         if len(ranks) == 1:

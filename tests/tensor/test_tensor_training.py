@@ -218,7 +218,6 @@ def bad_plan(plan: dict[str, str] | None, tensor: int) -> str:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (None, "has no plan"),
         ({"blocks.*.up": "colwise"}, "matches no module"),
         ({"blocks.*.down": "columnwise"}, "must be one of"),
         ({"blocks.*.norm": "colwise"}, "only linear layers"),

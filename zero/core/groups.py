@@ -2,7 +2,9 @@
 
     data group     the data-parallel ranks of this rank's pipeline stage and slice: most flat buffers
     whole group    the data-parallel and tensor ranks of a stage: what no tensor rank cuts
-    shared group   the data-parallel ranks of several stages: weights that these stages tie
+    copied group   the data-parallel ranks and some tensor ranks: slices that these have in common
+    shared group   the data-parallel ranks of several stages: weights that these stages tie; where they are
+                   cut, the ranks with the same slice
 
 A tied weight needs no code of its own: its flat buffer is reduced and updated over a larger group. At stage
 3 it stays whole, as at stage 2: gathers of one stage would wait for another stage.

@@ -1,0 +1,280 @@
+"""Finds a plan for a model that has none: runs one block of each kind, and sees which columns depend on which.
+
+    input of `down`, column j    depends on column j of `up`                 so both are cut by columns
+    input of `out`, head i       depends on columns of head i in q, k and v  so they are cut by heads
+    input of `up`, column j      depends on all columns of `out`: a norm     so nothing is cut between them
+
+In the run every linear layer returns random numbers. So a dependence goes from one linear layer to the next,
+and not through it. What is found is a guess for other inputs: the proof in the first forward decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .plan import Ways
+from .words import Way, Word, is_linear
+
+SAMPLES, LENGTH = 2, 8  # of the random input
+MOST_PROBES = 32  # units whose dependence is looked at
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def find_plan(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> Ways:
+    """Module name -> how it is cut, for the layers of `blocks`; {}: nothing was found."""
+    found: Ways = {}
+    kinds: dict[Any, Ways] = {}
+    for name, block in blocks:
+        kind = (type(block), tuple((n, tuple(p.shape)) for n, p in block.named_parameters()))
+        if kind not in kinds:
+            kinds[kind] = _plan_of_block(model, block)
+        found |= {f"{name}.{inner}": way for inner, way in kinds[kind].items()}
+    return found
+
+
+def _plan_of_block(model: nn.Module, block: nn.Module) -> Ways:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.random.fork_rng(enabled=True), torch.enable_grad():
+            for inputs in _inputs(model, block):
+                run = _run(block, inputs)
+                if run is not None:
+                    return _pairs(block, run)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return {}
+
+
+# -- one run of a block -----------------------------------------------------------------------------------
+
+
+class _Reached(Exception):
+    """The block was called: its inputs are known."""
+
+
+class _Run(NamedTuple):
+    """inputs, outputs: of each linear layer by name, in the order of the calls. ends: outputs of the block."""
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    ends: list[Tensor]
+
+
+def _inputs(model: nn.Module, block: nn.Module) -> Iterator[Inputs]:
+    """Arguments with which the block may run, the simplest first."""
+    param = next(block.parameters())
+    width = next((m.in_features for m in block.modules() if isinstance(m, nn.Linear)), 0)
+    norm = next((m for m in block.modules() if type(m).__name__.endswith("Norm")), None)
+    if norm is not None and len(list(norm.parameters(recurse=False))):
+        width = next(norm.parameters(recurse=False)).numel()
+    ids = torch.arange(SAMPLES * LENGTH, device=param.device).view(SAMPLES, LENGTH) % 7 + 1
+    for call in (lambda: model(input_ids=ids), lambda: model(ids)):
+        found = _arguments(block, call)
+        if found is not None:
+            yield found
+    generator = torch.Generator().manual_seed(1)
+    for shape in ((SAMPLES, LENGTH, width), (SAMPLES * LENGTH, width)):
+        yield (torch.randn(shape, generator=generator).to(param),), {}
+
+
+def _arguments(block: nn.Module, call: Callable[[], Any]) -> Inputs | None:
+    found: list[Inputs] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append((args, kwargs))
+        raise _Reached
+
+    hook = block.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            call()
+    except Exception:  # a model of another kind of input
+        pass
+    finally:
+        hook.remove()
+    return found[0] if found else None
+
+
+def _run(block: nn.Module, inputs: Inputs) -> _Run | None:
+    """Run the block with random outputs of linear layers; None: it cannot run with these inputs."""
+    args, kwargs = inputs
+    run = _Run({}, {}, [])
+    with _watched(block, run):
+        try:
+            result = block.forward(*args, **kwargs)
+        except Exception:  # the block needs other inputs
+            return None
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    run.ends.extend(leaf for leaf in leaves if leaf.requires_grad)
+    return run
+
+
+@contextmanager
+def _watched(block: nn.Module, run: _Run) -> Iterator[None]:
+    generator = torch.Generator().manual_seed(2)
+
+    def watch(name: str) -> Callable[..., Tensor]:
+        def hook(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+            run.inputs[name] = args[0]
+            run.outputs[name] = torch.randn(out.shape, generator=generator).to(out)
+            return run.outputs[name].requires_grad_()
+
+        return hook
+
+    hooks = [
+        module.register_forward_hook(watch(name))
+        for name, module in block.named_modules()
+        if is_linear(module)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# -- what depends on what ---------------------------------------------------------------------------------
+
+
+def _pairs(block: nn.Module, run: _Run) -> Ways:
+    """The layers between which activations can be cut."""
+    found: Ways = {}
+    in_end = _sources(run.ends, run.outputs)
+    users = {name: _sources([given], run.outputs) for name, given in run.inputs.items()}
+    for name, sources in users.items():
+        others = {source for other, used in users.items() if other != name for source in used}
+        if not sources or sources & (in_end | others | set(found)):
+            continue  # nothing before it, or something whole depends on it as well
+        probe = _Probe(
+            run.inputs[name], {source: run.outputs[source] for source in sorted(sources)}
+        )
+        ways = probe.ways(name)
+        if ways:
+            found |= ways
+            found |= _between(block, run.inputs[name])
+    return found
+
+
+def _sources(tensors: Sequence[Tensor], outputs: Mapping[str, Tensor]) -> set[str]:
+    """The linear layers on whose outputs `tensors` depend."""
+    used = [tensor for tensor in tensors if tensor.requires_grad]
+    if not used:
+        return set()
+    total = torch.stack([tensor.float().sum() for tensor in used]).sum()
+    grads = torch.autograd.grad(total, list(outputs.values()), retain_graph=True, allow_unused=True)
+    return {name for name, grad in zip(outputs, grads, strict=True) if grad is not None}
+
+
+def _between(block: nn.Module, given: Tensor) -> Ways:
+    """Modules with parameters between two layers, such as norms of heads: each rank has a part of the sum."""
+    params = {id(param): param for param in block.parameters() if param.requires_grad}
+    if not params:
+        return {}
+    grads = torch.autograd.grad(
+        given.float().sum(), list(params.values()), retain_graph=True, allow_unused=True
+    )
+    used = {key for key, grad in zip(params, grads, strict=True) if grad is not None}
+    return {
+        name: Way(Word.PARTIAL)
+        for name, module in block.named_modules()
+        if name and any(id(param) in used for param in module.parameters(recurse=False))
+    }
+
+
+@final
+class _Probe:
+    """Looks at which columns of the outputs `sources` the columns of `given` depend on."""
+
+    def __init__(self, given: Tensor, sources: Mapping[str, Tensor]) -> None:
+        self._given = given
+        self._sources = sources
+        self._width = given.shape[-1]
+        seeds = torch.Generator().manual_seed(3)
+        self._seed = (torch.rand(given.shape, generator=seeds) + 0.5).to(given)
+
+    def ways(self, name: str) -> Ways:
+        """The layer `name`, whose input is `given`, by rows, and the sources by columns; {}: not separable."""
+        size = self._unit_size()
+        units = self._width // size
+        if units < 2:
+            return {}
+        runs = {source: _runs(columns) for source, columns in self._columns(0, size).items()}
+        parts = {source: tuple(units * length for _, length in own) for source, own in runs.items()}
+        step = max(1, units // MOST_PROBES)
+        for unit in {*range(0, units, step), units - 1}:
+            for source, columns in self._columns(unit * size, size).items():
+                if columns != _expected(parts[source], units, unit):
+                    return {}
+        for source, sizes in parts.items():
+            if sum(sizes) != self._sources[source].shape[-1]:
+                return {}
+        is_column = size == 1 and all(length == 1 for own in runs.values() for _, length in own)
+        kept = 0 if is_column else units
+        found = {name: Way(Word.ROWWISE, (self._width,), kept)}
+        for source, sizes in parts.items():
+            word = Word.COLWISE if len(sizes) == 1 else Word.PACKED_COLWISE
+            found[source] = Way(word, sizes, kept)
+        return found
+
+    def _unit_size(self) -> int:
+        """The fewest columns after which the dependence is on other columns of every source."""
+        first = self._columns(0, 1)
+        for size in range(1, self._width):
+            if self._width % size == 0 and _are_disjoint(first, self._columns(size, 1)):
+                return size
+        return self._width
+
+    def _columns(self, start: int, count: int) -> dict[str, set[int]]:
+        """The columns of each source on which `count` columns of the input depend."""
+        part = (self._given * self._seed).narrow(-1, start, count).float().sum()
+        tensors = list(self._sources.values())
+        grads = torch.autograd.grad(part, tensors, retain_graph=True, allow_unused=True)
+        found = {}
+        for name, grad in zip(self._sources, grads, strict=True):
+            used = [] if grad is None else grad.flatten(0, -2).ne(0).any(0).nonzero()[:, 0].tolist()
+            found[name] = set(used)
+        return found
+
+
+def _are_disjoint(first: Mapping[str, set[int]], second: Mapping[str, set[int]]) -> bool:
+    return all(
+        columns and second[name] and not columns & second[name] for name, columns in first.items()
+    )
+
+
+def _runs(columns: set[int]) -> list[tuple[int, int]]:
+    """(start, length) of each run of consecutive columns.
+
+    >>> _runs({0, 1, 4, 5, 6})
+    [(0, 2), (4, 3)]
+    """
+    found: list[tuple[int, int]] = []
+    for column in sorted(columns):
+        if found and column == sum(found[-1]):
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((column, 1))
+    return found
+
+
+def _expected(parts: Sequence[int], units: int, unit: int) -> set[int]:
+    """The columns of `unit` in packed parts of these sizes."""
+    found: set[int] = set()
+    at = 0
+    for size in parts:
+        length = size // units
+        found.update(range(at + unit * length, at + (unit + 1) * length))
+        at += size
+    return found
+
+
+__all__ = ["find_plan"]

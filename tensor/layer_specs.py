@@ -1,0 +1,159 @@
+"""Reads DeepSpeed's partition_config: regular expressions of parameter names -> how each layer is cut.
+
+{"patterns": [".*\\\\.o_proj\\\\.weight$"], "partition_type": "row"}             rowwise
+{"patterns": [".*\\\\.[qkv]_proj\\\\.weight$"], "partition_type": "column"}      colwise
+{"patterns": [...], "partition_type": "column", "shape": [2, -1]}            packed, two equal parts
+{"patterns": [...], "partition_type": "column", "shape": [[64, 16, 16], -1]} packed, parts of these sizes
+{"patterns": [...], "partition_type": "skip"}                                whole
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..utils.errors import UsageError
+from .plan import Ways, check_module
+from .words import Way, Word, length_of
+
+PATH = "tensor_parallel.partition_config"
+KEYS = ("patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output")
+WORDS = {"column": Word.COLWISE, "row": Word.ROWWISE, "skip": Word.WHOLE}
+
+
+class _Spec(NamedTuple):
+    """One entry of layer_specs. path: its place in the config."""
+
+    path: str
+    patterns: tuple[re.Pattern[str], ...]
+    word: Word
+    shape: Any
+
+    def matches(self, name: str) -> bool:
+        return any(pattern.match(name) for pattern in self.patterns)
+
+
+def has_specs(config: Mapping[str, Any] | None) -> bool:
+    """The config lists layers, which come before every other plan."""
+    return bool(config and config.get("layer_specs"))
+
+
+def keeps_own_plan(config: Mapping[str, Any] | None) -> bool:
+    """Layers that no pattern matches are cut as the model's own plan says."""
+    return bool(config and config.get("use_default_specs", True))
+
+
+def read_specs(
+    config: Mapping[str, Any], own: Ways, model: nn.Module, *, is_part: bool = False
+) -> Ways:
+    """Module name -> how it is cut.
+
+    Args:
+        own: what holds for the layers that no pattern matches.
+        is_part: the model has the layers of one pipeline stage only, so a pattern may match nothing.
+
+    Raises:
+        UsageError: an unknown key or type, a pattern that matches no layer, or a shape that does not fit.
+    """
+    unknown = [key for key in config if key not in ("use_default_specs", "layer_specs")]
+    if unknown:
+        raise UsageError(f"{PATH}.{unknown[0]}: unknown key; remove it")
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    specs = [
+        _spec(entry, f"{PATH}.layer_specs[{i}]", kind)
+        for i, entry in enumerate(config["layer_specs"])
+    ]
+    asked = [spec for spec in specs if spec is not None]
+    found: Ways = dict(own)
+    unused = set(range(len(asked)))
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None:
+            continue
+        hits = [
+            i
+            for i, spec in enumerate(asked)
+            if spec.matches(f"{name}.weight") or spec.matches(name)
+        ]
+        unused.difference_update(hits)
+        if hits:
+            found[name] = _way(asked[hits[0]], name, module)
+    if unused and not is_part:
+        spec = asked[min(unused)]
+        raise UsageError(
+            f"{spec.path}.patterns = {[pattern.pattern for pattern in spec.patterns]}: they match no weight of "
+            f"{type(model).__name__}; correct them, or remove the entry"
+        )
+    return {name: way for name, way in found.items() if way.word is not Word.WHOLE}
+
+
+def _spec(entry: Any, path: str, kind: str | None) -> _Spec | None:
+    """None: the entry is for models of another type."""
+    if not isinstance(entry, Mapping) or not entry.get("patterns"):
+        raise UsageError(f'{path} must be an object with patterns, such as [".*o_proj.weight$"]')
+    for key in entry:
+        if key not in KEYS:
+            raise UsageError(f"{path}.{key}: unknown key; the keys here are {', '.join(KEYS)}")
+    types = entry.get("model_types")
+    if types and str(kind).lower() not in [str(one).lower() for one in types]:
+        return None
+    text = str(entry.get("partition_type", "column"))
+    if text not in WORDS:
+        known = ", ".join(f'"{word}"' for word in WORDS)
+        raise UsageError(f"{path}.partition_type = {text!r}: must be one of {known}")
+    word = WORDS[text]
+    if entry.get("gather_output") and word is Word.COLWISE:
+        word = Word.COLWISE_GATHER
+    dim = entry.get("partition_dim")
+    if dim is not None and dim != {Word.ROWWISE: 1}.get(word, 0):
+        raise UsageError(
+            f"{path}.partition_dim = {dim!r}: columns are dimension 0 and rows are dimension 1 of a weight; "
+            "leave it out"
+        )
+    patterns = entry["patterns"]
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    return _Spec(path, tuple(_pattern(one, path) for one in patterns), word, entry.get("shape"))
+
+
+def _pattern(text: Any, path: str) -> re.Pattern[str]:
+    try:
+        return re.compile(str(text))
+    except re.error as error:
+        raise UsageError(f"{path}.patterns: {text!r} is no regular expression: {error}") from None
+
+
+def _way(spec: _Spec, name: str, module: nn.Module) -> Way:
+    word = spec.word
+    if isinstance(module, nn.Embedding) and word is not Word.WHOLE:
+        word = Word.EMBEDDING
+    check_module(name, module, word)
+    if spec.shape is None or word is Word.WHOLE:
+        return Way(word)
+    length = length_of(module, word)
+    parts = _parts(spec.shape, length, word)
+    if parts is None:
+        raise UsageError(
+            f"{spec.path}.shape = {spec.shape!r}: {name} has {length} columns or rows to cut; write the number "
+            "of equal parts as [3, -1], or their sizes as [[64, 16, 16], -1]"
+        )
+    return Way(word, parts)
+
+
+def _parts(shape: Any, length: int, word: Word) -> tuple[int, ...] | None:
+    """The sizes of the packed parts; None: the shape does not fit."""
+    if not isinstance(shape, Sequence) or len(shape) != 2:
+        return None
+    own = shape[1] if word is Word.ROWWISE else shape[0]
+    if isinstance(own, Sequence) and not isinstance(own, str):
+        sizes = tuple(int(size) for size in own)
+        return sizes if sum(sizes) == length and min(sizes) > 0 else None
+    if not isinstance(own, int) or own == 0 or own < -1:
+        return None
+    count = 1 if own in (-1, length) else own
+    return (length // count,) * count if length % count == 0 else None
+
+
+__all__ = ["has_specs", "keeps_own_plan", "read_specs"]

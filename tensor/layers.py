@@ -1,0 +1,124 @@
+"""The forwards of layers that are cut: what each sends before or after its own computation.
+
+    x ──enter──┬─ q (columns) ─┐
+               ├─ k (columns) ─┼─ attention of own heads ─ o (rows) ──leave── y
+               └─ v (columns) ─┘
+
+Layers under one parent that are cut by columns and get the same input share one `enter`, so that their input
+gradients are summed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from .draws import Draws
+from .exchange import Exchange
+from .shares import Range
+from .vocabulary import Vocabulary, own_rows
+from .words import Word, is_transposed
+
+
+@final
+class Region:
+    """The layers under one parent. Owns the input that they share, from the first to the last of them."""
+
+    def __init__(self, exchange: Exchange, draws: Draws) -> None:
+        self.exchange = exchange
+        self.draws = draws
+        self._input: Tensor | None = None
+        self._had_grad = False
+        self._entered: Tensor | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """As `Exchange.enter`; once for all layers with the same input."""
+        has_grad = torch.is_grad_enabled()
+        if self._input is not x or self._entered is None or self._had_grad is not has_grad:
+            self._input, self._entered, self._had_grad = x, self.exchange.enter(x), has_grad
+        return self._entered
+
+    def end(self) -> None:
+        """Forget the input."""
+        self._input = self._entered = None
+
+
+def class_of_layer(
+    base: type[nn.Module], word: Word, region: Region, widths: Sequence[int]
+) -> type[nn.Module]:
+    """A subclass of `base` with the same name that sends what `word` says. `widths`: of the slices, by rank."""
+    plain: Callable[..., Tensor] = base.forward
+
+    def colwise(self: nn.Module, x: Tensor) -> Tensor:
+        if self.training:
+            region.draws.begin(x.device)
+        return plain(self, region.enter(x))
+
+    def gathered(self: nn.Module, x: Tensor) -> Tensor:
+        y = region.exchange.gather(plain(self, region.enter(x)), widths)
+        region.end()
+        return y
+
+    def split(self: nn.Module, x: Tensor) -> Tensor:
+        rank = region.exchange.collectives.rank
+        return rowwise(self, region.enter(x).narrow(-1, sum(widths[:rank]), widths[rank]))
+
+    def rowwise(self: nn.Module, x: Tensor) -> Tensor:
+        region.end()
+        region.draws.end()
+        bias = self._parameters.get("bias")
+        if bias is None:
+            return region.exchange.leave(plain(self, x))
+        weight = self._parameters["weight"]
+        assert weight is not None
+        matrix = weight if is_transposed(self) else weight.t()
+        return region.exchange.leave(x @ matrix) + bias
+
+    forwards = {
+        Word.ROWWISE: rowwise,
+        Word.PACKED_ROWWISE: rowwise,
+        Word.ROWWISE_SPLIT: split,
+        Word.COLWISE_GATHER: gathered,
+    }
+    return _subclass(base, forwards.get(word, colwise))
+
+
+def class_of_head(base: type[nn.Module], region: Region, vocabulary: Vocabulary) -> type[nn.Module]:
+    """A subclass of the linear layer `base` whose outputs are the logits of own columns."""
+    plain: Callable[..., Tensor] = base.forward
+
+    def head(self: nn.Module, x: Tensor) -> Tensor:
+        own = plain(self, region.enter(x))
+        region.end()
+        return vocabulary.logits(own, is_training=self.training)
+
+    return _subclass(base, head)
+
+
+def class_of_embedding(
+    base: type[nn.Module], exchange: Exchange, own: Range, size: int
+) -> type[nn.Module]:
+    """A subclass of the embedding `base` that has the rows `own` of a vocabulary of `size`."""
+    plain: Callable[..., Tensor] = base.forward
+
+    def embedding(self: nn.Module, ids: Tensor) -> Tensor:
+        rows, mine = own_rows(ids, own, size)
+        return exchange.leave(plain(self, rows) * mine.unsqueeze(-1))
+
+    return _subclass(base, embedding)
+
+
+def _subclass(base: type[nn.Module], forward: Callable[..., Tensor]) -> type[nn.Module]:
+    names = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    methods: dict[str, Any] = {**names, "forward": forward}
+    return type(base.__name__, (base,), methods)
+
+
+__all__ = ["Region", "class_of_embedding", "class_of_head", "class_of_layer"]

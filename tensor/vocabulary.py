@@ -1,0 +1,282 @@
+"""Vocabularies that are cut: each tensor rank has some rows of the embedding and some columns of the logits.
+
+    ids ── own rows, zeros for other ids ──sum── x          one sum of [tokens, width]
+    x ── own columns of the logits ── loss                  of [tokens]: the largest logit of each rank, and
+                                                            sums of the exponentials and of the target's logit
+
+Logits are never gathered for the loss. A rank keeps [tokens, own vocabulary] of them. Source: Shoeybi et al.,
+Megatron-LM, 2019, section 3. They send the largest logits as a sum of their own kind; here they are gathered.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..utils.errors import UsageError
+from .exchange import Exchange
+from .shares import Range
+
+KIND = "sums of losses"
+LABELS = ("labels", "targets", "target", "label")
+
+
+def own_rows(ids: Tensor, own: Range, size: int) -> tuple[Tensor, Tensor]:
+    """(numbers of own rows [...], which ids have one [...]) of `ids` [...] in a vocabulary of `size`.
+
+    Ids of other ranks become 0. What is outside of the vocabulary stays as it is, so that a look-up refuses it.
+    """
+    start, stop = own
+    mine = (ids >= start) & (ids < stop)
+    outside = (ids < 0) | (ids >= size)
+    rows = torch.where(mine, ids - start, torch.where(outside, ids, 0))
+    return rows, mine
+
+
+@final
+class Vocabulary:
+    """The columns of the logits that this rank has. One for each head that is cut."""
+
+    def __init__(self, exchange: Exchange, widths: Sequence[int]) -> None:
+        """widths: of the columns of each rank."""
+        rank = exchange.collectives.rank
+        start = sum(widths[:rank])
+        self.exchange = exchange
+        self.widths = tuple(widths)
+        self.own: Range = (start, start + widths[rank])
+        self.size = sum(widths)
+        self._is_used = False  # a loss was computed from own columns
+        self.has_labels: bool | None = (
+            None  # of the forward that runs; None: its forward takes none
+        )
+
+    def logits(self, own: Tensor, *, is_training: bool) -> Tensor:
+        """[..., own columns], for `cross_entropy`; [..., all columns] where this forward computes no loss."""
+        global _latest
+        keeps = is_training if self.has_labels is None else self.has_labels
+        if not keeps:
+            _latest = None
+            return self.exchange.gather(own, self.widths)
+        _latest = weakref.ref(self)
+        if own.requires_grad:
+            own.register_hook(self._check_used)  # type: ignore[no-untyped-call]
+        return own
+
+    def _check_used(self, _: Tensor) -> None:
+        """In backward: no loss came from own columns, so the model has treated them as all."""
+        if not self._is_used:
+            raise UsageError(
+                "tensor_parallel.vocab_parallel_lm_head = true: a rank has some columns of the logits, and the "
+                "model computes its loss without xds.tensor.cross_entropy; use it, or set "
+                "vocab_parallel_lm_head to false"
+            )
+
+    def losses(self, logits: Tensor, targets: Tensor, ignored: int, smoothing: float) -> Tensor:
+        """The loss of each token [N], zero where it is ignored; `logits` [N, own columns], `targets` [N]."""
+        self._is_used = True
+        found: Tensor = _Losses.apply(logits, targets, self, ignored, smoothing)  # type: ignore[no-untyped-call]
+        return found
+
+
+_latest: weakref.ref[Vocabulary] | None = None  # whose logits were computed last
+
+
+def _vocabulary_of(logits: Tensor) -> Vocabulary | None:
+    found = None if _latest is None else _latest()
+    is_own = found is not None and logits.shape[-1] == found.own[1] - found.own[0]
+    return found if is_own else None
+
+
+class _Losses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        vocabulary: Vocabulary,
+        ignored: int,
+        smoothing: float,
+    ) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        is_valid = targets != ignored
+        rows, mine = own_rows(torch.where(is_valid, targets, 0), vocabulary.own, vocabulary.size)
+        group = vocabulary.exchange.collectives
+        largest = wide.amax(1)
+        every = [torch.empty_like(largest) for _ in range(group.world_size)]
+        what = f"the logits of {vocabulary.exchange.what}"
+        group.all_to_all(every, [largest] * len(every), what=what, kind=KIND).wait()
+        highest = torch.stack(every).amax(0)
+        wide = wide - highest[:, None]
+        at_target = wide.gather(1, rows[:, None])[:, 0].where(mine, 0)
+        terms = [wide.exp().sum(1), at_target, *([wide.sum(1)] if smoothing else [])]
+        sums = torch.stack(terms)
+        group.all_reduce(sums, what=what, kind=KIND).wait()
+        log_sum = sums[0].log()
+        losses = log_sum - sums[1]
+        if smoothing:
+            losses = (1 - smoothing) * losses + smoothing * (log_sum - sums[2] / vocabulary.size)
+        ctx.save_for_backward(logits, rows, mine & is_valid, is_valid, log_sum + highest)
+        ctx.smoothing, ctx.size = smoothing, vocabulary.size
+        return losses.where(is_valid, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, rows, mine, is_valid, log_sum = ctx.saved_tensors
+        found = (
+            logits.to(log_sum.dtype).sub(log_sum[:, None]).exp_()
+        )  # the probabilities of own columns
+        if ctx.smoothing:
+            found.sub_(ctx.smoothing / ctx.size)
+        share = mine.to(found.dtype).mul_(ctx.smoothing - 1)
+        found.scatter_add_(1, rows[:, None], share[:, None])
+        found.mul_((grad * is_valid)[:, None])
+        return found.to(logits.dtype), None, None, None, None
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """As `torch.nn.functional.cross_entropy`, also of logits whose columns are cut over tensor ranks.
+
+    Args:
+        logits: [N, columns] or [columns]. With `tensor_parallel.vocab_parallel_lm_head` these are what the
+            head has returned, possibly after functions of single elements; otherwise all columns.
+        labels: [N] or []: numbers of classes in the whole vocabulary.
+        ignore_index: labels with this number have no loss.
+        reduction: "mean" over the labels that count, "sum" or "none".
+
+    Raises:
+        UsageError: labels are not numbers of classes, or a shape does not fit; for logits that are cut.
+    """
+    vocabulary = _vocabulary_of(logits)
+    if vocabulary is None:
+        return F.cross_entropy(
+            logits,
+            labels,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise UsageError(
+            f"xds.tensor.cross_entropy: reduction = {reduction!r}: must be mean, sum or none"
+        )
+    if (
+        labels.is_floating_point()
+        or logits.dim() not in (1, 2)
+        or labels.shape != logits.shape[:-1]
+    ):
+        raise UsageError(
+            f"xds.tensor.cross_entropy: logits are {list(logits.shape)}, labels {list(labels.shape)} of "
+            f"{labels.dtype}; where the vocabulary is cut, pass logits [N, columns] and one label for each row"
+        )
+    rows = logits if logits.dim() == 2 else logits[None]
+    flat = labels.reshape(-1)
+    losses = vocabulary.losses(rows, flat, ignore_index, label_smoothing)
+    if reduction == "none":
+        found = losses.view(labels.shape)
+    else:
+        found = losses.sum()
+        found = found if reduction == "sum" else found / (flat != ignore_index).sum()
+    return found.to(logits.dtype)
+
+
+@final
+class CausalLoss:
+    """The `loss_function` of a transformers model whose head is cut. Labels are shifted as in `plain`."""
+
+    def __init__(self, plain: Callable[..., Tensor]) -> None:
+        """plain: the model's own, for logits with all columns."""
+        self._plain = plain
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        vocabulary = _vocabulary_of(logits)
+        if vocabulary is None:
+            return self._plain(
+                logits,
+                labels,
+                vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **others,
+            )
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        flat = logits.reshape(-1, logits.shape[-1])
+        targets = shift_labels.reshape(-1).to(logits.device)
+        total = vocabulary.losses(flat, targets, ignore_index, 0.0).sum()
+        if num_items_in_batch is None:
+            return total / (targets != ignore_index).sum()
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch
+
+
+@final
+class LossOfModel:
+    """Tells the head of `model` which forwards compute a loss, and computes it for transformers models."""
+
+    def __init__(self, model: nn.Module, vocabulary: Vocabulary, head: nn.Module) -> None:
+        """
+        Raises:
+            UsageError: the model has a loss that cannot be computed from own columns.
+        """
+        self._vocabulary = vocabulary
+        self._owners: list[Any] = []
+        self._names = list(inspect.signature(model.forward).parameters)
+        self._hook = model.register_forward_pre_hook(self._look, with_kwargs=True)
+        module: Any
+        for module in model.modules():
+            if hasattr(type(module), "loss_function") and _head_of(module) is head:
+                plain = module.loss_function
+                if getattr(plain, "__name__", "") != "ForCausalLMLoss":
+                    raise UsageError(
+                        f"tensor_parallel.vocab_parallel_lm_head = true: {type(module).__name__} has another "
+                        "loss than that of causal language models; set it to false"
+                    )
+                self._owners.append((module, vars(module).get("_loss_function")))
+                module.loss_function = CausalLoss(plain)
+
+    def _look(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        takes = any(name in self._names or name in kwargs for name in LABELS)
+        has = any(given.get(name) is not None for name in LABELS)
+        self._vocabulary.has_labels = has if takes else None
+
+    def undo(self) -> None:
+        """Give the models their own loss back."""
+        self._hook.remove()
+        for module, before in self._owners:
+            del module._loss_function
+            if before is not None:
+                module.loss_function = before
+        self._owners = []
+
+
+def _head_of(module: Any) -> nn.Module | None:
+    found = getattr(module, "get_output_embeddings", lambda: None)()
+    return found if isinstance(found, nn.Module) else None
+
+
+__all__ = ["CausalLoss", "LossOfModel", "Vocabulary", "cross_entropy", "own_rows"]
