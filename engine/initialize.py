@@ -45,6 +45,7 @@ from .model.offloading import build_homes, build_host, host_ratio, reserve
 from .model.pipelining import Runs, build_pipeline, check_whole, is_cut, is_part, with_model
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
+from .model.tiling import tile_layers
 from .optim.loss_scale import build_loss_scale
 from .optim.optimizers import (
     ClientOptimizer,
@@ -149,9 +150,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     groups = None if is_part(model) else _groups(model, config, given)
     if is_cut(model, config) or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
-    has_weights = given.weights is not None
     policy_of = partial(_policy, config)
-    divided = divide(model, config, mesh, collectives, policy_of, has_weights=has_weights)
+    divided = divide(model, config, mesh, collectives, policy_of)
     model, runs, found, flat_groups = divided.model, divided.runs, divided.found, divided.groups
     groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
@@ -161,7 +161,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     divided.start_proof(mesh)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
-    undo = _both(_recompute(config, blocks, device), divided.undo)
+    undo_tiles = tile_layers(model, runs, config.sequence, is_stage=found is not None)
+    undo = _both(_recompute(config, blocks, device), _both(undo_tiles, divided.undo))
     if config.compile.enabled:
         compiler.compile()
     monitor = build_monitor(config, dist.get_rank())
@@ -267,7 +268,8 @@ def _give_values(model: nn.Module, weights: Any, groups: FlatGroups, policy: Pol
     if weights is not None:
         load_weights(model, weights, store=store, remedy=_LOAD_LATER, groups=groups)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
-        materialise(model, Construction(store or SliceStore(collectives)))
+        construction = Construction(store or SliceStore(collectives))
+        materialise(model, construction, groups.slices)
 
 
 def _config_source(config: Any, args: Any) -> Any:

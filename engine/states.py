@@ -37,7 +37,6 @@ class States:
 
     def full_state_dict(self, *, rank0_only: bool, full_precision: bool) -> dict[str, Any]:
         """The whole model's state dict, on the CPU, gathered parameter by parameter."""
-        self._parts.sharded.flat_groups.refuse_slices("full_state_dict")
         target = 0 if rank0_only else None
         return full_state_dict(
             self._parts.module,
@@ -49,7 +48,6 @@ class States:
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
         """Overwrite parameters, masters and buffers by whole values."""
         groups = self._parts.sharded.flat_groups
-        groups.refuse_slices("load_state_dict")
         load_weights(self._parts.module, state_dict, strict=strict, groups=groups)
 
     def save(
@@ -60,7 +58,6 @@ class States:
         options: SaveOptions,
     ) -> None:
         """Write a checkpoint."""
-        self._parts.sharded.flat_groups.refuse_slices("save_checkpoint")
         training = self._parts.training
         save_checkpoint(training, self._counters, save_dir, tag, client_state, options)
 
@@ -68,7 +65,6 @@ class States:
         self, load_dir: str | Path, tag: str | None, options: LoadOptions
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint; its folder and client_state, or (None, None)."""
-        self._parts.sharded.flat_groups.refuse_slices("load_checkpoint")
         self._parts.saver.wait()
         return load_checkpoint(self._parts.training, self._counters, load_dir, tag, options)
 

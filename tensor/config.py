@@ -8,7 +8,17 @@ from typing import Annotated, Any, ClassVar, final
 from pydantic import Field
 
 from ..utils.schema.keys import Detail, Entry, Group, NoEffect, Refused, details
-from ..utils.schema.rules import ANYTHING, FLAG, NULL, OBJECT, TEXT, dtype_name, either, whole
+from ..utils.schema.rules import (
+    ANYTHING,
+    FLAG,
+    NULL,
+    OBJECT,
+    TEXT,
+    dtype_name,
+    either,
+    list_of,
+    whole,
+)
 from ..utils.schema.section import Section
 
 _EXPERT = "expert parallelism is not supported yet; set it to false or remove the section"
@@ -62,6 +72,24 @@ class TensorParallel(Section):
     def size(self) -> int:
         """The number of ranks that share a layer."""
         return max(1, self.tp_size)
+
+
+@final
+class LongSequences(Section):
+    """Long sequences: parts of a model compute one tile of the tokens at a time."""
+
+    tiled_mlp: Annotated[bool | int, either(FLAG, whole(1))] = Field(
+        False,
+        description="tokens of a tile in the MLPs of the blocks; true: as many as the model is wide",
+    )
+    tiled_loss: Annotated[bool | int, either(FLAG, whole(1))] = Field(
+        False,
+        description="tokens of a tile in head and loss of a causal language model of transformers; true: 1024",
+    )
+    tiled_modules: Annotated[list[str] | None, either(list_of(TEXT), NULL)] = Field(
+        None,
+        description='names of the MLPs inside of a block; null: "mlp", "feed_forward" or "ffn"',
+    )
 
 
 EXPERT_PARALLEL = Group(

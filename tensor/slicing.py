@@ -8,15 +8,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from ..ops.comm.collectives import Collectives
+from ..utils.errors import UsageError
 from .draws import CommonDraws, OwnDraws
 from .exchange import Exchange
 from .heads import check_copies, even_ranges, heads_of, ranges_of_layer, set_counts
@@ -215,7 +216,26 @@ def _widths(by_rank: Sequence[tuple[Range, ...]]) -> list[int]:
 def _set_class(sliced: Sliced, module: nn.Module, found: type[nn.Module]) -> None:
     sliced.classes.append((module, type(module)))
     _sliced_modules.add(module)
+    weight = module._parameters["weight"]
+    assert weight is not None
+    found.forward = _of_slice(found.forward, weight.shape)
     module.__class__ = found
+
+
+def _of_slice(forward: Callable[..., Any], shape: torch.Size) -> Callable[..., Any]:
+    """`forward`, where the weight is the slice of shape `shape`."""
+
+    def checked(self: nn.Module, *args: Any) -> Any:
+        weight = self._parameters["weight"]
+        if weight is not None and weight.shape != shape:
+            raise UsageError(
+                f"forward of a {type(self).__name__} inside xds.zero.GatheredParameters, with "
+                "tensor_parallel.tp_size > 1: it has its full weight there, and forward needs the slice; leave "
+                "the context first"
+            )
+        return forward(self, *args)
+
+    return checked
 
 
 def _set_features(module: nn.Module, cuts_columns: bool, width: int) -> None:

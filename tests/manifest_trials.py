@@ -51,6 +51,18 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
+SLICED: dict[str, Any] = {  # on two ranks
+    "fp32, stage 1, in slices": {
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {
+            "tp_size": 2,
+            "plan": {"frozen": "colwise_gather_output", "last": "rowwise_split_input"},
+        },
+        "gradient_accumulation_steps": 2,
+    }
+}
+
+
 class Net(nn.Module):
     """Tied, frozen, empty and lone parameters, buffers of all sorts, one of them each rank's own."""
 
@@ -60,6 +72,7 @@ class Net(nn.Module):
         self.outer = nn.Linear(WIDTH, WIDTH)
         self.outer.weight = self.inner.weight
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.last = nn.Linear(WIDTH, 3)
         self.gain = nn.Parameter(torch.ones(()))
         self.empty = nn.Parameter(torch.empty(0))
         self.norm = nn.BatchNorm1d(WIDTH)
@@ -68,7 +81,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.inner(x.to(self.inner.weight.dtype)))
-        return (self.gain * self.outer(self.frozen(x))).float().square().mean()
+        x = self.gain * self.outer(self.frozen(x))
+        return self.last(x).float().square().mean()
 
 
 def engine_of(base: str) -> Any:
@@ -77,7 +91,7 @@ def engine_of(base: str) -> Any:
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}},
-        **BASES[base],
+        **(BASES | SLICED)[base],
     }
     config["zero_optimization"] = {"unit_min_numel": 0, **config["zero_optimization"]}
     data = TensorDataset(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(2)))
@@ -112,8 +126,10 @@ def digest(engine: Any) -> str:
 def try_often(folder: str, trials: int, seed: int) -> dict[str, Any]:
     """On every rank: `trials` changes, of each base in turn. What came of them how often, what went wrong."""
     logging.getLogger("xds").setLevel(logging.CRITICAL)
+    is_pair = dist.is_initialized() and dist.get_world_size() == 2
+    bases = BASES | SLICED if is_pair else BASES
     all_of_them = [
-        Trials(Path(folder) / str(number), base, seed) for number, base in enumerate(BASES)
+        Trials(Path(folder) / str(number), base, seed) for number, base in enumerate(bases)
     ]
     for number in range(trials):
         all_of_them[number % len(all_of_them)].trial()

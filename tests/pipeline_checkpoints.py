@@ -13,26 +13,31 @@ from torch import Tensor, nn
 from warm_ranks import warm
 
 import xds
+from xds.ops.flat import numel_of
 from xds.ops.mesh import Mesh
 from xds.zero.checkpoint.ranges import pieces
 from xds.zero.checkpoint.snapshot import Snapshot
+from xds.zero.core.layout import Box
 
 VOCAB, WIDTH, LENGTH, STEPS, COUNT = 48, 13, 6, 2, 4
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 
 
 class Block(nn.Module):
-    """A residual block of odd shapes with buffers that differ between data ranks."""
+    """A residual block of odd shapes with buffers that differ between data ranks; gate and up are packed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 31)
-        self.norm = nn.BatchNorm1d(31)
-        self.down = nn.Linear(31, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * 19)
+        self.down = nn.Linear(19, WIDTH, bias=False)
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        y = self.norm(self.up(x).transpose(1, 2)).transpose(1, 2)
-        return x + self.down(nn.functional.gelu(y)) * scale
+        gate, up = self.up(self.norm(x.transpose(1, 2)).transpose(1, 2)).chunk(2, -1)
+        return x + self.down(nn.functional.gelu(gate) * up) * scale
+
+
+PLAN = {"blocks.*.up": "packed_colwise", "blocks.*.down": "rowwise"}
 
 
 class Net(nn.Module):
@@ -71,10 +76,15 @@ class Cut:
     tied: bool = True
     frozen: int = 0
     precision: str = "fp32"
+    tensor: int = 1
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.pipe, self.data, tensor=self.tensor)
 
     @property
     def world_size(self) -> int:
-        return self.pipe * self.data
+        return self.mesh.size
 
     @property
     def kind(self) -> tuple[bool, int]:
@@ -84,17 +94,17 @@ class Cut:
     @property
     def tag(self) -> str:
         kind = f"{'tied' if self.tied else 'apart'}-{self.frozen}-{self.precision}"
-        return f"{self.pipe}x{self.data}-zero{self.stage}-{kind}"
+        return f"{self.pipe}x{self.data}x{self.tensor}-zero{self.stage}-{kind}"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [start, start + numel) of what `key` names of `name`: "value" or "state/..."."""
+    """Elements `at` of what `key` names of `name`: "value" or "state/..."."""
 
     kind: str
     name: str
     key: str
-    start: int
+    at: Tensor
     values: Tensor
 
 
@@ -112,9 +122,8 @@ def samples() -> list[tuple[Tensor, Tensor]]:
     return [(pair[0], pair[1]) for pair in torch.randint(0, VOCAB, (96, 2, LENGTH), generator=draw)]
 
 
-def engine_of(cut: Cut, seed: int, weights: Any = None, **changes: Any) -> Any:
-    torch.manual_seed(seed)
-    config = {
+def config_of(cut: Cut, **changes: Any) -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": COUNT,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
@@ -125,29 +134,47 @@ def engine_of(cut: Cut, seed: int, weights: Any = None, **changes: Any) -> Any:
             "stage3_param_persistence_threshold": 0,
         },
         "pipeline": {"stages": cut.pipe},
+        "tensor_parallel": {"tp_size": cut.tensor, "plan": PLAN},
         **PRECISIONS[cut.precision],
         **changes,
     }
+
+
+def engine_of(cut: Cut, seed: int, weights: Any = None, **changes: Any) -> Any:
+    torch.manual_seed(seed)
     model = Net(tied=cut.tied, frozen=cut.frozen)
+    config = config_of(cut, **changes)
     return xds.initialize(model, config, training_data=samples(), weights=weights)
+
+
+def places_in(shape: tuple[int, ...], box: Box | None) -> Tensor:
+    """For each element of a tensor, or of a slice of one, its place in the whole."""
+    if box is None:
+        return torch.arange(numel_of(shape))
+    whole = torch.arange(numel_of(box.whole)).view(box.whole)
+    parts = [whole.narrow(box.dim, start, stop - start) for start, stop in box.ranges]
+    return torch.cat(parts, box.dim).flatten()
 
 
 def parts_of(engine: Any) -> Iterator[Part]:
     """Every element of parameters, buffers and states on this rank; one of what a range of elements shares."""
     own = engine._parts
     snapshot = Snapshot(own.module, own.sharded, own.updater, own.optimizer)
+    shapes = {slot.name: slot.shape for flat in snapshot.flats for slot in flat.slots}
     for block in (*snapshot.values, *snapshot.states):
         flat = block.tensor.detach().reshape(-1)
         for piece in pieces(snapshot.flats[block.flat], block.start, block.stop):
             here = flat[piece.target : piece.target + piece.stop - piece.start]
-            yield Part(piece.kind, piece.name, block.key, piece.start, here.clone())
+            at = places_in(shapes[piece.name], piece.box)[piece.start : piece.stop]
+            yield Part(piece.kind, piece.name, block.key, at, here.clone())
     for one in snapshot.constants:
         for piece in pieces(snapshot.flats[one.flat], one.start, one.stop):
             value = torch.tensor([float(one.value)])
-            yield Part("constant", piece.name, one.key, piece.start, value)
+            yield Part("constant", piece.name, one.key, torch.tensor([0]), value)
     for flat in (flat for unit in own.sharded.units for flat in unit.params if not flat.is_sharded):
         for slot, param in zip(flat.layout.slots, flat.params, strict=True):
-            yield Part("computed", slot.name, "value", 0, param.detach().reshape(-1).clone())
+            at = places_in(slot.shape, slot.box)
+            yield Part("computed", slot.name, "value", at, param.detach().reshape(-1).clone())
 
 
 def held_by(engine: Any) -> Held:
@@ -191,26 +218,28 @@ class Saved:
 
     def __init__(self, cut: Cut, ranks: list[Held]) -> None:
         self.cut = cut
-        self.mesh = Mesh(cut.pipe, cut.data)
+        self.mesh = cut.mesh
         self.ranks = ranks
-        parts: dict[Place, dict[int, Tensor]] = {}
         self.buffers: dict[tuple[str, int], Tensor] = {}  # by name and data rank
+        parts: dict[Place, list[Part]] = {}
         for rank, held in enumerate(ranks):
             data = self.mesh.coordinates(rank).data
             for part in held.parts:
                 if part.kind == "buffer":
                     self.buffers.setdefault((part.name, data), part.values)
                 if part.kind != "computed":
-                    parts.setdefault((part.name, part.key), {}).setdefault(part.start, part.values)
-        self.whole = {
-            place: torch.cat([found[start] for start in sorted(found)])
-            for place, found in parts.items()
-        }
+                    parts.setdefault((part.name, part.key), []).append(part)
+        self.whole: dict[Place, Tensor] = {}
+        for place, found in parts.items():
+            numel = 1 + max(int(part.at.max()) for part in found)
+            whole = self.whole[place] = torch.zeros(numel, dtype=found[0].values.dtype)
+            for part in found[::-1]:  # the first rank's buffers stay
+                whole[part.at] = part.values
 
     def differences(self, cut: Cut, ranks: list[Held]) -> list[str]:
         """What ranks of `cut` that loaded it hold differently; a name for each."""
         found = []
-        mesh = Mesh(cut.pipe, cut.data)
+        mesh = cut.mesh
         covered: dict[Place, set[int]] = {}
         for rank, held in enumerate(ranks):
             data = mesh.coordinates(rank).data
@@ -221,11 +250,10 @@ class Saved:
                 if held.generators != self.ranks[source].generators:
                     found.append(f"rank {rank}: the random generators")
             for part in held.parts:
-                stop = part.start + part.values.numel()
-                covered.setdefault((part.name, part.key), set()).update(range(part.start, stop))
+                covered.setdefault((part.name, part.key), set()).update(part.at.tolist())
                 wanted = self._wanted(part, data if cut.data == self.cut.data else 0)
                 if not torch.equal(part.values, wanted.to(part.values.dtype)):
-                    found.append(f"rank {rank}: {part.name} {part.key} at {part.start}")
+                    found.append(f"rank {rank}: {part.name} {part.key} at {part.at[0]}")
         for place, values in self.whole.items():
             if place[1] != "state/step" and len(covered.get(place, ())) != values.numel():
                 found.append(f"{place} is on no rank")
@@ -235,9 +263,7 @@ class Saved:
         if part.kind == "buffer":
             return self.buffers[part.name, data]
         whole = self.whole[part.name, part.key]
-        if part.kind == "constant":
-            return whole[:1]
-        return whole[part.start : part.start + part.values.numel()]
+        return whole[part.at]
 
 
 # -- random cuts --------------------------------------------------------------------------------------------
@@ -249,7 +275,8 @@ LOADS_OF_ONE = 5  # checkpoints that one engine loads
 def random_loads(folder: str, count: int, seed: int) -> Iterator[tuple[str, Cut, list[str]]]:
     """Save random cuts and load them at other random cuts `count` times: tag, cut, differences."""
     draw = random.Random(seed)
-    cuts = [Cut(p, d, z) for p in (1, 2, 4) for d in (1, 2) for z in range(4)]
+    lengths = [(p, d, t) for p in (1, 2, 4) for d in (1, 2) for t in (1, 2, 4) if p * d * t <= 8]
+    cuts = [Cut(p, d, z, tensor=t) for p, d, t in lengths for z in range(4)]
 
     def cut_of(tied: bool, frozen: int) -> Cut:
         precision = draw.choice(list(PRECISIONS))

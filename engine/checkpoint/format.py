@@ -113,7 +113,6 @@ def _typed(text: bytes, source: str) -> Manifest:
                 f"versions 1 and 2: load it with the xds {shown(raw.get('xds'))} that wrote it"
             )
         found: Manifest = _READER.validate_python(raw)
-        _check_boxes(found, source)
         return _upgraded(found) if version == 1 else found
     except ValidationError as error:
         raise DamagedError(f"{source} contradicts itself: {complaint(error)}") from None
@@ -127,15 +126,6 @@ def _upgraded(manifest: Manifest) -> Manifest:
     flats = tuple(replace(flat, held_by=0) if flat.held_by else flat for flat in manifest.flats)
     mesh = lengths_of(Mesh(1, num_ranks)) if num_ranks else {}
     return replace(manifest, flats=flats, mesh=mesh, holders=(tuple(range(num_ranks)),))
-
-
-def _check_boxes(manifest: Manifest, source: str) -> None:
-    slices = [slot.name for flat in manifest.flats for slot in flat.slots if slot.box is not None]
-    if slices:
-        raise UsageError(
-            f"{source} holds slices of tensors, such as one of {shown(slices[0])}, and this xds reads whole "
-            f"tensors only: load it with the xds {shown(manifest.xds)} that wrote it"
-        )
 
 
 def _no_constant(name: str) -> Any:

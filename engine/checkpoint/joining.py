@@ -1,10 +1,11 @@
-"""Joins what the ranks of all pipeline stages saved to one manifest: flats by name, ranges by number.
+"""Joins what the ranks of all parts of a model saved to one manifest: flats by name, ranges by number.
 
-    stage 0   ranks 0 1   0 embed   1 blocks.0               0 embed     held by 0 1 2 3
-    stage 1   ranks 2 3   0 blocks.1   1 embed        ->     1 blocks.0  held by 0 1
-                                                             2 blocks.1  held by 2 3
+    part 0   ranks 0 1   0 embed   1 blocks.0               0 embed     held by 0 1 2 3
+    part 1   ranks 2 3   0 blocks.1   1 embed        ->     1 blocks.0  held by 0 1
+                                                            2 blocks.1  held by 2 3
 
-Flats with the same names are one flat: a tied weight, or a buffer that several stages have.
+A part is a pipeline stage, and a slice of its layers. Flats with the same names and boxes are one flat: a tied
+weight, or what several slices have whole.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from ...ops.mesh import Mesh
 from ...utils.errors import XdsError
 from ...zero.checkpoint.ranges import Catalogue, SavedFlat
+from ...zero.core.layout import Box, Slot
 from .manifest import FileRecord, Manifest, RankPart
 from .manifest_checks import check_numbers
 
@@ -24,65 +26,77 @@ MAX_NAMES = 20  # in one message
 
 @dataclass(frozen=True)
 class Joined:
-    """The flats of all stages. numbers: for each stage, the number here of each of its flats."""
+    """The flats of all parts. numbers: for each part, the number here of each of its flats."""
 
     flats: tuple[SavedFlat, ...]
     holders: tuple[tuple[int, ...], ...]
     numbers: tuple[tuple[int, ...], ...]
 
 
-def ranks_of_stage(mesh: Mesh, stage: int) -> tuple[int, ...]:
-    """The ranks of one pipeline stage, ascending."""
-    return mesh.ranks_along(("data", "sequence", "tensor"), mesh.rank_at(pipe=stage))
+def parts_of(mesh: Mesh) -> list[tuple[int, ...]]:
+    """The ranks of each part, ascending. Parts are in the order of their first ranks.
+
+    >>> parts_of(Mesh(pipe=1, data=2, tensor=2))
+    [(0, 2), (1, 3)]
+    """
+    return list(mesh.groups(("data", "sequence")))
 
 
-def join_flats(mesh: Mesh, stages: Sequence[Sequence[SavedFlat]]) -> Joined:
-    """One list of the flats of every stage.
+def join_flats(mesh: Mesh, parts: Sequence[Sequence[SavedFlat]]) -> Joined:
+    """One list of the flats of every part.
 
     Raises:
-        XdsError: two stages have different flats with the same parameter.
+        XdsError: two parts have different flats with the same parameter.
     """
+    ranks = parts_of(mesh)
     flats: list[SavedFlat] = []
     numbers: list[tuple[int, ...]] = []
-    known: dict[tuple[bool, str], int] = {}  # (is a state, slot) -> its flat here
-    stages_of: list[list[int]] = []  # for each flat here
-    for stage, own in enumerate(stages):
+    known: dict[_Key, int] = {}  # a slot -> its flat here
+    parts_with: list[list[int]] = []  # for each flat here
+    for part, own in enumerate(parts):
         found = []
         for flat in own:
-            number = known.get((flat.kind == "state", flat.slots[0].name), len(flats))
+            number = known.get(_key(flat, flat.slots[0]), len(flats))
             if number == len(flats):
                 for slot in flat.slots:
-                    first = known.setdefault((flat.kind == "state", slot.name), number)
+                    first = known.setdefault(_key(flat, slot), number)
                     if first != number:
-                        raise _twice(slot.name, stages_of[first][0], stage)
+                        raise _twice(slot.name, ranks[parts_with[first][0]], ranks[part])
                 flats.append(flat)
-                stages_of.append([stage])
+                parts_with.append([part])
             else:
-                flats[number] = _merged(flats[number], flat, stages_of[number][0], stage)
-                stages_of[number].append(stage)
+                first = parts_with[number][0]
+                flats[number] = _merged(flats[number], flat, ranks[first], ranks[part])
+                parts_with[number].append(part)
             found.append(number)
         numbers.append(tuple(found))
-    held = [
-        tuple(sorted(rank for stage in found for rank in ranks_of_stage(mesh, stage)))
-        for found in stages_of
-    ]
+    held = [tuple(sorted(rank for part in found for rank in ranks[part])) for found in parts_with]
     holders = tuple(dict.fromkeys(held)) or (tuple(range(mesh.size)),)
-    at = {ranks: number for number, ranks in enumerate(holders)}
-    joined = (replace(flat, held_by=at[ranks]) for flat, ranks in zip(flats, held, strict=True))
+    at = {one: number for number, one in enumerate(holders)}
+    joined = (replace(flat, held_by=at[one]) for flat, one in zip(flats, held, strict=True))
     return Joined(tuple(joined), holders, tuple(numbers))
 
 
-def _merged(one: SavedFlat, two: SavedFlat, first: int, second: int) -> SavedFlat:
-    """The same flat of two stages, with the names that either of them has for its parameters."""
+_Key = tuple[bool, str, Box | None]  # is it a state, its name, its slice
+
+
+def _key(flat: SavedFlat, slot: Slot) -> _Key:
+    return flat.kind == "state", slot.name, slot.box
+
+
+def _merged(
+    one: SavedFlat, two: SavedFlat, first: tuple[int, ...], second: tuple[int, ...]
+) -> SavedFlat:
+    """The same flat of two parts, with the names that either of them has for its parameters."""
     if replace(one, tied=()) != replace(two, tied=()):
         raise _twice(one.slots[0].name, first, second)
     return replace(one, tied=tuple(dict.fromkeys((*one.tied, *two.tied))))
 
 
-def _twice(name: str, first: int, second: int) -> XdsError:
+def _twice(name: str, first: tuple[int, ...], second: tuple[int, ...]) -> XdsError:
     return XdsError(
-        f"pipeline stages {first} and {second} both have {name}, in different flat buffers: a checkpoint holds "
-        "each parameter once; tie it over the two stages, or give one of them another name"
+        f"ranks {first[0]} and {second[0]} both have {name}, in different flat buffers: a checkpoint holds "
+        "each parameter once; tie it over the pipeline stages, or give one of them another name"
     )
 
 
@@ -106,18 +120,16 @@ def _own(own: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
 def join_parts(
     mesh: Mesh, flats: Sequence[SavedFlat], parts: Sequence[RankPart]
 ) -> tuple[Joined, tuple[FileRecord, ...]]:
-    """The flats of all stages and the records of all ranks. `flats`: of the first stage."""
-    firsts = [ranks_of_stage(mesh, stage)[0] for stage in range(mesh.pipe)]
-    joined = join_flats(mesh, [flats, *(parts[rank].flats for rank in firsts[1:])])
-    records = tuple(
-        renumbered(part.file, joined.numbers[mesh.coordinates(rank).pipe])
-        for rank, part in enumerate(parts)
-    )
+    """The flats of all parts and the records of all ranks. `flats`: of the first part."""
+    ranks = parts_of(mesh)
+    joined = join_flats(mesh, [flats, *(parts[found[0]].flats for found in ranks[1:])])
+    numbers = {rank: joined.numbers[at] for at, found in enumerate(ranks) for rank in found}
+    records = tuple(renumbered(part.file, numbers[rank]) for rank, part in enumerate(parts))
     return joined, records
 
 
 def check_joined(manifest: Manifest) -> None:
-    """Check that the files of all stages together hold every element of every flat once.
+    """Check that the files of all parts together hold every element of every flat once.
 
     Raises:
         XdsError: they do not.
@@ -127,7 +139,7 @@ def check_joined(manifest: Manifest) -> None:
         ranges = [one for record in manifest.files for one in record.ranges]
         names = Catalogue(manifest.flats, ranges).uncovered()
     except ValueError as error:
-        raise XdsError(f"the stages' parts of a checkpoint do not fit: {error}") from None
+        raise XdsError(f"the parts of a checkpoint do not fit: {error}") from None
     if names:
         more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         raise XdsError(
@@ -136,4 +148,4 @@ def check_joined(manifest: Manifest) -> None:
         )
 
 
-__all__ = ["Joined", "check_joined", "join_flats", "join_parts", "ranks_of_stage", "renumbered"]
+__all__ = ["Joined", "check_joined", "join_flats", "join_parts", "parts_of", "renumbered"]

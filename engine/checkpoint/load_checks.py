@@ -175,6 +175,7 @@ def _check_accumulation(counters: Counters, plan: Plan, folder: Path) -> None:
         return
     mesh = plan.manifest.grid
     stages = f" in {mesh.pipe} pipeline stages" if mesh.pipe > 1 else ""
+    stages += f" with tp_size = {mesh.tensor}" if mesh.tensor > 1 else ""
     raise UsageError(
         f"{folder} was saved in the middle of an accumulation, by {mesh.size} ranks{stages} with "
         f"gradient_accumulation_steps = {saved['accumulation_steps']}: a partial step loads only with the same "

@@ -38,9 +38,9 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank contributes to a manifest. Its numbers of flats are those of its pipeline stage.
+    """What one rank contributes to a manifest. Its numbers of flats are those of its part of the model.
 
-    flats: of the stage, from the first rank of a stage other than the first; from other ranks none.
+    flats: of the part, from the first rank of a part other than the first; from other ranks none.
     """
 
     file: FileRecord

@@ -21,6 +21,7 @@ import torch
 from ...ops.flat import numel_of
 from ...ops.mesh import AXES
 from ...zero.checkpoint.ranges import ConstantRange, Range, SavedFlat, kind_of_number
+from ...zero.core.layout import Box, Slot
 from .io.tensor_table import BY_NAME, MAX_DIMS, MAX_NUMEL, Located, is_possible, shown
 from .io.writer import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .manifest import FileRecord, Manifest
@@ -101,7 +102,7 @@ def _refuse_holder(rank: int, flat: int, manifest: Manifest) -> NoReturn:
 
 def _check_flats(flats: Iterable[SavedFlat], num_holders: int) -> None:
     # texts of places are built only for errors: there may be many thousands of places
-    names: set[tuple[bool, str]] = set()
+    names: dict[tuple[bool, str], list[tuple[SavedFlat, Slot]]] = {}
     for number, flat in enumerate(flats):
         if flat.kind not in KINDS:
             _refuse(f"flats[{number}].kind", flat.kind)
@@ -114,14 +115,18 @@ def _check_flats(flats: Iterable[SavedFlat], num_holders: int) -> None:
             _refuse(f"flats[{number}], a {flat.kind}: slots", len(flat.slots))
         if len(flat.slots) > 1:
             _check_overlaps(f"flats[{number}]", flat)
-        if flat.tied:
-            own = {slot.name for slot in flat.slots}
-            for _, name in flat.tied:
-                _require(name in own, f"flats[{number}].tied", name)
+        own = {slot.name for slot in flat.slots} if flat.tied else set()
+        for _, name in flat.tied:
+            _require(name in own, f"flats[{number}].tied", name)
+    for found in names.values():
+        if len(found) > 1 or found[0][1].box is not None:
+            _check_slices(found)
 
 
-def _check_slots(number: int, flat: SavedFlat, names: set[tuple[bool, str]]) -> int:
-    """The number of elements of all slots; adds the slots' names to `names`."""
+def _check_slots(
+    number: int, flat: SavedFlat, names: dict[tuple[bool, str], list[tuple[SavedFlat, Slot]]]
+) -> int:
+    """The number of elements of all slots; adds the slots to `names`."""
     total = 0
     is_state = flat.kind == "state"
     for slot in flat.slots:
@@ -129,11 +134,37 @@ def _check_slots(number: int, flat: SavedFlat, names: set[tuple[bool, str]]) -> 
         is_small = 0 < numel <= MAX_NUMEL and len(slot.shape) <= MAX_DIMS
         if not (is_small or is_possible(slot.shape)) or slot.offset + numel > flat.numel:
             _refuse(f"flats[{number}], {shown(slot.name)}: shape or offset", slot.shape)
-        if (is_state, slot.name) in names or (is_state and "/" not in slot.name):
+        found = names.setdefault((is_state, slot.name), [])
+        if (found and slot.box is None) or (is_state and "/" not in slot.name):
             _refuse(f"flats[{number}]: the name of a slot", slot.name)
-        names.add((is_state, slot.name))
+        if slot.box is not None and (flat.kind != "param" or not _is_slice(slot, slot.box)):
+            _refuse(f"flats[{number}], {shown(slot.name)}: box", slot.box.ranges[:4])
+        found.append((flat, slot))
         total += numel
     return total
+
+
+def _is_slice(slot: Slot, box: Box) -> bool:
+    """The box is not empty, inside the whole tensor, and has the shape of the slot."""
+    if not is_possible(box.whole) or box.dim >= len(box.whole) or not box.ranges:
+        return False
+    ends = [end for ends in box.ranges for end in ends]
+    rises = all(start < stop for start, stop in box.ranges)
+    rises = rises and all(before <= after for before, after in pairwise(ends))
+    return rises and ends[-1] <= box.whole[box.dim] and box.shape == slot.shape
+
+
+def _check_slices(found: list[tuple[SavedFlat, Slot]]) -> None:
+    """Check that slots of one name are slices of one tensor which have no element in common."""
+    boxes = [slot.box for _, slot in found if slot.box is not None]
+    name = found[0][1].name
+    if len(boxes) < len(found) or len({(box.whole, box.dim) for box in boxes}) > 1:
+        _refuse(f"the slices of {shown(name)}", [box.whole for box in boxes][:4])
+    same = {(flat.kind, flat.trains, flat.dtype, flat.has_values) for flat, _ in found}
+    _require(len(same) == 1, f"the buffers with slices of {shown(name)}", sorted(map(str, same)))
+    ranges = sorted(one for box in boxes for one in box.ranges)
+    for before, after in pairwise(ranges):
+        _require(before[1] <= after[0], f"the slices of {shown(name)}: ranges", [before, after])
 
 
 def _check_overlaps(where: str, flat: SavedFlat) -> None:

@@ -94,12 +94,12 @@ class _Description:
     state: Any
     own: Any
     mesh: Mesh
-    sends_flats: bool  # the first rank of a stage other than the first
+    sends_flats: bool  # the first rank of a part of the model other than the first
 
     @classmethod
     def of(cls, content: _Content) -> _Description:
         snapshot = content.snapshot
-        pipe, *others = snapshot.place
+        place = snapshot.place
         return cls(
             tuple(snapshot.flats),
             tuple(content.ranges),
@@ -107,7 +107,7 @@ class _Description:
             content.state,
             content.own,
             snapshot.mesh,
-            sends_flats=pipe > 0 and not any(others),
+            sends_flats=snapshot.rank > 0 and not (place.data or place.sequence),
         )
 
 
@@ -310,6 +310,6 @@ def _manifest(tag: str, stage: int, description: _Description, parts: list[RankP
         mesh=lengths_of(description.mesh),
         holders=joined.holders,
     )
-    if description.mesh.pipe > 1:
+    if description.mesh.pipe * description.mesh.tensor > 1:
         check_joined(manifest)
     return manifest

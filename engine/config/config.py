@@ -18,7 +18,7 @@ from ...offload.config import Aio
 from ...ops.config import Ops, check_ops
 from ...ops.watch.config import WatchConfig
 from ...pipe.config import ONE_STAGE, Pipeline
-from ...tensor.config import TensorParallel
+from ...tensor.config import LongSequences, TensorParallel
 from ...utils.errors import ConfigError
 from ...utils.schema.keys import Entry, Report
 from ...utils.schema.rules import FLAG, NULL, Rule, dtype_name, either, number, one_of, shown, whole
@@ -131,6 +131,9 @@ class Config(Section):
     pipeline: Annotated[Pipeline, AsRead()] = Field(default_factory=Pipeline.model_construct)
     tensor_parallel: Annotated[TensorParallel, AsRead()] = Field(
         default_factory=TensorParallel.model_construct
+    )
+    sequence: Annotated[LongSequences, AsRead()] = Field(
+        default_factory=LongSequences.model_construct
     )
     aio: Annotated[Aio, AsRead()] = Field(default_factory=Aio.model_construct)
     elasticity: Annotated[Elasticity, AsRead()] = Field(default_factory=Elasticity.model_construct)

@@ -54,18 +54,14 @@ def divide(
     mesh: MeshGroups,
     world: Collectives,
     policy: BuildPolicy,
-    *,
-    has_weights: bool,
 ) -> Divided:
     """Cut the model into pipeline stages, and its layers into slices. Opens the groups: for all ranks.
-
-    has_weights: values are loaded into the model afterwards.
 
     Raises:
         UsageError: the model cannot be divided as the config says.
     """
     runs: Runs = [[] if is_part(model) else found_blocks(model, config.zero_optimization.units)]
-    plan = plan_slices(model, runs[0], config, has_weights=has_weights)
+    plan = plan_slices(model, runs[0], config)
     found = cut(model, runs[0], config, mesh) if is_cut(model, config) else None
     if found is not None:
         model, runs = found.part.module, found.runs

@@ -28,8 +28,10 @@ from ...tensor.slicing import Sliced, was_sliced
 from ...utils.errors import UsageError
 from ...zero.access.owners import find_owner
 from ...zero.core.groups import FlatGroup, FlatGroups
+from ...zero.core.layout import Box
 from ...zero.core.policy import Policy
 from ...zero.core.sharded_model import ShardedModel
+from ...zero.core.slices import Slices
 from ..config.config import Config
 from ..parts import LoopFactory, Parts
 from ..steps.batch_loop import Loop
@@ -211,7 +213,8 @@ def open_flat_groups(
             group = FlatGroup(copies, ExactReducer(copies), kept, number)
             by_param |= dict.fromkeys(keys.difference(in_stages), group)
     names = {} if found is None else dict(found.part.names)
-    return FlatGroups(world, data, by_param, names, frozenset(sliced.slices))
+    slices = _slices(mesh, sliced, found)
+    return FlatGroups(world, data, mesh.mesh, by_param, names, slices)
 
 
 def _shared_kinds(
@@ -254,6 +257,27 @@ def _copied(
         assert all(sliced.copies(key, rank) in map(tuple, sets) for key in keys)
         found.append((mesh.within(("data", "tensor"), sets), keys))
     return found
+
+
+def _slices(mesh: MeshGroups, sliced: Sliced, found: Cut | None) -> dict[int, Slices]:
+    """The slices of each parameter on all tensor ranks. For all ranks."""
+    if mesh.mesh.tensor == 1:
+        return {}
+    tensor, together = mesh.along("tensor"), mesh.along(("data", "tensor"))
+    part = None if found is None else found.part
+    names = {} if part is None else part.names
+    shared = {} if part is None else part.shared
+    over_stages = {
+        ranks: mesh.shared(ranks)
+        for ranks in sorted({ranks for name, ranks in shared.items() if name in sliced.names})
+    }
+    is_first = mesh.coordinate("data") == 0
+    result = {}
+    for key, one in sliced.slices.items():
+        boxes = tuple(Box(one.whole, one.dim, ranges) for ranges in one.by_rank)
+        of_stages = over_stages.get(shared.get(names.get(key, ""), ()))
+        result[key] = Slices(tensor, of_stages or together, boxes, is_first)
+    return result
 
 
 def _ways(mesh: MeshGroups, kind: str, placement: Placement) -> Ways:

@@ -21,9 +21,7 @@ from .pipelining import Cut, Runs, is_part
 Blocks = Sequence[tuple[str, nn.Module]]
 
 
-def plan_slices(
-    model: nn.Module, blocks: Blocks, config: Config, *, has_weights: bool
-) -> Ways | None:
+def plan_slices(model: nn.Module, blocks: Blocks, config: Config) -> Ways | None:
     """How the layers of the whole `model` are cut; None: not known yet, or there is one tensor rank.
 
     Raises:
@@ -32,11 +30,6 @@ def plan_slices(
     section = config.tensor_parallel
     if section.size == 1 or is_part(model):
         return None
-    if has_weights:
-        raise UsageError(
-            f"weights= with tensor_parallel.tp_size = {section.size} is not supported yet: load the weights "
-            "into the model before xds.initialize"
-        )
     if any(find_owner(param) is not None for param in model.parameters()):
         raise UsageError(
             f"tensor_parallel.tp_size = {section.size}: the model was built in xds.zero.Init, which spreads "

@@ -30,16 +30,17 @@ def tiled_mlp(module: nn.Module, x: Tensor, tiles: int) -> Any:
 class TiledForward:
     """The forward of a module, in tiles. `tile_forward` puts it in the place of the module's own."""
 
-    def __init__(self, module: nn.Module, tile_length: int) -> None:
+    def __init__(self, module: nn.Module, tile_length: int | None) -> None:
+        """tile_length: tokens of a tile; None: as many as the input is wide."""
         self._module, self._forward, self.tile_length = module, module.forward, tile_length
 
     def __call__(self, x: Tensor) -> Any:
-        tiles = tiles_for(x.shape[-2], self.tile_length)
+        tiles = tiles_for(x.shape[-2], self.tile_length or x.shape[-1])
         weights = list(self._module.parameters())
         return run_in_tiles(self._forward, [x], tiles=tiles, dim=-2, weights=weights)
 
 
-def tile_forward(module: Module, tile_length: int) -> Module:
+def tile_forward(module: Module, tile_length: int | None) -> Module:
     """Let `module` run in tiles of `tile_length` tokens from now on. Names of parameters do not change.
 
     Call it before `xds.initialize`. `del module.forward` undoes it.
@@ -47,13 +48,15 @@ def tile_forward(module: Module, tile_length: int) -> Module:
     Args:
         module: an MLP, or any other module that treats each token alone. Its only argument has the shape
             [..., tokens, width].
-        tile_length: tokens of a tile, in dimension -2. Memory does not grow with the sequence.
+        tile_length: tokens of a tile, in dimension -2. Memory does not grow with the sequence. None: as many
+            as the input is wide, so that a tile's input is a square matrix (Bekman et al., section 3.1).
     Returns:
         The same module.
     Raises:
         UsageError: the module runs in tiles already, or `tile_length` is below 1.
     """
-    tiles_for(1, tile_length)
+    if tile_length is not None:
+        tiles_for(1, tile_length)
     if isinstance(module.forward, TiledForward):
         raise UsageError(
             f"tile_forward({type(module).__name__}): it runs in tiles of {module.forward.tile_length} already; "

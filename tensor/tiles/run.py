@@ -107,6 +107,7 @@ class _Call:
 
     def run(self, tile: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """The leaves of the output for one tile."""
+        tile = [value if value is None else value.contiguous() for value in tile]  # for x.view
         output = self._function(*tile, *tree_unflatten(list(others), self._spec))
         leaves, self.output = tree_flatten(output)
         return leaves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from helpers import run_ranks
 from tiny_models import build, micro_batch
 from torch import nn
+from warm_ranks import warm
 
 import xds
 from xds import zero
@@ -309,3 +311,40 @@ def test_ranks_without_a_part_of_a_group_read_its_states_too() -> None:
     assert one == other
     assert "0.weight momentum_buffer (29, 8)" in one and "1.bias exp_avg (8,)" in one
     assert "0.weight exp_avg UsageError" in one
+
+
+def written_after_a_failed_forward(folder: str) -> list[float]:
+    """The loss after a forward failed, and values were written in several ways."""
+    from pipeline_checkpoints import Cut, engine_of, samples
+
+    engine = engine_of(Cut(1, 2, 3), seed=3)
+    batch = [torch.stack(side) for side in zip(*samples()[:2], strict=True)]
+    wanted = engine(*batch).item()
+    param = engine.module.blocks[2].down.weight
+    value = zero.get_full_param(param)
+    engine.save_checkpoint(folder)
+    whole = engine.full_state_dict(rank0_only=False)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    found = [wanted]
+    for write in (
+        lambda: zero.set_full_param(param, value),
+        lambda: engine.load_state_dict(whole),
+        lambda: engine.load_checkpoint(folder),
+    ):
+        zero.set_full_param(param, 3 * value)
+        handle = engine.module.blocks[1].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine(*batch)  # gathers of the next blocks are under way
+        handle.remove()
+        write()
+        found.append(engine(*batch).item())
+    engine.destroy()
+    return found
+
+
+def test_values_written_after_a_failed_forward_are_used(tmp_path: Path) -> None:
+    for found in warm(2).run(written_after_a_failed_forward, str(tmp_path)):
+        assert found == [found[0]] * 4

@@ -22,8 +22,9 @@ from ..core.flat_params import FlatParams
 from ..core.layout import Slot
 from ..core.master import Master
 from ..core.sharded_model import ShardedModel
+from ..core.slices import Reader, Slices
 from ..core.update import Updater
-from .owners import Owner, Reader, Stored, clear_owner, set_owner
+from .owners import Owner, Stored, clear_owner, set_owner
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,12 +100,23 @@ class Access(Owner):
     def number_of(self, param: nn.Parameter) -> int:
         if id(param) in self._loose:
             return self._loose[id(param)][0]
-        if self.group_of(param) is not self._data:  # other stages count in another order
+        if self.together(param) is not self._data:  # other stages and slices count in another order
             return zlib.crc32(self.name_of(param).encode())
         return self._places[id(param)].number
 
     def group_of(self, param: nn.Parameter) -> Collectives:
         return self._model.flat_groups.of(param).collectives
+
+    def together(self, param: nn.Parameter) -> Collectives:
+        slices = self._slices_of(param)
+        return self.group_of(param) if slices is None else slices.together
+
+    def full_shape(self, param: nn.Parameter) -> tuple[int, ...]:
+        slices = self._slices_of(param)
+        return tuple(param.shape) if slices is None else slices.whole_shape
+
+    def _slices_of(self, param: nn.Parameter) -> Slices | None:
+        return self._model.flat_groups.slices.get(id(param))
 
     def _settle(self) -> None:
         """End what is in flight: its collectives come before those of the access."""
@@ -121,8 +133,6 @@ class Access(Owner):
         self._settle()
 
     def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
-        if id(param) in self._model.flat_groups.sliced:
-            self._model.flat_groups.refuse_slices(doing)
         self._settle()
         super().agree(doing, param, value)
 
@@ -143,7 +153,8 @@ class Access(Owner):
         self._settle()
         place = self._places.get(id(param))
         if place is None:
-            return Stored(tuple(param.shape), param.data.reshape(-1), (), is_whole=True)
+            values, slices = param.data.reshape(-1), self._slices_of(param)
+            return Stored(tuple(param.shape), values, (), is_whole=True, slices=slices)
         flat = place.flat
         flat.take_edits(place.position)
         is_whole = not flat.is_sharded
@@ -159,7 +170,8 @@ class Access(Owner):
         start, stop = (0, slot.numel) if is_whole else bounds[place.flat.collectives.rank]
         at = slot.offset - first
         local = held[at + start : at + stop] if stop > start else held[:0]
-        return Stored(slot.shape, local, bounds, is_whole)
+        slices = self._slices_of(place.flat.params[place.position])
+        return Stored(slot.shape, local, bounds, is_whole, slices)
 
     def _first(self, place: _Place, *, is_whole: bool) -> int:
         """The first element of the flat buffer that this rank holds."""
@@ -168,17 +180,20 @@ class Access(Owner):
     def write(self, param: nn.Parameter, reader: Reader) -> None:
         place = self._places.get(id(param))
         if place is None:
-            write(param.data, reader(0, param.numel()).view(param.shape))
+            own = self.compute(param).own(reader)
+            write(param.data, own(0, param.numel()).view(param.shape))
             return
         flat = place.flat
+        flat.wait()  # a forward that failed has left a gather of the old values
         rank = flat.collectives.rank
         with torch.no_grad():
-            self.value(param).write(reader, rank)
+            stored = self.value(param)
+            stored.write(reader, rank)
             if (place.master is not None and place.master.is_apart) or self._is_apart(place):
                 self.compute(param).write(reader, rank)
             if flat.is_sharded and flat.is_unsharded:
                 whole = flat.raw[place.slot.offset : place.slot.stop]
-                whole.copy_(reader(0, place.slot.numel))
+                whole.copy_(stored.own(reader)(0, place.slot.numel))
 
     def edit(self, param: nn.Parameter, reader: Reader) -> None:
         place = self._places.get(id(param))
@@ -187,7 +202,8 @@ class Access(Owner):
         with torch.no_grad():
             master = self.value(param)
             kept = master.local.clone()
-            given = reader(*master.range_of(place.flat.collectives.rank)).to(kept.device)
+            own = master.own(reader)
+            given = own(*master.range_of(place.flat.collectives.rank)).to(kept.device)
             changed = given != kept.to(place.flat.dtype)
             self.write(param, reader)
             master.local.copy_(torch.where(changed, master.local, kept))
@@ -272,7 +288,8 @@ class Access(Owner):
             return torch.as_tensor(value)
         if held is None:  # the state has the parameter's shape: it is not a range of a flat buffer
             flat = value.view(-1)
-            return Stored(place.slot.shape, flat, [(0, flat.numel())], is_whole=True)
+            bounds, slices = [(0, flat.numel())], self._slices_of(param)
+            return Stored(place.slot.shape, flat, bounds, is_whole=True, slices=slices)
         if held != (0, 0) and value.shape != (held[1] - held[0],):
             raise UsageError(
                 f"this optimizer state of {place.slot.name} has shape {tuple(value.shape)}: it is not per "

@@ -166,7 +166,7 @@ def _check_value(doing: str, owner: Owner, param: nn.Parameter, value: object) -
 
 def _check_shape(doing: str, owner: Owner, param: nn.Parameter, value: Tensor) -> None:
     _check_value(doing, owner, param, value)
-    shape: Sequence[int] = owner.value(param).shape
+    shape: Sequence[int] = owner.value(param).full_shape
     if tuple(value.shape) != tuple(shape):
         raise UsageError(
             f"{doing}({owner.name_of(param)}): the value has shape {tuple(value.shape)}, but the parameter "

@@ -58,9 +58,9 @@ class GatheredParameters:
         found = [(param, resolve_owner(param)) for param in self._params]
         self._held = [(param, owner) for param, owner in found if owner is not None]
         for param, owner in self._held:
-            self._check_modifier(owner.group_of(param).world_size)
+            self._check_modifier(owner.together(param).world_size)
             owner.agree("GatheredParameters", param)
-            if not owner.compute(param).is_whole and not owner.is_overridden(param):
+            if not owner.compute(param).is_full and not owner.is_overridden(param):
                 full = owner.compute(param).read(owner.group_of(param))
                 assert full is not None
                 owner.override(param, full)
@@ -98,7 +98,7 @@ class GatheredParameters:
         for param, owner in self._held:
             owner.agree(f"GatheredParameters, leaving with modifier_rank={self._modifier}", param)
             whole = param.data.contiguous().view(-1)
-            owner.group_of(param).broadcast(whole, self._modifier)
+            owner.together(param).broadcast(whole, self._modifier)
             owner.edit(param, reader_of(whole))
         return []
 
@@ -107,7 +107,7 @@ def _edited(overridden: Sequence[tuple[nn.Parameter, Owner]]) -> list[str]:
     """Names of parameters that any rank changed. Each rank checks its own part; sends one byte for each."""
     if not overridden:
         return []
-    collectives = overridden[0][1].group_of(overridden[0][0])
+    collectives = overridden[0][1].together(overridden[0][0])
     flags = [_differs(param, owner) for param, owner in overridden]
     local = torch.tensor(flags, dtype=torch.uint8, device=collectives.device)
     table = collectives.gather_small(local, buffer=ACCESS_BUFFER).amax(0).tolist()
@@ -120,7 +120,8 @@ def _differs(param: nn.Parameter, owner: Owner) -> bool:
     """This rank's part of the full copy differs from its stored values in some bit."""
     stored = owner.compute(param)
     start, stop = stored.range_of(owner.group_of(param).rank)
-    return not _bits(param.data.reshape(-1)[start:stop]).equal(_bits(stored.local))
+    held = stored.own(reader_of(param.data))(start, stop)
+    return not _bits(held).equal(_bits(stored.local))
 
 
 def _bits(values: Tensor) -> Tensor:

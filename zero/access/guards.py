@@ -38,7 +38,7 @@ class Guards:
         ]
         for module in model.modules():
             own = list(module.parameters(recurse=False))
-            if any(defers or _is_sharded(param) for param in own):
+            if any(defers or _is_in_parts(param) for param in own):
                 self._handles += [
                     module.register_state_dict_pre_hook(_before_state_dict),  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_pre_hook(_before_load_state_dict),  # type: ignore[no-untyped-call]
@@ -72,17 +72,23 @@ class Guards:
             )
 
 
-def _is_sharded(param: nn.Parameter) -> bool:
+def _is_in_parts(param: nn.Parameter) -> bool:
+    """Its values are in shards or slices."""
     owner = find_owner(param)
-    return owner is not None and not owner.compute(param).is_whole
+    return owner is not None and not owner.compute(param).is_full
 
 
-def _is_hidden(param: nn.Parameter) -> bool:
-    """Its values are in shards, and no context has gathered them."""
-    owner = find_owner(param)
-    return (
-        owner is not None and not owner.compute(param).is_whole and not owner.is_overridden(param)
-    )
+def _hidden(module: nn.Module) -> tuple[list[str], str]:
+    """Names of parameters in parts that no context has gathered; and why they are in parts."""
+    found = []
+    why = "sharded (stage 3)"
+    for name, param in module.named_parameters(recurse=False):
+        owner = find_owner(param)
+        if owner is not None and _is_in_parts(param) and not owner.is_overridden(param):
+            found.append(name)
+            if owner.compute(param).slices is not None:
+                why = "cut into slices (tensor_parallel)"
+    return found, why
 
 
 def _settle(module: nn.Module) -> None:
@@ -95,10 +101,10 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if keep_vars:  # the parameters themselves, not their values
         return
     _settle(module)
-    hidden = [name for name, p in module.named_parameters(recurse=False) if _is_hidden(p)]
+    hidden, why = _hidden(module)
     if hidden:
         raise UsageError(
-            f"state_dict() of a module whose parameters are sharded (stage 3): {prefix}{hidden[0]} is not "
+            f"state_dict() of a module whose parameters are {why}: {prefix}{hidden[0]} is not "
             "whole on this rank; call engine.state_dict() or engine.full_state_dict(...) on every rank"
         )
 
@@ -107,14 +113,11 @@ def _before_load_state_dict(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
 ) -> None:
     _settle(module)
-    hidden = [
-        name
-        for name, param in module.named_parameters(recurse=False)
-        if prefix + name in state_dict and _is_hidden(param)
-    ]
+    found, why = _hidden(module)
+    hidden = [name for name in found if prefix + name in state_dict]
     if hidden:
         raise UsageError(
-            f"load_state_dict() into a module whose parameters are sharded (stage 3): {prefix}{hidden[0]} is "
+            f"load_state_dict() into a module whose parameters are {why}: {prefix}{hidden[0]} is "
             "not whole on this rank; call engine.load_state_dict(...) or xds.zero.load_weights(module, ...) on "
             "every rank"
         )

@@ -23,9 +23,7 @@ from ...ops.flat import numel_of
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ..core.groups import FlatGroups
-
-# (start, stop) -> elements [start, stop) of the flattened value
-Reader = Callable[[int, int], Tensor]
+from ..core.slices import Reader, Slices, reader_of_slice
 
 
 def reader_of(value: Tensor) -> Reader:
@@ -40,19 +38,44 @@ class Stored:
 
     Shapes:  `local` is 1-D and writable: elements [start, stop) of this rank's bounds, or all elements if
              `is_whole`, which means that every rank holds the full tensor.
+    With `slices` all of this is about this rank's slice of the tensor, on the ranks that have the same slice.
     """
 
     shape: tuple[int, ...]
     local: Tensor
     bounds: Bounds
     is_whole: bool = False
+    slices: Slices | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """This rank holds the full tensor."""
+        return self.is_whole and self.slices is None
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the full tensor."""
+        return self.shape if self.slices is None else self.slices.whole_shape
+
+    def own(self, reader: Reader) -> Reader:
+        """A reader of this rank's slice, from a reader of the full tensor."""
+        return reader if self.slices is None else reader_of_slice(reader, self.slices.box)
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """[start, stop) of the flattened tensor that `rank` holds."""
         return (0, numel_of(self.shape)) if self.is_whole else self.bounds[rank]
 
     def read(self, collectives: Collectives, target: int | None = None) -> Tensor | None:
-        """A new full tensor; None on ranks other than `target`. Sends this rank's part."""
+        """A new full tensor; None on ranks other than `target`. Sends this rank's part.
+
+        Slices are joined on all ranks, or on the first of `slices.together` for target 0.
+        """
+        part = self._read_own(collectives, target)
+        if self.slices is None:
+            return part
+        return self.slices.join(part, for_all=target is None)
+
+    def _read_own(self, collectives: Collectives, target: int | None) -> Tensor | None:
         wanted = target in (None, collectives.rank)
         if self.is_whole:
             return self.local.clone().view(self.shape) if wanted else None
@@ -62,10 +85,10 @@ class Stored:
         return None if out is None else out.view(self.shape)
 
     def write(self, reader: Reader, rank: int) -> None:
-        """Overwrite what this rank holds. Nothing is sent."""
+        """Overwrite what this rank holds. `reader`: of the full tensor. Nothing is sent."""
         start, stop = self.range_of(rank)
         if stop > start:
-            self.local.copy_(reader(start, stop))
+            self.local.copy_(self.own(reader)(start, stop))
 
 
 class Owner(ABC):
@@ -75,8 +98,16 @@ class Owner(ABC):
     flat_groups: FlatGroups | None = None  # None: no engine owns the parameters
 
     def group_of(self, param: nn.Parameter) -> Collectives:
-        """The ranks that hold `param`: they call every method with it together."""
+        """The ranks that hold `param`, or the same slice of it."""
         return self.collectives
+
+    def together(self, param: nn.Parameter) -> Collectives:
+        """The ranks that call every method with `param` together: all that hold it or a slice of it."""
+        return self.group_of(param)
+
+    def full_shape(self, param: nn.Parameter) -> tuple[int, ...]:
+        """The shape of the full tensor."""
+        return tuple(param.shape)
 
     @abstractmethod
     def name_of(self, param: nn.Parameter) -> str:
@@ -161,11 +192,12 @@ class Owner(ABC):
         own = [zlib.crc32(doing.encode()), self.number_of(param), _fingerprint(value)]
         sent = torch.tensor(own, dtype=torch.int64, device=self.collectives.device)
         what = f"{doing}({self.name_of(param)})"
-        table = self.group_of(param).gather_small(sent, ACCESS_BUFFER, what).tolist()
+        together = self.together(param)
+        table = together.gather_small(sent, ACCESS_BUFFER, what).tolist()
         others = [rank for rank, row in enumerate(table) if row[:2] != own[:2]]
         if others:
             raise UsageError(
-                f"rank {self.group_of(param).rank} calls {doing}({self.name_of(param)}), but rank {others[0]} "
+                f"rank {together.rank} calls {doing}({self.name_of(param)}), but rank {others[0]} "
                 "calls another access, or the same with another parameter: these calls are collective, so "
                 "make the same ones in the same order on every rank"
             )

@@ -27,7 +27,7 @@ from .owners import find_owner
 
 def spans_stages(groups: FlatGroups | None) -> bool:
     """Other ranks have other parts of the model."""
-    return groups is not None and groups.world.world_size > groups.data.collectives.world_size
+    return groups is not None and groups.mesh.pipe * groups.mesh.tensor > 1
 
 
 def groups_of(model: nn.Module) -> FlatGroups | None:
@@ -43,7 +43,7 @@ def all_names(groups: FlatGroups, own: Iterable[tuple[list[str], Tensor]]) -> di
         own: the names of each tensor of this rank.
     """
     mine = [(groups.names.get(id(tensor), names[0]), names) for names, tensor in own]
-    is_first = groups.data.collectives.rank == 0
+    is_first = groups.is_first
     found: dict[str, list[str]] = {}
     for stage in exchange(groups.world, mine if is_first else [], "the names of a model"):
         for first, names in stage:
@@ -101,10 +101,10 @@ def _sources(
             first = firsts.setdefault(id(value), groups.names.get(id(value), name))
             own.setdefault(first, value)
             dtype = _dtype_of(value, full_precision)
-            rows.append([name, first, list(value.shape), str(dtype).removeprefix("torch."), None])
+            rows.append([name, first, _full_shape(value), str(dtype).removeprefix("torch."), None])
         else:
             rows.append([name, name, [], "", _as_json(value)])
-    is_first = groups.data.collectives.rank == 0
+    is_first = groups.is_first
     tables = exchange(groups.world, rows if is_first else [], "the names of a state dict")
     ranks: dict[str, int] = {}
     found: dict[str, _Source] = {}
@@ -129,6 +129,11 @@ def _as_json(value: Any) -> Any:
     except (TypeError, ValueError, RecursionError):
         is_same = False
     return value if is_same else _UNSENDABLE
+
+
+def _full_shape(value: Tensor) -> list[int]:
+    owner = find_owner(value)
+    return list(value.shape if owner is None else owner.full_shape(value))  # type: ignore[arg-type]
 
 
 def _dtype_of(value: Tensor, full_precision: bool) -> torch.dtype:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Generic, TypeVar, final
 
-from ...ops.flat import cut, overlap
+from ...ops.flat import cut, numel_of, overlap
 from ...utils.schema.checked_types import Flag, Size, Text
-from ..core.layout import Slot
+from ..core.boxes import Runs, clipped, common_runs
+from ..core.layout import Box, Slot
 
 SPLIT_NUMEL = 1 << 16  # elements per rank; a smaller flat is written by a single rank
 
@@ -80,7 +81,10 @@ class ConstantRange:
 
 @dataclass(frozen=True)
 class Copy:
-    """Copy `numel` elements from element `source` of a file's tensor to element `target` of the receiver."""
+    """Copy `numel` elements from element `source` of a file's tensor to element `target` of the receiver.
+
+    With `count` > 1 so many such runs, whose places differ by `source_step` and `target_step`.
+    """
 
     file: int
     tensor: str
@@ -88,17 +92,39 @@ class Copy:
     source: int
     target: int
     numel: int
+    count: int = 1
+    source_step: int = 0
+    target_step: int = 0
+
+    @property
+    def total_numel(self) -> int:
+        return self.numel * self.count
+
+    @property
+    def source_numel(self) -> int:
+        """Elements of the file's tensor from the first to the last that is copied."""
+        return (self.count - 1) * self.source_step + self.numel
+
+    @property
+    def runs(self) -> Runs:
+        """`here`: in the file's tensor. `there`: in the receiver."""
+        steps = self.source_step, self.target_step
+        return Runs(self.source, self.target, self.numel, self.count, *steps)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of the parameter or buffer `name`, which begin at `target` of the receiver."""
+    """Elements [start, stop) of the parameter or buffer `name`, which begin at `target` of the receiver.
+
+    box: they are elements of this slice of it; None: of the whole.
+    """
 
     kind: str
     name: str
     start: int
     stop: int
     target: int
+    box: Box | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +137,9 @@ class Differences:
 
 
 Held = TypeVar("Held", Range, ConstantRange)
+_Place = tuple[
+    int, Slot
+]  # the number of a flat, and a slot of it; slices of one tensor have several
 
 
 def kind_of_number(dtype: str) -> str:
@@ -162,11 +191,10 @@ class Catalogue:
         constants: Iterable[ConstantRange] = (),
     ) -> None:
         self._flats = flats
-        self._places = {
-            (flat.kind, slot.name): (number, slot)
-            for number, flat in enumerate(flats)
-            for slot in flat.slots
-        }
+        self._places: dict[tuple[str, str], list[_Place]] = {}
+        for number, flat in enumerate(flats):
+            for slot in flat.slots:
+                self._places.setdefault((flat.kind, slot.name), []).append((number, slot))
         self._tied = {
             (flat.kind, other): self._places[flat.kind, name]
             for flat in flats
@@ -185,95 +213,112 @@ class Catalogue:
         return self._whole_states.get(param, [])
 
     def flat_of(self, kind: str, name: str) -> SavedFlat:
-        """The flat that holds `name`, which the checkpoint has."""
-        return self._flats[self._places[kind, name][0]]
+        """The flat that holds `name`, or its first slice; the checkpoint has it."""
+        return self._flats[self._places[kind, name][0][0]]
 
     def find(self, kind: str, name: str) -> SavedFlat | None:
         """The flat that holds `name`, which may be one of several names of it; None: there is none."""
-        place = self._place(kind, name)
-        return None if place is None else self._flats[place[0]]
+        places = self._places_of(kind, name)
+        return self._flats[places[0][0]] if places else None
+
+    def number_of(self, flat: SavedFlat) -> int | None:
+        """The number of the flat that begins with the same slot; None: there is none."""
+        slots = flat.slots
+        places = self._places_of(flat.kind, slots[0].name) if slots else ()
+        return next((number for number, slot in places if slot.box == slots[0].box), None)
 
     def group_of(self, param: str) -> int | None:
         """The hyperparameter group of a parameter that was trained."""
-        place = self._place("param", param)
-        return place[1].group if place is not None and self._flats[place[0]].trains else None
+        found = [slot for n, slot in self._places_of("param", param) if self._flats[n].trains]
+        return found[0].group if found else None
 
     def copies(self, piece: Piece, key: str) -> list[Copy]:
         """The copies of the elements of `piece`, without elements that the checkpoint does not have."""
-        number, low, high = self._span(piece)
         found = []
-        for one in self._ranges.between(number, key, low, high):
-            start, stop = overlap((one.start, one.stop), (low, high))
-            target = piece.target + start - low
-            source = start - one.start
-            found.append(Copy(one.file, one.tensor, one.dtype, source, target, stop - start))
+        for number, slot, runs in self._parts(piece):
+            low, high = slot.offset + runs.there, slot.offset + runs.there_stop
+            for one in self._ranges.between(number, key, low, high):
+                inside = (one.start - slot.offset, one.stop - slot.offset)
+                for part in clipped(runs.turned(), *inside):
+                    found.append(_copy(one, part, slot, piece))
         return found
 
     def uncovered(self) -> list[str]:
         """Names of which the checkpoint lacks some element."""
         found = []
-        for (kind, name), (number, slot) in self._places.items():
+        for (kind, name), places in self._places.items():
+            number, slot = places[0]
             key = f"state/{name.rpartition('/')[2]}" if kind == "state" else "value"
-            there = self.copies(Piece(kind, name, 0, slot.numel, 0), key)
-            if self._flats[number].has_values and sum(c.numel for c in there) != slot.numel:
+            numel = numel_of(slot.whole_shape)
+            there = self.copies(Piece(kind, name, 0, numel, 0), key)
+            if self._flats[number].has_values and sum(c.total_numel for c in there) != numel:
                 found.append(name)
         return found
 
     def keys_of(self, piece: Piece) -> dict[str, str]:
         """Key -> dtype of all ranges in the checkpoint that overlap `piece`."""
-        number, low, high = self._span(piece)
         found = {}
-        for key in self._ranges.keys(number):
-            for one in self._ranges.between(number, key, low, high):
-                found[key] = one.dtype
+        for number, low, high in self._spans(piece):
+            for key in self._ranges.keys(number):
+                for one in self._ranges.between(number, key, low, high):
+                    found[key] = one.dtype
         return found
 
     def constants_of(self, piece: Piece) -> list[ConstantRange]:
         """Every constant that applies to an element of `piece`."""
-        number, low, high = self._span(piece)
         return [
             one
+            for number, low, high in self._spans(piece)
             for key in self._constants.keys(number)
             for one in self._constants.between(number, key, low, high)
         ]
 
-    def _span(self, piece: Piece) -> tuple[int, int, int]:
-        """The flat, and [start, stop) in it; an empty range if the checkpoint does not have the name."""
-        place = self._place(piece.kind, piece.name)
-        if place is None:
-            return -1, 0, 0
-        number, slot = place
-        return number, slot.offset + piece.start, slot.offset + piece.stop
+    def _spans(self, piece: Piece) -> Iterator[tuple[int, int, int]]:
+        """For each part of `piece`, its flat, and from which element to which it lies there."""
+        for number, slot, runs in self._parts(piece):
+            yield number, slot.offset + runs.there, slot.offset + runs.there_stop
 
-    def _place(self, kind: str, name: str) -> tuple[int, Slot] | None:
-        """The flat and slot of a name, which may be one of several names of a tied parameter."""
+    def _parts(self, piece: Piece) -> Iterator[tuple[int, Slot, Runs]]:
+        """The elements of `piece` (`here`) in every slot that has some of them (`there`)."""
+        for number, slot in self._places_of(piece.kind, piece.name):
+            for runs in common_runs(piece.box, slot.box, slot.whole_shape):
+                for part in clipped(runs, piece.start, piece.stop):
+                    yield number, slot, part
+
+    def _places_of(self, kind: str, name: str) -> Sequence[_Place]:
+        """The places of a name, which may be one of several names of a tied parameter."""
         for kinds in (kind,) if kind == "state" else (kind, "either"):
             for places in (self._places, self._tied):
                 if (kinds, name) in places:
                     return places[kinds, name]
-        return None
+        return ()
+
+    def _place(self, kind: str, name: str) -> _Place | None:
+        """The first place of a name: the same object for all names of a tensor and all of its slices."""
+        return next(iter(self._places_of(kind, name)), None)
 
     def met(self, flats: Sequence[SavedFlat]) -> str:
-        """One "0" or "1" for each slot of the checkpoint: "1" if `flats` have its elements."""
+        """One "0" or "1" for each tensor of the checkpoint: "1" if `flats` have its elements."""
         found = {self._place(flat.kind, slot.name) for flat in flats for slot in flat.slots}
         spots = {(one[0], one[1].offset) for one in found if one is not None}
         return "".join(
-            "1" if (number, slot.offset) in spots else "0" for number, slot in self._places.values()
+            "1" if (places[0][0], places[0][1].offset) in spots else "0"
+            for places in self._places.values()
         )
 
     def compare(self, flats: Sequence[SavedFlat], met_elsewhere: str = "") -> Differences:
         """Parameters and buffers that only `flats` or only the checkpoint has, or whose shapes differ.
 
-        met_elsewhere: "1" for each slot that other ranks have, as `met` returns it.
+        met_elsewhere: "1" for each tensor that other ranks have, as `met` returns it.
         """
-        own = {(f.kind, s.name): s.shape for f in flats for s in f.slots if f.kind != "state"}
+        own = {(f.kind, s.name): s.whole_shape for f in flats for s in f.slots if f.kind != "state"}
         saved = {place: self._place(*place) for place in own}
         met = {
             (saved_as[0], saved_as[1].offset) for saved_as in saved.values() if saved_as is not None
         }
         met.update(
-            (number, slot.offset)
-            for (number, slot), mark in zip(self._places.values(), met_elsewhere, strict=False)
+            (places[0][0], places[0][1].offset)
+            for places, mark in zip(self._places.values(), met_elsewhere, strict=False)
             if mark == "1"
         )
         dtypes = {(f.kind, s.name): f.dtype for f in flats for s in f.slots}
@@ -284,15 +329,15 @@ class Catalogue:
             extra=tuple(
                 sorted(
                     name
-                    for (kind, name), (number, slot) in self._places.items()
+                    for (kind, name), ((number, slot), *_) in self._places.items()
                     if kind != "state" and slot.numel and (number, slot.offset) not in met
                 )
             ),
             shapes=tuple(
-                f"{name} is {list(saved_as[1].shape)} in the checkpoint and "
+                f"{name} is {list(saved_as[1].whole_shape)} in the checkpoint and "
                 f"{list(own[kind, name])} in the model"
                 for (kind, name), saved_as in saved.items()
-                if saved_as is not None and saved_as[1].shape != own[kind, name]
+                if saved_as is not None and saved_as[1].whole_shape != own[kind, name]
             )
             + tuple(
                 f"{place[1]} is {self._flats[saved_as[0]].dtype} in the checkpoint and "
@@ -310,10 +355,17 @@ def pieces(flat: SavedFlat, start: int, stop: int) -> list[Piece]:
     for slot in flat.slots:
         low, high = overlap((slot.offset, slot.stop), (start, stop))
         if low < high:
-            found.append(
-                Piece(flat.kind, slot.name, low - slot.offset, high - slot.offset, low - start)
-            )
+            inside = (low - slot.offset, high - slot.offset)
+            found.append(Piece(flat.kind, slot.name, *inside, low - start, slot.box))
     return found
+
+
+def _copy(one: Range, part: Runs, slot: Slot, piece: Piece) -> Copy:
+    """The copy of `part`, whose `here` is in the slot and `there` in the tensor of `piece`."""
+    source = slot.offset + part.here - one.start
+    target = piece.target + part.there - piece.start
+    steps = part.here_step, part.there_step
+    return Copy(one.file, one.tensor, one.dtype, source, target, part.numel, part.count, *steps)
 
 
 def merged(copies: Sequence[Copy]) -> list[Copy]:
@@ -323,6 +375,7 @@ def merged(copies: Sequence[Copy]) -> list[Copy]:
         last = found[-1] if found else None
         if (
             last is not None
+            and last.count == copy.count == 1
             and (last.file, last.tensor) == (copy.file, copy.tensor)
             and last.source + last.numel == copy.source
             and last.target + last.numel == copy.target

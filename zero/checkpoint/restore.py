@@ -73,6 +73,10 @@ def target_for(
 
 def _zero_rest(flat: Tensor, copies: list[Copy]) -> None:
     """Zero the elements that no copy fills; zeroing all of it first would write the memory twice."""
+    if any(copy.count > 1 for copy in copies):
+        if sum(copy.total_numel for copy in copies) != flat.numel():
+            flat.zero_()
+        return
     at = 0
     for copy in sorted(copies, key=lambda copy: copy.target):
         flat[at : copy.target].zero_()
@@ -134,7 +138,7 @@ class Restore:
             values = self._constants(here, held)
             for key, dtype in self._keys(here):
                 found = [c for p in here for c in self._catalogue.copies(p, f"state/{key}")]
-                is_whole = sum(c.numel for c in found) == sum(p.stop - p.start for p in here)
+                is_whole = sum(c.total_numel for c in found) == sum(p.stop - p.start for p in here)
                 shape = tuple(held.tensor.shape)
                 tensor, is_fresh = self._tensor_for(held, key, shape, dtype, keeps=is_whole)
                 values[key] = tensor
@@ -164,7 +168,7 @@ class Restore:
         for piece, keys in zip(here, each, strict=True):
             for key in found:
                 there = self._catalogue.copies(piece, key) if key in keys else []
-                if sum(copy.numel for copy in there) != piece.stop - piece.start:
+                if sum(copy.total_numel for copy in there) != piece.stop - piece.start:
                     self.missing.append(f"{piece.name}/{key.removeprefix('state/')}")
         return [(key.removeprefix("state/"), dtype) for key, dtype in found.items()]
 
@@ -249,7 +253,8 @@ class Restore:
         """
         self._any_held = any_held
         for master in self._snapshot.masters:
-            one = saved.get(str(self._snapshot.number_of(master)))
+            number = self._snapshot.number_of(master)
+            one = saved.get(str(self._catalogue.number_of(self._snapshot.flats[number])))
             if one is None:
                 continue
             layout = master.params.layout

@@ -4,8 +4,8 @@
               k+1 ..     separate tensors: frozen parameters below stage 3, buffers of modules, and optimizer
                          states that are neither per element nor a single number
 
-The numbers are those of this pipeline stage: a checkpoint has the flats of all stages. Nothing is copied: a
-block is the tensor that is trained, in full or this rank's part.
+The numbers are those of this pipeline stage and slice: a checkpoint has the flats of all of them. Nothing is
+copied: a block is the tensor that is trained, in full or this rank's part.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from ...offload.states import Blocks
 from ...ops.comm.collectives import Collectives
 from ...ops.flat import overlap
-from ...ops.mesh import Mesh
 from ...utils.errors import UsageError
-from ..core.layout import FlatLayout, Slot
+from ..core.layout import Box, FlatLayout, Slot
 from ..core.master import Master
 from ..core.sharded_model import ShardedModel
 from ..core.update import Updater
@@ -84,14 +83,14 @@ def _saved(layout: FlatLayout, *, trains: bool, dtype: torch.dtype) -> SavedFlat
     return SavedFlat("param", trains, name_of(dtype), layout.numel, slots)
 
 
-def _alone(kind: str, name: str, tensor: Tensor) -> SavedFlat:
-    slot = Slot(name, tuple(tensor.shape), 0, 0)
+def _alone(kind: str, name: str, tensor: Tensor, box: Box | None = None) -> SavedFlat:
+    slot = Slot(name, tuple(tensor.shape), 0, 0, box)
     return SavedFlat(kind, False, name_of(tensor.dtype), tensor.numel(), (slot,))
 
 
 @final
 class Snapshot:
-    """All tensors to save at this moment. `flats` is the same list on every rank of a pipeline stage."""
+    """All tensors to save at this moment. `flats`: the same on all ranks with this part of the model."""
 
     def __init__(
         self,
@@ -106,8 +105,7 @@ class Snapshot:
         """
         self.rank = sharded.collectives.rank
         self._data = sharded.flat_groups.data.collectives
-        world_size = sharded.collectives.world_size
-        self.mesh = Mesh.of(world_size, pipe=world_size // self._data.world_size)
+        self.mesh = sharded.flat_groups.mesh
         self.place = self.mesh.coordinates(self.rank)
         self._updater = updater
         updater.wait()
@@ -178,7 +176,8 @@ class Snapshot:
         groups = self.sharded.flat_groups
         for name, param in module.named_parameters():
             if id(param) not in inside:
-                flat = _alone("param", plain(groups.name_of(param, name)), param.data)
+                box = groups.box_of(param)
+                flat = _alone("param", plain(groups.name_of(param, name)), param.data, box)
                 self._append(flat, param.data, "value", self.values, groups.of(param).collectives)
         for name, buffer in _buffers(module):
             flat = _alone("buffer", plain(name), buffer)
@@ -221,7 +220,8 @@ class Snapshot:
         start = at + (layout.shard_range(master.rank)[0] if master.is_sharded else 0)
         number = self.number_of(master)
         slot = None if master.is_sharded else self._slots[number].get(start)
-        name = slot.name if slot is not None and slot.shape == tensor.shape else None
+        is_tensor = slot is not None and slot.shape == tensor.shape and slot.box is None
+        name = slot.name if slot is not None and is_tensor else None
         return Held(tensor, number, start, name, group, master.residence.blocks_of)
 
     def _add_states(self) -> None:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, final
@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...utils.errors import UsageError
 from ..access.owners import clear_pending_owner, find_owner, set_pending_owner
+from ..core.slices import Slices, taken
 from ..core.touched import touched_params
 from .slices import SliceStore
 
@@ -144,12 +145,15 @@ class Construction(TorchFunctionMode):
             self._is_busy = False
 
 
-def materialise(model: nn.Module, construction: Construction) -> None:
+def materialise(
+    model: nn.Module, construction: Construction, slices: Mapping[int, Slices] | None = None
+) -> None:
     """Give a model on the meta device its initial values, module by module.
 
     - `reset_parameters` of each module runs first, then the model's `_init_weights(module)` as in transformers.
     - Children come before their parents. Constructors that end with `reset_parameters`, as torch's own do,
       draw in the same order, so values are bit-equal to plain construction.
+    - `slices`: id(parameter) -> its slices. Such a parameter is whole while its module draws its values.
 
     Raises:
         UsageError: modules with parameters or buffers on meta have no `reset_parameters`; names them.
@@ -172,10 +176,17 @@ def materialise(model: nn.Module, construction: Construction) -> None:
         )
     with construction:
         for _, module, initialisers in on_meta:
+            cut: list[tuple[Tensor, Slices]] = []
             for _, tensor in _meta_tensors(module):
-                make_real(tensor, torch.empty_like(tensor, device="cpu"))
+                found = None if slices is None else slices.get(id(tensor))
+                shape = tensor.shape if found is None else found.whole_shape
+                make_real(tensor, torch.empty(shape, dtype=tensor.dtype, device="cpu"))
+                if found is not None:
+                    cut.append((tensor, found))
             for initialise in initialisers:
                 initialise()
+            for tensor, found in cut:
+                tensor.data = taken(tensor.data, found.box)
             construction.add_module(module)
 
 

@@ -24,13 +24,15 @@ from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ...utils.views import holds, may_overlap, write
-from ..access.owners import Reader, find_owner
+from ..access.owners import find_owner
 from ..access.stages import all_names, groups_of, spans_stages
 from ..core.groups import FlatGroups
 from ..core.placeholders import placeholder_like
+from ..core.slices import Reader, Slices, reader_of_slice
 from .construction import make_real
 from .slices import SliceStore
 
+_WHOLE: Mapping[int, Slices] = {}
 INDEX = "model.safetensors.index.json"
 _NOT_STRICT = "strict=False ignores missing and extra names"
 SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")
@@ -231,7 +233,10 @@ class Match:
 
 
 def match_names(
-    model: nn.Module, weights: Weights, whole: Sequence[Sequence[str]] | None = None
+    model: nn.Module,
+    weights: Weights,
+    whole: Sequence[Sequence[str]] | None = None,
+    slices: Mapping[int, Slices] = _WHOLE,
 ) -> Match:
     """Compare the names and shapes of a model with those of weights.
 
@@ -239,6 +244,7 @@ def match_names(
 
     Args:
         whole: the names of each tensor of the whole model, of which `model` is a part.
+        slices: id(parameter) -> its slices, where tensor ranks have cut it.
     """
     saved = set(weights.names())
     own = _names_by_tensor(model)
@@ -249,10 +255,11 @@ def match_names(
         hit = next((name for name in names if name in saved), None)
         if hit is None:
             match.missing.append(names[0])
-        elif weights.shape(hit) != tuple(tensor.shape):
-            match.shapes.append(
-                f"{hit} is {weights.shape(hit)}, in the model {tuple(tensor.shape)}"
-            )
+            continue
+        found = slices.get(id(tensor))
+        shape = tuple(tensor.shape) if found is None else found.whole_shape
+        if weights.shape(hit) != shape:
+            match.shapes.append(f"{hit} is {weights.shape(hit)}, in the model {shape}")
         else:
             match.found[names[0]] = hit
     match.extra = sorted(saved - {name for names, _ in own for name in names} - others.keys())
@@ -305,13 +312,15 @@ def load_weights(
         raise wrong("load_weights: model", model, "the model, a torch.nn.Module object")
     groups = groups or groups_of(model)
     stages = groups if spans_stages(groups) else None
+    slices = _WHOLE if groups is None else groups.slices
     whole = all_names(stages, _names_by_tensor(model)) if stages is not None else None
     with ExitStack() as stack, torch.no_grad():
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         match, failure = Match(), None
         try:
             weights = stack.enter_context(closing(open_weights(source)))
-            match = match_names(model, weights, None if whole is None else list(whole.values()))
+            all_of = None if whole is None else list(whole.values())
+            match = match_names(model, weights, all_of, slices)
             for name, stored in match.found.items():
                 _check_view(name, tensors[name], weights.reader(stored))
         except UsageError as error:
@@ -322,7 +331,10 @@ def load_weights(
             _agree(stages, match, failure)
         match.check(weights.source, strict=strict, remedy=remedy)
         for name, stored in match.found.items():
-            _overwrite(tensors[name], weights.reader(stored), store)
+            tensor, reader = tensors[name], weights.reader(stored)
+            if id(tensor) in slices and find_owner(tensor) is None:
+                reader = reader_of_slice(reader, slices[id(tensor)].box)
+            _overwrite(tensor, reader, store)
 
 
 def _agree(groups: FlatGroups, match: Match, failure: UsageError | None) -> None:

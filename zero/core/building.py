@@ -122,8 +122,12 @@ class Builder:
         return sorted(kinds.items(), key=lambda found: (not found[0].trains, found[0].group))
 
     def _layout(self, entries: _Entries, group: FlatGroup) -> FlatLayout:
+        box_of = self._flat_groups.box_of
         return plan_flat(
-            [Entry(name, tuple(p.shape), self._groups.get(id(p), 0)) for name, p in entries],
+            [
+                Entry(name, tuple(p.shape), self._groups.get(id(p), 0), box_of(p))
+                for name, p in entries
+            ],
             group.collectives.world_size,
         )
 

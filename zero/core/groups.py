@@ -20,8 +20,10 @@ from torch import nn
 
 from ...compression.reducer import GradientReducer
 from ...ops.comm.collectives import Collectives
-from ...utils.errors import UsageError
+from ...ops.mesh import Mesh
+from .layout import Box
 from .policy import Policy
+from .slices import Slices
 
 
 @final
@@ -48,24 +50,29 @@ class FlatGroups:
     Attributes:
         world: all ranks: norms, losses, errors.
         data: the group of every parameter that is not in `shared`.
+        mesh: how the ranks of `world` are arranged.
         shared: id(parameter) -> its group.
         names: id(parameter) -> its name in the whole model, where the module of this rank has another one.
-        sliced: id of every parameter of which tensor ranks have different slices.
+        slices: id(parameter) -> its slices, for every parameter that tensor ranks have cut.
     """
 
     world: Collectives
     data: FlatGroup
+    mesh: Mesh
     shared: Mapping[int, FlatGroup] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
-    sliced: frozenset[int] = frozenset()
+    slices: Mapping[int, Slices] = field(default_factory=dict)
 
-    def refuse_slices(self, call: str) -> None:
-        """Raises UsageError: `call` needs whole tensors, and this rank has slices."""
-        if self.sliced:
-            raise UsageError(
-                f"{call} with tensor_parallel.tp_size > 1 is not supported yet: a rank has slices of the "
-                "layers, and they are not put together again; set tensor_parallel.tp_size to 1"
-            )
+    @property
+    def is_first(self) -> bool:
+        """This is the first rank of its pipeline stage."""
+        place = self.mesh.coordinates(self.world.rank)
+        return not any(place[1:])
+
+    def box_of(self, param: nn.Parameter) -> Box | None:
+        """The slice of `param` that this rank has; None: it is whole."""
+        found = self.slices.get(id(param))
+        return None if found is None else found.box
 
     def of(self, param: nn.Parameter) -> FlatGroup:
         """The group of the buffer that holds `param`."""

@@ -19,22 +19,35 @@ from ...utils.schema.checked_types import Size, Text
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter to be placed: its global name, its shape, its hyperparameter group."""
+    """One parameter to be placed: its global name, its shape, its hyperparameter group, its box."""
 
     name: str
     shape: tuple[int, ...]
     group: int
+    box: Box | None = None
 
 
 @dataclass(frozen=True)
 class Box:
     """The place of a slice in the tensor that it was cut from.
 
-    whole: the shape of that tensor. start: the first element of the slice, in each dimension.
+    whole: the shape of that tensor. The slice has the elements [start, stop) of `ranges` of dimension `dim`,
+    in this order, and all elements of the other dimensions.
     """
 
     whole: tuple[Size, ...]
-    start: tuple[Size, ...]
+    dim: Size
+    ranges: tuple[tuple[Size, Size], ...]
+
+    @property
+    def length(self) -> int:
+        """The elements of the slice along `dim`."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the slice."""
+        return (*self.whole[: self.dim], self.length, *self.whole[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,11 @@ class Slot:
     @property
     def stop(self) -> int:
         return self.offset + self.numel
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that the slot is, or is a slice of."""
+        return self.shape if self.box is None else self.box.whole
 
 
 @dataclass(frozen=True)
@@ -151,7 +169,7 @@ def plan_flat(entries: Sequence[Entry], world_size: int) -> FlatLayout:
         start = at
         for entry in entries:
             if entry.group == group:
-                slots.append(Slot(entry.name, entry.shape, group, at))
+                slots.append(Slot(entry.name, entry.shape, group, at, entry.box))
                 at = align_up(slots[-1].stop, ALIGN_NUMEL)
         segments.append(Segment(group, start, at))
     numel = align_up(at, ALIGN_NUMEL * world_size)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ....utils.errors import DamagedError
 from ....zero.checkpoint.ranges import Copy
+from ....zero.core.boxes import Runs, clipped
 from ..manifest import FileRecord
 from .tensor_file import bytes_of
 from .tensor_table import Located, read_header, shown
@@ -37,19 +38,34 @@ ADVISE_BYTES = 4 << 20  # in pieces of this size
 
 @dataclass(frozen=True, eq=False)
 class _Span:
-    """Bytes [start, stop) of the file, elements of `dtype`, for `target`; None: they are only checked."""
+    """Bytes [start, stop) of the file, elements of `dtype`, for `target`; None: they are only checked.
+
+    runs: the elements that are wanted, from element 0 of the span, and their places in `target`; None: all.
+    """
 
     start: int
     stop: int
     dtype: torch.dtype
     target: Tensor | None
+    runs: Runs | None = None
 
-    def cut(self, low: int, high: int) -> Tensor | None:
-        """The part of the target for bytes [low, high) of the file."""
+    def deliver(self, found: Tensor, low: int, high: int) -> None:
+        """Copy `found` [high - low], bytes [low, high) of the file, to the target."""
         if self.target is None:
-            return None
+            return
         size = self.dtype.itemsize
-        return self.target[(low - self.start) // size : (high - self.start) // size]
+        first, last = (low - self.start) // size, (high - self.start) // size
+        values = found.view(self.dtype)
+        if self.runs is None:
+            self.target[first:last].copy_(values)
+            return
+        for part in clipped(self.runs, first, last):
+            shape = (part.count, part.numel)
+            out = self.target.as_strided(
+                shape, (part.there_step, 1), int(self.target.storage_offset()) + part.there
+            )
+            at = int(values.storage_offset()) + part.here - first
+            out.copy_(values.as_strided(shape, (part.here_step, 1), at))
 
 
 @final
@@ -150,7 +166,7 @@ class CheckedFile:
             stop = min(at + SEGMENT_BYTES, span.stop)
             here = buffer[: stop - at]
             self._read(at, bytes_of(here))
-            _deliver(span, here, at, stop)
+            span.deliver(here, at, stop)
 
     def tensor(self, name: str) -> Tensor:
         """One whole tensor, checked, on the CPU."""
@@ -170,12 +186,14 @@ class CheckedFile:
         there = self._entry(copy.tensor)
         dtype = there.dtype
         start = self._data_at + there.start + copy.source * dtype.itemsize
-        stop = start + copy.numel * dtype.itemsize
+        stop = start + copy.source_numel * dtype.itemsize
         if stop > self._data_at + there.stop:
             raise DamagedError(
                 f"{self.path}: {shown(copy.tensor)} is shorter than the manifest says: the checkpoint "
                 "contradicts itself"
             )
+        if copy.count > 1:
+            return _Span(start, stop, dtype, receiver, replace(copy.runs, here=0))
         target = None if receiver is None else receiver[copy.target : copy.target + copy.numel]
         return _Span(start, stop, dtype, target)
 
@@ -243,7 +261,7 @@ class CheckedFile:
             self._read(first, bytes_of(here))
             self._refuse(_wrong(here, self._record.crc32, number, self._chunk_bytes))
             self._edge = (number, here)
-        _deliver(span, here[low - first : high - first], low, high)
+        span.deliver(here[low - first : high - first], low, high)
 
     def _take_chunks(self, span: _Span, low: int, high: int) -> None:
         """Read whole chunks, bytes [low, high) of the file, directly into the target's memory if possible."""
@@ -256,7 +274,7 @@ class CheckedFile:
             else:
                 here = self._next_buffer(step)[: stop - at]
                 self._fetch(at, here)
-                _deliver(span, here, at, stop)
+                span.deliver(here, at, stop)
 
     def _next_buffer(self, size: int) -> Tensor:
         """The least recently used buffer: no checksum of its content is pending."""
@@ -302,16 +320,10 @@ def _wrong(memory: Tensor, sums: tuple[int, ...], first: int, chunk_bytes: int) 
 def _memory_of(span: _Span) -> Tensor | None:
     """The target's memory as bytes [stop - start], if no copy or cast is needed."""
     target = span.target
-    if target is None or target.device.type != "cpu" or target.dtype != span.dtype:
+    is_direct = span.runs is None and target is not None and target.device.type == "cpu"
+    if target is None or not is_direct or target.dtype != span.dtype:
         return None
     return target.view(torch.uint8)
-
-
-def _deliver(span: _Span, found: Tensor, low: int, high: int) -> None:
-    """Copy `found` [high - low], bytes [low, high) of the file, to the target."""
-    target = span.cut(low, high)
-    if target is not None:
-        target.copy_(found.view(span.dtype))
 
 
 __all__ = ["CheckedFile"]

@@ -121,17 +121,20 @@ class CheckpointReader:
         self.tied.update(flat.tied)
         first: dict[int, str] = {}  # by offset: imported names that share their elements
         for slot in flat.slots:
+            if slot.name in self.values or (slot.name in self.left_out and slot.box is not None):
+                continue  # another slice of a tensor
             if slot.numel and first.setdefault(slot.offset, slot.name) != slot.name:
                 self.tied[slot.name] = first[slot.offset]
                 continue
             if slot.numel and not flat.has_values:
                 self.left_out.append(slot.name)
                 continue
-            keys = self._catalogue.keys_of(Piece(flat.kind, slot.name, 0, slot.numel, 0))
+            shape = slot.whole_shape
+            keys = self._catalogue.keys_of(Piece(flat.kind, slot.name, 0, numel_of(shape), 0))
             computes = _dtype(flat.dtype)
             dtype = _dtype(keys.get("value", flat.dtype))
             self.values[slot.name] = Saved(
-                flat.kind, slot.name, "value", slot.shape, dtype, computes, flat.trains
+                flat.kind, slot.name, "value", shape, dtype, computes, flat.trains
             )
 
     # -- other content ----------------------------------------------------------------------------------
@@ -201,7 +204,7 @@ class CheckpointReader:
     def _copies(self, saved: Saved, start: int, stop: int) -> list[Copy]:
         piece = Piece(saved.kind, saved.name, start, stop, 0)
         found = self._catalogue.copies(piece, saved.key)
-        if sum(copy.numel for copy in found) != stop - start:
+        if sum(copy.total_numel for copy in found) != stop - start:
             raise DamagedError(
                 f"{self.folder / MANIFEST} contradicts itself: elements of {saved.name} ({saved.key}) are in "
                 "no file"

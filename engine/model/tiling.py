@@ -1,0 +1,200 @@
+"""Lets MLPs and the loss of a model compute one tile of the tokens at a time, as the config says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...tensor.config import LongSequences
+from ...tensor.slicing import was_sliced
+from ...tensor.tiles.loss import tiled_loss
+from ...tensor.tiles.modules import tile_forward
+from ...tensor.tiles.ranges import tiles_for
+from ...utils.errors import UsageError
+from .forwards import Forward, replace_forwards
+from .pipelining import Runs
+
+MLPS = ("mlp", "feed_forward", "ffn")
+LOSS_TOKENS = 1024  # of a tile, where the config says true
+CAUSAL = "ForCausalLMLoss"  # the name of transformers' loss
+
+
+def tile_layers(
+    model: nn.Module, runs: Runs, section: LongSequences, *, is_stage: bool
+) -> Callable[[], None]:
+    """Put tiled forwards in the place of the model's own; the returned function restores them.
+
+    is_stage: `model` is one pipeline stage, which may have no block.
+
+    Raises:
+        UsageError: a block has no MLP of a known name, or the model has another loss.
+    """
+    undo: list[Callable[[], Any]] = []
+    if section.tiled_mlp is not False:
+        length = None if section.tiled_mlp is True else int(section.tiled_mlp)
+        if not is_stage and not any(runs):
+            raise UsageError(
+                f"sequence.tiled_mlp: {type(model).__name__} has no list of blocks whose MLPs could run in "
+                "tiles; call xds.tensor.tile_forward for them, and remove the setting"
+            )
+        for module in _mlps(runs, section.tiled_modules):
+            tile_forward(module, length)
+            undo.append(functools.partial(module.__dict__.pop, "forward"))
+    if section.tiled_loss is not False:
+        tokens = LOSS_TOKENS if section.tiled_loss is True else int(section.tiled_loss)
+        undo.append(_tile_loss(model, tokens))
+
+    def undo_all() -> None:
+        for one in reversed(undo):
+            one()
+
+    return undo_all
+
+
+def _mlps(runs: Runs, given: list[str] | None) -> list[nn.Module]:
+    found = []
+    for name, block in (block for run in runs for block in run):
+        inner = dict(block.named_modules())
+        names = [one for one in given or MLPS if one in inner]
+        if not names:
+            raise UsageError(
+                f"sequence.tiled_mlp: {name} ({type(block).__name__}) has no module called "
+                f"{' or '.join(given or MLPS)}; write the names of its MLPs in sequence.tiled_modules, such as "
+                '["mlp"]'
+            )
+        found += [inner[one] for one in names]
+    return found
+
+
+def _tile_loss(model: nn.Module, tokens: int) -> Callable[[], None]:
+    head = _head(model)
+    if head is None:
+        return lambda: None
+    loss = TiledLoss(head, tokens)
+    own: Any = model.__dict__.get("_loss_function")
+    undo_forward = replace_forwards([model], loss.around)
+    undo_head = replace_forwards([head], loss.instead_of_head)
+    plain = model.loss_function
+    model.loss_function = functools.partial(loss, plain)  # type: ignore[assignment]
+
+    def undo() -> None:
+        undo_head()
+        undo_forward()
+        if own is None:
+            model.__dict__.pop("_loss_function", None)
+        else:
+            model.loss_function = own
+
+    return undo
+
+
+def _head(model: nn.Module) -> nn.Linear | None:
+    """The head that gives the logits; None: another pipeline stage has it.
+
+    Raises:
+        UsageError: the model is no causal language model of transformers with a plain head.
+    """
+    kind = getattr(getattr(model, "loss_function", None), "__name__", None)
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    if kind != CAUSAL:
+        raise UsageError(
+            f"sequence.tiled_loss: {type(model).__name__} is no causal language model of transformers; call "
+            "xds.tensor.tiled_loss in its forward, and remove the setting"
+        )
+    if not isinstance(head, nn.Linear):
+        if head is not None and not list(head.parameters()):
+            return None
+        raise UsageError(
+            f"sequence.tiled_loss: the head of {type(model).__name__} is no nn.Linear; set it to false"
+        )
+    if was_sliced(head):
+        raise UsageError(
+            "sequence.tiled_loss with a head that tensor ranks have cut: set tiled_loss to false, or take the "
+            "head out of the plan with tensor_parallel.plan"
+        )
+    return head
+
+
+@final
+class TiledLoss:
+    """The loss of one model. In a training forward the head passes its input on, and the loss multiplies.
+
+    Logits would be computed whole between the two, so `logits` of the output is None in training.
+    """
+
+    def __init__(self, head: nn.Linear, tokens: int) -> None:
+        self._head, self._tokens = head, tokens
+        self._is_used = False  # inside a forward that computes a loss
+        self._hidden: Tensor | None = None
+        self._is_proven = False
+
+    def around(self, forward: Forward) -> Forward:
+        """The model's forward."""
+
+        @functools.wraps(forward)
+        def training(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            labels = kwargs.get("labels", kwargs.get("shift_labels"))
+            self._is_used = model.training and torch.is_grad_enabled() and labels is not None
+            try:
+                output = forward(model, *args, **kwargs)
+            finally:
+                was_used, self._is_used, self._hidden = self._is_used, False, None
+            if was_used and isinstance(output, Mapping) and "logits" in output:
+                output["logits"] = None  # type: ignore[index]
+            return output
+
+        return training
+
+    def instead_of_head(self, forward: Forward) -> Forward:
+        """The head's forward: while a loss is to be computed, its input."""
+
+        @functools.wraps(forward)
+        def head(module: nn.Module, x: Tensor) -> Any:
+            if not self._is_used:
+                return forward(module, x)
+            self._hidden = x
+            return x
+
+        return head
+
+    def __call__(self, plain: Any, logits: Tensor, labels: Tensor, *args: Any, **more: Any) -> Any:
+        """What transformers' loss for causal language models returns; `logits` are the head's input."""
+        if self._hidden is None:
+            return plain(logits, labels, *args, **more)
+        self._check(logits, self._hidden)
+        ignore: int = more.get("ignore_index", -100)
+        shifted: Tensor | None = more.get("shift_labels")
+        if shifted is None:
+            shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
+        count = more.get("num_items_in_batch")
+        head = self._head
+        loss = tiled_loss(
+            self._hidden,
+            head.weight,
+            shifted.to(self._hidden.device),
+            tiles=tiles_for(shifted.numel(), self._tokens),
+            bias=head.bias,
+            ignore_index=ignore,
+            reduction="mean" if count is None else "sum",
+        )
+        return loss if count is None else loss / torch.as_tensor(count, device=loss.device)
+
+    def _check(self, logits: Tensor, hidden: Tensor) -> None:
+        """In the first forward: the model does nothing to its logits between head and loss."""
+        if logits is hidden or self._is_proven:
+            return
+        if logits.shape != hidden.shape or not torch.equal(logits, hidden.to(logits.dtype)):
+            raise UsageError(
+                "sequence.tiled_loss: this model changes its logits between head and loss (it scales or limits "
+                "them), so the loss cannot be computed from the head's input; set tiled_loss to false"
+            )
+        self._is_proven = True
+
+
+__all__ = ["tile_layers"]

@@ -1,0 +1,128 @@
+"""Full tensors of sliced layers: read, written and edited as if nothing were cut."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from pipeline_checkpoints import Cut, engine_of, samples
+from torch import nn
+from warm_ranks import warm
+
+import xds
+from xds import zero
+
+NAMES = ("blocks.1.up.weight", "blocks.1.up.bias", "blocks.2.down.weight", "blocks.0.norm.weight")
+
+
+def loss_of(engine: Any) -> torch.Tensor:
+    pairs = samples()[:2]
+    loss: torch.Tensor = engine(*(torch.stack(side) for side in zip(*pairs, strict=True)))
+    return loss
+
+
+def accesses(cut: Cut) -> dict[str, Any]:
+    """What every access finds on this rank, before and after edits."""
+    engine = engine_of(cut, 3, gradient_accumulation_steps=1, scheduler=None)
+    named = dict(engine.module.named_parameters())
+    params = [named[name] for name in NAMES]
+    found: dict[str, Any] = {}
+    engine.backward(loss_of(engine))
+    found["grads"] = [zero.get_full_grad(param) for param in params]
+    engine.step()
+    found["values"] = [zero.get_full_param(param) for param in params]
+    found["moments"] = [zero.get_full_optimizer_state(param, "exp_avg") for param in params]
+    for param, value in zip(params, found["values"], strict=True):
+        zero.set_full_param(param, 2 * value)
+        zero.set_full_optimizer_state(param, value + 1, "exp_avg")
+    found["set"] = [zero.get_full_param(param) for param in params]
+    found["set moments"] = [zero.get_full_optimizer_state(param, "exp_avg") for param in params]
+    with pytest.raises(
+        xds.UsageError, match=r"value has shape \(1,\), but the parameter has \(38, 13\)"
+    ):
+        zero.set_full_param(params[0], torch.ones(1))
+    with zero.GatheredParameters(params):
+        found["gathered"] = [param.detach().clone() for param in params]
+        if cut.tensor > 1:
+            with pytest.raises(xds.UsageError, match="forward needs the slice"):
+                loss_of(engine)
+            assert engine.module.blocks[1].up.state_dict()["weight"].shape == (38, 13)
+    if cut.tensor > 1:
+        with pytest.raises(
+            xds.UsageError, match=r"are (sharded|cut into slices) \(.*full_state_dict"
+        ):
+            engine.module.state_dict()
+    with zero.GatheredParameters(params, modifier_rank=cut.world_size - 1), torch.no_grad():
+        for param in params:
+            param.fill_(torch.distributed.get_rank())
+    found["modified"] = [zero.get_full_param(param) for param in params]
+    for param, value in zip(params, found["values"], strict=True):
+        zero.set_full_param(param, value)
+    found["loss"] = loss_of(engine).item()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        Cut(1, 2, 3, tensor=2),
+        *(
+            pytest.param(
+                Cut(1, data, stage, tensor=tensor, precision=precision), marks=pytest.mark.slow
+            )
+            for data, stage, tensor, precision in (
+                (1, 0, 2, "fp32"),
+                (2, 1, 2, "bf16"),
+                (1, 2, 4, "fp32"),
+                (2, 3, 4, "bf16"),
+            )
+        ),
+    ],
+    ids=lambda cut: cut.tag,
+)
+def test_full_tensors_of_slices_are_those_of_one_rank(cut: Cut) -> None:
+    wanted = warm(1).run(accesses, Cut(1, 1, 0, precision=cut.precision))[0]
+    near = 1e-5 if cut.precision == "fp32" else 6e-2
+    for rank, found in enumerate(warm(cut.world_size).run(accesses, cut)):
+        for key, values in wanted.items():
+            if key == "modified":
+                values = [torch.full_like(value, cut.world_size - 1.0) for value in values]
+            if key == "loss":
+                assert found[key] == pytest.approx(values, rel=near)
+                continue
+            for name, one, value in zip(NAMES, found[key], values, strict=True):
+                assert one.shape == value.shape
+                torch.testing.assert_close(
+                    one, value, rtol=near, atol=near, msg=f"{rank} {key} {name}"
+                )
+
+
+def from_meta(cut: Cut, weights: dict[str, Any] | None) -> dict[str, Any]:
+    """The whole model's values, after building it on the meta device."""
+    from pipeline_checkpoints import config_of
+
+    torch.manual_seed(11)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+    plan = {"0": "colwise", "1": "rowwise"}
+    config = config_of(cut) | {"tensor_parallel": {"tp_size": cut.tensor, "plan": plan}}
+    engine = xds.initialize(model, config, weights=weights)
+    found: dict[str, Any] = engine.full_state_dict(rank0_only=False)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_slices_are_built_from_meta(stage: int) -> None:
+    torch.manual_seed(11)
+    plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).state_dict()
+    given = copy.deepcopy(nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).state_dict())
+    for weights in (None, given):
+        wanted = plain if weights is None else given
+        for found in warm(2).run(from_meta, Cut(1, 1, stage, tensor=2), weights):
+            assert found.keys() == wanted.keys()
+            for name, value in wanted.items():
+                assert torch.equal(found[name], value), name

@@ -1,0 +1,108 @@
+"""Tiles that the config asks for: steps equal those of one process without tiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tensor_cases
+import torch
+from pipeline_runs import worst
+from tensor_cases import STEPS, Case, batches, build, one_process
+from torch import nn
+from warm_ranks import warm
+
+import xds
+
+pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+TILES = {"tiled_mlp": 5, "tiled_loss": 7}
+
+
+def train(case: Case, tiles: dict[str, Any], more: dict[str, Any]) -> tuple[Any, int]:
+    """Loss and norm of each step; the most logits that any module gave in training."""
+    model = build(case.model)
+    engine = xds.initialize(model, case.config() | {"sequence": tiles} | more)
+    largest = 0
+
+    def note(_: nn.Module, __: Any, output: Any) -> None:
+        nonlocal largest
+        if isinstance(output, torch.Tensor) and output.shape[-1] == tensor_cases.VOCAB:
+            largest = max(largest, output.numel())
+
+    handles = [module.register_forward_hook(note) for module in engine.module.modules()]
+    found = []
+    for step in range(STEPS):
+        loss = engine.train_batch(batches(case.model, step, engine.dp_rank))
+        found.append((loss.item(), engine.get_global_grad_norm()))
+    for handle in handles:
+        handle.remove()
+    if case.pipe == 1:
+        batch = next(batches(case.model, 0, 0))
+        trained = engine(**batch)
+        assert (trained.logits is None) is ("tiled_loss" in tiles)
+        with torch.no_grad():
+            assert engine(**batch).logits.shape[-1] == tensor_cases.VOCAB
+    engine.destroy()
+    assert "forward" not in model.__dict__ and "_loss_function" not in model.__dict__
+    return found, largest
+
+
+SLOW = [
+    (Case("llama", 1, 1, 1, 1, 0), {}),
+    (Case("llama", 1, 2, 1, 1, 1), {"activation_checkpointing": {"enabled": True}}),
+    (Case("gpt2", 1, 2, 1, 1, 2), {}),
+    (Case("llama", 2, 1, 1, 1, 3), {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [
+        (Case("llama", 1, 2, 1, 1, 3), {}),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW),
+    ],
+    ids=lambda one: one.name if isinstance(one, Case) else "",
+)
+def test_tiles_of_the_config_equal_one_process(case: Case, more: dict[str, Any]) -> None:
+    for found, largest in warm(case.mesh.size).run(train, case, TILES, more):
+        assert worst(found, one_process(case.model, case.data)) <= 1e-6
+        assert largest == 0
+
+
+def test_tiles_of_mlps_with_slices_equal_one_process() -> None:
+    case = Case("llama", 1, 1, 1, 2, 1)
+    for found, _ in warm(2).run(train, case, {"tiled_mlp": True}, {}):
+        assert worst(found, one_process("llama", 1)) <= 1e-6
+
+
+def refused(case: Case, tiles: dict[str, Any], kind: str) -> str:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 66}
+    model = build("gpt")
+    if kind:
+        more = {"intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 8}
+        config = AutoConfig.for_model(kind, **sizes, **more, use_cache=False, pad_token_id=0)
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(xds.UsageError) as caught:
+        engine = xds.initialize(model, case.config() | {"sequence": tiles})
+        engine.train_batch(batches("llama", 0, 0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "kind", "tensor", "text"),
+    [
+        ({"tiled_mlp": 4}, "", 1, "has no module called mlp or feed_forward or ffn"),
+        ({"tiled_mlp": 4, "tiled_modules": ["fc"]}, "llama", 1, "no module called fc"),
+        ({"tiled_loss": 4}, "", 1, "no causal language model"),
+        ({"tiled_loss": 4}, "gemma2", 1, "changes its logits between head and loss"),
+        ({"tiled_loss": 4}, "llama", 2, "a head that tensor ranks have cut"),
+    ],
+)
+def test_what_cannot_run_in_tiles_is_refused(
+    tiles: dict[str, Any], kind: str, tensor: int, text: str
+) -> None:
+    case = replace(Case("llama", 1, 1, 1, 1, 0), tensor=tensor)
+    assert all(text in said for said in warm(tensor).run(refused, case, tiles, kind))

@@ -1,0 +1,161 @@
+"""Test helper: cases of training with tensor, sequence, pipeline and data ranks, compared with one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from pipeline_runs import worst
+from torch import Tensor, nn
+from warm_ranks import warm
+
+import xds
+from xds.ops.mesh import Mesh
+
+GPT_FOLDER = str(Path(__file__).parents[1] / "examples" / "gpt")
+STEPS, COUNT, SAMPLES, LENGTH, VOCAB = 5, 4, 2, 12, 66
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-3}
+TOLERANCE = 1e-5  # of losses and norms, relative
+MODELS = ("gpt", "llama", "qwen3", "gpt2")
+MOST_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is trained."""
+
+    model: str
+    pipe: int
+    data: int
+    sequence: int
+    tensor: int
+    stage: int
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.pipe, self.data, self.sequence, self.tensor)
+
+    @property
+    def name(self) -> str:
+        lengths = "x".join(map(str, self.mesh.shape))
+        return f"{self.model}-{lengths}-zero{self.stage}"
+
+    def config(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": SAMPLES,
+            "gradient_accumulation_steps": COUNT,
+            "optimizer": {"type": "AdamW", "params": ADAMW},
+            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
+            "pipeline": {"stages": self.pipe},
+            "tensor_parallel": {"tp_size": self.tensor},
+        }
+        if self.sequence > 1:
+            found["sequence_parallel_size"] = self.sequence
+        return found
+
+
+def build(name: str) -> nn.Module:
+    """A model of four blocks with four heads, drawn from one seed."""
+    torch.manual_seed(7)
+    if name == "gpt":
+        return _gpt()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    more = {"vocab_size": VOCAB, "use_cache": False, "pad_token_id": 0}
+    if name != "gpt2":
+        more |= {"intermediate_size": 56, "num_key_value_heads": 2}
+    else:
+        more |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = AutoConfig.for_model(name, **sizes, **more, attn_implementation="sdpa")
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _gpt() -> nn.Module:
+    if GPT_FOLDER not in sys.path:
+        sys.path.append(GPT_FOLDER)
+    from model import GPT, Shape
+
+    return GPT(Shape(layers=4, width=32, heads=4, context=LENGTH, vocabulary=VOCAB))
+
+
+def batches(name: str, step: int, data_rank: int) -> Iterator[Any]:
+    """The micro-batches of a step on a data rank."""
+    draw = torch.Generator().manual_seed(50 * step + data_rank)
+    for _ in range(COUNT):
+        ids = torch.randint(3, VOCAB, (SAMPLES, LENGTH + 1), generator=draw)
+        if name == "gpt":
+            yield ids[:, :-1], ids[:, 1:]
+        else:
+            yield {"input_ids": ids[:, 1:], "labels": ids[:, 1:].clone()}
+
+
+Steps = list[tuple[float, float]]
+
+
+def train(case: Case) -> tuple[Steps, dict[str, Tensor]]:
+    """On each rank: loss and norm of each step, and the parameters that this rank has whole."""
+    engine = xds.initialize(build(case.model), case.config())
+    found = []
+    for step in range(STEPS):
+        loss = engine.train_batch(batches(case.model, step, engine.dp_rank))
+        found.append((loss.item(), engine.get_global_grad_norm()))
+    whole = engine.full_state_dict(rank0_only=False)
+    same = {
+        name: param.detach().clone()
+        for name, param in engine.module.named_parameters()
+        if name in whole and param.shape == whole[name].shape and case.stage < 3
+    }
+    engine.destroy()
+    return found, same
+
+
+@cache
+def one_process(name: str, data: int) -> Steps:
+    model = build(name)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, **ADAMW)
+    found = []
+    for step in range(STEPS):
+        total = 0.0
+        for rank in range(data):
+            for batch in batches(name, step, rank):
+                loss = model(**batch).loss if isinstance(batch, dict) else model(*batch)
+                (loss / (COUNT * data)).backward()
+                total += loss.item() / (COUNT * data)
+        norm = nn.utils.clip_grad_norm_(params, float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total, norm.item()))
+    return found
+
+
+def examine(case: Case) -> tuple[float, list[str]]:
+    """The largest relative difference of losses and norms, and what is wrong."""
+    ranks = warm(case.mesh.size).run(train, case)
+    difference = worst(ranks[0][0], one_process(case.model, case.data))
+    wrong = [f"differs by {difference:.1e}"] if difference > TOLERANCE else []
+    for group in case.mesh.groups("tensor"):
+        first, *others = (ranks[rank] for rank in group)
+        for steps, params in others:
+            if steps != first[0]:
+                wrong.append(f"losses of ranks {group}")
+            wrong += [name for name, p in params.items() if not torch.equal(p, first[1][name])]
+    return difference, wrong
+
+
+def matrix() -> list[Case]:
+    """Every product of at most 8 ranks, with more than one rank on tensor or sequence."""
+    shapes = [
+        shape
+        for shape in product((1, 2, 4), (1, 2), (1, 2), (1, 2, 4))
+        if Mesh(*shape).size <= MOST_RANKS and shape[2] * shape[3] > 1
+    ]
+    return [Case(name, *shape, stage) for name, shape, stage in product(MODELS, shapes, range(4))]
