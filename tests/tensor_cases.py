@@ -20,7 +20,8 @@ from xds.ops.mesh import Mesh
 
 GPT_FOLDER = str(Path(__file__).parents[1] / "examples" / "gpt")
 STEPS, COUNT, SAMPLES, LENGTH, VOCAB = 5, 4, 2, 12, 66
-ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-3}
+# with a smaller eps, one process turns a relative change of 1e-7 in Qwen3's weights into 5e-5 of its norm
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-2}
 TOLERANCE = 1e-5  # of losses and norms, relative
 MODELS = ("gpt", "llama", "qwen3", "gpt2")
 MOST_RANKS = 8
