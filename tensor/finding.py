@@ -10,13 +10,14 @@ and not through it. What is found is a guess for other inputs: the proof in the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .plan import Ways
 from .words import Way, Word, is_linear
@@ -44,14 +45,36 @@ def _plan_of_block(model: nn.Module, block: nn.Module) -> Ways:
     model.eval()
     try:
         with torch.random.fork_rng(enabled=True), torch.enable_grad():
+            real = _with_values(block)
             for inputs in _inputs(model, block):
-                run = _run(block, inputs)
+                run = _run(real, tree_map(_valued, inputs))
                 if run is not None:
-                    return _pairs(block, run)
+                    return _pairs(real, run)
     finally:
         for module, mode in modes.items():
             module.training = mode
     return {}
+
+
+def _with_values(block: nn.Module) -> nn.Module:
+    """`block`, or a copy with random values where it has none: on the meta device."""
+    if not any(tensor.is_meta for tensor in (*block.parameters(), *block.buffers())):
+        return block
+    copied = copy.deepcopy(block).to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*copied.parameters(), *copied.buffers()):
+            tensor.copy_(_valued(torch.empty_like(tensor, device="meta")))
+    return copied
+
+
+def _valued(value: Any) -> Any:
+    """Random numbers for a tensor on the meta device; ones for one of integers or flags."""
+    if not isinstance(value, Tensor) or not value.is_meta:
+        return value
+    if not value.is_floating_point():
+        return torch.ones(value.shape, dtype=value.dtype)
+    generator = torch.Generator().manual_seed(4)
+    return torch.rand(value.shape, generator=generator).to(value.dtype)
 
 
 # -- one run of a block -----------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Checks in the first forwards that the ranks of a tensor group got the same batch."""
+"""Checks in the first forwards that ranks of a tensor group get the same batch and draw the same numbers."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -17,20 +18,26 @@ CHECKED_FORWARDS = 3
 
 @final
 class SameBatches:
-    """Compares checksums of the inputs of `model` over the ranks of `group`. Sends 8 bytes for a forward."""
+    """Compares checksums of the inputs of `model` over the ranks of `group`. Sends 16 bytes for a forward.
+
+    Where the model has dropout, states of the generator of random numbers are compared as well.
+    """
 
     def __init__(self, model: nn.Module, group: Collectives) -> None:
         self._group = group
+        self._draws = any(has_dropout(module) for module in model.modules())
         self._left = CHECKED_FORWARDS
         self._hook = model.register_forward_pre_hook(self._check, with_kwargs=True)
 
-    def _check(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._left -= 1
         if self._left == 0:
             self.remove()
-        mine = torch.tensor([checksum((args, kwargs))], device=self._group.device)
-        numbers = self._group.gather_small(mine, what="checksums of the batches").view(-1).tolist()
-        other = next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
+        sums = [checksum((args, kwargs)), self._state() if model.training and self._draws else 0]
+        mine = torch.tensor(sums, device=self._group.device)
+        numbers = self._group.gather_small(mine, what="checksums of the batches").tolist()
+        batches, states = zip(*numbers, strict=True)
+        other = _first_other(batches)
         if other is not None:
             raise UsageError(
                 f"tensor_parallel.tp_size = {self._group.world_size}: ranks 0 and {other} of a tensor group "
@@ -38,9 +45,37 @@ class SameBatches:
                 "sampler use engine.dp_rank and engine.dp_world_size, or pass training_data"
             )
 
+        other = _first_other(states)
+        if other is not None:
+            raise UsageError(
+                f"tensor_parallel.tp_size = {self._group.world_size}: ranks 0 and {other} of a tensor group "
+                "have different states of random numbers, and the model has dropout; their activations would "
+                "differ, so call torch.manual_seed with the same number on both, as seed + engine.dp_rank"
+            )
+
+    def _state(self) -> int:
+        device = self._group.device
+        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        return checksum(state)
+
     def remove(self) -> None:
         """Check no more."""
         self._hook.remove()
+
+
+def _first_other(numbers: Sequence[int]) -> int | None:
+    """The first rank whose number is not that of rank 0."""
+    return next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """`module` drops activations in training, as far as its attributes say."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return any(
+        isinstance(rate, float) and rate > 0 and ("dropout" in name or "pdrop" in name)
+        for name, rate in vars(module).items()
+    )
 
 
 def checksum(value: Any) -> int:
@@ -55,4 +90,4 @@ def checksum(value: Any) -> int:
     return found
 
 
-__all__ = ["SameBatches", "checksum"]
+__all__ = ["SameBatches", "checksum", "has_dropout"]

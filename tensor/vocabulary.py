@@ -198,6 +198,7 @@ class CausalLoss:
     def __init__(self, plain: Callable[..., Tensor]) -> None:
         """plain: the model's own, for logits with all columns."""
         self._plain = plain
+        self.__name__ = plain.__name__  # by which other code knows the kind of loss
 
     def __call__(
         self,

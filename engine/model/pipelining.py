@@ -271,11 +271,12 @@ def _slices(mesh: MeshGroups, sliced: Sliced, found: Cut | None) -> dict[int, Sl
         ranks: mesh.shared(ranks)
         for ranks in sorted({ranks for name, ranks in shared.items() if name in sliced.names})
     }
-    is_first = mesh.coordinate("data") == 0
     result = {}
     for key, one in sliced.slices.items():
         boxes = tuple(Box(one.whole, one.dim, ranges) for ranges in one.by_rank)
-        of_stages = over_stages.get(shared.get(names.get(key, ""), ()))
+        ranks = shared.get(names.get(key, ""), (mesh.coordinate("pipe"),))
+        is_first = mesh.coordinate("data") == 0 and mesh.coordinate("pipe") == min(ranks)
+        of_stages = over_stages.get(ranks)
         result[key] = Slices(tensor, of_stages or together, boxes, is_first)
     return result
 

@@ -182,6 +182,52 @@ def test_models_without_a_plan_equal_one_process(
     assert worst(mean, one_process(name, data)) <= 1e-6
 
 
+def train_in_stages(name: str, config: dict[str, Any]) -> list[tuple[float, float]]:
+    engine = xds.initialize(build(name), config)
+    found = []
+    for step in range(STEPS):
+        generators = [torch.Generator().manual_seed(50 * step + micro) for micro in range(2)]
+        ids = [torch.randint(3, VOCAB, (SAMPLES, LENGTH), generator=g) for g in generators]
+        loss = engine.train_batch(iter([{"input_ids": one, "labels": one} for one in ids]))
+        found.append((loss.item(), engine.get_global_grad_norm()))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stage", "cut"), [("gpt2", 1, True), ("opt", 3, True), ("gpt2", 0, False)]
+)
+def test_found_plans_in_two_pipeline_stages_equal_one_process(
+    name: str, stage: int, cut: bool
+) -> None:
+    config = config_of(2, stage, vocab_parallel_lm_head=cut)
+    config |= {"gradient_accumulation_steps": 2, "pipeline": {"stages": 2}}
+    by_rank = warm(4).run(train_in_stages, name, config)
+    assert all(found == by_rank[0] for found in by_rank)
+    assert worst(by_rank[0], one_process(name, 2)) <= 1e-6
+
+
+def mixture() -> str:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 56,
+        "num_hidden_layers": 1,
+        "vocab_size": VOCAB,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes, **heads))
+    with pytest.raises(xds.UsageError) as caught:
+        xds.initialize(model, config_of(2, 0))
+    return str(caught.value)
+
+
+def test_experts_of_a_mixture_are_one_sentence_on_every_rank() -> None:
+    assert all("experts of a mixture" in text for text in warm(2).run(mixture))
+
+
 FOUND = {
     "gpt2": {
         "attn.c_attn": Way(Word.PACKED_COLWISE, (40, 40, 40), 5),
@@ -228,6 +274,14 @@ def test_the_layout_of_fused_layers_is_found(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), state) and all(m.training for m in model.modules())
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gpt"])
+def test_the_layout_is_found_on_the_meta_device(name: str) -> None:
+    model = build(name).to("meta")
+    blocks = found_blocks(model)
+    wanted = {f"{block}.{inner}": way for block, _ in blocks for inner, way in FOUND[name].items()}
+    assert find_plan(model, blocks) == wanted
+
+
 class Mixing(nn.Module):
     """A norm between its two layers: every column depends on all columns."""
 
@@ -262,6 +316,22 @@ def test_dropout_keeps_tensor_ranks_equal(checkpointed: bool) -> None:
     assert first[0] != warm(2).run(train, "gpt2", config_of(2, 2), 0.0)[0][0]
     if checkpointed:  # recomputed blocks draw the same numbers
         assert worst(first, warm(2).run(train, "gpt2", config_of(2, 2), 0.3)[0]) <= 1e-6
+
+
+def different_seeds(dropout: float) -> str:
+    engine = xds.initialize(build("gpt2", dropout), config_of(2, 0))
+    torch.manual_seed(engine.global_rank)
+    if not dropout:
+        loss_of(engine, 0, 0)
+        return ""
+    with pytest.raises(xds.UsageError) as caught:
+        loss_of(engine, 0, 0)
+    return str(caught.value)
+
+
+def test_dropout_with_different_seeds_is_one_sentence_on_every_rank() -> None:
+    assert all("different states of random" in text for text in warm(2).run(different_seeds, 0.1))
+    assert warm(2).run(different_seeds, 0.0) == ["", ""]
 
 
 class Dropping(nn.Module):

@@ -315,6 +315,12 @@ def refused(model: tuple[Any, ...], config: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+def test_tiles_of_a_loss_from_a_cut_head_are_refused() -> None:
+    config = config_of(2, 0, vocab_parallel_lm_head=True) | {"sequence": {"tiled_loss": True}}
+    for text in warm(2).run(refused, ("llama", False), config):
+        assert "tiled_loss with a head that tensor ranks have cut" in text
+
+
 def test_fewer_heads_of_queries_than_ranks_are_refused() -> None:
     for text in warm(3).run(refused, ("llama", False, 2, 2), config_of(3, 0)):
         assert "has 2 heads of keys and values, fewer than ranks" in text
@@ -371,3 +377,62 @@ def test_a_list_of_layers_in_stages_with_a_cut_vocabulary_equals_one_process() -
     config["tensor_parallel"] = {}
     wanted = warm(1).run(train_list, config)[0]
     assert all(found == pytest.approx(wanted, rel=1e-6) for found in by_rank)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------
+
+COPIED = ("llama", True, 8, 2)
+
+
+def save(folder: str, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    engine = xds.initialize(build(*COPIED), config)
+    if "pipeline" in config:
+        engine.train_batch(iter([batch(0, 0), batch(0, 1)]))
+    else:
+        engine.backward(engine(**batch(0, 0)).loss)
+        engine.step()
+    engine.save_checkpoint(folder, "saved")
+    found = engine.full_state_dict(rank0_only=False)
+    engine.destroy()
+    return found
+
+
+def load(folder: str, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    engine = xds.initialize(build(*COPIED), config)
+    engine.load_checkpoint(folder, "saved")
+    found = engine.full_state_dict(rank0_only=False)
+    engine.destroy()
+    return found
+
+
+TWO_STAGES = {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "whole": (1, config_of(1, 0)),
+    "cut": (2, config_of(2, 3, vocab_parallel_lm_head=True)),
+    "copied": (4, config_of(4, 2, vocab_parallel_lm_head=True)),
+    "uneven": (3, config_of(3, 1, vocab_parallel_lm_head=True)),
+    "stages": (4, config_of(2, 1, vocab_parallel_lm_head=True) | TWO_STAGES),
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("copied", "cut"),
+        *(
+            pytest.param(saved, loaded, marks=SLOW)
+            for saved in LAYOUTS
+            for loaded in LAYOUTS
+            if saved != loaded and (saved, loaded) != ("copied", "cut")
+        ),
+    ],
+)
+def test_checkpoints_of_cut_vocabularies_load_at_any_layout(
+    tmp_path: Any, saved: str, loaded: str
+) -> None:
+    world, config = LAYOUTS[saved]
+    before = warm(world).run(save, str(tmp_path), config)
+    world, config = LAYOUTS[loaded]
+    for after in warm(world).run(load, str(tmp_path), config):
+        assert after.keys() == before[0].keys()
+        assert all(torch.equal(after[name], before[0][name]) for name in after)
