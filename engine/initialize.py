@@ -148,7 +148,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         check_same_model(model, config.zero_optimization, collectives)
     host = build_host(config, device, given.optimizer)
     groups = None if is_part(model) else _groups(model, config, given)
-    if is_cut(model, config) or config.zero_optimization.stage == 3:
+    keeps_a_part = is_cut(model, config) or config.tensor_parallel.size > 1
+    if keeps_a_part or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
     policy_of = partial(_policy, config)
     divided = divide(model, config, mesh, collectives, policy_of)

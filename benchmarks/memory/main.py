@@ -47,7 +47,8 @@ def storages() -> dict[int, int]:
     gc.collect()
     found = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and thing.layout is torch.strided:
+        is_tensor = isinstance(thing, torch.Tensor) and thing.layout is torch.strided
+        if is_tensor and not thing.is_meta:  # the outlines of other stages' modules have no memory
             storage = thing.untyped_storage()
             if storage.nbytes():
                 found[storage.data_ptr()] = storage.nbytes()
