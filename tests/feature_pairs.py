@@ -1,0 +1,148 @@
+"""Test helper: trains a small Llama with each pair of features, and writes the page of what came of it.
+
+PYTHONPATH=tests python tests/feature_pairs.py > docs/combinations.md        (needs transformers; minutes)
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Any
+
+from pipeline_runs import worst
+from tensor_cases import ADAMW, COUNT, SAMPLES, STEPS, batches, build, one_process
+from warm_ranks import warm
+
+import xds
+
+PARAM = {"stage": 3, "stage3_param_persistence_threshold": 0}
+FEATURES: dict[str, dict[str, Any]] = {
+    "ZeRO 1": {"zero_optimization": {"stage": 1}},
+    "ZeRO 2": {"zero_optimization": {"stage": 2}},
+    "ZeRO 3": {"zero_optimization": PARAM},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+    "pipeline": {"pipeline": {"stages": 2}},
+    "zero-bubble": {"pipeline": {"stages": 2, "schedule": "zero_bubble"}},
+    "tensor": {"tensor_parallel": {"tp_size": 2}},
+    "sequence": {"sequence_parallel_size": 2},
+    "tiles": {"sequence": {"tiled_mlp": 5, "tiled_loss": 7}},
+    "recompute": {"activation_checkpointing": {"enabled": True}},
+    "compile": {"compile": {"enabled": True, "backend": "aot_eager"}},
+    "offload_optimizer": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    "offload_param": {"zero_optimization": {**PARAM, "offload_param": {"device": "cpu"}}},
+    "NVMe": {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "FOLDER"}}},
+}
+EXCLUDE = {frozenset(("pipeline", "zero-bubble")), frozenset(("bf16", "fp16"))}
+NEAR = {"fp32": 1e-5, "bf16": 0.05, "fp16": 0.01}
+
+
+def merged(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, with the values of `two` where they contradict, but the higher ZeRO stage."""
+    found = copy.deepcopy(dict(one))
+    for key, value in two.items():
+        there = found.get(key)
+        is_both = isinstance(there, Mapping) and isinstance(value, Mapping)
+        found[key] = merged(there, value) if is_both else value  # type: ignore[arg-type]
+        if key == "stage":
+            found[key] = max(value, one.get(key, 0))
+    return found
+
+
+def config_of(names: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": COUNT,
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+    }
+    for name in names:
+        found = merged(found, FEATURES[name])
+    return found
+
+
+def ranks_of(config: Mapping[str, Any]) -> tuple[int, int]:
+    """World size and data ranks."""
+    model_ranks = config.get("pipeline", {}).get("stages", 1)
+    model_ranks *= config.get("tensor_parallel", {}).get("tp_size", 1)
+    model_ranks *= config.get("sequence_parallel_size", 1)
+    data = 2 if model_ranks < 4 else 1
+    return model_ranks * data, data
+
+
+def train(config: dict[str, Any]) -> tuple[list[tuple[float, float]], str]:
+    """On each rank: loss and norm of each step; or why it is refused."""
+    try:
+        engine = xds.initialize(build("llama"), config)
+        found = []
+        for step in range(STEPS):
+            loss = engine.train_batch(batches("llama", step, engine.dp_rank))
+            found.append((loss.item(), float(engine.get_global_grad_norm() or 0)))
+        engine.destroy()
+    except xds.XdsError as error:
+        return [], str(error)
+    return found, ""
+
+
+def outcome(names: tuple[str, ...]) -> str:
+    """ "" if training is equal to one process in fp32; else why it is refused, or what is wrong."""
+    config = config_of(names)
+    world_size, data = ranks_of(config)
+    with tempfile.TemporaryDirectory() as folder:
+        offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
+        if "nvme_path" in offload:
+            offload["nvme_path"] = folder
+        steps, refusal = warm(world_size).run(train, config)[0]
+    if refusal:
+        return refusal.removeprefix("config: ")
+    near = max(NEAR[name] for name in ("fp32", *names) if name in NEAR)
+    wanted = one_process("llama", data)
+    if near > NEAR["fp32"]:  # norms of 16 bits are far less exact than losses
+        steps, wanted = ([(loss, 1.0) for loss, _ in run] for run in (steps, wanted))
+    found = worst(steps, wanted)
+    return "" if found <= near else f"WRONG by {found:.0e}"
+
+
+def pairs() -> list[tuple[str, str]]:
+    return [pair for pair in combinations(FEATURES, 2) if frozenset(pair) not in EXCLUDE]
+
+
+def page() -> str:
+    """The page, from training every pair."""
+    found = {pair: outcome(pair) for pair in pairs()}
+    names = list(FEATURES)
+    lines = [
+        "# Combinations of features",
+        "",
+        "Each cell is the outcome of a test. A small Llama trains five steps with both features, on 2 to 4 "
+        "ranks.",
+        "",
+        "- `=`: losses and gradient norms are those of one process without these features, within 1e-5.",
+        "  In 16 bits losses are compared, within 1 % for fp16 and 5 % for bf16.",
+        "- A number: the combination is refused, with the sentence below the table.",
+        "- Two ZeRO stages mean the higher one.",
+        "",
+        "`tests/feature_pairs.py` writes this page.",
+        "",
+        f"| | {' | '.join(names[1:])} |",
+        "|---" * len(names) + "|",
+    ]
+    reasons: list[str] = []
+    for at, one in enumerate(names[:-1]):
+        cells = []
+        for two in names[1:]:
+            said = found.get((one, two), None) if names.index(two) > at else None
+            if said and said not in reasons:
+                reasons.append(said)
+            cells.append("" if said is None else f"{reasons.index(said) + 1}" if said else "=")
+        lines.append(f"| {one} | {' | '.join(cells)} |")
+    lines += ["", *(f"{number}. {text}" for number, text in enumerate(reasons, 1))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.stdout.write(page())

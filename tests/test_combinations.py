@@ -1,0 +1,29 @@
+"""Tests that the page of combinations is what training each pair of features gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from feature_pairs import FEATURES, config_of, outcome, page
+
+pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
+
+
+def test_settings_are_merged() -> None:
+    found = config_of(("ZeRO 3", "NVMe"))["zero_optimization"]
+    assert found["stage"] == 3 and found["offload_optimizer"]["device"] == "nvme"
+    assert config_of(("ZeRO 1", "offload_param"))["zero_optimization"]["stage"] == 3
+    assert FEATURES["ZeRO 1"] == {"zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize("pair", [("tensor", "offload_param"), ("zero-bubble", "tensor")])
+def test_a_pair_of_features_trains(pair: tuple[str, str]) -> None:
+    assert outcome(pair) == ""
+
+
+@pytest.mark.slow
+def test_the_page_is_current() -> None:
+    command = "PYTHONPATH=tests python tests/feature_pairs.py > docs/combinations.md"
+    assert page() == PAGE.read_text(), f"run: {command}"
