@@ -149,7 +149,7 @@ def _watched(block: nn.Module, run: _Run) -> Iterator[None]:
         def hook(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
             run.inputs[name] = args[0]
             run.outputs[name] = torch.randn(out.shape, generator=generator).to(out)
-            return run.outputs[name].requires_grad_()
+            return run.outputs[name].requires_grad_().clone()  # a block may write to it
 
         return hook
 

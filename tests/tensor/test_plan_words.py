@@ -1,0 +1,89 @@
+"""Tests of what a plan and DeepSpeed's layer_specs say about each module, and of their refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+import xds
+from xds.tensor.layer_specs import read_specs
+from xds.tensor.plan import read_plan
+from xds.tensor.words import Way, Word
+
+
+def small() -> nn.Module:
+    model = nn.Module()
+    model.fused, model.out, model.gate = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 2)
+    model.tokens = nn.Embedding(10, 8)
+    return model
+
+
+def specs(*entries: dict[str, Any]) -> dict[str, Way]:
+    config = {"layer_specs": list(entries)}
+    return read_specs(config, {"gate": Way(Word.COLWISE_GATHER)}, small())
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "way"),
+    [
+        ({"patterns": ["out.weight$"], "partition_type": "row"}, "out", Way(Word.ROWWISE)),
+        ({"patterns": ["fused"]}, "fused", Way(Word.COLWISE)),
+        ({"patterns": ["fused"], "shape": [3, -1]}, "fused", Way(Word.COLWISE, (8, 8, 8))),
+        (
+            {"patterns": ["fused"], "shape": [[12, 6, 6], -1], "partition_dim": 0},
+            "fused",
+            Way(Word.COLWISE, (12, 6, 6)),
+        ),
+        ({"patterns": ["fu.*"], "gather_output": True}, "fused", Way(Word.COLWISE_GATHER)),
+        ({"patterns": [".*tokens.*"]}, "tokens", Way(Word.EMBEDDING)),
+        ({"patterns": ["gate"], "partition_type": "skip"}, "gate", None),
+    ],
+)
+def test_layer_specs_are_read(entry: dict[str, Any], name: str, way: Way | None) -> None:
+    found = specs(entry)
+    assert found.get(name) == way
+    assert name == "gate" or found["gate"] == Way(Word.COLWISE_GATHER)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"patterns": ["q_proj"]}, "match no weight"),
+        ({"patterns": ["fused"], "partition_type": "columns"}, 'one of "column", "row", "skip"'),
+        ({"patterns": ["fused"], "shape": [5, -1]}, "fused has 24 columns or rows"),
+        ({"patterns": ["("]}, "no regular expression"),
+        ({"patterns": ["fused"], "partition_dim": 1}, "leave it out"),
+        ({"patterns": ["fused"], "kind": 1}, "unknown key"),
+        ({"partition_type": "row"}, "must be an object with patterns"),
+    ],
+)
+def test_layer_specs_that_do_not_fit_are_refused(entry: dict[str, Any], message: str) -> None:
+    with pytest.raises(xds.UsageError, match=r"partition_config.layer_specs\[0\]") as caught:
+        specs(entry)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"out": "moe_tp_experts"}, "'out' = 'moe_tp_experts': experts of a mixture"),
+        ({"out": "local_colwise"}, "without a sum are not supported"),
+        ({"out": "vocabulary"}, "must be one of"),
+        ({"out": "embedding_rowwise"}, "only nn.Embedding"),
+        ({"tokens": "embedding_colwise"}, "cut by rows only"),
+        ({"tokens": "colwise"}, "only linear layers"),
+    ],
+)
+def test_words_that_cannot_be_followed_are_refused(plan: dict[str, str], message: str) -> None:
+    with pytest.raises(xds.UsageError) as caught:
+        read_plan(plan, small())
+    assert message in str(caught.value)
+
+
+def test_words_of_older_plans_are_read() -> None:
+    found = read_plan(
+        {"out": "rowwise_rep", "gate": "colwise_rep", "fused": "sequence_parallel"}, small()
+    )
+    assert found == {"out": Way(Word.ROWWISE_SPLIT), "gate": Way(Word.COLWISE_GATHER)}
