@@ -10,7 +10,7 @@ from torch import nn
 
 from ...compression.reducer import ExactReducer
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.mesh_groups import MeshGroups
+from ...ops.comm.mesh_groups import AxisGroups, MeshGroups
 from ...pipe.channel import Channel, Ways
 from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.layer_lists import OtherStage
@@ -165,7 +165,7 @@ def _stages_text(stages: Sequence[int]) -> str:
 
 
 def open_flat_groups(
-    mesh: MeshGroups,
+    mesh: AxisGroups,
     world: Collectives,
     policy: BuildPolicy,
     stage: int,

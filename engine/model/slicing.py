@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from ...ops.comm.mesh_groups import MeshGroups
+from ...ops.comm.mesh_groups import AxisGroups
 from ...tensor.plan import Word, is_linear, read_plan
 from ...tensor.proof import Proof
 from ...tensor.slicing import Sliced, slice_model
@@ -45,7 +45,7 @@ def slice_layers(
     runs: Runs,
     plan: Plan | None,
     config: Config,
-    mesh: MeshGroups,
+    mesh: AxisGroups,
 ) -> tuple[Sliced, Proof | None]:
     """Keep this rank's slices of the layers that this pipeline stage has. For all ranks.
 
