@@ -137,6 +137,26 @@ def cut(
             "weights= to xds.initialize, or use xds.pipe.PipelineModule with LayerSpec layers"
         )
     rank = mesh.coordinate("pipe")
+    plan = plan_schedule(model, blocks, config)
+    mesh.opened[0].name_places(
+        {
+            rank: _stages_text(plan.placement.stages_of(mesh.mesh.coordinates(rank).pipe))
+            for rank in range(mesh.mesh.size)
+        }
+    )
+    part = cut_model(model, blocks, plan.placement, rank, *partition_of(model, config))
+    return Cut(part, plan, rank)
+
+
+def plan_schedule(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: Config
+) -> SchedulePlan:
+    """The schedule that the config asks for. `blocks`: found in the whole model.
+
+    Raises:
+        UsageError: there are more stages than layers, or the schedule cannot work with these numbers.
+    """
+    section = config.pipeline
     steps = config.gradient_accumulation_steps
     num_layers = len(model.layers) if isinstance(model, PipelineModule) else len(blocks)
     most = num_layers if isinstance(model, PipelineModule) else len(list(model.modules()))
@@ -146,18 +166,15 @@ def cut(
             f"pipeline.stages = {section.stages} x pipeline.chunks = {chunks} are more stages than the "
             f"model has layers ({num_layers}); lower one of them"
         )
-    plan = SchedulePlan(section.schedule, section.stages, section.chunks or 0, steps, num_layers)
-    mesh.opened[0].name_places(
-        {
-            rank: _stages_text(plan.placement.stages_of(mesh.mesh.coordinates(rank).pipe))
-            for rank in range(mesh.mesh.size)
-        }
-    )
+    return SchedulePlan(section.schedule, section.stages, section.chunks or 0, steps, num_layers)
+
+
+def partition_of(model: nn.Module, config: Config) -> tuple[str | tuple[int, ...] | None, Sides]:
+    """Where the config cuts the layers, and what it says about the modules around them."""
+    section = config.pipeline
     is_given = not is_part(model) or "partition" in section.model_fields_set
     partition = section.partition if is_given else None
-    sides = Sides(section.first_stage_modules, section.last_stage_modules)
-    part = cut_model(model, blocks, plan.placement, rank, partition, sides)
-    return Cut(part, plan, rank)
+    return partition, Sides(section.first_stage_modules, section.last_stage_modules)
 
 
 def _stages_text(stages: Sequence[int]) -> str:
@@ -256,5 +273,7 @@ __all__ = [
     "is_cut",
     "is_part",
     "open_flat_groups",
+    "partition_of",
+    "plan_schedule",
     "with_model",
 ]

@@ -25,7 +25,7 @@ STATE_KINDS = ("param", "grad", "master", "optimizer", "gathered", "host", "disk
 @final
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What an optimizer keeps: `num_states` tensors of a master's size, and `constant_bytes` for each buffer."""
+    """What an optimizer keeps of a buffer: `num_states` tensors of the master's size, `constant_bytes`."""
 
     num_states: int
     constant_bytes: int
@@ -70,7 +70,7 @@ def grad_bytes(flat: PlannedFlat) -> int:
     policy, layout = flat.group.policy, flat.layout
     wide, narrow = policy.sum_dtype(flat.dtype).itemsize, flat.dtype.itemsize
     if flat.group.collectives.world_size == 1:
-        return layout.numel * wide
+        return 0 if policy.shards_grads else layout.numel * wide
     if policy.shards_grads:
         return layout.shard_numel * wide
     if policy.holds_grads or policy.sum_dtype(flat.dtype) == flat.dtype:
@@ -86,14 +86,11 @@ def _states(flat: PlannedFlat, optimizer: OptimizerStates, places: Places) -> Co
     is_apart = flat.dtype != wide or params_away != bool(places.states) or places.params == "disk"
     start, stop = layout.shard_range(0) if policy.shards_optimizer else (0, layout.numel)
     items = len(layout.segments_in(start, stop))
-    return Counter(
-        {
-            places.states or "master": numel * wide.itemsize * is_apart,
-            places.states or "optimizer": optimizer.num_states * numel * wide.itemsize
-            + optimizer.constant_bytes * items
-            + (numel * wide.itemsize * is_apart if places.states else 0),
-        }
-    )
+    found: Counter[str] = Counter()
+    found[places.states or "master"] += numel * wide.itemsize * is_apart
+    kept = optimizer.num_states * numel * wide.itemsize + optimizer.constant_bytes * items
+    found[places.states or "optimizer"] += kept
+    return found
 
 
 __all__ = ["STATE_KINDS", "OptimizerStates", "Places", "flat_bytes", "grad_bytes"]

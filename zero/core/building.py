@@ -104,7 +104,9 @@ class Builder:
             ]
             numel = sum(layout.numel for _, _, layout in kept)
             found += [
-                PlannedFlat(plan.name, numel, kind.trains, kind.is_single, kind.dtype, group, layout)
+                PlannedFlat(
+                    plan.name, numel, kind.trains, kind.is_single, kind.dtype, group, layout
+                )
                 for kind, group, layout in kept
             ]
         return found
