@@ -23,6 +23,7 @@ from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.outlines import outlined_part
 from ...pipe.cut.part import Part
 from ...pipe.cut.plain_models import ModelOutline, outline_model
+from ...pipe.cut.surroundings import FIRST, LAST
 from ...pipe.schedules.plan import SchedulePlan
 from ...tensor.plan import Word
 from ...tensor.slicing import Sliced
@@ -98,6 +99,18 @@ class Shares:
                 where = partition_of(model, config)
                 placement = self.schedule.placement
                 self._outline = outline_model(model, self.blocks, placement, *where)
+
+    @property
+    def sides(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The modules outside of the blocks that run before and after them, where the model is cut."""
+        if self._outline is None:
+            return [], []
+        around = self._outline.around
+        first, last = (
+            [module for name, module in around.modules.items() if side in around.sides[name]]
+            for side in (FIRST, LAST)
+        )
+        return first, last
 
     def all(self) -> list[Share]:
         """Every part that differs from the others, by pipeline stage and tensor coordinate."""

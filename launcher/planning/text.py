@@ -1,0 +1,174 @@
+"""A plan as text: tables of layers, bytes and messages, and the schedule in time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ...engine.planning.links import Link
+from ...engine.planning.plan import Plan, RankPlan
+from ...engine.planning.states import STATE_KINDS
+from ...engine.planning.timeline import Timeline
+from ...ops.mesh import AXES
+from ...pipe.schedules.actions import COMPUTE, Op
+
+WIDTH = 100  # characters of a schedule
+LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.INPUT: "I", Op.WEIGHT: "W"}
+MESSAGES = {
+    "reduce_scatter": "gradients reduced",
+    "all_gather": "parameters gathered",
+    "activations": "pipeline activations",
+    "gradients": "pipeline gradients",
+    "tensor sums": "tensor sums",
+    "tensor gathers": "tensor gathers",
+}
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def plan_text(plan: Plan) -> str:
+    """All tables of `plan`."""
+    parts = [
+        _head(plan),
+        "Who has what\n" + _table(_layer_rows(plan)),
+        "Bytes that a rank holds\n" + _table(_state_rows(plan)),
+        f"Bytes that a rank sends in a step: to ranks of its host + to other hosts ({plan.ranks_per_host} "
+        "ranks on a host)\n" + _table(_message_rows(plan)),
+    ]
+    if plan.timeline is not None:
+        parts.append(_schedule(plan, plan.timeline))
+    if plan.notes:
+        parts.append("Notes\n" + "\n".join(f"  {note}" for note in plan.notes))
+    return "\n\n".join(parts) + "\n"
+
+
+def product_text(plan: Plan) -> str:
+    """The axes with more than one rank, such as "8 pipe x 128 data x 16 tensor = 16384 ranks"."""
+    lengths = dict(zip(AXES, plan.mesh.shape, strict=True))
+    used = [f"{length} {axis}" for axis, length in lengths.items() if length > 1] or ["1 data"]
+    return f"{' x '.join(used)} = {counted(plan.mesh.size, 'rank')}"
+
+
+def counted(number: int, what: str) -> str:
+    """Such as "1 rank" and "2 ranks"."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def size_text(num_bytes: int) -> str:
+    """Such as "19.02 GB". 1 GB is 1e9 bytes."""
+    size, unit = float(num_bytes), 0
+    while size >= 999.5 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{num_bytes} B" if unit == 0 else f"{size:.2f} {_UNITS[unit]}"
+
+
+def _head(plan: Plan) -> str:
+    config = plan.config
+    precision = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+    return (
+        f"{plan.name}: {plan.num_parameters:,} parameters on {product_text(plan)}\n"
+        f"  ZeRO stage {config.zero_optimization.stage}, {precision}, "
+        f"{config.gradient_accumulation_steps} x {counted(config.train_micro_batch_size_per_gpu, 'sample')} in "
+        f"a step of each data rank, {counted(config.train_batch_size, 'sample')} in all"
+    )
+
+
+def ranks_text(plan: Plan, each: RankPlan) -> str:
+    """The stage and slice of a share, such as "stage 0, tensor 0-15"."""
+    parts = []
+    if plan.mesh.pipe > 1:
+        parts.append(f"stage {each.share.pipe}")
+    if plan.mesh.tensor > 1:
+        parts.append(f"tensor {_range(each.share.tensors)}")
+    return ", ".join(parts) or "every rank"
+
+
+def _range(numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 1 and last - first == len(numbers) - 1:
+        return f"{first}-{last}"
+    return ",".join(map(str, numbers))
+
+
+def _layer_rows(plan: Plan) -> Iterator[list[str]]:
+    yield ["", "ranks", "layers", "slices", "parameters"]
+    for each in plan.ranks:
+        share = each.share
+        number = len(share.tensors) * plan.mesh.data * plan.mesh.sequence
+        blocks = "; ".join(_blocks(names) for names in share.blocks.values())
+        sliced = str(share.num_sliced) if plan.mesh.tensor > 1 else "-"
+        yield [ranks_text(plan, each), f"{number:,}", blocks, sliced, f"{share.numel:,}"]
+
+
+def _blocks(names: Sequence[str]) -> str:
+    if len(names) < 2:
+        return names[0] if names else "none"
+    return f"{names[0]} to {names[-1].rpartition('.')[2]} ({len(names)})"
+
+
+def _state_rows(plan: Plan) -> Iterator[list[str]]:
+    kinds = [kind for kind in STATE_KINDS if any(each.states.get(kind) for each in plan.ranks)]
+    is_known = any(each.activations is not None for each in plan.ranks)
+    yield ["", *kinds, "states", *(["activations", "both"] if is_known else [])]
+    for each in plan.ranks:
+        row = [size_text(each.states.get(kind, 0)) for kind in kinds]
+        row.append(size_text(sum(each.states.values())))
+        if is_known:
+            row += [size_text(each.activations or 0), size_text(each.total_bytes)]
+        yield [ranks_text(plan, each), *row]
+
+
+def _message_rows(plan: Plan) -> Iterator[list[str]]:
+    found = {kind for each in plan.ranks for kind, link in each.sent.items() if link.total}
+    kinds = [kind for kind in MESSAGES if kind in found] + sorted(found.difference(MESSAGES))
+    yield ["", *(MESSAGES.get(kind, kind) for kind in kinds), "all"]
+    for each in plan.ranks:
+        links = [each.sent.get(kind, Link()) for kind in kinds]
+        yield [ranks_text(plan, each), *map(_link, [*links, sum(links, Link())])]
+
+
+def _link(link: Link) -> str:
+    return f"{size_text(link.inside)} + {size_text(link.between)}" if link.total else "-"
+
+
+def _table(rows: Iterator[list[str]]) -> str:
+    cells = list(rows)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        aligned = [
+            text.ljust(width) if at in (0,) else text.rjust(width)
+            for at, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(aligned).rstrip())
+    return "\n".join(lines)
+
+
+def _schedule(plan: Plan, line: Timeline) -> str:
+    placement = line.table.placement
+    chunks = f" of {placement.num_chunks} chunks" if placement.num_chunks > 1 else ""
+    head = (
+        f"Schedule {plan.config.pipeline.schedule}: {placement.num_ranks} stages{chunks}, "
+        f"{line.table.num_micro_batches} micro-batches. F forward, B backward, I and W its two parts, . waits"
+    )
+    rows = [f"  stage {rank:<3} {row}" for rank, row in enumerate(_drawn(line))]
+    bubble = (
+        f"  bubble {line.bubble:.1%} of the step, if times are as the counted multiplications; "
+        f"{line.equal_bubble:.1%} if all stages are equally fast"
+    )
+    return "\n".join([head, *rows, bubble])
+
+
+def _drawn(line: Timeline) -> list[str]:
+    """One line for each pipeline rank: the letter of what it computes most of in each part of the step."""
+    run, end = line.run, line.run.makespan_seconds
+    found = []
+    for rank, actions in enumerate(line.table.rows):
+        row = ["."] * WIDTH
+        for action, start, stop in zip(actions, run.starts[rank], run.ends[rank], strict=True):
+            if action.op in COMPUTE:
+                first, last = round(start / end * WIDTH), round(stop / end * WIDTH)
+                row[first:last] = LETTERS[action.op] * (last - first)
+        found.append("".join(row))
+    return found
+
+
+__all__ = ["counted", "plan_text", "product_text", "ranks_text", "size_text"]
