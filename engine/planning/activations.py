@@ -7,7 +7,7 @@ Nothing is computed: the run costs as much as its calls.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,11 +15,14 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...ops.comm.on_paper import PaperGroups
+from ..model.forwards import Forward, replace_forwards
 
 BEFORE = -1
+NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")  # of a block among the others
 
 
 def after(number: int) -> int:
@@ -60,9 +63,9 @@ class Observer:
         }
         self._hooks: list[Any] = []
         for number, block in enumerate(blocks):
-            before, after = partial(self._begin, number), partial(self._end, number)
-            self._hooks.append(block.register_forward_pre_hook(before, with_kwargs=True))
-            self._hooks.append(block.register_forward_hook(after))
+            begin, end = partial(self._begin, number), partial(self._end, number)
+            self._hooks.append(block.register_forward_pre_hook(begin, with_kwargs=True))
+            self._hooks.append(block.register_forward_hook(end))
             self._hooks.append(block.register_full_backward_pre_hook(partial(self._back, number)))
 
     @contextmanager
@@ -74,37 +77,28 @@ class Observer:
         finally:
             for hook in self._hooks:
                 hook.remove()
-            self.settle()
+            self._switch(BEFORE)
 
-    def settle(self) -> None:
-        """What was sent since the last call belongs to the block that runs."""
+    def _switch(self, running: int) -> None:
+        """What was sent since the last call belongs to what ran until now."""
         now: Counter[str] = Counter()
         for collectives in self._groups.opened:
             now.update(collectives.sent_bytes)
-        new = now - self._sent
-        self.found.sent.setdefault(self._running, Counter()).update(new)
+        self.found.sent.setdefault(self._running, Counter()).update(now - self._sent)
         self._sent = now
-
-    def begin_backward(self) -> None:
-        """The loss is about to be differentiated."""
-        self.settle()
-
-    def _switch(self, running: int) -> None:
-        self.settle()
         self._running = running
 
     def _begin(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._switch(number)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = {_memory(tensor) for tensor in self._outputs}
-        for tensor in tensors:
+        for tensor in _tensors((args, kwargs)):
             if tensor.requires_grad or _memory(tensor) in outputs:
                 self.found.flows[number] += tensor.nbytes
                 self.found.inputs[number] += tensor.nbytes
 
     def _end(self, number: int, _: nn.Module, __: Any, outputs: Any) -> None:
         self._switch(after(number))
-        self._outputs += [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        self._outputs += _tensors(outputs)
 
     def _back(self, number: int, _: nn.Module, __: Any) -> None:
         self._switch(number)
@@ -117,6 +111,79 @@ class Observer:
         return tensor
 
 
+@final
+class Repeated:
+    """Blocks that are like an earlier one do not run: their outputs are their inputs, and they count alike.
+
+    Two of each kind run. The second one is the model for the others, as the first also keeps what all share.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._blocks = blocks
+        self._like: dict[int, int] = {}  # number of a block that may be skipped -> its model
+        self._skipped: set[int] = set()
+        self._passes: dict[int, bool] = {}  # number of a model -> its output is like its input
+        kinds: dict[Hashable, list[int]] = {}
+        for number, block in enumerate(blocks):
+            alike = kinds.setdefault(_kind_of(block), [])
+            alike.append(number)
+            if len(alike) > 2:
+                self._like[number] = alike[1]
+
+    @contextmanager
+    def skipped(self) -> Iterator[None]:
+        """Inside, such blocks return their inputs."""
+        models = set(self._like.values())
+        watched = [self._blocks[n].register_forward_hook(partial(self._look, n)) for n in models]
+        undo = [
+            replace_forwards([self._blocks[number]], partial(self._stub, number))
+            for number in self._like
+        ]
+        try:
+            yield
+        finally:
+            for restore in undo:
+                restore()
+            for hook in watched:
+                hook.remove()
+
+    def complete(self, found: Activations) -> None:
+        """Count the skipped blocks like their models."""
+        for number in self._skipped:
+            model = self._like[number]
+            found.kept[number] = found.kept[model]
+            found.sent[number] = found.sent[model]
+
+    def _look(self, number: int, _: nn.Module, args: Any, output: Any) -> None:
+        first = next(iter(_tensors(args)), None)
+        self._passes[number] = (
+            isinstance(output, Tensor)
+            and first is not None
+            and (first.shape, first.dtype) == (output.shape, output.dtype)
+        )
+
+    def _stub(self, number: int, forward: Forward) -> Forward:
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            if not self._passes.get(self._like[number]):
+                return forward(*args, **kwargs)
+            self._skipped.add(number)
+            return _tensors(args)[0]
+
+        return stub
+
+
+@final
+class AnswersYes(TorchDispatchMode):
+    """A model that reads a value of a tensor on the meta device gets True: masks are asked if they are full."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
 def observe(
     model: nn.Module,
     blocks: Sequence[nn.Module],
@@ -127,13 +194,13 @@ def observe(
 
     Raises whatever the model raises: not every forward runs without values.
     """
+    repeated = Repeated(blocks)
     observer = Observer(model, blocks, groups)
-    with observer.watching():
-        loss = call()
-        observer.begin_backward()
-        loss.backward()  # type: ignore[no-untyped-call]
+    with repeated.skipped(), observer.watching(), AnswersYes():
+        call().backward()  # type: ignore[no-untyped-call]
     for param in model.parameters():
         param.grad = None
+    repeated.complete(observer.found)
     return observer.found
 
 
@@ -163,6 +230,25 @@ def sent_by(found: Activations, numbers: Sequence[int], *, is_first: bool) -> Co
     for place in places + [BEFORE] * is_first:
         total.update(found.sent.get(place, Counter()))
     return total
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _kind_of(block: nn.Module) -> Hashable:
+    """Equal for blocks that keep and send the same: their classes, shapes and settings, but for their number."""
+    settings = [
+        (name, type(module).__name__, key, value)
+        for name, module in block.named_modules()
+        for key, value in module.__dict__.items()
+        if isinstance(value, (int, float, str)) and key not in NUMBERS
+    ]
+    params = [
+        (name, param.shape, param.dtype, param.requires_grad)
+        for name, param in block.named_parameters()
+    ]
+    return tuple(settings), tuple(params)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -10,6 +10,7 @@ from ...engine.planning.states import STATE_KINDS
 from ...engine.planning.timeline import Timeline
 from ...ops.mesh import AXES
 from ...pipe.schedules.actions import COMPUTE, Op
+from ...utils.sizes import size_text
 
 WIDTH = 100  # characters of a schedule
 LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.INPUT: "I", Op.WEIGHT: "W"}
@@ -21,7 +22,6 @@ MESSAGES = {
     "tensor sums": "tensor sums",
     "tensor gathers": "tensor gathers",
 }
-_UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def plan_text(plan: Plan) -> str:
@@ -50,14 +50,6 @@ def product_text(plan: Plan) -> str:
 def counted(number: int, what: str) -> str:
     """Such as "1 rank" and "2 ranks"."""
     return f"{number:,} {what}{'s' * (number != 1)}"
-
-
-def size_text(num_bytes: int) -> str:
-    """Such as "19.02 GB". 1 GB is 1e9 bytes."""
-    size, unit = float(num_bytes), 0
-    while size >= 999.5 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{num_bytes} B" if unit == 0 else f"{size:.2f} {_UNITS[unit]}"
 
 
 def _head(plan: Plan) -> str:
@@ -171,4 +163,4 @@ def _drawn(line: Timeline) -> list[str]:
     return found
 
 
-__all__ = ["counted", "plan_text", "product_text", "ranks_text", "size_text"]
+__all__ = ["counted", "plan_text", "product_text", "ranks_text"]
