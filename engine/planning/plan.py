@@ -231,6 +231,7 @@ class _Planner:
                 distance = 0
             kept = num_kept(numels, distance, zero.max_live_parameters)
             stays = set(names[len(names) - kept :])
+            stays.add("")  # the root unit runs from the first call of a forward to its end
             gathers = {name: self._steps * (1 if name in stays else 2) for name in [*names, ""]}
             return {name: Repeats(times, times, gathers[name]) for name in gathers}
         each = shards and config.pipeline.reduce == "micro_batch"

@@ -1,0 +1,62 @@
+"""Test helper: small models for plans, and what real ranks hold and send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pipeline_runs import LENGTH, VOCAB, Model, batches
+from torch import nn
+
+import xds
+
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+SAMPLES = 2
+
+
+def plain() -> tuple[nn.Module, Any]:
+    return Model(), _batch()
+
+
+def tied() -> tuple[nn.Module, Any]:
+    return Model(tied=True), _batch()
+
+
+def _batch() -> Any:
+    tokens = torch.zeros((SAMPLES, LENGTH), dtype=torch.int64)
+    return tokens, tokens.clone()
+
+
+def config_of(
+    stage: int, precision: str = "fp32", pipe: int = 1, tensor: int = 1, count: int = 1, **zero: Any
+) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": count,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {
+            "stage": stage,
+            "unit_min_numel": 0,
+            "stage3_param_persistence_threshold": 0,
+            **zero,
+        },
+        "pipeline": {"stages": pipe},
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    if tensor > 1:
+        config["tensor_parallel"] = {"tp_size": tensor, "plan": PLAN}
+    return config
+
+
+def run(build: str, config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """What this rank holds after three steps, and the bytes that it sent in the third."""
+    torch.manual_seed(0)
+    engine = xds.initialize(globals()[build]()[0], config)
+    count, seen = engine.gradient_accumulation_steps(), []
+    for step in range(3):  # the first proves the slices and sends shapes
+        engine.train_batch(iter(batches(step, engine.dp_rank, count, SAMPLES)))
+        seen.append(engine.bytes_sent())
+    held = engine.memory_plan()
+    engine.destroy()
+    return held, {kind: seen[2][kind] - seen[1].get(kind, 0) for kind in seen[2]}
