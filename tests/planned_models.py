@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pipeline_runs import LENGTH, VOCAB, Model, batches
+from pipeline_runs import LENGTH, Model, batches
 from torch import nn
 
 import xds

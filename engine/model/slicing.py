@@ -55,18 +55,23 @@ def slice_layers(
     Raises:
         UsageError: the layers cannot be cut over so many ranks.
     """
-    section = config.tensor_parallel
-    if section.size == 1:
+    if config.tensor_parallel.size == 1:
         return Sliced(), None
-    found = read_plan(section.plan, model, is_part=True) if plan is None else plan
-    modules = dict(model.named_modules())
-    own = {
-        name: word
-        for name, word in found.items()
-        if name in modules and (word is Word.PARTIAL or is_linear(modules[name]))
-    }
+    own = words_here(model, plan, config)
     proof = Proof([block for run in runs for block in run], list(own))
     return slice_model(model, own, mesh.along("tensor")), proof
 
 
-__all__ = ["plan_slices", "slice_layers"]
+def words_here(model: nn.Module, plan: Plan | None, config: Config) -> Plan:
+    """How the layers are cut that this pipeline stage has; `plan` as in `slice_layers`."""
+    if plan is None:
+        plan = read_plan(config.tensor_parallel.plan, model, is_part=True)
+    modules = dict(model.named_modules())
+    return {
+        name: word
+        for name, word in plan.items()
+        if name in modules and (word is Word.PARTIAL or is_linear(modules[name]))
+    }
+
+
+__all__ = ["plan_slices", "slice_layers", "words_here"]

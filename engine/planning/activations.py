@@ -15,11 +15,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...ops.comm.on_paper import PaperGroups
 from ..model.forwards import Forward, replace_forwards
+from .shape_ops import FusedAttention, ShapesOnly
 
 BEFORE = -1
 NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")  # of a block among the others
@@ -172,31 +172,23 @@ class Repeated:
         return stub
 
 
-@final
-class AnswersYes(TorchDispatchMode):
-    """A model that reads a value of a tensor on the meta device gets True: masks are asked if they are full."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return True
-        return func(*args, **(kwargs or {}))
-
-
 def observe(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     groups: PaperGroups,
     call: Callable[[], Tensor],
+    *,
+    quick: bool = True,
 ) -> Activations:
     """Run `call`, a forward of `model` to its loss, and its backward. All on the meta device.
+
+    quick: see `ShapesOnly`.
 
     Raises whatever the model raises: not every forward runs without values.
     """
     repeated = Repeated(blocks)
     observer = Observer(model, blocks, groups)
-    with repeated.skipped(), observer.watching(), AnswersYes():
+    with repeated.skipped(), observer.watching(), FusedAttention(), ShapesOnly(quick=quick):
         call().backward()  # type: ignore[no-untyped-call]
     for param in model.parameters():
         param.grad = None
@@ -237,7 +229,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _kind_of(block: nn.Module) -> Hashable:
-    """Equal for blocks that keep and send the same: their classes, shapes and settings, but for their number."""
+    """Equal for blocks that keep and send the same: classes, shapes and settings, but for their number."""
     settings = [
         (name, type(module).__name__, key, value)
         for name, module in block.named_modules()

@@ -15,10 +15,29 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
+
+RANDOM = (
+    *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "log_normal_"),
+    "cauchy_",
+)
+
+
+@final
+class WithoutValues(TorchFunctionMode):
+    """Nothing is initialised: on the meta device torch would load its compiler to draw no numbers."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in RANDOM or getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 class ModelSource(ABC):
@@ -36,12 +55,12 @@ class ModelSource(ABC):
 
     def on_meta(self) -> nn.Module:
         """A new model on the meta device: shapes without memory."""
-        with torch.device("meta"):
+        with torch.device("meta"), WithoutValues():
             return self.build()
 
     def batch_on_meta(self, micro_batch_size: int) -> Any:
         """One micro-batch on the meta device; None: not known."""
-        with torch.device("meta"):
+        with torch.device("meta"), WithoutValues():
             batch = self.batch(micro_batch_size)
         return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
 

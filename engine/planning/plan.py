@@ -118,8 +118,7 @@ class _Planner:
 
     def _observe(self) -> Activations | None:
         """What a micro-batch keeps and sends; None where the model does not run without values."""
-        model, shares = self._shares.model, self._shares
-        if is_part(model):
+        if is_part(self._shares.model):
             self._notes.append(
                 "activations are not counted: a PipelineModule is built stage by stage"
             )
@@ -130,17 +129,14 @@ class _Planner:
                 "activations are not counted: no micro-batch is known; let the function return (model, batch)"
             )
             return None
-        groups = PaperGroups(self._mesh)
-        blocks = [module for _, module in shares.blocks]
-        dtype = _compute_dtype(self._config)
         try:
-            with sliced_here(model, [shares.blocks], shares.words, self._config, groups):
-                for param in model.parameters() if dtype else []:
-                    if param.is_floating_point():
-                        param.data = param.data.to(dtype)
-                return observe(model, blocks, groups, lambda: _loss(model, batch))
+            return self._observed(batch, quick=True)
         except UsageError:
             raise
+        except Exception:  # a result of another layout than torch's
+            pass
+        try:
+            return self._observed(batch, quick=False)
         except Exception as error:
             text = str(error).strip().split("\n")[0][:150]
             self._notes.append(
@@ -148,6 +144,17 @@ class _Planner:
                 f"({type(error).__name__}: {text})"
             )
             return None
+
+    def _observed(self, batch: Any, *, quick: bool) -> Activations:
+        model, shares = self._shares.model, self._shares
+        groups = PaperGroups(self._mesh)
+        blocks = [module for _, module in shares.blocks]
+        dtype = _compute_dtype(self._config)
+        with sliced_here(model, shares.words, self._config, groups):
+            for param in model.parameters() if dtype else []:
+                if param.is_floating_point():
+                    param.data = param.data.to(dtype)
+            return observe(model, blocks, groups, lambda: _loss(model, batch), quick=quick)
 
     def _timeline(self, shares: list[Share]) -> Timeline | None:
         schedule = self._shares.schedule

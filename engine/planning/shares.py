@@ -26,7 +26,7 @@ from ...pipe.cut.plain_models import ModelOutline, outline_model
 from ...pipe.cut.surroundings import FIRST, LAST
 from ...pipe.schedules.plan import SchedulePlan
 from ...tensor.plan import Word
-from ...tensor.slicing import Sliced
+from ...tensor.slicing import Sliced, slice_model
 from ...zero.core.building import Builder, PlannedFlat
 from ...zero.core.discover import found_blocks
 from ..config.config import Config
@@ -40,9 +40,10 @@ from ..model.pipelining import (
     plan_schedule,
 )
 from ..model.policies import policy_of
-from ..model.slicing import plan_slices, slice_layers
+from ..model.slicing import plan_slices, words_here
 from ..optim.optimizers import Groups, read_groups, split_for_muon
 from .models import ModelSource
+from .shape_ops import ShapesOnly
 
 
 @final
@@ -122,9 +123,7 @@ class Shares:
             stages = found.plan.placement.stages_of(pipe) if found is not None else (0,)
             left = list(range(self._mesh.tensor))
             while left:
-                with sliced_here(
-                    module, runs, self.words, self._config, self._at(pipe, left[0])
-                ) as cut:
+                with sliced_here(module, self.words, self._config, self._at(pipe, left[0])) as cut:
                     flats = self._flats(module, runs, found, cut, self._at(pipe, left[0]))
                     equal = [rank for rank in left if _widths(cut, rank) == _widths(cut, left[0])]
                     yield Share(pipe, tuple(equal), stages, names, flats, len(cut.slices))
@@ -179,14 +178,18 @@ def trained_groups(model: nn.Module, config: Config) -> Groups:
 @contextmanager
 def sliced_here(
     model: nn.Module,
-    runs: Runs,
     words: Mapping[str, Word] | None,
     config: Config,
     groups: PaperGroups,
 ) -> Iterator[Sliced]:
     """Slice the layers of `model` for one rank, and afterwards make them whole again."""
     with unchanged(model):
-        sliced, _ = slice_layers(model, runs, words, config, groups)
+        if groups.mesh.tensor == 1:
+            yield Sliced()
+            return
+        own = words_here(model, words, config)
+        with ShapesOnly():
+            sliced = slice_model(model, own, groups.along("tensor"))
         if sliced.check is not None:
             sliced.check.remove()  # there are no values to compare
         yield sliced
