@@ -22,6 +22,14 @@ def tied() -> tuple[nn.Module, Any]:
     return Model(tied=True), _batch()
 
 
+def frozen() -> tuple[nn.Module, Any]:
+    return Model(frozen=2), _batch()
+
+
+def without_batch() -> nn.Module:
+    return Model()
+
+
 def _batch() -> Any:
     tokens = torch.zeros((SAMPLES, LENGTH), dtype=torch.int64)
     return tokens, tokens.clone()
@@ -30,18 +38,15 @@ def _batch() -> Any:
 def config_of(
     stage: int, precision: str = "fp32", pipe: int = 1, tensor: int = 1, count: int = 1, **zero: Any
 ) -> dict[str, Any]:
+    zero = {"unit_min_numel": 0, "param_persistence_threshold": 0, **zero}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": count,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {
-            "stage": stage,
-            "unit_min_numel": 0,
-            "stage3_param_persistence_threshold": 0,
-            **zero,
-        },
-        "pipeline": {"stages": pipe},
+        "zero_optimization": {"stage": stage, **zero},
     }
+    if pipe > 1:
+        config["pipeline"] = {"stages": pipe}
     if precision != "fp32":
         config[precision] = {"enabled": True}
     if tensor > 1:
@@ -52,7 +57,8 @@ def config_of(
 def run(build: str, config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """What this rank holds after three steps, and the bytes that it sent in the third."""
     torch.manual_seed(0)
-    engine = xds.initialize(globals()[build]()[0], config)
+    found = globals()[build]()
+    engine = xds.initialize(found[0] if isinstance(found, tuple) else found, config)
     count, seen = engine.gradient_accumulation_steps(), []
     for step in range(3):  # the first proves the slices and sends shapes
         engine.train_batch(iter(batches(step, engine.dp_rank, count, SAMPLES)))

@@ -244,7 +244,7 @@ def _kind_of(block: nn.Module) -> Hashable:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 __all__ = ["BEFORE", "Activations", "after", "held_by", "observe", "sent_by"]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import Tensor
 
 from ...ops.comm.on_paper import PaperCollectives, PaperGroups
 from ...ops.mesh import Mesh
@@ -18,10 +17,10 @@ from ...utils.errors import UsageError
 from ...zero.core.reuse import num_kept
 from ..config.config import Config
 from ..config.ranks import mesh_of
+from ..data.batches import call_with, loss_of
 from ..model.offloading import host_ratio
 from ..model.pipelining import is_part, with_model
 from ..optim.state_count import count_states
-from ..steps.batch_loop import loss_of
 from .activations import Activations, held_by, observe, sent_by
 from .links import Link, peers_on_host, spread
 from .messages import GATHER, REDUCE, Repeats, gathered_bytes, reduced_bytes
@@ -154,7 +153,9 @@ class _Planner:
             for param in model.parameters() if dtype else []:
                 if param.is_floating_point():
                     param.data = param.data.to(dtype)
-            return observe(model, blocks, groups, lambda: _loss(model, batch), quick=quick)
+            return observe(
+                model, blocks, groups, lambda: loss_of(call_with(model, batch)), quick=quick
+            )
 
     def _timeline(self, shares: list[Share]) -> Timeline | None:
         schedule = self._shares.schedule
@@ -305,12 +306,6 @@ def _stage_of_units(share: Share, names: list[str]) -> dict[str, int]:
     """Unit -> its virtual stage. A unit of several blocks has the name of the first one, then dots."""
     stage_of = {name: stage for stage, blocks in share.blocks.items() for name in blocks}
     return {name: stage_of[name.split("..")[0]] for name in names}
-
-
-def _loss(model: Any, batch: Any) -> Tensor:
-    if isinstance(batch, Mapping):
-        return loss_of(model(**batch))
-    return loss_of(model(*batch) if isinstance(batch, tuple | list) else model(batch))
 
 
 def _compute_dtype(config: Config) -> torch.dtype | None:

@@ -158,12 +158,12 @@ def _sdpa(
 
 
 @final
-class ShapesOnly(TorchDispatchMode):
+class ShapesOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, nothing is computed. A model that reads a value gets True: masks are asked if they are full."""
 
     def __init__(self, *, quick: bool = True) -> None:
         """quick: shapes of usual operations are computed here, otherwise all by torch."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._quick = quick
 
     @classmethod

@@ -63,6 +63,12 @@ class Share:
     num_sliced: int
 
     @property
+    def outside(self) -> tuple[str, ...]:
+        """The modules outside of the blocks of which these ranks have parameters, by name."""
+        slots = [slot for flat in self.flats if not flat.unit for slot in flat.layout.slots]
+        return tuple(dict.fromkeys(slot.name.rpartition(".")[0] for slot in slots))
+
+    @property
     def numel(self) -> int:
         """Elements of the parameters that these ranks compute with."""
         return sum(flat.layout.payload_numel for flat in self.flats)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from ...engine.planning.links import Link
 from ...engine.planning.plan import Plan, RankPlan
@@ -12,6 +12,8 @@ from ...ops.mesh import AXES
 from ...pipe.schedules.actions import COMPUTE, Op
 from ...utils.sizes import size_text
 
+Row = tuple[str, list[str]]  # whose, and the cells
+MOST_NAMES = 4  # of modules outside of the blocks
 WIDTH = 100  # characters of a schedule
 LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.INPUT: "I", Op.WEIGHT: "W"}
 MESSAGES = {
@@ -26,12 +28,15 @@ MESSAGES = {
 
 def plan_text(plan: Plan) -> str:
     """All tables of `plan`."""
+    host = counted(plan.ranks_per_host, "rank")
+    near = _messages(plan, lambda link: link.inside)
+    far = _messages(plan, lambda link: link.between)
     parts = [
         _head(plan),
-        "Who has what\n" + _table(_layer_rows(plan)),
-        "Bytes that a rank holds\n" + _table(_state_rows(plan)),
-        f"Bytes that a rank sends in a step: to ranks of its host + to other hosts ({plan.ranks_per_host} "
-        "ranks on a host)\n" + _table(_message_rows(plan)),
+        "Who has what\n" + _table(["ranks", "layers", "slices", "parameters"], _layers(plan)),
+        "Bytes that a rank holds\n" + _table(*_states(plan)),
+        f"Bytes that a rank sends in a step to ranks of its host, of {host}\n" + _table(*near),
+        "Bytes that a rank sends in a step to other hosts\n" + _table(*far),
     ]
     if plan.timeline is not None:
         parts.append(_schedule(plan, plan.timeline))
@@ -63,13 +68,13 @@ def _head(plan: Plan) -> str:
     )
 
 
-def ranks_text(plan: Plan, each: RankPlan) -> str:
-    """The stage and slice of a share, such as "stage 0, tensor 0-15"."""
+def place_text(plan: Plan, stages: Sequence[int], tensors: Sequence[int]) -> str:
+    """Pipeline stages and tensor coordinates, such as "stage 0-3, tensor 0-15"."""
     parts = []
     if plan.mesh.pipe > 1:
-        parts.append(f"stage {each.share.pipe}")
+        parts.append(f"stage {_range(stages)}")
     if plan.mesh.tensor > 1:
-        parts.append(f"tensor {_range(each.share.tensors)}")
+        parts.append(f"tensor {_range(tensors)}")
     return ", ".join(parts) or "every rank"
 
 
@@ -80,58 +85,72 @@ def _range(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def _layer_rows(plan: Plan) -> Iterator[list[str]]:
-    yield ["", "ranks", "layers", "slices", "parameters"]
+def _layers(plan: Plan) -> list[Row]:
+    rows = []
     for each in plan.ranks:
         share = each.share
         number = len(share.tensors) * plan.mesh.data * plan.mesh.sequence
-        blocks = "; ".join(_blocks(names) for names in share.blocks.values())
+        blocks = [_blocks(names) for names in share.blocks.values() if names]
+        blocks += share.outside[:MOST_NAMES] + ("...",) * (len(share.outside) > MOST_NAMES)
         sliced = str(share.num_sliced) if plan.mesh.tensor > 1 else "-"
-        yield [ranks_text(plan, each), f"{number:,}", blocks, sliced, f"{share.numel:,}"]
+        cells = [f"{number:,}", ", ".join(blocks) or "none", sliced, f"{share.numel:,}"]
+        rows.append((place_text(plan, [share.pipe], share.tensors), cells))
+    return rows
 
 
 def _blocks(names: Sequence[str]) -> str:
-    if len(names) < 2:
-        return names[0] if names else "none"
+    if len(names) == 1:
+        return names[0]
     return f"{names[0]} to {names[-1].rpartition('.')[2]} ({len(names)})"
 
 
-def _state_rows(plan: Plan) -> Iterator[list[str]]:
+def _states(plan: Plan) -> tuple[list[str], list[Row]]:
     kinds = [kind for kind in STATE_KINDS if any(each.states.get(kind) for each in plan.ranks)]
     is_known = any(each.activations is not None for each in plan.ranks)
-    yield ["", *kinds, "states", *(["activations", "both"] if is_known else [])]
-    for each in plan.ranks:
+
+    def cells(each: RankPlan) -> list[str]:
         row = [size_text(each.states.get(kind, 0)) for kind in kinds]
         row.append(size_text(sum(each.states.values())))
         if is_known:
             row += [size_text(each.activations or 0), size_text(each.total_bytes)]
-        yield [ranks_text(plan, each), *row]
+        return row
+
+    more = ["activations", "both"] if is_known else []
+    return [*kinds, "states", *more], _merged(plan, cells)
 
 
-def _message_rows(plan: Plan) -> Iterator[list[str]]:
+def _messages(plan: Plan, part: Callable[[Link], int]) -> tuple[list[str], list[Row]]:
     found = {kind for each in plan.ranks for kind, link in each.sent.items() if link.total}
     kinds = [kind for kind in MESSAGES if kind in found] + sorted(found.difference(MESSAGES))
-    yield ["", *(MESSAGES.get(kind, kind) for kind in kinds), "all"]
+
+    def cells(each: RankPlan) -> list[str]:
+        sizes = [part(each.sent.get(kind, Link())) for kind in kinds]
+        return [size_text(size) if size else "-" for size in [*sizes, sum(sizes)]]
+
+    return [*(MESSAGES.get(kind, kind) for kind in kinds), "all"], _merged(plan, cells)
+
+
+def _merged(plan: Plan, cells_of: Callable[[RankPlan], list[str]]) -> list[Row]:
+    """A row for each share; neighbouring stages with equal cells have one together."""
+    found: list[tuple[list[int], tuple[int, ...], list[str]]] = []
     for each in plan.ranks:
-        links = [each.sent.get(kind, Link()) for kind in kinds]
-        yield [ranks_text(plan, each), *map(_link, [*links, sum(links, Link())])]
+        cells, stage, tensors = cells_of(each), each.share.pipe, each.share.tensors
+        alike = [row for row in found if row[0][-1] == stage - 1 and row[1:] == (tensors, cells)]
+        if alike:
+            alike[0][0].append(stage)
+        else:
+            found.append(([stage], tensors, cells))
+    return [(place_text(plan, stages, tensors), cells) for stages, tensors, cells in found]
 
 
-def _link(link: Link) -> str:
-    return f"{size_text(link.inside)} + {size_text(link.between)}" if link.total else "-"
-
-
-def _table(rows: Iterator[list[str]]) -> str:
-    cells = list(rows)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        aligned = [
-            text.ljust(width) if at in (0,) else text.rjust(width)
-            for at, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  " + "  ".join(aligned).rstrip())
-    return "\n".join(lines)
+def _table(head: Sequence[str], rows: Sequence[Row]) -> str:
+    lines = [["", *head], *([name, *cells] for name, cells in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = []
+    for name, *cells in lines:
+        aligned = [text.rjust(width) for text, width in zip(cells, widths[1:], strict=True)]
+        texts.append("  " + "  ".join([name.ljust(widths[0]), *aligned]))
+    return "\n".join(texts)
 
 
 def _schedule(plan: Plan, line: Timeline) -> str:
@@ -163,4 +182,4 @@ def _drawn(line: Timeline) -> list[str]:
     return found
 
 
-__all__ = ["counted", "plan_text", "product_text", "ranks_text"]
+__all__ = ["counted", "place_text", "plan_text", "product_text"]
