@@ -66,7 +66,6 @@ class Observer:
             begin, end = partial(self._begin, number), partial(self._end, number)
             self._hooks.append(block.register_forward_pre_hook(begin, with_kwargs=True))
             self._hooks.append(block.register_forward_hook(end))
-            self._hooks.append(block.register_full_backward_pre_hook(partial(self._back, number)))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -99,9 +98,9 @@ class Observer:
     def _end(self, number: int, _: nn.Module, __: Any, outputs: Any) -> None:
         self._switch(after(number))
         self._outputs += _tensors(outputs)
-
-    def _back(self, number: int, _: nn.Module, __: Any) -> None:
-        self._switch(number)
+        for tensor in _tensors(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._switch(number))
 
     def _save(self, tensor: Tensor) -> Tensor:
         key = _memory(tensor)
@@ -167,7 +166,8 @@ class Repeated:
             if not self._passes.get(self._like[number]):
                 return forward(*args, **kwargs)
             self._skipped.add(number)
-            return _tensors(args)[0]
+            first = _tensors(args)[0]
+            return first.view_as(first)
 
         return stub
 

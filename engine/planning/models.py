@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
+from .shape_ops import ShapesOnly
 
 RANDOM = (
     *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "log_normal_"),
@@ -34,10 +36,12 @@ class WithoutValues(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if func in (torch.randn, torch.rand):
+            return torch.empty(*args, **{k: v for k, v in kwargs.items() if k != "generator"})
         if name in RANDOM or getattr(func, "__module__", "") == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class ModelSource(ABC):
@@ -55,12 +59,12 @@ class ModelSource(ABC):
 
     def on_meta(self) -> nn.Module:
         """A new model on the meta device: shapes without memory."""
-        with torch.device("meta"), WithoutValues():
+        with torch.device("meta"), WithoutValues(), ShapesOnly():
             return self.build()
 
     def batch_on_meta(self, micro_batch_size: int) -> Any:
         """One micro-batch on the meta device; None: not known."""
-        with torch.device("meta"), WithoutValues():
+        with torch.device("meta"), WithoutValues(), ShapesOnly():
             batch = self.batch(micro_batch_size)
         return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
 
@@ -112,7 +116,8 @@ class FunctionModel(ModelSource):
             sys.path.insert(0, os.getcwd())
         try:
             self._function = getattr(import_module(module), function)
-        except (ImportError, AttributeError) as error:
+            inspect.signature(self._function).bind()
+        except (ImportError, AttributeError, TypeError) as error:
             raise UsageError(
                 f"--model {printable(name)}: {error}; give module:function, where the module is importable "
                 "from this folder, or a folder with config.json"
