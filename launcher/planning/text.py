@@ -33,10 +33,10 @@ def plan_text(plan: Plan) -> str:
     far = _messages(plan, lambda link: link.between)
     parts = [
         _head(plan),
-        "Who has what\n" + _table(["ranks", "layers", "slices", "parameters"], _layers(plan)),
-        "Bytes that a rank holds\n" + _table(*_states(plan)),
-        f"Bytes that a rank sends in a step to ranks of its host, of {host}\n" + _table(*near),
-        "Bytes that a rank sends in a step to other hosts\n" + _table(*far),
+        "Who has what\n" + table_text(["ranks", "layers", "slices", "parameters"], _layers(plan)),
+        "Bytes that a rank holds\n" + table_text(*_states(plan)),
+        f"Bytes that a rank sends in a step to ranks of its host, of {host}\n" + table_text(*near),
+        "Bytes that a rank sends in a step to other hosts\n" + table_text(*far),
     ]
     if plan.timeline is not None:
         parts.append(_schedule(plan, plan.timeline))
@@ -143,7 +143,8 @@ def _merged(plan: Plan, cells_of: Callable[[RankPlan], list[str]]) -> list[Row]:
     return [(place_text(plan, stages, tensors), cells) for stages, tensors, cells in found]
 
 
-def _table(head: Sequence[str], rows: Sequence[Row]) -> str:
+def table_text(head: Sequence[str], rows: Sequence[Row]) -> str:
+    """Columns under `head`; each row has a name and its cells."""
     lines = [["", *head], *([name, *cells] for name, cells in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = []
@@ -182,4 +183,4 @@ def _drawn(line: Timeline) -> list[str]:
     return found
 
 
-__all__ = ["counted", "place_text", "plan_text", "product_text"]
+__all__ = ["counted", "place_text", "plan_text", "product_text", "table_text"]
