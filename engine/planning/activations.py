@@ -56,7 +56,7 @@ class Observer:
         self.found = Activations()
         self._groups = groups
         self._running = BEFORE
-        self._sent: Counter[str] = Counter()
+        self._sent = self._all_sent()
         self._outputs: list[Tensor] = []  # alive, so that no other tensor gets their memory
         self._seen: set[int] = {
             _memory(tensor) for tensor in [*model.parameters(), *model.buffers()]
@@ -80,12 +80,16 @@ class Observer:
 
     def _switch(self, running: int) -> None:
         """What was sent since the last call belongs to what ran until now."""
-        now: Counter[str] = Counter()
-        for collectives in self._groups.opened:
-            now.update(collectives.sent_bytes)
+        now = self._all_sent()
         self.found.sent.setdefault(self._running, Counter()).update(now - self._sent)
         self._sent = now
         self._running = running
+
+    def _all_sent(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for collectives in self._groups.opened:
+            found.update(collectives.sent_bytes)
+        return found
 
     def _begin(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._switch(number)

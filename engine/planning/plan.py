@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
+from torch import Tensor, nn
 
 from ...ops.comm.on_paper import PaperCollectives, PaperGroups
 from ...ops.mesh import Mesh
@@ -20,6 +22,7 @@ from ..config.ranks import mesh_of
 from ..data.batches import call_with, loss_of
 from ..model.offloading import host_ratio
 from ..model.pipelining import is_part, with_model
+from ..model.recomputing import checkpoint_blocks
 from ..optim.state_count import count_states
 from .activations import Activations, held_by, observe, sent_by
 from .links import Link, peers_on_host, spread
@@ -29,6 +32,7 @@ from .shares import Share, Shares, sliced_here
 from .states import OptimizerStates, Places, flat_bytes
 from .timeline import Timeline, operations, peak_bytes, timeline
 
+EXACT = ("Adam", "AdamW", "Lamb", "Lion", "SGD")
 WITH_STEP_COUNT = ("Adam", "AdamW", "Lamb")  # 4 bytes for each flat buffer
 
 
@@ -97,6 +101,7 @@ class _Planner:
         self._on_host: dict[tuple[int, tuple[str, ...], tuple[int, ...]], int] = {}
 
     def plan(self, world_size: int) -> Plan:
+        self._note_what_is_estimated()
         shares = self._shares.all()
         seen = self._observe()
         line = self._timeline(shares)
@@ -112,6 +117,19 @@ class _Planner:
             timeline=line,
             notes=tuple(self._notes),
         )
+
+    def _note_what_is_estimated(self) -> None:
+        section, zero = self._config.optimizer, self._config.zero_optimization
+        if section is None:
+            self._notes.append("optimizer: the script passes one; states are those of Adam")
+        elif section.type not in EXACT:
+            self._notes.append(
+                f"optimizer = {section.type}: its states are estimated, and messages of its own are not counted"
+            )
+        if {zero.offload_optimizer.device, zero.offload_param.device} != {"none"}:
+            self._notes.append(
+                "offload: buffers for copies and gradients on the host are not counted"
+            )
 
     # -- activations and the schedule -------------------------------------------------------------------
 
@@ -153,9 +171,17 @@ class _Planner:
             for param in model.parameters() if dtype else []:
                 if param.is_floating_point():
                     param.data = param.data.to(dtype)
-            return observe(
-                model, blocks, groups, lambda: loss_of(call_with(model, batch)), quick=quick
-            )
+
+            def run() -> Activations:
+                loss = partial(_loss, model, batch)
+                return observe(model, blocks, groups, loss, quick=quick)
+
+            found = run()
+            if self._config.activation_checkpointing.enabled:  # a recomputed block sends again
+                undo = checkpoint_blocks(blocks)
+                found.sent = run().sent
+                undo()
+            return found
 
     def _timeline(self, shares: list[Share]) -> Timeline | None:
         schedule = self._shares.schedule
@@ -191,12 +217,13 @@ class _Planner:
                 for s, names in each.blocks.items()
             }
             held = held_by(seen, all_numbers, recomputes=recomputes)
-            if line is None:
-                activations = sum(held.values())
-            else:
-                activations = peak_bytes(line.table, share.pipe, held)
-                sent.update(self._flow_messages(share, rank, seen, all_numbers))
             own = [number for of_stage in numbers.values() for number in of_stage]
+            activations = max((seen.kept[n] for n in own), default=0) if recomputes else 0
+            if line is None:
+                activations += sum(held.values())
+            else:
+                activations += peak_bytes(line.table, share.pipe, held)
+                sent.update(self._flow_messages(share, rank, seen, all_numbers))
             sums = sent_by(seen, own, is_first=0 in share.stages)
             for kind, size in sums.items():
                 sent[kind] = self._spread(rank, size * self._steps, ("tensor",))
@@ -243,13 +270,28 @@ class _Planner:
             gathers = {name: self._steps * (1 if name in stays else 2) for name in [*names, ""]}
             return {name: Repeats(times, times, gathers[name]) for name in gathers}
         each = shards and config.pipeline.reduce == "micro_batch"
-        holds_all = sum(numel.values()) <= zero.max_live_parameters
-        table = with_states(line.table, gathers_each=not holds_all, reduces_each=each)
-        gathered = Counter(a.stage for a in table.rows[share.pipe] if a.op is Op.GATHER)
         times = self._steps if each else 1
         stage_of = _stage_of_units(share, names)
+        of_stage = Counter({stage: 0 for stage in share.stages})
+        for name in names:
+            of_stage[stage_of[name]] += numel[name]
+        if numel.get("", 0) + max(of_stage.values()) > zero.max_live_parameters:  # see StageUnits
+            self._note_gathers(share)
+            return {name: Repeats(times, 1, 2 * self._steps) for name in [*names, ""]}
+        holds_all = sum(numel.values()) <= zero.max_live_parameters
+        if not holds_all:
+            self._note_gathers(share)
+        table = with_states(line.table, gathers_each=not holds_all, reduces_each=each)
+        gathered = Counter(a.stage for a in table.rows[share.pipe] if a.op is Op.GATHER)
         found = {name: Repeats(times, 1, gathered[stage_of[name]]) for name in names}
         return found | {"": Repeats(times, 1, 1)}
+
+    def _note_gathers(self, share: Share) -> None:
+        if self._config.zero_optimization.stage == 3:
+            self._notes.append(
+                f"gathers of stage {share.pipe} are estimated: it has more parameters than "
+                "zero_optimization.max_live_parameters"
+            )
 
     def _flat_messages(self, share: Share, rank: int, line: Timeline | None) -> dict[str, Link]:
         repeats = self._repeats(share, line)
@@ -306,6 +348,10 @@ def _stage_of_units(share: Share, names: list[str]) -> dict[str, int]:
     """Unit -> its virtual stage. A unit of several blocks has the name of the first one, then dots."""
     stage_of = {name: stage for stage, blocks in share.blocks.items() for name in blocks}
     return {name: stage_of[name.split("..")[0]] for name in names}
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    return loss_of(call_with(model, batch))
 
 
 def _compute_dtype(config: Config) -> torch.dtype | None:

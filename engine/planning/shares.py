@@ -64,9 +64,12 @@ class Share:
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """The modules outside of the blocks of which these ranks have parameters, by name."""
-        slots = [slot for flat in self.flats if not flat.unit for slot in flat.layout.slots]
-        return tuple(dict.fromkeys(slot.name.rpartition(".")[0] for slot in slots))
+        """The modules outside of the blocks of which these ranks have parameters, by name.
+
+        A parameter of the model itself is named alone.
+        """
+        names = [slot.name for flat in self.flats if not flat.unit for slot in flat.layout.slots]
+        return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
 
     @property
     def numel(self) -> int:

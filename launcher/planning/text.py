@@ -14,6 +14,7 @@ from ...utils.sizes import size_text
 
 Row = tuple[str, list[str]]  # whose, and the cells
 MOST_NAMES = 4  # of modules outside of the blocks
+NOTHING = "-"
 WIDTH = 100  # characters of a schedule
 LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.INPUT: "I", Op.WEIGHT: "W"}
 MESSAGES = {
@@ -35,9 +36,13 @@ def plan_text(plan: Plan) -> str:
         _head(plan),
         "Who has what\n" + table_text(["ranks", "layers", "slices", "parameters"], _layers(plan)),
         "Bytes that a rank holds\n" + table_text(*_states(plan)),
-        f"Bytes that a rank sends in a step to ranks of its host, of {host}\n" + table_text(*near),
-        "Bytes that a rank sends in a step to other hosts\n" + table_text(*far),
     ]
+    for title, table in (
+        (f"Bytes that a rank sends in a step to ranks of its host, of {host}", near),
+        ("Bytes that a rank sends in a step to other hosts", far),
+    ):
+        if any(cells[-1] != NOTHING for _, cells in table[1]):
+            parts.append(title + "\n" + table_text(*table))
     if plan.timeline is not None:
         parts.append(_schedule(plan, plan.timeline))
     if plan.notes:
@@ -125,7 +130,7 @@ def _messages(plan: Plan, part: Callable[[Link], int]) -> tuple[list[str], list[
 
     def cells(each: RankPlan) -> list[str]:
         sizes = [part(each.sent.get(kind, Link())) for kind in kinds]
-        return [size_text(size) if size else "-" for size in [*sizes, sum(sizes)]]
+        return [size_text(size) if size else NOTHING for size in [*sizes, sum(sizes)]]
 
     return [*(MESSAGES.get(kind, kind) for kind in kinds), "all"], _merged(plan, cells)
 
