@@ -104,7 +104,10 @@ class Observer:
         self._outputs += _tensors(outputs)
         for tensor in _tensors(outputs):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._switch(number))
+                tensor.register_hook(partial(self._back, number))  # type: ignore[no-untyped-call]
+
+    def _back(self, number: int, _: Tensor) -> None:
+        self._switch(number)
 
     def _save(self, tensor: Tensor) -> Tensor:
         key = _memory(tensor)

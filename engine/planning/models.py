@@ -102,6 +102,7 @@ class FolderModel(ModelSource):
         if self._length is None or not hasattr(self._config, "vocab_size"):
             return None
         tokens = torch.zeros((micro_batch_size, self._length), dtype=torch.int64)
+        tokens.random_(0, self._config.vocab_size)
         return {"input_ids": tokens, "labels": tokens.clone()}
 
 

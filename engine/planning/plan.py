@@ -5,30 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
-import torch
-from torch import Tensor, nn
-
-from ...ops.comm.on_paper import PaperCollectives, PaperGroups
+from ...ops.comm.on_paper import PaperCollectives
 from ...ops.mesh import Mesh
 from ...pipe.schedules.actions import Op
 from ...pipe.schedules.lowering import with_states
-from ...utils.errors import UsageError
 from ...zero.core.reuse import num_kept
 from ..config.config import Config
 from ..config.ranks import mesh_of
-from ..data.batches import call_with, loss_of
 from ..model.offloading import host_ratio
 from ..model.pipelining import is_part, with_model
-from ..model.recomputing import checkpoint_blocks
 from ..optim.state_count import count_states
-from .activations import Activations, held_by, observe, sent_by
+from .activations import Activations, held_by, sent_by
 from .links import Link, peers_on_host, spread
 from .messages import GATHER, REDUCE, Repeats, gathered_bytes, reduced_bytes
 from .models import ModelSource
-from .shares import Share, Shares, sliced_here
+from .observing import Observations
+from .shares import Share, Shares
 from .states import OptimizerStates, Places, flat_bytes
 from .timeline import Timeline, operations, peak_bytes, timeline
 
@@ -103,9 +97,14 @@ class _Planner:
     def plan(self, world_size: int) -> Plan:
         self._note_what_is_estimated()
         shares = self._shares.all()
-        seen = self._observe()
+        firsts = sorted({share.tensors[0] for share in shares})
+        seen = Observations(self._source, self._shares, self._config, self._mesh).of(firsts)
+        self._notes += [seen] if isinstance(seen, str) else []
+        by_tensor = {} if isinstance(seen, str) else seen
         line = self._timeline(shares)
-        ranks = [self._rank(share, shares, seen, line) for share in shares]
+        ranks = [
+            self._rank(share, shares, by_tensor.get(share.tensors[0]), line) for share in shares
+        ]
         numel = sum(param.numel() for param in self._shares.model.parameters())
         return Plan(
             name=self._source.name,
@@ -132,56 +131,6 @@ class _Planner:
             )
 
     # -- activations and the schedule -------------------------------------------------------------------
-
-    def _observe(self) -> Activations | None:
-        """What a micro-batch keeps and sends; None where the model does not run without values."""
-        if is_part(self._shares.model):
-            self._notes.append(
-                "activations are not counted: a PipelineModule is built stage by stage"
-            )
-            return None
-        batch = self._source.batch_on_meta(self._config.train_micro_batch_size_per_gpu)
-        if batch is None:
-            self._notes.append(
-                "activations are not counted: no micro-batch is known; let the function return (model, batch)"
-            )
-            return None
-        try:
-            return self._observed(batch, quick=True)
-        except UsageError:
-            raise
-        except Exception:  # a result of another layout than torch's
-            pass
-        try:
-            return self._observed(batch, quick=False)
-        except Exception as error:
-            text = str(error).strip().split("\n")[0][:150]
-            self._notes.append(
-                f"activations are not counted: the model does not run on the meta device "
-                f"({type(error).__name__}: {text})"
-            )
-            return None
-
-    def _observed(self, batch: Any, *, quick: bool) -> Activations:
-        model, shares = self._shares.model, self._shares
-        groups = PaperGroups(self._mesh)
-        blocks = [module for _, module in shares.blocks]
-        dtype = _compute_dtype(self._config)
-        with sliced_here(model, shares.words, self._config, groups):
-            for param in model.parameters() if dtype else []:
-                if param.is_floating_point():
-                    param.data = param.data.to(dtype)
-
-            def run() -> Activations:
-                loss = partial(_loss, model, batch)
-                return observe(model, blocks, groups, loss, quick=quick)
-
-            found = run()
-            if self._config.activation_checkpointing.enabled:  # a recomputed block sends again
-                undo = checkpoint_blocks(blocks)
-                found.sent = run().sent
-                undo()
-            return found
 
     def _timeline(self, shares: list[Share]) -> Timeline | None:
         schedule = self._shares.schedule
@@ -348,16 +297,6 @@ def _stage_of_units(share: Share, names: list[str]) -> dict[str, int]:
     """Unit -> its virtual stage. A unit of several blocks has the name of the first one, then dots."""
     stage_of = {name: stage for stage, blocks in share.blocks.items() for name in blocks}
     return {name: stage_of[name.split("..")[0]] for name in names}
-
-
-def _loss(model: nn.Module, batch: Any) -> Tensor:
-    return loss_of(call_with(model, batch))
-
-
-def _compute_dtype(config: Config) -> torch.dtype | None:
-    if config.bf16.enabled:
-        return torch.bfloat16
-    return torch.float16 if config.fp16.enabled else None
 
 
 def _place(device: str) -> str:
