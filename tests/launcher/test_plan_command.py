@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from warm_ranks import warm
 
 from xds.engine.config.config import parse_config
 from xds.engine.planning.links import Link, peers_on_host, spread
-from xds.engine.planning.models import FunctionModel
+from xds.engine.planning.models import FolderModel, FunctionModel
 from xds.engine.planning.plan import Plan, RankPlan, make_plan
 from xds.engine.planning.shape_ops import broadcast
 from xds.launcher.plan import main
@@ -196,3 +197,59 @@ def test_torch_does_not_load_its_compiler(tmp_path):
         [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=TESTS
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_real_step_is_shown_beside_the_plan(here, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    config = config_of(1, "bf16", tensor=2)
+    lines = show(capsys, config, "planned_models:plain", 2, "--measured")
+    assert any(line.startswith("2 of 2 ranks as planned; the step took ") for line in lines)
+
+
+def test_too_many_ranks_to_measure(here, capsys):
+    config = json.dumps(config_of(1))
+    assert (
+        main([config, "--model", "planned_models:plain", "--world-size", "4096", "--measured"]) == 2
+    )
+    assert "this machine can start" in capsys.readouterr().err
+
+
+def test_a_picture_needs_matplotlib(here, capsys, tmp_path):
+    config = json.dumps(config_of(1, pipe=2, count=2))
+    command = [config, "--model", "planned_models:plain", "--world-size", "2"]
+    code = main([*command, "--png", str(tmp_path / "plan.png")])
+    if find_spec("matplotlib") is None:
+        assert code == 2
+        assert "--png needs the package matplotlib" in capsys.readouterr().err
+    else:
+        assert code == 0
+        assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+LLAMA_405B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.slow
+def test_a_published_layout_within_five_percent(tmp_path):
+    """Llama 3 405B on 16 x 128 x 8 ranks: a rank has 1/128 of 6 bytes a parameter and, at stage 1, of 12 more."""
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_405B))
+    config = config_of(1, "bf16", pipe=16, count=16)
+    config |= {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"tp_size": 8}}
+    plan = make_plan(FolderModel(tmp_path, None), parse_config(config), 16384, 8)
+    assert plan.num_parameters == 405_853_388_800
+    each = plan.num_parameters / 128 * (6 + 12 / 128)
+    for rank in plan.ranks[1:]:
+        assert sum(rank.states.values()) == pytest.approx(each, rel=0.05)
+    layers = [sum(map(len, rank.share.blocks.values())) for rank in plan.ranks]
+    assert layers == [7, *[8] * 14, 7]
