@@ -18,6 +18,7 @@ from .text import MESSAGES, counted, place_text, table_text
 
 HELD = ("param", "grad", "master", "optimizer", "host", "disk")
 RANKS_PER_CORE = 8
+STDERR = 2  # the file descriptor
 
 
 def show(plan: Plan, options: argparse.Namespace) -> None:
@@ -102,7 +103,7 @@ def _run(world_size: int, options: argparse.Namespace, folder: str) -> None:
         *("--nproc-per-node", str(world_size), "--module"),
         *("xds.launcher.planning.measured_rank", *words),
     ]
-    done = subprocess.run(command, stdout=sys.stderr)
+    done = subprocess.run(command, stdout=STDERR)  # the plan alone is on standard output
     if done.returncode:
         raise UsageError(f"--measured: the ranks ended with exit code {done.returncode}")
 

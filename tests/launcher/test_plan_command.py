@@ -199,6 +199,7 @@ def test_torch_does_not_load_its_compiler(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow  # it starts the launcher and two ranks
 def test_a_real_step_is_shown_beside_the_plan(here, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     config = config_of(1, "bf16", tensor=2)
@@ -241,7 +242,7 @@ LLAMA_405B = {
 
 @pytest.mark.slow
 def test_a_published_layout_within_five_percent(tmp_path):
-    """Llama 3 405B on 16 x 128 x 8 ranks: a rank has 1/128 of 6 bytes a parameter and, at stage 1, of 12 more."""
+    """Llama 3 405B on 16 x 128 x 8 ranks: 1/128 of the parameters, 6 bytes each and 12 / 128 more."""
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_405B))
     config = config_of(1, "bf16", pipe=16, count=16)
