@@ -9,6 +9,7 @@ from pipeline_runs import LENGTH, Model, batches
 from torch import nn
 
 import xds
+from xds.pipe import LayerSpec, PipelineModule
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 SAMPLES = 2
@@ -66,3 +67,22 @@ def run(build: str, config: dict[str, Any]) -> tuple[dict[str, int], dict[str, i
     held = engine.memory_plan()
     engine.destroy()
     return held, {kind: seen[2][kind] - seen[1].get(kind, 0) for kind in seen[2]}
+
+
+def layers() -> nn.Module:
+    """A list of layers, of which each rank builds its own."""
+    return PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(5)], loss_fn=mean)
+
+
+def mean(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return outputs.square().mean()
+
+
+def run_layers(config: dict[str, Any]) -> dict[str, int]:
+    """What this rank holds of `layers` after a step."""
+    engine = xds.initialize(layers(), config)
+    count = engine.gradient_accumulation_steps()
+    engine.train_batch(iter([(torch.ones(SAMPLES, 8), torch.ones(SAMPLES))] * count))
+    held = engine.memory_plan()
+    engine.destroy()
+    return held

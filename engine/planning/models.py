@@ -10,6 +10,8 @@ import inspect
 import os
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, final
@@ -44,6 +46,13 @@ class WithoutValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def meta_device() -> Iterator[None]:
+    """What is built inside is on the meta device, and has no values."""
+    with torch.device("meta"), WithoutValues(), ShapesOnly():
+        yield
+
+
 class ModelSource(ABC):
     """Builds the model as often as it is asked to."""
 
@@ -59,12 +68,12 @@ class ModelSource(ABC):
 
     def on_meta(self) -> nn.Module:
         """A new model on the meta device: shapes without memory."""
-        with torch.device("meta"), WithoutValues(), ShapesOnly():
+        with meta_device():
             return self.build()
 
     def batch_on_meta(self, micro_batch_size: int) -> Any:
         """One micro-batch on the meta device; None: not known."""
-        with torch.device("meta"), WithoutValues(), ShapesOnly():
+        with meta_device():
             batch = self.batch(micro_batch_size)
         return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
 
@@ -162,4 +171,4 @@ def model_source(text: str, sequence_length: int | None = None) -> ModelSource:
     return FunctionModel(text)
 
 
-__all__ = ["FolderModel", "FunctionModel", "ModelSource", "model_source"]
+__all__ = ["FolderModel", "FunctionModel", "ModelSource", "meta_device", "model_source"]

@@ -9,6 +9,7 @@ from typing import Any, final
 
 from ...ops.comm.on_paper import PaperCollectives
 from ...ops.mesh import Mesh
+from ...pipe.module import PipelineModule
 from ...pipe.schedules.actions import Op
 from ...pipe.schedules.lowering import with_states
 from ...zero.core.reuse import num_kept
@@ -105,7 +106,9 @@ class _Planner:
         ranks = [
             self._rank(share, shares, by_tensor.get(share.tensors[0]), line) for share in shares
         ]
-        numel = sum(param.numel() for param in self._shares.model.parameters())
+        model = self._shares.model
+        whole = model.outline() if isinstance(model, PipelineModule) else model
+        numel = sum(param.numel() for param in whole.parameters())
         return Plan(
             name=self._source.name,
             config=self._config,
@@ -201,7 +204,7 @@ class _Planner:
     def _repeats(self, share: Share, line: Timeline | None) -> dict[str, Repeats]:
         """How often the buffers of each unit are sent."""
         config, zero = self._config, self._config.zero_optimization
-        shards = zero.stage >= 2
+        shards = share.policy.shards_grads
         names = list(dict.fromkeys(flat.unit for flat in share.flats if flat.unit))
         numel = {flat.unit: flat.unit_numel for flat in share.flats}
         if line is None:

@@ -29,6 +29,7 @@ from ...tensor.plan import Word
 from ...tensor.slicing import Sliced, slice_model
 from ...zero.core.building import Builder, PlannedFlat
 from ...zero.core.discover import found_blocks
+from ...zero.core.policy import Policy
 from ..config.config import Config
 from ..model.pipelining import (
     Cut,
@@ -42,7 +43,7 @@ from ..model.pipelining import (
 from ..model.policies import policy_of
 from ..model.slicing import plan_slices, words_here
 from ..optim.optimizers import Groups, read_groups, split_for_muon
-from .models import ModelSource
+from .models import ModelSource, meta_device
 from .shape_ops import ShapesOnly
 
 
@@ -53,6 +54,7 @@ class Share:
 
     stages: the virtual stages. blocks: the names of the blocks of each of them.
     flats: the flat buffers in order. num_sliced: parameters of which these ranks have a slice.
+    policy: of the data ranks.
     """
 
     pipe: int
@@ -61,6 +63,7 @@ class Share:
     blocks: Mapping[int, tuple[str, ...]]
     flats: tuple[PlannedFlat, ...]
     num_sliced: int
+    policy: Policy
 
     @property
     def outside(self) -> tuple[str, ...]:
@@ -133,9 +136,10 @@ class Shares:
             left = list(range(self._mesh.tensor))
             while left:
                 with sliced_here(module, self.words, self._config, self._at(pipe, left[0])) as cut:
-                    flats = self._flats(module, runs, found, cut, self._at(pipe, left[0]))
+                    here = self._at(pipe, left[0])
+                    flats, policy = self._flats(module, runs, found, cut, here)
                     equal = [rank for rank in left if _widths(cut, rank) == _widths(cut, left[0])]
-                    yield Share(pipe, tuple(equal), stages, names, flats, len(cut.slices))
+                    yield Share(pipe, tuple(equal), stages, names, flats, len(cut.slices), policy)
                 left = [rank for rank in left if rank not in equal]
 
     def _at(self, pipe: int, tensor: int) -> PaperGroups:
@@ -154,7 +158,8 @@ class Shares:
             return
         model = self._source.on_meta()
         blocks = [] if is_part(model) else found_blocks(model, self._config.zero_optimization.units)
-        part = cut_model(model, blocks, placement, pipe, *partition_of(model, self._config))
+        with meta_device():  # a PipelineModule builds its layers now
+            part = cut_model(model, blocks, placement, pipe, *partition_of(model, self._config))
         yield self._found(part, self.schedule, pipe)
 
     def _found(
@@ -165,7 +170,7 @@ class Shares:
 
     def _flats(
         self, module: nn.Module, runs: Runs, found: Cut | None, sliced: Sliced, groups: PaperGroups
-    ) -> tuple[PlannedFlat, ...]:
+    ) -> tuple[tuple[PlannedFlat, ...], Policy]:
         zero = self._config.zero_optimization
         build_policy = partial(policy_of, self._config)
         flat_groups = open_flat_groups(
@@ -173,7 +178,8 @@ class Shares:
         )
         trained = trained_groups(module, self._config).index
         builder = Builder(trained, flat_groups, BufferPool(), Homes(None))
-        return tuple(builder.planned(module, runs, zero.unit_min_numel))
+        flats = builder.planned(module, runs, zero.unit_min_numel)
+        return tuple(flats), flat_groups.data.policy
 
 
 def trained_groups(model: nn.Module, config: Config) -> Groups:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from planned_models import config_of, run
+from planned_models import config_of, run, run_layers
 from warm_ranks import warm
 
 from xds.engine.config.config import parse_config
@@ -73,7 +73,7 @@ def test_bytes_equal_those_of_real_ranks(build, config, world_size):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_bytes_of_every_stage_and_mesh(build, pipe, tensor, precision, stage):
-    for count in (1, 4):
+    for count in (pipe, 4):  # 1F1B needs a micro-batch for each stage
         compare(build, config_of(stage, precision, pipe, tensor, count), 4)
 
 
@@ -84,6 +84,16 @@ def test_bytes_of_every_schedule(schedule, stage):
     config = config_of(stage, "bf16", pipe=2, count=4)
     config["pipeline"] |= {"schedule": schedule, "reduce": "micro_batch"}
     compare("plain", config, 4)
+
+
+def test_a_list_of_layers_is_built_stage_by_stage():
+    config = config_of(2, pipe=2, count=2)
+    plan = plan_of("layers", config, 2)
+    assert plan.num_parameters == 5 * (8 * 8 + 8)
+    assert len(plan.notes) == 1 and "stage by stage" in plan.notes[0]
+    for rank, held in enumerate(warm(2).run(run_layers, config)):
+        states = planned_for(plan, rank).states
+        assert {kind: states.get(kind, 0) for kind in KINDS} == {k: held[k] for k in KINDS}
 
 
 def test_uneven_slices_are_planned_one_by_one():
