@@ -31,6 +31,16 @@ def without_batch() -> nn.Module:
     return Model()
 
 
+def llama() -> tuple[nn.Module, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 4, "vocab_size": 61}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
+    config = AutoConfig.for_model("llama", **sizes, **heads, use_cache=False, pad_token_id=0)
+    tokens = (torch.arange(SAMPLES * 12) * 7 % 61).view(SAMPLES, 12)
+    return AutoModelForCausalLM.from_config(config), {"input_ids": tokens, "labels": tokens}
+
+
 def _batch() -> Any:
     tokens = torch.zeros((SAMPLES, LENGTH), dtype=torch.int64)
     return tokens, tokens.clone()
@@ -62,7 +72,8 @@ def run(build: str, config: dict[str, Any]) -> tuple[dict[str, int], dict[str, i
     engine = xds.initialize(found[0] if isinstance(found, tuple) else found, config)
     count, seen = engine.gradient_accumulation_steps(), []
     for step in range(3):  # the first proves the slices and sends shapes
-        engine.train_batch(iter(batches(step, engine.dp_rank, count, SAMPLES)))
+        plain_batches = batches(step, engine.dp_rank, count, SAMPLES)
+        engine.train_batch(iter([found[1]] * count if build == "llama" else plain_batches))
         seen.append(engine.bytes_sent())
     held = engine.memory_plan()
     engine.destroy()

@@ -86,6 +86,16 @@ def test_bytes_of_every_schedule(schedule, stage):
     compare("plain", config, 4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "pipe"), [(1, 1), (3, 2)])
+def test_bytes_of_a_transformers_model(stage, pipe):
+    """Its head has 61 columns, which two ranks share unevenly."""
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    config = config_of(stage, "bf16", pipe=pipe, tensor=2, count=pipe)
+    config["tensor_parallel"] = {"tp_size": 2}
+    compare("llama", config, 2 * pipe)
+
+
 def test_a_list_of_layers_is_built_stage_by_stage():
     config = config_of(2, pipe=2, count=2)
     plan = plan_of("layers", config, 2)
