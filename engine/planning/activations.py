@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...ops.comm.on_paper import PaperGroups
+from ...ops.comm.on_paper import PaperCollectives, PaperGroups
+from ...ops.mesh import Axis
 from ..model.forwards import Forward, replace_forwards
 from .shape_ops import FusedAttention, ShapesOnly
 
@@ -39,13 +40,15 @@ class Activations:
         are what runs outside of the blocks.
     inputs: block number -> bytes of its arguments, which a recomputed block keeps instead.
     flows: block number -> bytes of those of its arguments that a stage before it would send.
-    sent: block number -> bytes that this rank sends to its tensor ranks, by kind.
+    sent: block number -> bytes that this rank sends inside of the layers, by kind.
+    axes: kind -> the axes of the mesh along which it is sent.
     """
 
     kept: Counter[int] = field(default_factory=Counter)
     inputs: Counter[int] = field(default_factory=Counter)
     flows: Counter[int] = field(default_factory=Counter)
     sent: dict[int, Counter[str]] = field(default_factory=dict)
+    axes: dict[str, tuple[Axis, ...]] = field(default_factory=dict)
 
 
 @final
@@ -87,8 +90,10 @@ class Observer:
 
     def _all_sent(self) -> Counter[str]:
         found: Counter[str] = Counter()
-        for collectives in self._groups.opened:
-            found.update(collectives.sent_bytes)
+        for group in self._groups.opened:
+            assert isinstance(group, PaperCollectives)
+            found.update(group.sent_bytes)
+            self.found.axes.update(dict.fromkeys(group.sent_bytes, group.axes))
         return found
 
     def _begin(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -220,7 +225,7 @@ def held_by(
 
 
 def sent_by(found: Activations, numbers: Sequence[int], *, is_first: bool) -> Counter[str]:
-    """Bytes by kind that one rank sends to its tensor ranks for one micro-batch.
+    """Bytes by kind that one rank sends inside of its layers for one micro-batch.
 
     numbers: its blocks. is_first: it has what runs before the blocks.
     """

@@ -178,7 +178,7 @@ class _Planner:
                 sent.update(self._flow_messages(share, rank, seen, all_numbers))
             sums = sent_by(seen, own, is_first=0 in share.stages)
             for kind, size in sums.items():
-                sent[kind] = self._spread(rank, size * self._steps, ("tensor",))
+                sent[kind] = self._spread(rank, size * self._steps, seen.axes[kind])
         return RankPlan(share, rank, self._states(share), activations, sent)
 
     def _states(self, share: Share) -> Counter[str]:
