@@ -41,8 +41,9 @@ from .model.arguments import check_arguments
 from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
 from .model.dividing import divide
-from .model.offloading import build_homes, build_host, host_ratio, reserve
+from .model.offloading import build_homes, build_host, reserve
 from .model.pipelining import Runs, build_pipeline, check_whole, is_cut, is_part, with_model
+from .model.policies import DTYPES, policy_of
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
 from .model.tiling import tile_layers
@@ -71,7 +72,6 @@ _LOAD_LATER = (
     "to ignore missing and extra names, leave out weights= and call xds.zero.load_weights(engine.module, "
     "weights, strict=False) afterwards"
 )
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
@@ -151,8 +151,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     keeps_a_part = is_cut(model, config) or config.tensor_parallel.size > 1
     if keeps_a_part or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
-    policy_of = partial(_policy, config)
-    divided = divide(model, config, mesh, collectives, policy_of)
+    build_policy = partial(policy_of, config)
+    divided = divide(model, config, mesh, collectives, build_policy)
     model, runs, found, flat_groups = divided.model, divided.runs, divided.found, divided.groups
     groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
@@ -305,26 +305,6 @@ def _log_notes(config: Config, rank: int) -> None:
     if rank == 0:
         for note in config.notes:
             log.info("%s: %s", config.source, note)
-
-
-def _policy(config: Config, stage: int, world_size: int) -> Policy:
-    compute = None
-    if config.bf16.enabled:
-        compute = torch.bfloat16
-    elif config.fp16.enabled:
-        compute = torch.float16
-    accumulate = config.data_types.grad_accum_dtype
-    sent = config.communication_data_type
-    return Policy.of_stage(
-        stage,
-        world_size=world_size,
-        accumulation_steps=config.gradient_accumulation_steps,
-        offloads=host_ratio(config) > 0,
-        offloads_params=config.zero_optimization.offload_param.device != "none" and stage == 3,
-        compute=compute,
-        accumulate=DTYPES[accumulate] if accumulate else None,
-        communicate=DTYPES[sent] if sent else None,
-    )
 
 
 def _groups(model: nn.Module, config: Config, given: _Given) -> Groups:

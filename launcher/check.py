@@ -10,6 +10,7 @@ from typing import Any
 
 from ..engine.config.config import Config, parse_config
 from ..engine.config.optimizer import OptimizerConfig
+from ..engine.config.ranks import mesh_of
 from ..engine.config.scheduler import SchedulerConfig
 from ..utils.errors import ConfigError
 from ..utils.quoting import escaped, printable
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 def choices(config: Config) -> Iterator[str]:
     """Yield one sentence for each value that is not the default, in the order of the documentation."""
-    ranks = "rank" if config.pipeline.stages == 1 else "data-parallel rank"
+    ranks = "rank" if config.model_ranks == 1 else "data-parallel rank"
     yield (
         f"train_batch_size = {config.train_batch_size}: "
         f"{_counted(config.train_micro_batch_size_per_gpu, 'sample')} per forward x "
@@ -66,15 +67,29 @@ def choices(config: Config) -> Iterator[str]:
     )
     if config.pipeline.stages > 1:
         yield _cut(config)
+    if " x " in _product(config):
+        yield f"ranks: {_product(config)} = {_counted(config.world_size, 'rank')}"
     yield from _differences(config, "")
 
 
 def _ranks(config: Config) -> str:
-    if config.pipeline.stages == 1:
+    if config.model_ranks == 1:
         return f"{config.data_parallel_ranks} data-parallel rank(s)"
-    return (
-        f"{config.world_size} ranks: {config.pipeline.stages} pipeline stages x "
-        f"{_counted(config.data_parallel_ranks, 'data-parallel rank')}"
+    return f"{config.world_size} ranks: {_product(config)}"
+
+
+def _product(config: Config) -> str:
+    """The ranks along each axis that has several, and along the data axis."""
+    mesh = mesh_of(config.pipeline, config.tensor_parallel, config.world_size)
+    axes = [
+        (mesh.pipe, "pipeline stage"),
+        (mesh.data, "data-parallel rank"),
+        (mesh.sequence, "sequence rank"),
+        (mesh.tensor, "tensor rank"),
+    ]
+    is_shown = [number > 1 or "data" in what for number, what in axes]
+    return " x ".join(
+        _counted(*axis) for axis, shown_here in zip(axes, is_shown, strict=True) if shown_here
     )
 
 
@@ -93,7 +108,7 @@ def _cut(config: Config) -> str:
         )
     return (
         f"pipeline: {section.stages} stages{chunks}, in the order of {shown(section.schedule)}; "
-        f"{section.stages} ranks hold one model{waits}"
+        f"{config.model_ranks} ranks hold one model{waits}"
     )
 
 

@@ -29,6 +29,7 @@ _SUBCOMMANDS = {
     "elastic": ".elasticity",
     "env": ".environment.command",
     "ops": ".native_ops",
+    "plan": ".plan",
 }
 _INTERRUPTED = 130  # 128 + SIGINT
 

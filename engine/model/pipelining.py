@@ -11,7 +11,7 @@ from torch import nn
 
 from ...compression.reducer import ExactReducer
 from ...ops.comm.collectives import Collectives
-from ...ops.comm.mesh_groups import MeshGroups
+from ...ops.comm.mesh_groups import AxisGroups, MeshGroups
 from ...pipe.channel import Channel, Ways
 from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.layer_lists import OtherStage
@@ -141,6 +141,26 @@ def cut(
             "weights= to xds.initialize, or use xds.pipe.PipelineModule with LayerSpec layers"
         )
     rank = mesh.coordinate("pipe")
+    plan = plan_schedule(model, blocks, config)
+    mesh.opened[0].name_places(
+        {
+            rank: _stages_text(plan.placement.stages_of(mesh.mesh.coordinates(rank).pipe))
+            for rank in range(mesh.mesh.size)
+        }
+    )
+    part = cut_model(model, blocks, plan.placement, rank, *partition_of(model, config))
+    return Cut(part, plan, rank)
+
+
+def plan_schedule(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], config: Config
+) -> SchedulePlan:
+    """The schedule that the config asks for. `blocks`: found in the whole model.
+
+    Raises:
+        UsageError: there are more stages than layers, or the schedule cannot work with these numbers.
+    """
+    section = config.pipeline
     steps = config.gradient_accumulation_steps
     num_layers = len(model.layers) if isinstance(model, PipelineModule) else len(blocks)
     most = num_layers if isinstance(model, PipelineModule) else len(list(model.modules()))
@@ -150,18 +170,15 @@ def cut(
             f"pipeline.stages = {section.stages} x pipeline.chunks = {chunks} are more stages than the "
             f"model has layers ({num_layers}); lower one of them"
         )
-    plan = SchedulePlan(section.schedule, section.stages, section.chunks or 0, steps, num_layers)
-    mesh.opened[0].name_places(
-        {
-            rank: _stages_text(plan.placement.stages_of(mesh.mesh.coordinates(rank).pipe))
-            for rank in range(mesh.mesh.size)
-        }
-    )
+    return SchedulePlan(section.schedule, section.stages, section.chunks or 0, steps, num_layers)
+
+
+def partition_of(model: nn.Module, config: Config) -> tuple[str | tuple[int, ...] | None, Sides]:
+    """Where the config cuts the layers, and what it says about the modules around them."""
+    section = config.pipeline
     is_given = not is_part(model) or "partition" in section.model_fields_set
     partition = section.partition if is_given else None
-    sides = Sides(section.first_stage_modules, section.last_stage_modules)
-    part = cut_model(model, blocks, plan.placement, rank, partition, sides)
-    return Cut(part, plan, rank)
+    return partition, Sides(section.first_stage_modules, section.last_stage_modules)
 
 
 def _stages_text(stages: Sequence[int]) -> str:
@@ -169,7 +186,7 @@ def _stages_text(stages: Sequence[int]) -> str:
 
 
 def open_flat_groups(
-    mesh: MeshGroups,
+    mesh: AxisGroups,
     world: Collectives,
     policy: BuildPolicy,
     stage: int,
@@ -236,7 +253,7 @@ def _shared_kinds(
 
 
 def _copied(
-    mesh: MeshGroups, world: Collectives, sliced: Sliced
+    mesh: AxisGroups, world: Collectives, sliced: Sliced
 ) -> list[tuple[Collectives, set[int]]]:
     """The ranks that hold copies of slices, with id of these parameters. For all ranks; in one order."""
     num_tensor, rank = mesh.mesh.tensor, mesh.coordinate("tensor")
@@ -259,7 +276,7 @@ def _copied(
     return found
 
 
-def _slices(mesh: MeshGroups, sliced: Sliced, found: Cut | None) -> dict[int, Slices]:
+def _slices(mesh: AxisGroups, sliced: Sliced, found: Cut | None) -> dict[int, Slices]:
     """The slices of each parameter on all tensor ranks. For all ranks."""
     if mesh.mesh.tensor == 1:
         return {}
@@ -329,5 +346,7 @@ __all__ = [
     "is_cut",
     "is_part",
     "open_flat_groups",
+    "partition_of",
+    "plan_schedule",
     "with_model",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ...ops.comm.mesh_groups import MeshGroups
+from ...ops.comm.mesh_groups import AxisGroups
 from ...tensor.finding import find_plan
 from ...tensor.layer_specs import has_specs, keeps_own_plan, read_specs
 from ...tensor.plan import Ways, own_plan, read_plan
@@ -65,7 +65,7 @@ def slice_layers(
     runs: Runs,
     plan: Ways | None,
     config: Config,
-    mesh: MeshGroups,
+    mesh: AxisGroups,
     found: Cut | None,
 ) -> tuple[Sliced, Proof | None]:
     """Keep this rank's slices of the layers that this pipeline stage has. For all ranks.
@@ -80,24 +80,30 @@ def slice_layers(
     Raises:
         UsageError: the layers cannot be cut over so many ranks.
     """
-    section = config.tensor_parallel
-    if section.size == 1:
+    if config.tensor_parallel.size == 1:
         return Sliced(), None
-    blocks = [block for run in runs for block in run]
-    own: Ways = {}
-    if plan is not None:
-        own = {name: way for name, way in plan.items() if _has(model, name)}
-    else:
-        tied = set() if found is None else _tied(found)
-        for name, way in _plan(model, blocks, config, is_stage=True).items():
-            params = model.get_submodule(name).parameters()
-            if _has(model, name) and not any(id(param) in tied for param in params):
-                own[name] = way
-    proof = Proof(blocks, list(own))
+    own = ways_here(model, runs, plan, config, found)
+    proof = Proof([block for run in runs for block in run], list(own))
     sliced = slice_model(model, own, mesh.along("tensor"))
     if plan is not None and found is not None:
         sliced.names = cut_names(plan, found.part.aliases)
     return sliced, proof
+
+
+def ways_here(
+    model: nn.Module, runs: Runs, plan: Ways | None, config: Config, found: Cut | None
+) -> Ways:
+    """How the layers are cut that this pipeline stage has; the arguments are those of `slice_layers`."""
+    if plan is not None:
+        return {name: way for name, way in plan.items() if _has(model, name)}
+    blocks = [block for run in runs for block in run]
+    tied = set() if found is None else _tied(found)
+    own: Ways = {}
+    for name, way in _plan(model, blocks, config, is_stage=True).items():
+        params = model.get_submodule(name).parameters()
+        if _has(model, name) and not any(id(param) in tied for param in params):
+            own[name] = way
+    return own
 
 
 def _has(model: nn.Module, name: str) -> bool:
@@ -111,4 +117,4 @@ def _tied(found: Cut) -> set[int]:
     return {key for key, name in found.part.names.items() if name in found.part.shared}
 
 
-__all__ = ["plan_slices", "slice_layers"]
+__all__ = ["plan_slices", "slice_layers", "ways_here"]

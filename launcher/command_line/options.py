@@ -23,6 +23,7 @@ _USAGE = """\
 usage: xds [options] script.py [arguments of the script]
        xds check config.json [--world-size N]   print the resolved config and what each choice does
        xds elastic config.json                  print the valid numbers of ranks of its elasticity section
+       xds plan config.json --model MODEL --world-size N   draw who has and sends what, and the schedule
        xds checkpoint info|verify|export|import|diff   inspect, verify, convert and compare checkpoints
        xds ops build|list|clean                 compile the native ops ahead of time, list and remove them
        xds env [--hostfile FILE]                print versions, devices and limits, of one or many hosts

@@ -10,6 +10,7 @@ A process keeps its groups: the next engine with the same mesh uses them again.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, final
@@ -23,8 +24,42 @@ from .opening import open_collectives
 _groups: dict[tuple[object, tuple[int, ...], str], Any] = {}
 
 
+class AxisGroups(ABC):
+    """The groups of ranks along the axes of a mesh, for one rank. `on_paper.py` has those of a plan.
+
+    opened: the collectives so far, those of all ranks first.
+    """
+
+    mesh: Mesh
+    opened: list[Collectives]
+
+    @property
+    @abstractmethod
+    def is_everywhere(self) -> bool:
+        """The mesh has all ranks of the job."""
+
+    @abstractmethod
+    def coordinate(self, axis: Axis) -> int:
+        """The place of this rank on `axis`."""
+
+    @abstractmethod
+    def along(self, axes: Axis | tuple[Axis, ...], use: str = "") -> Collectives:
+        """The ranks that differ from this one on `axes` only. `use` tells several groups of one axis apart."""
+
+    @abstractmethod
+    def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
+        """As `along`, of the ranks whose place on the tensor axis is in the same set as this one's."""
+
+    @abstractmethod
+    def shared(self, stages: Sequence[int], *, by_slice: bool = False) -> Collectives | None:
+        """All ranks of several pipeline stages; None where this rank is not one of them.
+
+        by_slice: only those with the same place on the tensor axis as this rank.
+        """
+
+
 @final
-class MeshGroups:
+class MeshGroups(AxisGroups):
     """Opens the collectives of one engine. Every method is for all ranks of the mesh, in one order.
 
     torch names a group by how many this process has made, so every rank takes part in making every group.
@@ -47,21 +82,17 @@ class MeshGroups:
 
     @property
     def is_everywhere(self) -> bool:
-        """The mesh has all ranks of the job."""
         return self._world.size() == dist.get_world_size()
 
     def coordinate(self, axis: Axis) -> int:
-        """The place of this rank on `axis`."""
         return int(getattr(self.mesh.coordinates(self._rank), axis))
 
     def along(self, axes: Axis | tuple[Axis, ...], use: str = "") -> Collectives:
-        """The ranks that differ from this one on `axes` only. `use` tells several groups of one axis apart."""
         for ranks in self.mesh.groups(axes):
             self._make(ranks, use)
         return self._open(self.mesh.ranks_along(axes, self._rank), use)
 
     def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
-        """As `along`, of the ranks whose place on the tensor axis is in the same set as this one's."""
         own: list[int] = []
         for ranks in self.mesh.groups(axes):
             for places in tensor_sets:
@@ -71,10 +102,6 @@ class MeshGroups:
         return self._open(own, "")
 
     def shared(self, stages: Sequence[int], *, by_slice: bool = False) -> Collectives | None:
-        """All ranks of several pipeline stages; None where this rank is not one of them.
-
-        by_slice: only those with the same place on the tensor axis as this rank.
-        """
         everywhere = range(self.mesh.size)
         held = [rank for rank in everywhere if self.mesh.coordinates(rank).pipe in stages]
         own: list[int] = []
@@ -101,4 +128,4 @@ class MeshGroups:
         return _groups[key]
 
 
-__all__ = ["MeshGroups"]
+__all__ = ["AxisGroups", "MeshGroups"]

@@ -19,7 +19,7 @@ from .costs import size_of, sum_of
 from .likeness import Likeness, ZeroParameter
 from .meta_copies import meta_copy
 from .names import names_of, names_of_part
-from .part import Block, Flow, Part, Placement
+from .part import Block, Flow, Names, Part, Placement
 from .stand_ins import Director, StandIn
 from .surroundings import FIRST, LAST, Surroundings, find_surroundings
 from .zeros import ZeroOutputs
@@ -53,13 +53,9 @@ class PlainModelPart(Part):
         partition: str | Sequence[int] | None,
         sides: Sides,
     ) -> None:
-        check_model(model, blocks)
-        around = find_surroundings(model, blocks, sides.first, sides.last)
-        stage_of = stage_of_layer(_bounds(model, blocks, around, partition, placement.num_stages))
-        whole = names_of(model)
+        found = outline_model(model, blocks, placement, partition, sides)
+        around, stage_of, roles = found.around, found.stage_of, found.roles
         last_stage = placement.num_stages - 1
-        roles = _roles(blocks, stage_of, around, last_stage)
-        holders = _holders(model, around, roles, placement)
         here = set(placement.stages_of(rank))
         held = [model.get_submodule(name) for name, role in roles.items() if role.stages & here]
         self._likeness = Likeness(p for module in held for p in module.parameters())
@@ -73,7 +69,7 @@ class PlainModelPart(Part):
             for (name, module), stage in zip(blocks, stage_of, strict=True)
             if stage in placement.stages_of(rank)
         )
-        super().__init__(model, own, names_of_part(whole, model, holders))
+        super().__init__(model, own, names_of_part(found.whole, model, found.holders))
 
     def run(self, stage: int, batch: Any, arrived: Flow | None, micro_batch: int) -> Any:
         _check_batch(batch)
@@ -126,6 +122,44 @@ class PlainModelPart(Part):
             for name, param in list(ancestor._parameters.items()):
                 if param is not None:
                     self._likeness.parameters.append(ZeroParameter(ancestor, name, param))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ModelOutline:
+    """Which stage runs which module of a whole model, before anything is cut.
+
+    stage_of: the virtual stage of each block.
+    roles: name of a block, or of a module outside of the blocks -> where it runs.
+    holders: name of a parameter -> the pipeline ranks that hold it under this name.
+    whole: the names of all parameters.
+    """
+
+    around: Surroundings
+    stage_of: tuple[int, ...]
+    roles: Mapping[str, Role]
+    holders: Mapping[str, set[int]]
+    whole: Names
+
+
+def outline_model(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    placement: Placement,
+    partition: str | Sequence[int] | None,
+    sides: Sides,
+) -> ModelOutline:
+    """What each stage gets. The arguments are those of `PlainModelPart`.
+
+    Raises:
+        UsageError: the model cannot be cut so.
+    """
+    check_model(model, blocks)
+    around = find_surroundings(model, blocks, sides.first, sides.last)
+    stage_of = stage_of_layer(_bounds(model, blocks, around, partition, placement.num_stages))
+    roles = _roles(blocks, stage_of, around, placement.num_stages - 1)
+    holders = _holders(model, around, roles, placement)
+    return ModelOutline(around, stage_of, roles, holders, names_of(model))
 
 
 def check_model(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
@@ -243,4 +277,4 @@ def _call_with(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
-__all__ = ["PlainModelPart", "Sides", "check_model"]
+__all__ = ["ModelOutline", "PlainModelPart", "Sides", "check_model", "outline_model"]

@@ -128,6 +128,19 @@ def test_it_explains_the_cut(ranks, data, capsys):
     ) in lines
 
 
+def test_it_shows_the_product_of_the_axes(capsys):
+    config = PIPELINE | {"tensor_parallel": {"tp_size": 2}}
+    assert main([json.dumps(config), "--world-size", "16"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    product = "4 pipeline stages x 2 data-parallel ranks x 2 tensor ranks"
+    assert lines[0] == f"config text resolved for 16 ranks: {product}:"
+    assert f"ranks: {product} = 16 ranks" in lines
+    only_tensor = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"tp_size": 2}}
+    assert main([json.dumps(only_tensor)]) == 0
+    out = capsys.readouterr().out
+    assert "resolved for 2 ranks: 1 data-parallel rank x 2 tensor ranks:" in out
+
+
 def test_ranks_that_are_no_multiple_of_the_stages(capsys):
     assert main([json.dumps(PIPELINE), "--world-size", "6"]) == 2
     assert "pipeline.stages (4) x data = 6 ranks" in capsys.readouterr().err

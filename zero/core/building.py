@@ -43,6 +43,21 @@ class _Kind(NamedTuple):
     group: int
 
 
+class PlannedFlat(NamedTuple):
+    """A flat buffer before it is built.
+
+    unit: its name; "" is the root unit. unit_numel: elements of all buffers of its unit.
+    """
+
+    unit: str
+    unit_numel: int
+    trains: bool
+    is_single: bool
+    dtype: torch.dtype
+    group: FlatGroup
+    layout: FlatLayout
+
+
 @final
 class Builder:
     """Builds units with the values of rank 0. `groups` as in `ShardedModel`."""
@@ -73,6 +88,28 @@ class Builder:
         units = [self._build(plan, is_root=False) for plan in blocks]
         units.append(self._build(root, is_root=True))
         return [unit for unit in units if unit.params or unit.is_root]
+
+    def planned(
+        self, model: nn.Module, runs: Sequence[Sequence[tuple[str, nn.Module]]], min_numel: int
+    ) -> list[PlannedFlat]:
+        """The flat buffers that `build` would make, in the same order. Shapes alone count: nothing changes."""
+        blocks, root = plan_units(model, runs, min_numel, self._flat_groups.in_several_stages)
+        found: list[PlannedFlat] = []
+        for plan in [*blocks, root]:
+            kinds = [(kind, self._flat_groups.of(e[0][1]), e) for kind, e in self._kinds(plan)]
+            kept = [
+                (kind, group, self._layout(entries, group))
+                for kind, group, entries in kinds
+                if kind.trains or group.policy.shards_params
+            ]
+            numel = sum(layout.numel for _, _, layout in kept)
+            found += [
+                PlannedFlat(
+                    plan.name, numel, kind.trains, kind.is_single, kind.dtype, group, layout
+                )
+                for kind, group, layout in kept
+            ]
+        return found
 
     def _cast_empty(self, model: nn.Module) -> None:
         """Cast parameters without elements, which are in no buffer, to the dtype of the others."""
@@ -172,4 +209,4 @@ class Builder:
             unit.homes.append(home)
 
 
-__all__ = ["Builder"]
+__all__ = ["Builder", "PlannedFlat"]

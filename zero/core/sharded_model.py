@@ -24,6 +24,7 @@ from .groups import FlatGroups
 from .memory import Memory
 from .outside import CHECKED_FORWARDS, OutsideUse
 from .reduction import REDUCTIONS_IN_FLIGHT, Reduction
+from .reuse import num_kept
 from .same_edits import SameEdits
 from .unchanged import Unchanged
 
@@ -102,12 +103,10 @@ class ShardedModel:
         reuse_distance = config.max_reuse_distance
         if self.homes.shards.is_on_host and "max_reuse_distance" not in config.model_fields_set:
             reuse_distance = 0  # who stores parameters on the host wants the memory
-        kept = 0  # elements; the units used last in forward are used first in backward
-        for unit in reversed(blocks):
-            if 2 * kept > reuse_distance or kept > config.max_live_parameters:
-                break
+        numels = [unit.full_numel for unit in blocks]
+        kept = num_kept(numels, reuse_distance, config.max_live_parameters)
+        for unit in blocks[len(blocks) - kept :]:
             unit.keep_until_backward()
-            kept += unit.full_numel
         gatherer = Gatherer(
             self.units,
             prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,

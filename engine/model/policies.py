@@ -1,0 +1,35 @@
+"""What a config shards and in which dtypes it computes, for a group of ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from ...zero.core.policy import Policy
+from ..config.config import Config
+from .offloading import host_ratio
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def policy_of(config: Config, stage: int, world_size: int) -> Policy:
+    """The policy of ZeRO stage `stage` over a group of `world_size` ranks."""
+    compute = None
+    if config.bf16.enabled:
+        compute = torch.bfloat16
+    elif config.fp16.enabled:
+        compute = torch.float16
+    accumulate = config.data_types.grad_accum_dtype
+    sent = config.communication_data_type
+    return Policy.of_stage(
+        stage,
+        world_size=world_size,
+        accumulation_steps=config.gradient_accumulation_steps,
+        offloads=host_ratio(config) > 0,
+        offloads_params=config.zero_optimization.offload_param.device != "none" and stage == 3,
+        compute=compute,
+        accumulate=DTYPES[accumulate] if accumulate else None,
+        communicate=DTYPES[sent] if sent else None,
+    )
+
+
+__all__ = ["DTYPES", "policy_of"]

@@ -1,0 +1,1 @@
+"""Plans a run from shapes alone: who has what, how many bytes it holds and sends."""

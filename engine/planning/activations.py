@@ -1,0 +1,262 @@
+"""What a forward and a backward keep and send, from one run of the model on the meta device.
+
+The layers are sliced as on the first tensor rank, so sums of activations are counted by the layers themselves.
+Nothing is computed: the run costs as much as its calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ...ops.comm.on_paper import PaperCollectives, PaperGroups
+from ...ops.mesh import Axis
+from ..model.forwards import Forward, replace_forwards
+from .shape_ops import FusedAttention, ShapesOnly
+
+BEFORE = -1
+NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")  # of a block among the others
+
+
+def after(number: int) -> int:
+    """The key of what runs after block `number`, before the next one."""
+    return -2 - number
+
+
+@final
+@dataclass
+class Activations:
+    """Of one micro-batch.
+
+    kept: block number -> bytes that autograd keeps for its backward, without parameters; `BEFORE` and `after`
+        are what runs outside of the blocks.
+    inputs: block number -> bytes of its arguments, which a recomputed block keeps instead.
+    flows: block number -> bytes of those of its arguments that a stage before it would send.
+    sent: block number -> bytes that this rank sends inside of the layers, by kind.
+    axes: kind -> the axes of the mesh along which it is sent.
+    """
+
+    kept: Counter[int] = field(default_factory=Counter)
+    inputs: Counter[int] = field(default_factory=Counter)
+    flows: Counter[int] = field(default_factory=Counter)
+    sent: dict[int, Counter[str]] = field(default_factory=dict)
+    axes: dict[str, tuple[Axis, ...]] = field(default_factory=dict)
+
+
+@final
+class Observer:
+    """Hooks the blocks of a model, and counts into `found` while it runs."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], groups: PaperGroups) -> None:
+        self.found = Activations()
+        self._groups = groups
+        self._running = BEFORE
+        self._sent = self._all_sent()
+        self._outputs: list[Tensor] = []  # alive, so that no other tensor gets their memory
+        self._seen: set[int] = {
+            _memory(tensor) for tensor in [*model.parameters(), *model.buffers()]
+        }
+        self._hooks: list[Any] = []
+        for number, block in enumerate(blocks):
+            begin, end = partial(self._begin, number), partial(self._end, number)
+            self._hooks.append(block.register_forward_pre_hook(begin, with_kwargs=True))
+            self._hooks.append(block.register_forward_hook(end))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count what is saved for backward inside."""
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._save, lambda kept: kept):
+                yield
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self._switch(BEFORE)
+
+    def _switch(self, running: int) -> None:
+        """What was sent since the last call belongs to what ran until now."""
+        now = self._all_sent()
+        self.found.sent.setdefault(self._running, Counter()).update(now - self._sent)
+        self._sent = now
+        self._running = running
+
+    def _all_sent(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for group in self._groups.opened:
+            assert isinstance(group, PaperCollectives)
+            found.update(group.sent_bytes)
+            self.found.axes.update(dict.fromkeys(group.sent_bytes, group.axes))
+        return found
+
+    def _begin(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._switch(number)
+        outputs = {_memory(tensor) for tensor in self._outputs}
+        for tensor in _tensors((args, kwargs)):
+            if tensor.requires_grad or _memory(tensor) in outputs:
+                self.found.flows[number] += tensor.nbytes
+                self.found.inputs[number] += tensor.nbytes
+
+    def _end(self, number: int, _: nn.Module, __: Any, outputs: Any) -> None:
+        self._switch(after(number))
+        self._outputs += _tensors(outputs)
+        for tensor in _tensors(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._back, number))  # type: ignore[no-untyped-call]
+
+    def _back(self, number: int, _: Tensor) -> None:
+        self._switch(number)
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        key = _memory(tensor)
+        if key not in self._seen:
+            self._seen.add(key)
+            self.found.kept[self._running] += tensor.untyped_storage().nbytes()
+        return tensor
+
+
+@final
+class Repeated:
+    """Blocks that are like an earlier one do not run: their outputs are their inputs, and they count alike.
+
+    Two of each kind run. The second one is the model for the others, as the first also keeps what all share.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._blocks = blocks
+        self._like: dict[int, int] = {}  # number of a block that may be skipped -> its model
+        self._skipped: set[int] = set()
+        self._passes: dict[int, bool] = {}  # number of a model -> its output is like its input
+        kinds: dict[Hashable, list[int]] = {}
+        for number, block in enumerate(blocks):
+            alike = kinds.setdefault(_kind_of(block), [])
+            alike.append(number)
+            if len(alike) > 2:
+                self._like[number] = alike[1]
+
+    @contextmanager
+    def skipped(self) -> Iterator[None]:
+        """Inside, such blocks return their inputs."""
+        models = set(self._like.values())
+        watched = [self._blocks[n].register_forward_hook(partial(self._look, n)) for n in models]
+        undo = [
+            replace_forwards([self._blocks[number]], partial(self._stub, number))
+            for number in self._like
+        ]
+        try:
+            yield
+        finally:
+            for restore in undo:
+                restore()
+            for hook in watched:
+                hook.remove()
+
+    def complete(self, found: Activations) -> None:
+        """Count the skipped blocks like their models."""
+        for number in self._skipped:
+            model = self._like[number]
+            found.kept[number] = found.kept[model]
+            found.sent[number] = found.sent[model]
+
+    def _look(self, number: int, _: nn.Module, args: Any, output: Any) -> None:
+        first = next(iter(_tensors(args)), None)
+        self._passes[number] = (
+            isinstance(output, Tensor)
+            and first is not None
+            and (first.shape, first.dtype) == (output.shape, output.dtype)
+        )
+
+    def _stub(self, number: int, forward: Forward) -> Forward:
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            if not self._passes.get(self._like[number]):
+                return forward(*args, **kwargs)
+            self._skipped.add(number)
+            first = _tensors(args)[0]
+            return first.view_as(first)
+
+        return stub
+
+
+def observe(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    groups: PaperGroups,
+    call: Callable[[], Tensor],
+    *,
+    quick: bool = True,
+) -> Activations:
+    """Run `call`, a forward of `model` to its loss, and its backward. All on the meta device.
+
+    quick: see `ShapesOnly`.
+
+    Raises whatever the model raises: not every forward runs without values.
+    """
+    repeated = Repeated(blocks)
+    observer = Observer(model, blocks, groups)
+    with repeated.skipped(), observer.watching(), FusedAttention(), ShapesOnly(quick=quick):
+        call().backward()  # type: ignore[no-untyped-call]
+    for param in model.parameters():
+        param.grad = None
+    repeated.complete(observer.found)
+    return observer.found
+
+
+def held_by(
+    found: Activations, blocks: Mapping[int, Sequence[int]], *, recomputes: bool
+) -> dict[int, int]:
+    """Bytes that one micro-batch keeps on each virtual stage.
+
+    blocks: virtual stage -> its blocks. recomputes: each block keeps its inputs only.
+    """
+    per_block = found.inputs if recomputes else found.kept
+    held = {
+        stage: sum(per_block[number] + found.kept[after(number)] for number in own)
+        for stage, own in blocks.items()
+    }
+    held[min(held)] += found.kept[BEFORE]
+    return held
+
+
+def sent_by(found: Activations, numbers: Sequence[int], *, is_first: bool) -> Counter[str]:
+    """Bytes by kind that one rank sends inside of its layers for one micro-batch.
+
+    numbers: its blocks. is_first: it has what runs before the blocks.
+    """
+    places = [key for number in numbers for key in (number, after(number))]
+    total: Counter[str] = Counter()
+    for place in places + [BEFORE] * is_first:
+        total.update(found.sent.get(place, Counter()))
+    return total
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _kind_of(block: nn.Module) -> Hashable:
+    """Equal for blocks that keep and send the same: classes, shapes and settings, but for their number."""
+    settings = [
+        (name, type(module).__name__, key, value)
+        for name, module in block.named_modules()
+        for key, value in module.__dict__.items()
+        if isinstance(value, (int, float, str)) and key not in NUMBERS
+    ]
+    params = [
+        (name, param.shape, param.dtype, param.requires_grad)
+        for name, param in block.named_parameters()
+    ]
+    return tuple(settings), tuple(params)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+__all__ = ["BEFORE", "Activations", "after", "held_by", "observe", "sent_by"]

@@ -1,0 +1,174 @@
+"""The model of a plan: built on the meta device, from a folder of transformers or by a function.
+
+--model DIR               a folder with config.json of transformers
+--model module:function   function() returns a model, or (model, batch), where `batch` is one micro-batch
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from ...utils.errors import UsageError
+from ...utils.quoting import printable
+from .shape_ops import ShapesOnly
+
+RANDOM = (
+    *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "log_normal_"),
+    "cauchy_",
+)
+
+
+@final
+class WithoutValues(TorchFunctionMode):
+    """Nothing is initialised: on the meta device torch would load its compiler to draw no numbers."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if func in (torch.randn, torch.rand):
+            return torch.empty(*args, **{k: v for k, v in kwargs.items() if k != "generator"})
+        if name in RANDOM or getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def meta_device() -> Iterator[None]:
+    """What is built inside is on the meta device, and has no values."""
+    with torch.device("meta"), WithoutValues(), ShapesOnly():
+        yield
+
+
+class ModelSource(ABC):
+    """Builds the model as often as it is asked to."""
+
+    name: str
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """A new model, on the default device."""
+
+    @abstractmethod
+    def batch(self, micro_batch_size: int) -> Any:
+        """One micro-batch on the default device; None: not known."""
+
+    def on_meta(self) -> nn.Module:
+        """A new model on the meta device: shapes without memory."""
+        with meta_device():
+            return self.build()
+
+    def batch_on_meta(self, micro_batch_size: int) -> Any:
+        """One micro-batch on the meta device; None: not known."""
+        with meta_device():
+            batch = self.batch(micro_batch_size)
+        return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
+
+
+@final
+class FolderModel(ModelSource):
+    """A model of transformers, from the config.json in a folder. Its weights are not read."""
+
+    def __init__(self, folder: Path, sequence_length: int | None) -> None:
+        try:
+            import transformers
+        except ImportError:
+            raise UsageError(
+                f"--model {printable(str(folder))}: transformers is not installed; run `pip install "
+                "transformers`, or give module:function"
+            ) from None
+        self.name = str(folder)
+        self._config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        self._config.use_cache = False
+        names = getattr(self._config, "architectures", None) or [""]
+        self._class = getattr(transformers, names[0], None)
+        self._auto = transformers.AutoModelForCausalLM
+        known = getattr(self._config, "max_position_embeddings", None)
+        self._length: int | None = sequence_length or known
+
+    def build(self) -> nn.Module:
+        model: nn.Module
+        if self._class is not None:
+            model = self._class(self._config)
+        else:
+            model = self._auto.from_config(self._config)
+        return model
+
+    def batch(self, micro_batch_size: int) -> Any:
+        if self._length is None or not hasattr(self._config, "vocab_size"):
+            return None
+        tokens = torch.zeros((micro_batch_size, self._length), dtype=torch.int64)
+        tokens.random_(0, self._config.vocab_size)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+@final
+class FunctionModel(ModelSource):
+    """What a function returns: a model, or a model and one micro-batch."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        module, _, function = name.partition(":")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            self._function = getattr(import_module(module), function)
+            inspect.signature(self._function).bind()
+        except (ImportError, AttributeError, TypeError) as error:
+            raise UsageError(
+                f"--model {printable(name)}: {error}; give module:function, where the module is importable "
+                "from this folder, or a folder with config.json"
+            ) from None
+
+    def build(self) -> nn.Module:
+        return self._both()[0]
+
+    def batch(self, micro_batch_size: int) -> Any:
+        return self._both()[1]
+
+    def _both(self) -> tuple[nn.Module, Any]:
+        found = self._function()
+        model, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"--model {printable(self.name)}: the function returned a {type(model).__name__}; it must "
+                "return an nn.Module, or (nn.Module, one micro-batch)"
+            )
+        return model, batch
+
+
+def model_source(text: str, sequence_length: int | None = None) -> ModelSource:
+    """The model that `--model` names. sequence_length: tokens of a sample, for a folder.
+
+    Raises:
+        UsageError: there is no such folder or function.
+    """
+    if Path(text).is_dir():
+        if not (Path(text) / "config.json").is_file():
+            raise UsageError(
+                f"--model {printable(text)}: the folder has no config.json; give the folder of a model of "
+                "transformers, or module:function"
+            )
+        return FolderModel(Path(text), sequence_length)
+    if ":" not in text:
+        raise UsageError(
+            f"--model {printable(text)}: there is no such folder; give a folder with config.json, or "
+            "module:function"
+        )
+    return FunctionModel(text)
+
+
+__all__ = ["FolderModel", "FunctionModel", "ModelSource", "meta_device", "model_source"]

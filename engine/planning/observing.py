@@ -1,0 +1,84 @@
+"""Runs a model once on the meta device for each kind of slice, to count its activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.comm.on_paper import PaperGroups
+from ...ops.mesh import Mesh
+from ...utils.errors import UsageError
+from ..config.config import Config
+from ..data.batches import call_with, loss_of
+from ..model.pipelining import is_part
+from ..model.recomputing import checkpoint_blocks
+from .activations import Activations, observe
+from .models import ModelSource
+from .shares import Shares, sliced_here
+
+NOT_COUNTED = "activations are not counted"
+
+
+@final
+class Observations:
+    """The runs of one model and config."""
+
+    def __init__(self, source: ModelSource, shares: Shares, config: Config, mesh: Mesh) -> None:
+        self._source = source
+        self._shares = shares
+        self._config = config
+        self._mesh = mesh
+
+    def of(self, tensors: Sequence[int]) -> dict[int, Activations] | str:
+        """What a micro-batch keeps and sends, by tensor coordinate; else a note why it is not known."""
+        if is_part(self._shares.model):
+            return f"{NOT_COUNTED}: a PipelineModule is built stage by stage"
+        batch = self._source.batch_on_meta(self._config.train_micro_batch_size_per_gpu)
+        if batch is None:
+            return f"{NOT_COUNTED}: no micro-batch is known; let the function return (model, batch)"
+        try:
+            return {tensor: self._run(batch, tensor, quick=True) for tensor in tensors}
+        except UsageError:
+            raise
+        except Exception:  # some result has another layout than torch's
+            pass
+        try:
+            return {tensor: self._run(batch, tensor, quick=False) for tensor in tensors}
+        except Exception as error:
+            text = str(error).strip().split("\n")[0][:150]
+            kind = type(error).__name__
+            return f"{NOT_COUNTED}: the model does not run on the meta device ({kind}: {text})"
+
+    def _run(self, batch: Any, tensor: int, *, quick: bool) -> Activations:
+        model, shares = self._shares.model, self._shares
+        groups = PaperGroups(self._mesh, tensor=tensor)
+        blocks = [module for _, module in shares.blocks]
+        dtype = _compute_dtype(self._config)
+        with sliced_here(model, [shares.blocks], None, shares.ways, self._config, groups):
+            for param in model.parameters() if dtype else []:
+                if param.is_floating_point():
+                    param.data = param.data.to(dtype)
+            run = partial(observe, model, blocks, groups, partial(_loss, model, batch), quick=quick)
+            found = run()
+            if self._config.activation_checkpointing.enabled:  # a recomputed block sends again
+                undo = checkpoint_blocks(blocks)
+                found.sent = run().sent
+                undo()
+            return found
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    return loss_of(call_with(model, batch))
+
+
+def _compute_dtype(config: Config) -> torch.dtype | None:
+    if config.bf16.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.fp16.enabled else None
+
+
+__all__ = ["NOT_COUNTED", "Observations"]

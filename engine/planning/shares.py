@@ -1,0 +1,260 @@
+"""The parts of a model that the ranks of a mesh have: one part for each pipeline stage and kind of slice.
+
+All data ranks of a stage and slice have equal parts, so a plan of many ranks looks at few of them. Each part is
+made as the engine makes it, with tensors on the meta device: cut, sliced, laid out in flat buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+from torch import nn
+
+from ...offload.homes import Homes
+from ...ops.comm.on_paper import PaperGroups
+from ...ops.comm.pool import BufferPool
+from ...ops.mesh import Mesh
+from ...pipe.cut.cutting import cut_model
+from ...pipe.cut.outlines import outlined_part
+from ...pipe.cut.part import Part
+from ...pipe.cut.plain_models import ModelOutline, outline_model
+from ...pipe.cut.surroundings import FIRST, LAST
+from ...pipe.schedules.plan import SchedulePlan
+from ...tensor.plan import Ways
+from ...tensor.slicing import Sliced, slice_model
+from ...tensor.ties import cut_names
+from ...zero.core.building import Builder, PlannedFlat
+from ...zero.core.discover import found_blocks
+from ...zero.core.policy import Policy
+from ..config.config import Config
+from ..model.pipelining import (
+    Cut,
+    Runs,
+    is_cut,
+    is_part,
+    open_flat_groups,
+    partition_of,
+    plan_schedule,
+)
+from ..model.policies import policy_of
+from ..model.slicing import plan_slices, ways_here
+from ..optim.optimizers import Groups, read_groups, split_for_muon
+from .models import ModelSource, meta_device
+from .shape_ops import ShapesOnly
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What the ranks of pipeline stage `pipe` and of the tensor coordinates `tensors` have.
+
+    stages: the virtual stages. blocks: the names of the blocks of each of them.
+    flats: the flat buffers in order. num_sliced: parameters of which these ranks have a slice.
+    policy: of the data ranks.
+    """
+
+    pipe: int
+    tensors: tuple[int, ...]
+    stages: tuple[int, ...]
+    blocks: Mapping[int, tuple[str, ...]]
+    flats: tuple[PlannedFlat, ...]
+    num_sliced: int
+    policy: Policy
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """The modules outside of the blocks of which these ranks have parameters, by name.
+
+        A parameter of the model itself is named alone.
+        """
+        names = [slot.name for flat in self.flats if not flat.unit for slot in flat.layout.slots]
+        return tuple(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters that these ranks compute with."""
+        return sum(flat.layout.payload_numel for flat in self.flats)
+
+
+@final
+class Shares:
+    """Makes the parts of one model and config. The model is unchanged between two calls.
+
+    Attributes:
+        model: the whole model, on the meta device.
+        blocks: name and module of its blocks.
+        schedule: of the pipeline; None: the model is not cut.
+    """
+
+    def __init__(self, source: ModelSource, model: nn.Module, config: Config, mesh: Mesh) -> None:
+        """`config` is resolved for the ranks of `mesh`.
+
+        Raises:
+            UsageError: the model cannot be divided as the config says.
+        """
+        self.model = model
+        self._source = source
+        self._config = config
+        self._mesh = mesh
+        self.blocks: list[tuple[str, nn.Module]] = (
+            [] if is_part(model) else found_blocks(model, config.zero_optimization.units)
+        )
+        self.schedule: SchedulePlan | None = None
+        self._outline: ModelOutline | None = None
+        self.ways = plan_slices(model, self.blocks, config)
+        if is_cut(model, config):
+            self.schedule = plan_schedule(model, self.blocks, config)
+            if not (is_part(model) or isinstance(model, nn.Sequential)):
+                where = partition_of(model, config)
+                placement = self.schedule.placement
+                self._outline = outline_model(model, self.blocks, placement, *where)
+
+    @property
+    def sides(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The modules outside of the blocks that run before and after them, where the model is cut."""
+        if self._outline is None:
+            return [], []
+        around = self._outline.around
+        first, last = (
+            [module for name, module in around.modules.items() if side in around.sides[name]]
+            for side in (FIRST, LAST)
+        )
+        return first, last
+
+    def all(self) -> list[Share]:
+        """Every part that differs from the others, by pipeline stage and tensor coordinate."""
+        return [share for pipe in range(self._mesh.pipe) for share in self._of_stage(pipe)]
+
+    def _of_stage(self, pipe: int) -> Iterator[Share]:
+        with self._part(pipe) as (module, runs, found):
+            names = _block_names(self.blocks, found)
+            stages = found.plan.placement.stages_of(pipe) if found is not None else (0,)
+            left = list(range(self._mesh.tensor))
+            while left:
+                here = self._at(pipe, left[0])
+                with sliced_here(module, runs, found, self.ways, self._config, here) as cut:
+                    flats, policy = self._flats(module, runs, found, cut, here)
+                    equal = [rank for rank in left if _widths(cut, rank) == _widths(cut, left[0])]
+                    yield Share(pipe, tuple(equal), stages, names, flats, len(cut.slices), policy)
+                left = [rank for rank in left if rank not in equal]
+
+    def _at(self, pipe: int, tensor: int) -> PaperGroups:
+        return PaperGroups(self._mesh, pipe=pipe, tensor=tensor)
+
+    @contextmanager
+    def _part(self, pipe: int) -> Iterator[tuple[nn.Module, Runs, Cut | None]]:
+        """The module of a pipeline stage, its blocks, and the cut; see `divide`."""
+        if self.schedule is None:
+            yield self.model, [self.blocks], None
+            return
+        placement = self.schedule.placement
+        if self._outline is not None:
+            with outlined_part(self.model, self._outline, placement, pipe) as outlined:
+                yield self._found(outlined, self.schedule, pipe)
+            return
+        model = self._source.on_meta()
+        blocks = [] if is_part(model) else found_blocks(model, self._config.zero_optimization.units)
+        with meta_device():  # a PipelineModule builds its layers now
+            part = cut_model(model, blocks, placement, pipe, *partition_of(model, self._config))
+        yield self._found(part, self.schedule, pipe)
+
+    def _found(
+        self, part: Part, schedule: SchedulePlan, pipe: int
+    ) -> tuple[nn.Module, Runs, Cut | None]:
+        found = Cut(part, schedule, pipe)
+        return part.module, found.runs, found
+
+    def _flats(
+        self, module: nn.Module, runs: Runs, found: Cut | None, sliced: Sliced, groups: PaperGroups
+    ) -> tuple[tuple[PlannedFlat, ...], Policy]:
+        zero = self._config.zero_optimization
+        build_policy = partial(policy_of, self._config)
+        flat_groups = open_flat_groups(
+            groups, groups.world, build_policy, zero.stage, found, sliced
+        )
+        trained = trained_groups(module, self._config).index
+        builder = Builder(trained, flat_groups, BufferPool(), Homes(None))
+        flats = builder.planned(module, runs, zero.unit_min_numel)
+        return tuple(flats), flat_groups.data.policy
+
+
+def trained_groups(model: nn.Module, config: Config) -> Groups:
+    """The hyperparameter groups where the script gives neither parameters nor an optimizer."""
+    groups = read_groups(model, None)
+    if config.optimizer is not None and config.optimizer.type == "Muon":
+        return split_for_muon(model, groups)
+    return groups
+
+
+@contextmanager
+def sliced_here(
+    model: nn.Module,
+    runs: Runs,
+    found: Cut | None,
+    ways: Ways | None,
+    config: Config,
+    groups: PaperGroups,
+) -> Iterator[Sliced]:
+    """Slice the layers of `model` for one rank, and afterwards make them whole again."""
+    with unchanged(model):
+        if groups.mesh.tensor == 1:
+            yield Sliced()
+            return
+        own = ways_here(model, runs, ways, config, found)
+        with ShapesOnly():
+            sliced = slice_model(model, own, groups.along("tensor"))
+        if ways is not None and found is not None:
+            sliced.names = cut_names(ways, found.part.aliases)
+        if sliced.check is not None:
+            sliced.check.remove()  # there are no values to compare
+        yield sliced
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Inside, modules and parameters of `model` may be changed; afterwards they are what they were before."""
+    attributes = {
+        module: (
+            type(module),
+            {key: copy(x) if isinstance(x, dict) else x for key, x in module.__dict__.items()},
+        )
+        for module in model.modules()
+    }
+    values = [(param, param.data) for param in model.parameters()]
+    try:
+        yield
+    finally:
+        for module, (kind, before) in attributes.items():
+            module.__class__ = kind
+            module.__dict__.clear()
+            module.__dict__.update(before)
+        for param, value in values:
+            param.data = value
+
+
+def _block_names(
+    blocks: Sequence[tuple[str, nn.Module]], found: Cut | None
+) -> dict[int, tuple[str, ...]]:
+    if found is None:
+        return {0: tuple(name for name, _ in blocks)}
+    names: dict[int, list[str]] = {
+        stage: [] for stage in found.plan.placement.stages_of(found.rank)
+    }
+    for block in found.part.blocks:
+        names[block.stage].append(block.name)
+    return {stage: tuple(of_stage) for stage, of_stage in names.items()}
+
+
+def _widths(sliced: Sliced, rank: int) -> tuple[int, ...]:
+    """The widths of all slices of a tensor rank: ranks with equal ones have equal parts."""
+    return tuple(
+        sum(stop - start for start, stop in each.by_rank[rank]) for each in sliced.slices.values()
+    )
+
+
+__all__ = ["Share", "Shares", "sliced_here", "trained_groups", "unchanged"]

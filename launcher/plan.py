@@ -1,0 +1,80 @@
+"""`xds plan`: draws who has which layers, the bytes that ranks hold and send, and the schedule."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ..utils.errors import ConfigError, UsageError
+from .command_line.parser import Parser, whole_number
+
+RANKS_PER_HOST = 8
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan. Returns 0, or 2 after printing what is wrong to stderr."""
+    options = _parser().parse_args(list(argv))
+    try:
+        return _show(options)
+    except (ConfigError, UsageError) as error:
+        print(f"xds plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _show(options: argparse.Namespace) -> int:
+    from ..engine.config.config import parse_config
+    from ..engine.planning.models import model_source
+    from ..engine.planning.plan import make_plan
+    from .planning.text import plan_text
+
+    config = parse_config(options.config)
+    source = model_source(options.model, options.sequence_length)
+    plan = make_plan(source, config, options.world_size, options.ranks_per_host)
+    print(plan_text(plan), end="")
+    if options.measured:
+        import_module(".planning.measured", __package__).show(plan, options)
+    if options.png:
+        import_module(".planning.picture", __package__).write(plan, options.png)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="xds plan",
+        description="Draw a run before it starts: layers, slices, bytes, messages and the schedule.",
+    )
+    parser.add_argument("config", help="path, JSON text, or base64 of it")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR|MODULE:FUNCTION",
+        help="a folder with config.json of transformers, or a function that returns a model, or a model and "
+        "one micro-batch",
+    )
+    parser.add_argument(
+        "--world-size", required=True, type=whole_number(1), metavar="N", help="all ranks"
+    )
+    parser.add_argument(
+        "--ranks-per-host",
+        type=whole_number(1),
+        default=RANKS_PER_HOST,
+        metavar="N",
+        help=f"ranks on one host (default: {RANKS_PER_HOST})",
+    )
+    parser.add_argument(
+        "--sequence-length",
+        type=whole_number(1),
+        metavar="N",
+        help="tokens of a sample, for a model of transformers (default: its longest)",
+    )
+    parser.add_argument(
+        "--png", metavar="FILE", help="also draw it as a picture (needs matplotlib)"
+    )
+    parser.add_argument(
+        "--measured",
+        action="store_true",
+        help="also start the ranks on this machine, run two steps, and show both",
+    )
+    return parser

@@ -1,0 +1,276 @@
+"""`xds plan`: its bytes are those of real ranks, and its text says who has what."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planned_models import config_of, run, run_layers
+from warm_ranks import warm
+
+from xds.engine.config.config import parse_config
+from xds.engine.planning.links import Link, peers_on_host, spread
+from xds.engine.planning.models import FolderModel, FunctionModel
+from xds.engine.planning.plan import Plan, RankPlan, make_plan
+from xds.engine.planning.shape_ops import broadcast
+from xds.launcher.plan import main
+from xds.ops.mesh import Mesh
+from xds.zero.core.reuse import num_kept
+
+TESTS = Path(__file__).resolve().parents[1]
+KINDS = ("param", "grad", "master", "optimizer")
+NOT_PLANNED = {"control", "broadcast", "header"}  # norms and flags, batches, shapes
+
+
+def plan_of(build: str, config: dict[str, Any], world_size: int) -> Plan:
+    return make_plan(FunctionModel(f"planned_models:{build}"), parse_config(config), world_size, 8)
+
+
+def planned_for(plan: Plan, rank: int) -> RankPlan:
+    at = plan.mesh.coordinates(rank)
+    return next(
+        each
+        for each in plan.ranks
+        if each.share.pipe == at.pipe and at.tensor in each.share.tensors
+    )
+
+
+def compare(build: str, config: dict[str, Any], world_size: int) -> None:
+    """Bytes held and sent, kind by kind, on every rank."""
+    plan = plan_of(build, config, world_size)
+    assert plan.notes == ()
+    for rank, (held, sent) in enumerate(warm(world_size).run(run, build, config)):
+        planned = planned_for(plan, rank)
+        assert {kind: planned.states.get(kind, 0) for kind in KINDS} == {k: held[k] for k in KINDS}
+        found = {kind: size for kind, size in sent.items() if size and kind not in NOT_PLANNED}
+        assert {kind: link.total for kind, link in planned.sent.items() if link.total} == found
+
+
+@pytest.mark.parametrize(
+    ("build", "config", "world_size"),
+    [
+        ("plain", config_of(0, "bf16"), 2),
+        ("plain", config_of(2, count=2), 2),
+        ("frozen", config_of(3, "bf16", param_persistence_threshold=3000), 2),
+        ("tied", config_of(3, "bf16", pipe=2, count=4), 4),
+        ("plain", config_of(1, pipe=2, tensor=2, count=2), 4),
+        ("plain", config_of(3, "bf16", tensor=2, count=2, max_reuse_distance=0), 4),
+    ],
+)
+def test_bytes_equal_those_of_real_ranks(build, config, world_size):
+    compare(build, config, world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", ["plain", "tied"])
+@pytest.mark.parametrize(("pipe", "tensor"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_of_every_stage_and_mesh(build, pipe, tensor, precision, stage):
+    for count in (pipe, 4):  # 1F1B needs a micro-batch for each stage
+        compare(build, config_of(stage, precision, pipe, tensor, count), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b", "zero_bubble", "zbv"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bytes_of_every_schedule(schedule, stage):
+    config = config_of(stage, "bf16", pipe=2, count=4)
+    config["pipeline"] |= {"schedule": schedule, "reduce": "micro_batch"}
+    compare("plain", config, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "pipe"), [(1, 1), (3, 2)])
+def test_bytes_of_a_transformers_model(stage, pipe):
+    """Its head has 61 columns, which two ranks share unevenly."""
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    config = config_of(stage, "bf16", pipe=pipe, tensor=2, count=pipe)
+    config["tensor_parallel"] = {"tp_size": 2}
+    compare("llama", config, 2 * pipe)
+
+
+def test_a_list_of_layers_is_built_stage_by_stage():
+    config = config_of(2, pipe=2, count=2)
+    plan = plan_of("layers", config, 2)
+    assert plan.num_parameters == 5 * (8 * 8 + 8)
+    assert len(plan.notes) == 1 and "stage by stage" in plan.notes[0]
+    for rank, held in enumerate(warm(2).run(run_layers, config)):
+        states = planned_for(plan, rank).states
+        assert {kind: states.get(kind, 0) for kind in KINDS} == {k: held[k] for k in KINDS}
+
+
+def test_uneven_slices_are_planned_one_by_one():
+    plan = plan_of("plain", config_of(1, tensor=3), 3)
+    widths = [sum(flat.layout.payload_numel for flat in each.share.flats) for each in plan.ranks]
+    assert [each.share.tensors for each in plan.ranks] == [(0,), (1, 2)]  # 64 = 22 + 21 + 21
+    assert widths[0] - widths[1] == 4 * (16 + 1 + 16)  # a column, its bias, a row; of 4 blocks
+
+
+def test_activations_are_those_that_autograd_keeps():
+    """A forward on the CPU keeps as many bytes as the plan says, without repeated blocks."""
+    from planned_models import plain
+
+    model, batch = plain()
+    own = {tensor.untyped_storage()._cdata for tensor in model.parameters()}
+    kept: dict[int, Any] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        loss = model(*batch)
+    planned = plan_of("plain", config_of(0), 1).ranks[0].activations
+    assert planned == sum(storage.nbytes() for storage in kept.values())
+    assert loss.requires_grad
+
+
+def test_the_links_of_a_group():
+    mesh = Mesh(pipe=2, data=2, tensor=4)
+    assert peers_on_host(mesh, 0, ["tensor"], 8) == 3
+    assert peers_on_host(mesh, 0, ["data"], 8) == 1
+    assert peers_on_host(mesh, 0, ["data"], 4) == 0
+    assert peers_on_host(mesh, 5, ["data", "tensor"], 6) == 5
+    assert peers_on_host(mesh, 0, ["pipe"], 8) == 0
+    assert spread(90, 9, 3) == Link(30, 60)
+    assert spread(0, 0, 0) == Link()
+
+
+def test_the_arithmetic_of_shapes_and_units():
+    assert broadcast([(4, 1), (3,)]) == (4, 3)
+    assert broadcast([(), (2, 1, 5), (1, 7, 1)]) == (2, 7, 5)
+    assert num_kept([5, 5, 5], 0, 100) == 1
+    assert num_kept([5, 5, 5], 20, 100) == 3
+    assert num_kept([5, 5, 5], 20, 4) == 1
+    assert num_kept([], 20, 4) == 0
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.chdir(TESTS)
+
+
+def show(capsys: Any, config: dict[str, Any], model: str, ranks: int, *more: str) -> list[str]:
+    command = [json.dumps(config), "--model", model, "--world-size", str(ranks), *more]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return [line.strip() for line in out.splitlines()]
+
+
+def test_the_text_names_layers_bytes_and_the_schedule(here, capsys):
+    config = config_of(1, pipe=2, tensor=2, count=2)
+    lines = show(capsys, config, "planned_models:plain", 8, "--ranks-per-host", "4")
+    assert lines[0].endswith("parameters on 2 pipe x 2 data x 2 tensor = 8 ranks")
+    assert any(
+        line.split()[:6] == ["stage", "0,", "tensor", "0-1", "4", "blocks.0"] and "embed" in line
+        for line in lines
+    )
+    assert any("33.3% if all stages are equally fast" in line for line in lines)
+    assert not any(line == "Notes" for line in lines)
+    for title in ("Who has what", "Bytes that a rank holds"):
+        assert title in lines
+
+
+def test_a_model_without_a_batch_is_planned_without_activations(here, capsys):
+    lines = show(capsys, config_of(2), "planned_models:without_batch", 2)
+    assert any(line.startswith("activations are not counted: no micro-batch") for line in lines)
+    assert any("param" in line and "grad" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "message"),
+    [
+        ("planned_models:nothing", 2, "has no attribute 'nothing'"),
+        ("planned_models:config_of", 2, "missing a required argument"),
+        ("no/such/folder", 2, "there is no such folder"),
+        (".", 2, "the folder has no config.json"),
+        ("planned_models:plain", 3, "no whole number of data ranks"),
+    ],
+)
+def test_bad_input_is_one_sentence(here, capsys, model, ranks, message):
+    config = json.dumps(config_of(0, pipe=2, count=2))
+    assert main([config, "--model", model, "--world-size", str(ranks)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("xds plan: ") and message in err and err.count("\n") <= 3
+
+
+def test_torch_does_not_load_its_compiler(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(config_of(1, "bf16", pipe=2, tensor=2, count=2)))
+    code = (
+        "import sys; from xds.launcher.plan import main; code = main(sys.argv[1:]); "
+        "assert 'torch._dynamo' not in sys.modules and 'sympy' not in sys.modules; sys.exit(code)"
+    )
+    words = [str(config), "--model", "planned_models:plain", "--world-size", "4096"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=TESTS
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow  # it starts the launcher and two ranks
+def test_a_real_step_is_shown_beside_the_plan(here, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    config = config_of(1, "bf16", tensor=2)
+    lines = show(capsys, config, "planned_models:plain", 2, "--measured")
+    assert any(line.startswith("2 of 2 ranks as planned; the step took ") for line in lines)
+
+
+def test_too_many_ranks_to_measure(here, capsys):
+    config = json.dumps(config_of(1))
+    assert (
+        main([config, "--model", "planned_models:plain", "--world-size", "4096", "--measured"]) == 2
+    )
+    assert "this machine can start" in capsys.readouterr().err
+
+
+def test_a_picture_needs_matplotlib(here, capsys, tmp_path):
+    config = json.dumps(config_of(1, pipe=2, count=2))
+    command = [config, "--model", "planned_models:plain", "--world-size", "2"]
+    code = main([*command, "--png", str(tmp_path / "plan.png")])
+    if find_spec("matplotlib") is None:
+        assert code == 2
+        assert "--png needs the package matplotlib" in capsys.readouterr().err
+    else:
+        assert code == 0
+        assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+LLAMA_405B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.slow
+def test_a_published_layout_within_five_percent(tmp_path):
+    """Llama 3 405B on 16 x 128 x 8 ranks: 1/128 of the parameters, 6 bytes each and 12 / 128 more."""
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_405B))
+    config = config_of(1, "bf16", pipe=16, count=16)
+    config |= {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"tp_size": 8}}
+    plan = make_plan(FolderModel(tmp_path, None), parse_config(config), 16384, 8)
+    assert plan.num_parameters == 405_853_388_800
+    each = plan.num_parameters / 128 * (6 + 12 / 128)
+    for rank in plan.ranks[1:]:
+        assert sum(rank.states.values()) == pytest.approx(each, rel=0.05)
+    layers = [sum(map(len, rank.share.blocks.values())) for rank in plan.ranks]
+    assert layers == [7, *[8] * 14, 7]
