@@ -1,4 +1,4 @@
-"""The section tensor_parallel, and the keys of sequence and expert parallelism, which are not supported yet."""
+"""The sections tensor_parallel and sequence, and the keys of expert parallelism, which is not supported yet."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ def check_sequences(model: nn.Module, config: Config) -> None:
     chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if chosen is None or getattr(model, "loss_type", None) != "ForCausalLM":
         raise UsageError(
-            f"{setting}: {name} is not a causal language model of transformers, so its sequences cannot be cut; "
-            "set it to 1"
+            f"{setting}: {name} is not a causal language model of transformers, so its sequences cannot be "
+            "cut; set it to 1"
         )
     if chosen == "eager":
         raise UsageError(
-            f'{setting}: {name} computes attention with attn_implementation = "eager", which cannot be replaced; '
-            'build the model with "sdpa" or "flash_attention_2"'
+            f'{setting}: {name} computes attention with attn_implementation = "eager", which cannot be '
+            'replaced; build the model with "sdpa" or "flash_attention_2"'
         )
     model_config: Any = model.config
     if getattr(model_config, "attention_chunk_size", None):
@@ -64,7 +64,7 @@ class _Cutter:
         self._group = group
         self._names = inspect.signature(model.forward)
         self._current: SequenceAttention | None = None
-        self._check = SameBatches(model, group)
+        self._check = SameBatches(model, group, "sequence_parallel_size", "sequence")
         self._hooks = [
             model.register_forward_pre_hook(self._cut, with_kwargs=True),
             model.register_forward_hook(self._sum),
@@ -88,8 +88,8 @@ class _Cutter:
         if inputs.get("labels") is None:
             if torch.is_grad_enabled() and model.training:
                 raise UsageError(
-                    f"sequence_parallel_size = {self._group.world_size}: the batch has no labels, and the loss of "
-                    "all ranks is computed in the model; pass labels="
+                    f"sequence_parallel_size = {self._group.world_size}: the batch has no labels, and the loss "
+                    "of all ranks is computed in the model; pass labels="
                 )
             return args, kwargs  # each rank computes all tokens
         found, whole = cut_batch(inputs, self._group.rank, self._group.world_size)

@@ -1,1 +1,1 @@
-"""Sequence parallelism: each rank has some tokens of every sequence, and in attention some heads of all tokens."""
+"""Sequence parallelism: a rank has some tokens of each sequence, and in attention some heads of all tokens."""

@@ -1,7 +1,7 @@
 """Attention of models of transformers over all tokens, with some of the heads on each rank.
 
-An entry of `ALL_ATTENTION_FUNCTIONS` named after the model's own function. It acts only where a forward hands down
-a `WholeBatch`, which only the engine does. Elsewhere it calls the model's own function.
+An entry of `ALL_ATTENTION_FUNCTIONS` named after the model's own function. It acts only where a forward
+hands down a `SequenceAttention`, which only the engine does. Elsewhere it calls the model's own function.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class SequenceAttention:
         heads, kv_heads, world_size = query.shape[1], key.shape[1], self._group.world_size
         if heads < world_size:
             raise UsageError(
-                f"sequence_parallel_size = {world_size}: {type(module).__name__} has {heads} heads of attention, "
-                f"and each rank needs at least one; set it to at most {heads}"
+                f"sequence_parallel_size = {world_size}: {type(module).__name__} has {heads} heads of "
+                f"attention, and each rank needs at least one; set it to at most {heads}"
             )
         self.whole.num_calls += 1
         tokens, ranges = self.whole.tokens, shares(heads, world_size)

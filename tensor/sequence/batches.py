@@ -57,14 +57,14 @@ def cut_batch(
     setting = f"sequence_parallel_size = {world_size}"
     if length < world_size:
         raise UsageError(
-            f"{setting}: a sequence of the batch has {length} tokens, and each rank needs at least one; pad the "
-            f"batch to {world_size} tokens"
+            f"{setting}: a sequence of the batch has {length} tokens, and each rank needs at least one; pad "
+            f"the batch to {world_size} tokens"
         )
     mask = inputs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         raise UsageError(
-            f"{setting}: attention_mask must have the shape [samples, tokens], because each rank builds the mask "
-            "of its heads; pass such a mask, or position_ids that begin at 0 for each document"
+            f"{setting}: attention_mask must have the shape [samples, tokens], because each rank builds the "
+            "mask of its heads; pass such a mask, or position_ids that begin at 0 for each document"
         )
     found = dict(inputs)
     if found.get("position_ids") is None:

@@ -1,9 +1,9 @@
 """What sequence ranks send: heads to the ranks that attend with them, and tokens back to their owners.
 
-                     forward                                            backward
-    to_heads         [B, H, own tokens, D] -> [B, own heads, N, D]      to_tokens, summed where heads were copied
-    to_tokens        [B, own heads, N, D] -> [B, H, own tokens, D]      to_heads
-    sum_of_parts     sum over ranks                                     the gradient itself
+                     forward                                        backward
+    to_heads         [B, H, own tokens, D] -> [B, own heads, N, D]  to_tokens, summed where heads were copied
+    to_tokens        [B, own heads, N, D] -> [B, H, own tokens, D]  to_heads
+    sum_of_parts     sum over ranks                                 the gradient itself
 
 Source: Jacobs et al., DeepSpeed Ulysses, 2023, section 3.
 """

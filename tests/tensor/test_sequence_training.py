@@ -112,3 +112,76 @@ def test_two_data_ranks_of_two_sequence_ranks_equal_one_process() -> None:
     assert (by_rank[0], by_rank[2]) == (by_rank[1], by_rank[3])
     mean = [((a[0] + b[0]) / 2, a[1]) for a, b in zip(by_rank[0], by_rank[2], strict=True)]
     assert worst(mean, one_process(("llama",), "padded", 2)) <= 1e-6
+
+
+def count_bytes(config: dict[str, Any]) -> int:
+    engine = xds.initialize(build("llama"), config)
+    engine.backward(engine(**batch("plain", 0, 0)).loss)
+    sent: int = engine.bytes_sent()["sequence heads"]
+    engine.destroy()
+    return sent
+
+
+def test_a_layer_sends_its_heads_once_in_each_pass() -> None:
+    tokens, width, kv_width = SAMPLES * 6, 32, 16
+    a_pass = 4 * tokens * (2 * width + 2 * kv_width) // 2  # fp32; half of each tensor is sent
+    assert warm(2).run(count_bytes, config_of(2, 1)) == [2 * 2 * a_pass] * 2  # 2 layers, 2 passes
+
+
+def save_or_load(folder: str, config: dict[str, Any], loads: bool) -> list[float]:
+    engine = xds.initialize(build("llama"), config)
+    if loads:
+        engine.load_checkpoint(folder)
+    found = []
+    for step in range(2):
+        engine.backward(loss := engine(**batch("plain", step + 2 * loads, 0)).loss)
+        engine.step()
+        found.append(loss.item())
+    if not loads:
+        engine.save_checkpoint(folder)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2)])
+def test_a_checkpoint_loads_at_another_number_of_sequence_ranks(
+    saved: int, loaded: int, tmp_path: Any
+) -> None:
+    first = warm(saved).run(save_or_load, str(tmp_path), config_of(saved, 1), False)[0]
+    found = first + warm(loaded).run(save_or_load, str(tmp_path), config_of(loaded, 2), True)[0]
+    wanted = [loss for loss, _ in one_process(("llama",), "plain", 1)][:4]
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def refused(kind: str) -> str:
+    model = nn.Linear(4, 4) if kind == "plain model" else build("llama")
+    if kind == "eager":
+        model.config._attn_implementation = "eager"
+    size = 2
+    try:
+        engine = xds.initialize(model, config_of(size, 1))
+        given = batch("plain", 0, 0)
+        if kind == "other batches":
+            given = batch("plain", engine.global_rank, 0)
+        if kind == "no labels":
+            del given["labels"]
+        if kind == "short":
+            given = {name: value[:, :1] for name, value in given.items()}
+        engine(**given)
+    except xds.UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("plain model", "Linear is not a causal language model of transformers"),
+        ("eager", 'attn_implementation = "eager"'),
+        ("other batches", "sequence_parallel_size = 2: ranks 0 and 1 of a sequence group"),
+        ("no labels", "pass labels="),
+        ("short", "has 1 tokens"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_on_every_rank(kind: str, part: str) -> None:
+    assert all(part in message for message in warm(2).run(refused, kind))
