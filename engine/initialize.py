@@ -165,8 +165,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
     undo_tiles = tile_layers(model, runs, config.sequence, is_stage=found is not None)
     undo = _both(_recompute(config, blocks, device), _both(undo_tiles, divided.undo))
-    if config.sequence_parallel_size > 1:
-        undo = _both(undo, cut_sequences(model, config, mesh.along("sequence")))
+    undo = _both(undo, cut_sequences(model, config, mesh))
     if config.compile.enabled:
         compiler.compile()
     monitor = build_monitor(config, dist.get_rank())

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...ops.comm.collectives import Collectives
+from ...ops.comm.mesh_groups import MeshGroups
 from ...tensor.same_batches import SameBatches
 from ...tensor.sequence.attention import ARGUMENT, PREFIX, SequenceAttention, register
 from ...tensor.sequence.batches import cut_batch
@@ -48,10 +49,11 @@ def check_sequences(model: nn.Module, config: Config) -> None:
         )
 
 
-def cut_sequences(model: nn.Module, config: Config, group: Collectives) -> Callable[[], None]:
+def cut_sequences(model: nn.Module, config: Config, mesh: MeshGroups) -> Callable[[], None]:
     """Give each forward with labels the tokens of this rank. The result undoes it."""
-    cutter = _Cutter(model, group, config)
-    return cutter.undo
+    if config.sequence_parallel_size == 1:
+        return lambda: None
+    return _Cutter(model, mesh.along("sequence"), config).undo
 
 
 @final

@@ -114,6 +114,12 @@ def test_two_data_ranks_of_two_sequence_ranks_equal_one_process() -> None:
     assert worst(mean, one_process(("llama",), "padded", 2)) <= 1e-6
 
 
+def test_recomputed_blocks_equal_one_process() -> None:
+    config = config_of(2, 3, activation_checkpointing={"enabled": True})
+    found = warm(2).run(train, ("llama",), "packed", config)[0]
+    assert worst(found, one_process(("llama",), "packed", 1)) <= 1e-6
+
+
 def count_bytes(config: dict[str, Any]) -> int:
     engine = xds.initialize(build("llama"), config)
     engine.backward(engine(**batch("plain", 0, 0)).loss)
