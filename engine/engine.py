@@ -58,8 +58,9 @@ class Engine(Readings):
         self.local_rank = parts.local_rank
         self.global_rank = parts.sharded.collectives.rank
         self.world_size = parts.sharded.collectives.world_size
-        data = parts.sharded.flat_groups.data.collectives
-        self.dp_world_size, self.dp_rank = data.world_size, data.rank
+        mesh = parts.sharded.flat_groups.mesh
+        self.dp_world_size = mesh.data
+        self.dp_rank = mesh.coordinates(self.global_rank).data
         self._sharded = parts.sharded
         self._accumulation = Accumulation(
             parts.config.gradient_accumulation_steps,

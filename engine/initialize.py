@@ -46,6 +46,7 @@ from .model.pipelining import Runs, build_pipeline, check_whole, is_cut, is_part
 from .model.policies import DTYPES, policy_of
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
+from .model.sequences import check_sequences, cut_sequences
 from .model.tiling import tile_layers
 from .optim.loss_scale import build_loss_scale
 from .optim.optimizers import (
@@ -146,6 +147,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     mesh = MeshGroups(_mesh(config, group.size()), group, collectives, timeout_seconds())
     if not is_part(model):
         check_same_model(model, config.zero_optimization, collectives)
+    check_sequences(model, config)
     host = build_host(config, device, given.optimizer)
     groups = None if is_part(model) else _groups(model, config, given)
     keeps_a_part = is_cut(model, config) or config.tensor_parallel.size > 1
@@ -164,11 +166,12 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
     undo_tiles = tile_layers(model, runs, config.sequence, is_stage=found is not None)
     undo = _both(_recompute(config, blocks, device), _both(undo_tiles, divided.undo))
+    undo = _both(undo, cut_sequences(model, config, mesh))
     if config.compile.enabled:
         compiler.compile()
     monitor = build_monitor(config, dist.get_rank())
     report = _report(config, monitor, device)
-    loader = _loader(given.training_data, given.collate_fn, config, flat_groups.data.collectives)
+    loader = _loader(given.training_data, given.collate_fn, config, mesh)
     if device.type == "cpu":
         keep_freed_blocks()  # training takes and frees the same blocks in every step
     skips = bool(config.bf16.enabled and config.bf16.check_grad_overflow)
@@ -198,7 +201,9 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
 
 
 def _mesh(config: Config, world_size: int) -> Mesh:
-    return mesh_of(config.pipeline, config.tensor_parallel, world_size)
+    return mesh_of(
+        config.pipeline, config.tensor_parallel, world_size, config.sequence_parallel_size
+    )
 
 
 def _group(device: torch.device, given: _Given) -> dist.ProcessGroup:
@@ -247,15 +252,15 @@ def _loader(
     data: Any,
     collate_fn: Callable[[list[Any]], Any] | None,
     config: Config,
-    group: Collectives,
+    mesh: MeshGroups,
 ) -> Any:
     if data is None or keeps_position(data):
         return data
     return build_loader(
         data,
         micro_batch_size=config.train_micro_batch_size_per_gpu,
-        rank=group.rank,
-        world_size=group.world_size,
+        rank=mesh.coordinate("data"),
+        world_size=mesh.mesh.data,
         collate_fn=collate_fn,
         drop_last=config.dataloader_drop_last,
         step_samples=config.train_batch_size if config.elasticity.enabled else 0,

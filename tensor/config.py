@@ -1,4 +1,4 @@
-"""The section tensor_parallel, and the keys of sequence and expert parallelism, which are not supported yet."""
+"""The sections tensor_parallel and sequence, and the keys of expert parallelism, which is not supported yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ..utils.schema.rules import (
     NULL,
     OBJECT,
     TEXT,
-    dtype_name,
     either,
     list_of,
     whole,
@@ -110,15 +109,6 @@ EXPERT_PARALLEL = Group(
 )
 
 TOP_LEVEL_KEYS: dict[str, Entry] = {
-    "sequence_parallel_size": Refused(
-        whole(1),
-        "sequence parallelism is not supported yet; set it to 1",
-        harmless=(1,),
-    ),
-    "seq_parallel_communication_data_type": NoEffect(
-        dtype_name("fp32", "fp16", "bf16"),
-        "it only matters with sequence parallelism, which is not supported yet",
-    ),
     "expert_parallel": EXPERT_PARALLEL,
     "use_data_before_expert_parallelism": NoEffect(
         FLAG, "it only matters with expert parallelism, which is not supported yet", same=(False,)

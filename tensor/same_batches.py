@@ -23,9 +23,22 @@ class SameBatches:
     Where the model has dropout, states of the generator of random numbers are compared as well.
     """
 
-    def __init__(self, model: nn.Module, group: Collectives) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Collectives,
+        setting: str = "tensor_parallel.tp_size",
+        kind: str = "tensor",
+        *,
+        draws_equal: bool = True,
+    ) -> None:
+        """setting, kind: what messages call the number of ranks, and the group.
+
+        draws_equal: with dropout, the states of random numbers must be equal.
+        """
+        self._setting, self._kind = setting, kind
         self._group = group
-        self._draws = any(has_dropout(module) for module in model.modules())
+        self._draws = draws_equal and any(has_dropout(module) for module in model.modules())
         self._left = CHECKED_FORWARDS
         self._hook = model.register_forward_pre_hook(self._check, with_kwargs=True)
 
@@ -40,16 +53,18 @@ class SameBatches:
         other = _first_other(batches)
         if other is not None:
             raise UsageError(
-                f"tensor_parallel.tp_size = {self._group.world_size}: ranks 0 and {other} of a tensor group "
-                "got different batches; they compute parts of one model, so give them the same: let the "
+                f"{self._setting} = {self._group.world_size}: ranks 0 and {other} of a "
+                f"{self._kind} group got different batches; they compute parts of one model, so give "
+                "them the same: let the "
                 "sampler use engine.dp_rank and engine.dp_world_size, or pass training_data"
             )
 
         other = _first_other(states)
         if other is not None:
             raise UsageError(
-                f"tensor_parallel.tp_size = {self._group.world_size}: ranks 0 and {other} of a tensor group "
-                "have different states of random numbers, and the model has dropout; their activations would "
+                f"{self._setting} = {self._group.world_size}: ranks 0 and {other} of a "
+                f"{self._kind} group have different states of random numbers, and the model has "
+                "dropout; their activations would "
                 "differ, so call torch.manual_seed with the same number on both, as seed + engine.dp_rank"
             )
 

@@ -31,7 +31,7 @@ from .compile import Compile, check_compile
 from .elasticity import Elasticity, check_elasticity, elastic_batch
 from .offloading import check_guesses, check_old_names, check_paths
 from .optimizer import OptimizerConfig, check_optimizer
-from .ranks import check_micro_batches, check_slices, check_stages, mesh_of
+from .ranks import check_micro_batches, check_sequence_ranks, check_slices, check_stages, mesh_of
 from .refused import TOP_LEVEL_KEYS
 from .scheduler import SchedulerConfig, check_scheduler
 from .sections import (
@@ -104,6 +104,14 @@ class Config(Section):
     communication_data_type: Annotated[
         Literal["fp32", "fp16", "bf16"] | None, either(dtype_name("fp32", "fp16", "bf16"), NULL)
     ] = Field(None, description="the dtype in which gradients are sent; null: their own dtype")
+    sequence_parallel_size: Annotated[int, whole(1)] = Field(
+        1, description="ranks that share the tokens of each sequence"
+    )
+    seq_parallel_communication_data_type: Annotated[
+        Literal["fp32", "fp16", "bf16"] | None, either(dtype_name("fp32", "fp16", "bf16"), NULL)
+    ] = Field(
+        None, description="the dtype in which sequence ranks send heads; null: their own dtype"
+    )
     zero_allow_untested_optimizer: Flag = Field(
         False, description="any torch optimizer may be sharded, at the user's risk"
     )
@@ -198,8 +206,8 @@ class Config(Section):
 
     @property
     def model_ranks(self) -> int:
-        """The ranks that hold one model: pipeline stages x tensor ranks."""
-        return self.pipeline.stages * self.tensor_parallel.size
+        """The ranks that train on one batch: pipeline stages x sequence ranks x tensor ranks."""
+        return self.pipeline.stages * self.sequence_parallel_size * self.tensor_parallel.size
 
     def with_stages(self, stages: int) -> Config:
         """This config, which is not resolved, with the number of pipeline stages that a model gives.
@@ -321,6 +329,13 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
         compiles=config.compile.enabled,
         report=report,
     )
+    check_sequence_ranks(
+        config.sequence_parallel_size,
+        tensor_ranks=config.tensor_parallel.size,
+        compiles=config.compile.enabled,
+        tiles=bool(config.sequence.tiled_loss),
+        report=report,
+    )
     if data.get("gradient_clipping") is None:
         report.notes.append(
             "gradient_clipping is not given: gradients are not clipped "
@@ -338,6 +353,7 @@ def _check_stages(config: Config, report: Report) -> None:
         counts_micro_batches=config.managed_gradient_accumulation,
         recomputes=config.activation_checkpointing.enabled,
         tensor_ranks=config.tensor_parallel.size,
+        sequence_ranks=config.sequence_parallel_size,
     )
 
 
@@ -364,7 +380,9 @@ def _batch(config: Config, world_size: int) -> tuple[list[str], dict[str, int]]:
         return [f"world size = {world_size}: must be at least 1"], {}
     model_ranks = config.model_ranks
     try:
-        ranks = mesh_of(config.pipeline, config.tensor_parallel, world_size).data
+        ranks = mesh_of(
+            config.pipeline, config.tensor_parallel, world_size, config.sequence_parallel_size
+        ).data
     except ValueError as error:
         return [str(error)], {}
     if config.elasticity.enabled:

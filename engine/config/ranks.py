@@ -21,9 +21,9 @@ _ONE_GRAPH = (
 )
 
 
-def mesh_of(pipeline: Pipeline, tensor: TensorParallel, world_size: int) -> Mesh:
+def mesh_of(pipeline: Pipeline, tensor: TensorParallel, world_size: int, sequence: int = 1) -> Mesh:
     """The mesh of `world_size` ranks. Raises ValueError with the product if it is not a whole one."""
-    return Mesh.of(world_size, pipe=pipeline.stages, tensor=tensor.size)
+    return Mesh.of(world_size, pipe=pipeline.stages, sequence=sequence, tensor=tensor.size)
 
 
 def check_stages(
@@ -35,6 +35,7 @@ def check_stages(
     counts_micro_batches: bool,
     recomputes: bool,
     tensor_ranks: int = 1,
+    sequence_ranks: int = 1,
 ) -> None:
     """Report what the section pipeline does not allow, in itself and in other sections.
 
@@ -42,8 +43,12 @@ def check_stages(
     """
     check_pipeline(section, report)
     stages = section.stages
-    if elasticity.enabled and elasticity.model_parallel_size != stages * tensor_ranks:
+    if (
+        elasticity.enabled
+        and elasticity.model_parallel_size != stages * tensor_ranks * sequence_ranks
+    ):
         factor = f" x tensor_parallel.tp_size ({tensor_ranks})" if tensor_ranks > 1 else ""
+        factor += f" x sequence_parallel_size ({sequence_ranks})" if sequence_ranks > 1 else ""
         report.complain(
             "elasticity.model_parallel_size",
             elasticity.model_parallel_size,
@@ -52,6 +57,12 @@ def check_stages(
         )
     if stages == 1:
         return
+    if sequence_ranks > 1:
+        report.complain(
+            "sequence_parallel_size",
+            sequence_ranks,
+            f"it does not work with pipeline.stages = {stages} yet; set one of the two to 1",
+        )
     if not counts_micro_batches:
         report.complain("managed_gradient_accumulation", False, _ONE_UPDATE)
     if recomputes and section.activation_checkpoint_interval:
@@ -83,6 +94,25 @@ def check_slices(
             True,
             "the sums of tensor parallelism cannot be compiled yet; set it to false, or "
             "tensor_parallel.tp_size to 1",
+        )
+
+
+def check_sequence_ranks(
+    size: int, *, tensor_ranks: int, compiles: bool, tiles: bool, report: Report
+) -> None:
+    """Report settings that do not work with `size` sequence ranks."""
+    if size == 1:
+        return
+    wrong = {
+        f"tensor_parallel.tp_size = {tensor_ranks}": tensor_ranks > 1,
+        "compile.enabled = true": compiles,
+        "sequence.tiled_loss": tiles,
+    }
+    for setting in [setting for setting, is_set in wrong.items() if is_set]:
+        report.complain(
+            "sequence_parallel_size",
+            size,
+            f"it does not work with {setting} yet; remove one of the two",
         )
 
 

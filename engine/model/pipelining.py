@@ -198,7 +198,8 @@ def open_flat_groups(
     sliced: what the tensor ranks have cut; None: nothing.
     """
     num_tensor = mesh.mesh.tensor
-    collectives = world if found is None and num_tensor == 1 else mesh.along("data")
+    is_one = found is None and num_tensor == 1
+    collectives = world if is_one else mesh.along(("data", "sequence"))
     data = FlatGroup(collectives, ExactReducer(collectives), policy(stage, collectives.world_size))
     sliced = Sliced() if sliced is None else sliced
     by_param: dict[int, FlatGroup] = {}

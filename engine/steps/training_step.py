@@ -45,8 +45,8 @@ class TrainingStep:
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         self._forecast = Forecast()
         takes_mean = parts.config.gradient_allreduce_op == "mean"
-        data = parts.sharded.flat_groups.data.collectives
-        self._mean = 1.0 / data.world_size if takes_mean else 1.0
+        # the gradients of sequence ranks are parts of one sum
+        self._mean = 1.0 / parts.sharded.flat_groups.mesh.data if takes_mean else 1.0
         parts.sharded.backwards.set_script_callbacks(
             self._own_backward_begins, self._factor_of_own_backward
         )

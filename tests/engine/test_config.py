@@ -156,7 +156,7 @@ def test_the_callers_dict_is_never_changed():
         ("torch_autocast.dtype", "fp32", 'must be "bf16" or "fp16"'),
         ("wandb.project", 3, "must be text"),
         ("sparse_gradients", True, "not supported yet"),
-        ("sequence_parallel_size", 2, "not supported yet"),
+        ("sequence_parallel_size", 0, "must be a whole number, at least 1"),
         ("amp.enabled", True, "torch_autocast"),
         ("pipeline.stages", 0, 'must be a whole number, at least 1 (or "auto")'),
         ("tensor_parallel.autotp_size", -1, "must be a whole number, at least 0"),

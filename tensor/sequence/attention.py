@@ -1,0 +1,135 @@
+"""Attention of models of transformers over all tokens, with some of the heads on each rank.
+
+An entry of `ALL_ATTENTION_FUNCTIONS` named after the model's own function. It acts only where a forward
+hands down a `SequenceAttention`, which only the engine does. Elsewhere it calls the model's own function.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ...ops.comm.collectives import Collectives
+from ...utils.errors import UsageError
+from .batches import WholeBatch
+from .exchange import HeadExchange
+from .shares import key_head_of_each, key_heads, shares
+
+PREFIX = "xds_sequence_"
+ARGUMENT = "xds_whole_batch"
+Attention = Callable[..., tuple[Tensor, Any]]
+
+
+def register(former: str) -> str:
+    """Enter the function that wraps `former` in the tables of transformers. Returns its name."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    own: Attention = ALL_ATTENTION_FUNCTIONS[former]
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
+        given = kwargs.pop(ARGUMENT, None)
+        if given is None:
+            return own(module, query, key, value, mask, **kwargs)
+        return given.attend(own, former, module, (query, key, value), kwargs)
+
+    name = PREFIX + former
+    ALL_ATTENTION_FUNCTIONS.register(name, attend)
+    if former in ALL_MASK_ATTENTION_FUNCTIONS:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[former])
+    return name
+
+
+@final
+class SequenceAttention:
+    """Attention over one whole batch. An argument of every attention of one forward."""
+
+    def __init__(self, group: Collectives, whole: WholeBatch, dtype: torch.dtype | None) -> None:
+        self.whole = whole
+        self._group = group
+        self._dtype = dtype
+
+    def attend(
+        self,
+        own: Attention,
+        former: str,
+        module: Any,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, None]:
+        """[B, heads, own tokens, D] for queries, keys and values -> [B, own tokens, heads, D].
+
+        Raises:
+            UsageError: there are fewer heads than ranks.
+        """
+        query, key, value = tensors
+        heads, kv_heads, world_size = query.shape[1], key.shape[1], self._group.world_size
+        if heads < world_size:
+            raise UsageError(
+                f"sequence_parallel_size = {world_size}: {type(module).__name__} has {heads} heads of "
+                f"attention, and each rank needs at least one; set it to at most {heads}"
+            )
+        self.whole.num_calls += 1
+        tokens, ranges = self.whole.tokens, shares(heads, world_size)
+        of_queries = HeadExchange(self._group, tokens, ranges, self._dtype)
+        of_keys = HeadExchange(
+            self._group, tokens, key_heads(heads, kv_heads, world_size), self._dtype
+        )
+        query, key, value = (
+            of_queries.to_heads(query),
+            of_keys.to_heads(key),
+            of_keys.to_heads(value),
+        )
+        if kv_heads % world_size:  # groups are cut: one head of keys for each head of queries
+            index = torch.tensor(
+                key_head_of_each(heads, kv_heads, ranges[self._group.rank]), device=key.device
+            )
+            key, value = key.index_select(1, index), value.index_select(1, index)
+            module = _Ungrouped(module)
+        if "position_ids" in kwargs:
+            kwargs["position_ids"] = self.whole.position_ids
+        mask = self._mask(module.config, former, query, kwargs.get("sliding_window"))
+        output, _ = own(module, query, key, value, mask, **kwargs)
+        return of_queries.to_tokens(output.transpose(1, 2)).transpose(1, 2).contiguous(), None
+
+    def _mask(self, config: Any, former: str, query: Tensor, window: int | None) -> Any:
+        """The mask of the whole sequence, as the model builds it on one rank. Built once for a forward."""
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+        masks, whole = self.whole.masks, self.whole
+        if window not in masks:
+            plain = copy.copy(config)
+            plain._attn_implementation_internal = former  # the setter changes parts that are shared
+            build = create_causal_mask if window is None else create_sliding_window_causal_mask
+            # only its shape, dtype and device are read
+            inputs = query.new_empty(()).expand(whole.batch_size, whole.length, 1)
+            masks[window] = build(
+                config=plain,
+                inputs_embeds=inputs,
+                attention_mask=whole.attention_mask,
+                past_key_values=None,
+                position_ids=whole.position_ids,
+            )
+        return masks[window]
+
+
+@final
+class _Ungrouped:
+    """An attention module whose keys have as many heads as its queries."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+__all__ = ["ARGUMENT", "PREFIX", "SequenceAttention", "register"]

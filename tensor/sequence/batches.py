@@ -1,0 +1,90 @@
+"""Cuts the inputs of a causal language model of transformers into the tokens of each rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ...utils.errors import UsageError
+from .shares import Range, shares
+
+IGNORED = -100  # the label of tokens without loss, as in transformers
+
+
+@final
+@dataclass(eq=False)
+class WholeBatch:
+    """What attention needs of the whole batch. A forward hands it down to each attention as an argument.
+
+    attention_mask: [B, N] or None. position_ids: [B or 1, N].
+    masks: what was built of them; by length of the sliding window, or None for all tokens.
+    num_calls: attentions that have used it.
+    """
+
+    tokens: tuple[Range, ...]
+    batch_size: int
+    attention_mask: Tensor | None
+    position_ids: Tensor
+    masks: dict[int | None, Any] = field(default_factory=dict)
+    num_calls: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of a whole sequence."""
+        return self.tokens[-1][1]
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """The label that each token predicts: that of the next one; [B, N]."""
+    return nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+
+
+def cut_batch(
+    inputs: dict[str, Any], rank: int, world_size: int
+) -> tuple[dict[str, Any], WholeBatch]:
+    """The inputs of `rank`, and what attention needs of the whole ones.
+
+    Raises:
+        UsageError: the batch cannot be cut.
+    """
+    ids = inputs.get("input_ids")
+    ids = inputs.get("inputs_embeds") if ids is None else ids
+    assert ids is not None
+    size, length = ids.shape[:2]
+    setting = f"sequence_parallel_size = {world_size}"
+    if length < world_size:
+        raise UsageError(
+            f"{setting}: a sequence of the batch has {length} tokens, and each rank needs at least one; pad "
+            f"the batch to {world_size} tokens"
+        )
+    mask = inputs.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        raise UsageError(
+            f"{setting}: attention_mask must have the shape [samples, tokens], because each rank builds the "
+            "mask of its heads; pass such a mask, or position_ids that begin at 0 for each document"
+        )
+    found = dict(inputs)
+    if found.get("position_ids") is None:
+        found["position_ids"] = torch.arange(length, device=ids.device).unsqueeze(0)
+    positions = found["position_ids"]
+    if positions.dim() != 2:
+        raise UsageError(
+            f"{setting}: position_ids has {positions.dim()} dimensions; pass one position for each token"
+        )
+    if found.get("shift_labels") is None:
+        found["shift_labels"] = shifted(inputs["labels"])
+    if found.get("num_items_in_batch") is None:
+        found["num_items_in_batch"] = (found["shift_labels"] != IGNORED).sum()
+    tokens = shares(length, world_size)
+    first, end = tokens[rank]
+    for name, value in found.items():
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
+            found[name] = value[:, first:end].contiguous()
+    found["use_cache"] = False
+    return found, WholeBatch(tokens, size, mask, positions)
+
+
+__all__ = ["WholeBatch", "cut_batch", "shifted"]
