@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -13,11 +15,14 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
 from ...tensor.same_batches import SameBatches
 from ...tensor.sequence.attention import ARGUMENT, PREFIX, SequenceAttention, register
-from ...tensor.sequence.batches import cut_batch
+from ...tensor.sequence.batches import cut_batch, short_batch
 from ...tensor.sequence.exchange import sum_of_parts
 from ...utils.errors import UsageError
 from ..config.config import Config
+from ..data.batches import loss_of
+from .forwards import Forward, replace_forwards
 
+NEAR, NEAR_16_BITS = 1e-4, 2e-2  # relative difference of losses; a wrong mask gives 1e-2 and more
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -31,7 +36,8 @@ def check_sequences(model: nn.Module, config: Config) -> None:
     setting = f"sequence_parallel_size = {config.sequence_parallel_size}"
     name = type(model).__name__
     chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if chosen is None or getattr(model, "loss_type", None) != "ForCausalLM":
+    loss = getattr(getattr(model, "loss_function", None), "__name__", "")
+    if chosen is None or loss != "ForCausalLMLoss":
         raise UsageError(
             f"{setting}: {name} is not a causal language model of transformers, so its sequences cannot be "
             "cut; set it to 1"
@@ -69,6 +75,9 @@ class _Cutter:
         self._check = SameBatches(
             model, group, "sequence_parallel_size", "sequence", draws_equal=False
         )
+        self._proof: dict[str, Any] | None = None  # whole inputs, until the first ones are compared
+        self._is_proven = False
+        self._restore = replace_forwards([model], self._proving)
         self._hooks = [
             model.register_forward_pre_hook(self._cut, with_kwargs=True),
             model.register_forward_hook(self._sum),
@@ -96,9 +105,38 @@ class _Cutter:
                     "of all ranks is computed in the model; pass labels="
                 )
             return args, kwargs  # each rank computes all tokens
+        self._proof = None if self._is_proven else short_batch(inputs, self._group.world_size)
         found, whole = cut_batch(inputs, self._group.rank, self._group.world_size)
         self._current = SequenceAttention(self._group, whole, self._dtype)
         return (), found | {ARGUMENT: self._current}
+
+    def _proving(self, forward: Forward) -> Forward:
+        """The model's forward; before the first one, a few tokens are computed whole and cut."""
+
+        @functools.wraps(forward)
+        def proven(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._proof is not None:
+                inputs, self._proof = self._proof, None
+                with _without_dropout(model), torch.no_grad():
+                    self._prove(model, functools.partial(forward, model), inputs)
+                self._is_proven = True
+            return forward(model, *args, **kwargs)
+
+        return proven
+
+    def _prove(self, model: nn.Module, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
+        cut, whole = cut_batch(inputs, self._group.rank, self._group.world_size)
+        attention = SequenceAttention(self._group, whole, self._dtype)
+        wanted = loss_of(forward(**inputs))
+        found = sum_of_parts(loss_of(forward(**cut, **{ARGUMENT: attention})), self._group)
+        has_16_bits = self._dtype is not None or _computes_in_16_bits(model)
+        near = NEAR_16_BITS if has_16_bits else NEAR
+        if not torch.isclose(found.float(), wanted.float(), rtol=near, atol=near):
+            raise UsageError(
+                f"sequence_parallel_size = {self._group.world_size}: {type(model).__name__} gives the loss "
+                f"{found.item():.6f} with its tokens on several ranks, and {wanted.item():.6f} on one: its "
+                "attention has a mask of its own, or modules that need all tokens; set it to 1"
+            )
 
     def _sum(self, model: nn.Module, args: Any, output: Any) -> Any:
         if self._current is None:
@@ -117,10 +155,29 @@ class _Cutter:
     def undo(self) -> None:
         """Take the hooks off, and give the model its attention back."""
         self._check.remove()
+        self._restore()
         for hook in self._hooks:
             hook.remove()
         for config, chosen in self._configs:
             config._attn_implementation = chosen
+
+
+def _computes_in_16_bits(model: nn.Module) -> bool:
+    is_autocast = torch.is_autocast_enabled(next(model.parameters()).device.type)
+    return is_autocast or any(
+        param.is_floating_point() and param.dtype.itemsize == 2 for param in model.parameters()
+    )
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 __all__ = ["check_sequences", "cut_sequences"]

@@ -76,7 +76,8 @@ def make_plan(source: ModelSource, config: Config, world_size: int, ranks_per_ho
     """
     model = source.on_meta()
     config = with_model(config, model).resolve(world_size)
-    mesh = mesh_of(config.pipeline, config.tensor_parallel, world_size)
+    sequence = config.sequence_parallel_size
+    mesh = mesh_of(config.pipeline, config.tensor_parallel, world_size, sequence)
     if is_part(model):
         model = source.on_meta()
     planner = _Planner(source, Shares(source, model, config, mesh), config, mesh, ranks_per_host)
@@ -127,6 +128,11 @@ class _Planner:
         elif section.type not in EXACT:
             self._notes.append(
                 f"optimizer = {section.type}: its states are estimated, and messages of its own are not counted"
+            )
+        if self._mesh.sequence > 1:
+            self._notes.append(
+                "sequence ranks: activations are those of the whole sequence, and the messages of their "
+                "attention are not counted"
             )
         if {zero.offload_optimizer.device, zero.offload_param.device} != {"none"}:
             self._notes.append(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...utils.errors import UsageError
 from .shares import Range, shares
 
+PROOF_SAMPLES, PROOF_TOKENS = 2, 64  # tokens a rank
 IGNORED = -100  # the label of tokens without loss, as in transformers
 
 
@@ -35,6 +36,22 @@ class WholeBatch:
     def length(self) -> int:
         """Tokens of a whole sequence."""
         return self.tokens[-1][1]
+
+
+def short_batch(inputs: dict[str, Any], world_size: int) -> dict[str, Any] | None:
+    """The first tokens of the first samples of whole inputs; None: they have no labels."""
+    labels: Tensor = inputs["labels"]
+    size, length = labels.shape[0], labels.shape[1]
+    samples, tokens = min(size, PROOF_SAMPLES), min(length, PROOF_TOKENS * world_size)
+    if length < world_size or not (labels[:samples, 1:tokens] != IGNORED).any():
+        return None
+    found = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
+            found[name] = value[: samples if len(value) == size else None, :tokens]
+    found.pop("num_items_in_batch", None)
+    found["use_cache"] = False
+    return found
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -87,4 +104,4 @@ def cut_batch(
     return found, WholeBatch(tokens, size, mask, positions)
 
 
-__all__ = ["WholeBatch", "cut_batch", "shifted"]
+__all__ = ["WholeBatch", "cut_batch", "shifted", "short_batch"]

@@ -122,10 +122,12 @@ def test_recomputed_blocks_equal_one_process() -> None:
 
 def count_bytes(config: dict[str, Any]) -> int:
     engine = xds.initialize(build("llama"), config)
+    engine(**batch("plain", 0, 0))  # the first forward is proven on a few tokens
+    before: int = engine.bytes_sent()["sequence heads"]
     engine.backward(engine(**batch("plain", 0, 0)).loss)
     sent: int = engine.bytes_sent()["sequence heads"]
     engine.destroy()
-    return sent
+    return sent - before
 
 
 def test_a_layer_sends_its_heads_once_in_each_pass() -> None:
@@ -191,3 +193,40 @@ def refused(kind: str) -> str:
 )
 def test_what_cannot_be_cut_is_refused_on_every_rank(kind: str, part: str) -> None:
     assert all(part in message for message in warm(2).run(refused, kind))
+
+
+def with_a_mask_of_its_own() -> str:
+    """A model whose attention sees all tokens, after and before."""
+    from transformers.models.llama import modeling_llama
+
+    def all_tokens(**inputs: Any) -> torch.Tensor:
+        length = inputs["inputs_embeds"].shape[1]
+        return torch.ones(1, 1, length, length, dtype=torch.bool)
+
+    engine_model = build_for_masks()
+    plain, modeling_llama.create_causal_mask = modeling_llama.create_causal_mask, all_tokens
+    try:
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "sequence_parallel_size": 2,
+        }
+        engine = xds.initialize(engine_model, config)
+        ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+        with pytest.raises(xds.UsageError) as caught:
+            engine(input_ids=ids, labels=ids)
+        engine.destroy()
+    finally:
+        modeling_llama.create_causal_mask = plain
+    return str(caught.value)
+
+
+def build_for_masks() -> Any:
+    from tensor_cases import build
+
+    return build("llama")
+
+
+def test_a_mask_that_is_not_rebuilt_is_found() -> None:
+    for said in warm(2).run(with_a_mask_of_its_own):
+        assert "its attention has a mask of its own" in said
