@@ -53,7 +53,7 @@ def class_of_layer(
     plain: Callable[..., Tensor] = base.forward
 
     def colwise(self: nn.Module, x: Tensor) -> Tensor:
-        if self.training:
+        if self.training and not torch.compiler.is_compiling():
             region.draws.begin(x.device)
         return plain(self, region.enter(x))
 
@@ -68,7 +68,8 @@ def class_of_layer(
 
     def rowwise(self: nn.Module, x: Tensor) -> Tensor:
         region.end()
-        region.draws.end()
+        if not torch.compiler.is_compiling():
+            region.draws.end()
         bias = self._parameters.get("bias")
         if bias is None:
             return region.exchange.leave(plain(self, x))

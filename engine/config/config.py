@@ -315,12 +315,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     check_elasticity(config.elasticity, data, report)
     _check_stages(config, report)
     chosen = changes.get("optimizer")
-    check_slices(
-        config.tensor_parallel,
-        chosen.type if chosen is not None else None,
-        compiles=config.compile.enabled,
-        report=report,
-    )
+    check_slices(config.tensor_parallel, chosen.type if chosen is not None else None, report)
     if data.get("gradient_clipping") is None:
         report.notes.append(
             "gradient_clipping is not given: gradients are not clipped "
