@@ -48,9 +48,11 @@ class Model(nn.Module):
 
 
 def train(section: dict[str, Any] | None, stage: int = 0, dropout: float = 0.0) -> Any:
-    """Losses, norms, bytes that were sent; with the graph breaks that torch counted."""
+    """Losses and norms, and how many graphs torch made."""
     torch.manual_seed(3)
     torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-2}},
@@ -68,7 +70,7 @@ def train(section: dict[str, Any] | None, stage: int = 0, dropout: float = 0.0) 
         engine.step()
         found.append((loss.item(), engine.get_global_grad_norm()))
     engine.destroy()
-    return found
+    return found, counters["stats"]["unique_graphs"]
 
 
 def refused(*args: Any) -> str:
@@ -87,10 +89,14 @@ def refused(*args: Any) -> str:
 )
 def test_a_compiled_block_is_one_graph_with_the_numbers_of_an_eager_one(backend, stage):
     section = {"backend": backend, "kwargs": {"fullgraph": True}}
-    compiled = warm(2).run(train, section, stage)
-    eager = warm(2).run(train, None, stage)
-    assert compiled[0] == compiled[1]
-    assert torch.tensor(compiled[0]).allclose(torch.tensor(eager[0]), rtol=1e-6, atol=0)
+    (compiled, graphs), other = warm(2).run(train, section, stage)
+    (eager, no_graphs), _ = warm(2).run(train, None, stage)
+    assert (compiled, graphs) == other
+    assert (graphs, no_graphs) == (
+        3,
+        0,
+    )  # one for each block, and one for the proof in evaluation mode
+    assert torch.tensor(compiled).allclose(torch.tensor(eager), rtol=1e-6, atol=0)
 
 
 def test_dropout_in_a_compiled_block_is_refused():
