@@ -49,8 +49,10 @@ class WeightGrads:
     def __init__(self, modules: Iterable[nn.Module], sink: Sink) -> None:
         """Prepare the linear layers in `modules`.
 
-        A layer stays as it is if a subclass or the instance has a forward of its own, if its weight is
-        computed (weight_norm, parametrizations), or if a module in `modules` that is not prepared shares it.
+        A layer with a method `slice_product(x, bias)` and a true `has_plain_product` keeps its forward: only
+        its product is prepared. Another layer stays as it is if a subclass or the instance has a forward of
+        its own, if its weight is computed (weight_norm, parametrizations), or if a module in `modules` that
+        is not prepared shares it.
 
         Args:
             sink: gets a parameter and its gradient [shape of the parameter], in the parameter's dtype. `run`
@@ -179,6 +181,8 @@ def _is_linear(module: nn.Module) -> bool:
         or not weight.is_floating_point()
     ):
         return False
+    if getattr(module, "has_plain_product", False):
+        return True
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward
     if type(module).__name__ != "Conv1D" or weight.ndim != 2 or bias is None:
@@ -190,15 +194,25 @@ def _deferrable(base: type[nn.Module], owner: WeightGrads) -> type[nn.Module]:
     """A subclass of `base` with the same name, whose weight gradients `owner` may defer."""
     plain: Callable[..., Tensor] = base.forward
     is_transposed = not issubclass(base, nn.Linear)
+    has_product = getattr(base, "has_plain_product", False)
+    plain_product: Callable[..., Tensor] = base.slice_product if has_product else plain  # type: ignore[assignment]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         params = self._parameters.get("weight"), self._parameters.get("bias")
         if kwargs or len(args) != 1 or not _can_defer(args[0], *params):
             return plain(self, *args, **kwargs)
-        x: Tensor = args[0]
+        return linear(args[0], *params)
+
+    def product(self: nn.Module, x: Tensor, bias: nn.Parameter | None) -> Tensor:
+        weight = self._parameters.get("weight")
+        if not _can_defer(x, weight, bias):
+            return plain_product(self, x, bias)
+        return linear(x, weight, bias)
+
+    def linear(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # what autocast would save
-        result: Tensor = _Linear.apply(x, *params, owner, is_transposed)  # type: ignore[no-untyped-call]
+        result: Tensor = _Linear.apply(x, weight, bias, owner, is_transposed)  # type: ignore[no-untyped-call]
         return result
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
@@ -211,9 +225,8 @@ def _deferrable(base: type[nn.Module], owner: WeightGrads) -> type[nn.Module]:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
-    return type(
-        base.__name__, (base,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__}
-    )
+    own = {"slice_product": product} if has_product else {"forward": forward}
+    return type(base.__name__, (base,), {**names, **own, "__reduce_ex__": __reduce_ex__})
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:
@@ -306,7 +319,8 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As the forward of transformers' Conv1D."""
-    assert bias is not None
+    if bias is None:
+        return x @ weight
     rows = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
     return rows.view(*x.shape[:-1], len(bias))
 

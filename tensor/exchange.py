@@ -6,7 +6,7 @@
     gather    all ranks' columns     this rank's columns          after an output that is needed whole
 
 The first two are f and g of Shoeybi et al., Megatron-LM, 2019, section 3. A block sends four sums: two in
-forward and two in backward.
+forward and two in backward. In a compiled block they are custom ops.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
-
-KIND = "tensor sums"
-GATHER_KIND = "tensor gathers"
+from . import compiled
 
 
 @final
@@ -30,31 +28,34 @@ class Exchange:
     def __init__(self, collectives: Collectives, what: str) -> None:
         self.collectives = collectives
         self.what = what
+        self._group = compiled.number_of(collectives)
 
     def enter(self, x: Tensor) -> Tensor:
         """`x` [...]; in backward its gradients are summed over the ranks."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
+        if torch.compiler.is_compiling():
+            return compiled.enter(x, self._group)
         entered: Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return entered
 
     def leave(self, y: Tensor) -> Tensor:
         """The sum over ranks of `y` [...], the same bits on all."""
+        if torch.compiler.is_compiling():
+            return compiled.leave(y, self._group)
         left: Tensor = _Leave.apply(y, self)  # type: ignore[no-untyped-call]
         return left
 
     def gather(self, y: Tensor, widths: Sequence[int]) -> Tensor:
         """[..., own columns] -> [..., sum of `widths`], in rank order. `widths`: the columns of each rank."""
+        if torch.compiler.is_compiling():
+            return compiled.gather(y, self._group, list(widths))
         gathered: Tensor = _Gather.apply(y, self, tuple(widths))  # type: ignore[no-untyped-call]
         return gathered
 
     def sum(self, tensor: Tensor, direction: str) -> Tensor:
         """The sum over ranks of `tensor`, in a new tensor."""
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        if total.numel():
-            what = f"the {direction} {self.what}"
-            self.collectives.all_reduce(total, what=what, kind=KIND).wait()
-        return total
+        return compiled.summed(self.collectives, tensor, f"the {direction} {self.what}")
 
 
 class _Enter(torch.autograd.Function):
@@ -83,11 +84,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, exchange: Exchange, widths: tuple[int, ...]) -> Tensor:
         group = exchange.collectives
         ctx.start, ctx.width = sum(widths[: group.rank]), widths[group.rank]
-        rows = y.reshape(-1, y.shape[-1]).contiguous()
-        outs = [y.new_empty(len(rows), width) for width in widths]
-        what = f"the output of {exchange.what}"
-        group.all_to_all(outs, [rows] * len(widths), what=what, kind=GATHER_KIND).wait()
-        return torch.cat(outs, 1).view(*y.shape[:-1], -1)
+        return compiled.gathered(group, y, widths, f"the output of {exchange.what}")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -10,8 +10,9 @@ gradients are summed once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -49,16 +50,22 @@ class Region:
 def class_of_layer(
     base: type[nn.Module], word: Word, region: Region, widths: Sequence[int]
 ) -> type[nn.Module]:
-    """A subclass of `base` with the same name that sends what `word` says. `widths`: of the slices, by rank."""
-    plain: Callable[..., Tensor] = base.forward
+    """A subclass of `base` with the same name that sends what `word` says. `widths`: of the slices, by rank.
+
+    Its method `slice_product(x, bias)` is the only use of the weight. Pipelines replace it in plain layers.
+    """
+
+    def compute(self: nn.Module, x: Tensor) -> Tensor:
+        bias = self._parameters.get("bias")
+        return cast(Tensor, cast(Any, self).slice_product(x, bias))
 
     def colwise(self: nn.Module, x: Tensor) -> Tensor:
-        if self.training:
+        if self.training and not torch.compiler.is_compiling():
             region.draws.begin(x.device)
-        return plain(self, region.enter(x))
+        return compute(self, region.enter(x))
 
     def gathered(self: nn.Module, x: Tensor) -> Tensor:
-        y = region.exchange.gather(plain(self, region.enter(x)), widths)
+        y = region.exchange.gather(compute(self, region.enter(x)), widths)
         region.end()
         return y
 
@@ -68,14 +75,11 @@ def class_of_layer(
 
     def rowwise(self: nn.Module, x: Tensor) -> Tensor:
         region.end()
-        region.draws.end()
+        if not torch.compiler.is_compiling():
+            region.draws.end()
         bias = self._parameters.get("bias")
-        if bias is None:
-            return region.exchange.leave(plain(self, x))
-        weight = self._parameters["weight"]
-        assert weight is not None
-        matrix = weight if is_transposed(self) else weight.t()
-        return region.exchange.leave(x @ matrix) + bias
+        y = region.exchange.leave(cast(Any, self).slice_product(x, None))
+        return y if bias is None else y + bias
 
     forwards = {
         Word.ROWWISE: rowwise,
@@ -83,7 +87,25 @@ def class_of_layer(
         Word.ROWWISE_SPLIT: split,
         Word.COLWISE_GATHER: gathered,
     }
-    return _subclass(base, forwards.get(word, colwise))
+    return _subclass(base, forwards.get(word, colwise), _with_product(base))
+
+
+def _with_product(base: type[nn.Module]) -> dict[str, Any]:
+    """The method `slice_product`, and whether a layer of class `base` computes no more than it."""
+    plain: Callable[..., Tensor] = base.forward
+
+    def slice_product(self: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        return plain(self, x) if bias is self._parameters.get("bias") else _without_bias(self, x)
+
+    is_plain = plain is nn.Linear.forward or base.__name__ == "Conv1D"
+    return {"slice_product": slice_product, "has_plain_product": is_plain}
+
+
+def _without_bias(layer: nn.Module, x: Tensor) -> Tensor:
+    """x W^T of `layer`."""
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    return x @ (weight if is_transposed(layer) else weight.t())
 
 
 def class_of_head(base: type[nn.Module], region: Region, vocabulary: Vocabulary) -> type[nn.Module]:
@@ -111,13 +133,17 @@ def class_of_embedding(
     return _subclass(base, embedding)
 
 
-def _subclass(base: type[nn.Module], forward: Callable[..., Tensor]) -> type[nn.Module]:
+def _subclass(
+    base: type[nn.Module],
+    forward: Callable[..., Tensor],
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> type[nn.Module]:
     names = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
-    methods: dict[str, Any] = {**names, "forward": forward}
+    methods: dict[str, Any] = {**names, **more, "forward": forward}
     return type(base.__name__, (base,), methods)
 
 

@@ -323,12 +323,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     check_elasticity(config.elasticity, data, report)
     _check_stages(config, report)
     chosen = changes.get("optimizer")
-    check_slices(
-        config.tensor_parallel,
-        chosen.type if chosen is not None else None,
-        compiles=config.compile.enabled,
-        report=report,
-    )
+    check_slices(config.tensor_parallel, chosen.type if chosen is not None else None, report)
     check_sequence_ranks(
         config.sequence_parallel_size,
         tensor_ranks=config.tensor_parallel.size,

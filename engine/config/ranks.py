@@ -75,9 +75,7 @@ def check_stages(
         report.complain("zero_optimization.divergent_graphs", True, _ONE_GRAPH)
 
 
-def check_slices(
-    section: TensorParallel, optimizer: str | None, *, compiles: bool, report: Report
-) -> None:
+def check_slices(section: TensorParallel, optimizer: str | None, report: Report) -> None:
     """Report settings that do not work with slices of tensors. `optimizer`: the type, if there is one."""
     if section.size == 1:
         return
@@ -87,13 +85,6 @@ def check_slices(
             optimizer,
             f"it uses norms or products of whole tensors, and tensor_parallel.tp_size = {section.size} cuts "
             "them; choose an optimizer such as AdamW, or set tensor_parallel.tp_size to 1",
-        )
-    if compiles:
-        report.complain(
-            "compile.enabled",
-            True,
-            "the sums of tensor parallelism cannot be compiled yet; set it to false, or "
-            "tensor_parallel.tp_size to 1",
         )
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...tensor.same_batches import has_dropout
 from ...utils.errors import ConfigError, UsageError
 from ...utils.schema.keys import Report
 from ...utils.schema.section import read_section
@@ -70,7 +71,8 @@ class Compiler:
         """Compile from the next forward on. Arguments that are not given come from the config.
 
         Raises:
-            UsageError: an argument is not supported, or the model is already compiled with other settings.
+            UsageError: an argument is not supported, the model is already compiled with other settings, or
+                a block has dropout and its layers are cut.
         """
         if schedule is not None:
             raise UsageError(
@@ -92,6 +94,7 @@ class Compiler:
                 f"engine.compile({_shown(settings)}): the model is already compiled with "
                 f'{_shown(self._settings)}; set it once, in the section "compile" of the config or here'
             )
+        self._refuse_dropout()
         self._settings = settings
         chosen, arguments = settings
         change = partial(torch.compile, backend=chosen, **arguments, **self._limit())
@@ -121,6 +124,16 @@ class Compiler:
         if report.complaints or problem:
             raise UsageError("; ".join(report.complaints or [f"engine.compile: {problem}"]))
         return chosen, read.arguments()
+
+    def _refuse_dropout(self) -> None:
+        """A graph cannot change the generator of random numbers where activations become cut."""
+        size = self._config.tensor_parallel.size
+        if size > 1 and any(has_dropout(part) for top in self._targets() for part in top.modules()):
+            raise UsageError(
+                f"compile: blocks of {type(self._model).__name__} have dropout, and tensor_parallel.tp_size = "
+                f"{size}: tensor ranks need different random numbers inside of a block, which a compiled one "
+                "cannot draw; set the rates of dropout to 0, or compile.enabled to false"
+            )
 
     def _targets(self) -> list[nn.Module]:
         """The modules to compile, without those that the script compiled itself."""

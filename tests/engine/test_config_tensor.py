@@ -30,7 +30,6 @@ def test_data_ranks_are_what_stages_and_tensor_ranks_leave():
     [
         ({"tp_size": 2, "autotp_size": 2}, {}, "sets the same option"),
         ({"tp": {"tp_size": 2}}, {}, "write the number of ranks as tensor_parallel.tp_size"),
-        ({"tp_size": 2}, {"compile": {"enabled": True}}, "cannot be compiled yet"),
         ({"tp_size": 2}, {"optimizer": {"type": "Lamb"}}, "cuts them"),
         ({"tp_size": 2}, {"optimizer": {"type": "Muon"}}, "cuts them"),
     ],
