@@ -153,8 +153,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     keeps_a_part = is_cut(model, config) or config.tensor_parallel.size > 1
     if keeps_a_part or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
-    build_policy = partial(policy_of, config)
-    divided = divide(model, config, mesh, collectives, build_policy)
+    divided = divide(model, config, mesh, collectives, partial(policy_of, config))
     model, runs, found, flat_groups = divided.model, divided.runs, divided.found, divided.groups
     groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
@@ -166,7 +165,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
     undo_tiles = tile_layers(model, runs, config.sequence, is_stage=found is not None)
     undo = _both(_recompute(config, blocks, device), _both(undo_tiles, divided.undo))
-    undo = _both(undo, cut_sequences(model, config, mesh))
+    undo = _both(cut_sequences(model, config, mesh), undo)
     if config.compile.enabled:
         compiler.compile()
     monitor = build_monitor(config, dist.get_rank())
