@@ -195,7 +195,7 @@ def _deferrable(base: type[nn.Module], owner: WeightGrads) -> type[nn.Module]:
     plain: Callable[..., Tensor] = base.forward
     is_transposed = not issubclass(base, nn.Linear)
     has_product = getattr(base, "has_plain_product", False)
-    plain_product: Callable[..., Tensor] = getattr(base, "slice_product", plain)
+    plain_product: Callable[..., Tensor] = getattr(base, "slice_product") if has_product else plain  # noqa: B009
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         params = self._parameters.get("weight"), self._parameters.get("bias")

@@ -12,7 +12,7 @@ forward and two in backward. In a compiled block they are custom ops.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -35,24 +35,21 @@ class Exchange:
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
         if torch.compiler.is_compiling():
-            traced: Tensor = compiled.enter(x, self._group)
-            return traced
+            return cast(Tensor, compiled.enter(x, self._group))
         entered: Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return entered
 
     def leave(self, y: Tensor) -> Tensor:
         """The sum over ranks of `y` [...], the same bits on all."""
         if torch.compiler.is_compiling():
-            traced: Tensor = compiled.leave(y, self._group)
-            return traced
+            return cast(Tensor, compiled.leave(y, self._group))
         left: Tensor = _Leave.apply(y, self)  # type: ignore[no-untyped-call]
         return left
 
     def gather(self, y: Tensor, widths: Sequence[int]) -> Tensor:
         """[..., own columns] -> [..., sum of `widths`], in rank order. `widths`: the columns of each rank."""
         if torch.compiler.is_compiling():
-            traced: Tensor = compiled.gather(y, self._group, list(widths))
-            return traced
+            return cast(Tensor, compiled.gather(y, self._group, list(widths)))
         gathered: Tensor = _Gather.apply(y, self, tuple(widths))  # type: ignore[no-untyped-call]
         return gathered
 

@@ -12,7 +12,7 @@ from warm_ranks import warm
 
 import xds
 
-WIDTH, HEAD_DIM, SAMPLES, LENGTH, STEPS = 16, 4, 2, 6, 3
+WIDTH, HEAD_DIM, SAMPLES, LENGTH, CLASSES, STEPS = 16, 4, 2, 6, 8, 3
 PLAN = {
     **{f"blocks.*.{name}": "colwise" for name in ("q", "k", "v", "up")},
     **{f"blocks.*.{name}": "rowwise" for name in ("out", "down")},
@@ -39,12 +39,12 @@ class Model(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 10)
+        self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), torch.arange(SAMPLES * LENGTH) % 10)
+        return F.cross_entropy(self.head(x).flatten(0, 1), torch.arange(SAMPLES * LENGTH) % CLASSES)
 
 
 def train(section: dict[str, Any] | None, stage: int = 0, dropout: float = 0.0) -> Any:

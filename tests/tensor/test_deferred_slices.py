@@ -46,6 +46,6 @@ def test_weight_gradients_of_slices_are_deferred(name):
     # rows and columns of slices of qkv, out, up and down, of width 32
     expected = {(48, 32), (32, 16), (64, 32), (32, 64)}
     for _, shapes, num_layers in later[2:]:  # the first stage computes both gradients at once
-        assert num_layers == 8 + (name == "gpt")  # four of each block, and the head
+        assert num_layers == 9  # four of each block, and the head
         assert shapes >= (expected if name == "gpt" else {shape[::-1] for shape in expected})
     assert at_once[2][1:] == (set(), 0)
