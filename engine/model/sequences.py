@@ -48,6 +48,11 @@ def check_sequences(model: nn.Module, config: Config) -> None:
             'replaced; build the model with "sdpa" or "flash_attention_2"'
         )
     model_config: Any = model.config
+    if getattr(model_config, "output_router_logits", False):
+        raise UsageError(
+            f"{setting}: the balancing loss of {name} is not a sum over tokens; set output_router_logits to "
+            "false in its config"
+        )
     if getattr(model_config, "attention_chunk_size", None):
         raise UsageError(
             f"{setting}: {name} attends in chunks (attention_chunk_size), whose masks are not supported; set "
