@@ -92,11 +92,12 @@ def config_of(sequence: int, stage: int, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "kind", "sequence", "stage"),
     [
-        (("llama",), "plain", 2, 1),
+        pytest.param(("llama",), "plain", 2, 1, marks=pytest.mark.slow),
         (("llama",), "padded", 2, 3),
         (("llama", 1), "packed", 2, 2),  # one head of keys, copied
         (("mistral",), "odd", 2, 1),  # a sliding window
-        (("llama", 2, 4), "odd", 3, 0),  # heads and tokens that do not divide
+        # heads and tokens that do not divide
+        pytest.param(("llama", 2, 4), "odd", 3, 0, marks=pytest.mark.slow),
     ],
 )
 def test_sequence_ranks_equal_one_process(
@@ -151,7 +152,7 @@ def save_or_load(folder: str, config: dict[str, Any], loads: bool) -> list[float
     return found
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_a_checkpoint_loads_at_another_number_of_sequence_ranks(
     saved: int, loaded: int, tmp_path: Any
 ) -> None:
