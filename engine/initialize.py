@@ -19,6 +19,7 @@ from ..ops.comm.collectives import Collectives
 from ..ops.comm.mesh_groups import MeshGroups
 from ..ops.comm.opening import open_collectives
 from ..ops.mesh import Mesh
+from ..tensor.partition import PartitionedInputs
 from ..utils.errors import ConfigError, UsageError
 from ..utils.host_memory import keep_freed_blocks, return_freed_blocks
 from ..zero.construction.construction import Construction, materialise
@@ -164,7 +165,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
     undo_tiles = tile_layers(model, runs, config.sequence, is_stage=found is not None)
-    undo = _both(_recompute(config, blocks, device), _both(undo_tiles, divided.undo))
+    undo = _both(_recompute(config, blocks, device, mesh), _both(undo_tiles, divided.undo))
     undo = _both(cut_sequences(model, config, mesh), undo)
     if config.compile.enabled:
         compiler.compile()
@@ -367,11 +368,15 @@ def _autocast(config: Config, device: torch.device) -> Callable[[], AbstractCont
     return partial(torch.autocast, device.type, dtype=DTYPES[section.dtype])
 
 
-def _recompute(config: Config, blocks: list[nn.Module], device: torch.device) -> Callable[[], None]:
+def _recompute(
+    config: Config, blocks: list[nn.Module], device: torch.device, mesh: MeshGroups
+) -> Callable[[], None]:
     """Activation checkpointing of `blocks` as the config says; the result undoes it."""
     section = config.activation_checkpointing
     if not section.enabled:
         return _nothing
+    if section.partition_activations and mesh.mesh.tensor > 1:
+        return checkpoint_blocks(blocks, PartitionedInputs(mesh.along("tensor")).cutting)
     if not section.cpu_checkpointing:
         return checkpoint_blocks(blocks)
     activations = Activations(device, pin=True)

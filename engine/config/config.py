@@ -31,7 +31,14 @@ from .compile import Compile, check_compile
 from .elasticity import Elasticity, check_elasticity, elastic_batch
 from .offloading import check_guesses, check_old_names, check_paths
 from .optimizer import OptimizerConfig, check_optimizer
-from .ranks import check_micro_batches, check_sequence_ranks, check_slices, check_stages, mesh_of
+from .ranks import (
+    check_micro_batches,
+    check_partitions,
+    check_sequence_ranks,
+    check_slices,
+    check_stages,
+    mesh_of,
+)
 from .refused import TOP_LEVEL_KEYS
 from .scheduler import SchedulerConfig, check_scheduler
 from .sections import (
@@ -324,6 +331,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     _check_stages(config, report)
     chosen = changes.get("optimizer")
     check_slices(config.tensor_parallel, chosen.type if chosen is not None else None, report)
+    check_partitions(config.tensor_parallel, config.activation_checkpointing, report)
     check_sequence_ranks(
         config.sequence_parallel_size,
         tensor_ranks=config.tensor_parallel.size,

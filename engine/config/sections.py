@@ -33,7 +33,6 @@ _MASTER = Refused(
     "16-bit master weights and optimizer states are not supported yet; set it to false",
     harmless=(False,),
 )
-_NO_TENSOR_PARALLELISM = "only tensor parallelism uses it, which is not supported yet"
 
 
 @final
@@ -128,9 +127,8 @@ class ActivationCheckpointing(Section):
     """Recompute the activations of the model's blocks in backward; the section alone enables it."""
 
     others: ClassVar[Mapping[str, Entry]] = {
-        "partition_activations": NoEffect(FLAG, _NO_TENSOR_PARALLELISM, same=(False,)),
         "contiguous_memory_optimization": NoEffect(
-            FLAG, "only partition_activations uses it", same=(False,)
+            FLAG, "kept inputs need no common buffer", same=(False,)
         ),
         "number_checkpoints": NoEffect(whole(0), "xds finds the blocks in the model"),
         "profile": NoEffect(FLAG, "use wall_clock_breakdown", same=(False,)),
@@ -141,6 +139,10 @@ class ActivationCheckpointing(Section):
 
     enabled: Flag = Field(
         False, description="the activations of the model's blocks are recomputed in backward"
+    )
+    partition_activations: Flag = Field(
+        False,
+        description="each tensor rank keeps its share of the inputs of blocks; no effect on one tensor rank",
     )
     cpu_checkpointing: Flag = Field(
         False,

@@ -1,0 +1,77 @@
+"""Keeps inputs of recomputed blocks in parts: each tensor rank has its share until backward needs the whole.
+
+    forward     block 1 <- input [n] on all ranks      kept: rank 0 |n/T|, rank 1 |n/T|, ...
+    backward    block 1 <- input [n] <- gather         before the block runs again
+
+Source: Rajbhandari et al., ZeRO, 2020, section 6.1 (partitioned activation checkpointing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ..ops.comm.collectives import Collectives
+from .shares import share_of
+
+KIND = "activation gathers"
+MIN_NUMEL = 1 << 10  # a smaller tensor costs more to gather than to keep
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """This rank's elements of a tensor."""
+
+    shape: torch.Size
+    values: Tensor
+
+
+@final
+class PartitionedInputs:
+    """Cuts tensors of one model over the ranks of a tensor group, which have the same values."""
+
+    def __init__(self, group: Collectives) -> None:
+        self._group = group
+
+    def cutting(self, inputs: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Inside, tensors that autograd saves are cut if they are among `inputs` and not small.
+
+        Tensors that need no gradient stay, because several blocks share them (masks, positions); leaves stay,
+        because the script holds them. Backward sends each part to all other ranks.
+        """
+        wanted = {
+            tensor.data_ptr()
+            for tensor in inputs
+            if tensor.requires_grad and not tensor.is_leaf and tensor.numel() >= MIN_NUMEL
+        }
+
+        def pack(tensor: Tensor) -> Tensor | _Part:
+            if tensor.data_ptr() not in wanted or not tensor.is_contiguous():
+                return tensor
+            start, stop = self._range(tensor.numel(), self._group.rank)
+            return _Part(tensor.shape, tensor.reshape(-1)[start:stop].clone())
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, self._join)
+
+    def _range(self, numel: int, rank: int) -> tuple[int, int]:
+        return share_of(numel, self._group.world_size, rank)
+
+    def _join(self, saved: Tensor | _Part) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        numel, ranks = saved.shape.numel(), range(self._group.world_size)
+        whole = saved.values.new_empty(numel)
+        outs = [whole[slice(*self._range(numel, rank))] for rank in ranks]
+        what = "the input of a recomputed block"
+        parts = [saved.values for _ in ranks]
+        self._group.all_to_all(outs, parts, what=what, kind=KIND).wait()
+        return whole.view(saved.shape)
+
+
+__all__ = ["KIND", "PartitionedInputs"]
