@@ -7,6 +7,7 @@
   know the input, so both know when a header is on its way. With `is_dynamic` every message has one.
 - Receives are posted before they are needed. Sends are waited for at the end of the step.
 - Leaves that require no gradient get none sent back.
+- Tensor ranks have equal activations. With `parts` each sends its share, and the receivers exchange theirs.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.handles import Handle
+from ..ops.comm.parts import EqualParts
 from ..utils.errors import UsageError
 from .cut.part import Flow
 
+JOINS = "pipeline joins"  # the kind of messages between tensor ranks that have parts of activations
 SENT_AS_IT_IS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8})
 
 
@@ -40,8 +43,15 @@ class _Leaf:
     dtype: torch.dtype
     needs_grad: bool
 
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+    def parts(self, parts: EqualParts | None) -> EqualParts | None:
+        """How it is cut for sending; None: it is sent whole."""
+        return (
+            parts if parts is not None and self.needs_grad and parts.are_used(self.shape) else None
+        )
+
+    def empty(self, device: torch.device, parts: EqualParts | None) -> Tensor:
+        shape = self.shape if parts is None else (parts.numel_of(math.prod(self.shape)),)
+        return torch.empty(shape, dtype=self.dtype, device=device)
 
 
 @final
@@ -94,7 +104,17 @@ class Ways:
 class Channel:
     """Sends and receives for the stages of one rank."""
 
-    def __init__(self, forward: Ways, backward: Ways, ranks: Ranks, *, is_dynamic: bool) -> None:
+    def __init__(
+        self,
+        forward: Ways,
+        backward: Ways,
+        ranks: Ranks,
+        *,
+        is_dynamic: bool,
+        parts: tuple[EqualParts | None, EqualParts | None] = (None, None),
+    ) -> None:
+        """parts: of activations and gradients, where each tensor rank sends its share; None: all of them."""
+        self._activation_parts, self._gradient_parts = parts
         self._forward = forward
         self._backward = backward
         self._rank = forward.up.rank
@@ -110,7 +130,7 @@ class Channel:
             tuple[int, Hashable], int
         ] = {}  # the micro-batch whose header is on its way
         self._lengths: dict[tuple[int, int], tuple[Tensor, Handle]] = {}
-        self._returning: dict[tuple[int, int], list[tuple[Tensor, Handle]]] = {}
+        self._returning: dict[tuple[int, int], list[tuple[_Leaf, Tensor, Handle]]] = {}
         self._outgoing: list[Handle] = []
         self._inputs: Sequence[Hashable] = ()
 
@@ -137,8 +157,10 @@ class Channel:
         if known is None or self._is_dynamic:
             self._sent[key] = header
             self._send_header(header, peer, stage, micro_batch)
-        for leaf in flow.leaves:
-            self._send(self._forward, leaf, peer, (stage, micro_batch), "activations")
+        for leaf, tensor in zip(header.leaves, flow.leaves, strict=True):
+            parts = leaf.parts(self._activation_parts)
+            sent = tensor if parts is None else parts.own(tensor)
+            self._send(self._forward, sent, peer, (stage, micro_batch), "activations")
         return header
 
     def _send_header(self, header: Header, peer: int, stage: int, micro_batch: int) -> None:
@@ -166,7 +188,7 @@ class Channel:
     def _post_leaves(self, header: Header, stage: int, micro_batch: int) -> None:
         device, works = self._device, []
         for leaf in header.leaves:
-            tensor = leaf.empty(device)
+            tensor = leaf.empty(device, leaf.parts(self._activation_parts))
             handle = self._receive(
                 self._forward, tensor, stage - 1, stage - 1, micro_batch, "activations"
             )
@@ -187,6 +209,10 @@ class Channel:
         leaves = []
         for leaf, (tensor, work) in zip(header.leaves, works, strict=True):
             work.wait()
+            parts = leaf.parts(self._activation_parts)
+            if parts is not None:
+                what = f"activations of micro-batch {micro_batch} from stage {stage - 1}"
+                tensor = parts.joined(tensor, leaf.shape, what)
             leaves.append(tensor.requires_grad_(leaf.needs_grad))
         return Flow(tuple(leaves), header.spec)
 
@@ -204,25 +230,32 @@ class Channel:
         self._returning[stage, micro_batch] = []
         for leaf in header.leaves:
             if leaf.needs_grad:
-                grad = leaf.empty(self._device)
+                grad = leaf.empty(self._device, leaf.parts(self._gradient_parts))
                 handle = self._receive(
                     self._backward, grad, stage + 1, stage, micro_batch, "gradients"
                 )
-                self._returning[stage, micro_batch].append((grad, handle))
+                self._returning[stage, micro_batch].append((leaf, grad, handle))
 
     def take_backward(self, stage: int, micro_batch: int) -> list[Tensor]:
         """The gradients of the leaves that need one, in order."""
         grads = []
-        for grad, handle in self._returning.pop((stage, micro_batch)):
+        for leaf, grad, handle in self._returning.pop((stage, micro_batch)):
             handle.wait()
+            parts = leaf.parts(self._gradient_parts)
+            if parts is not None:
+                what = f"gradients of micro-batch {micro_batch} from stage {stage + 1}"
+                grad = parts.joined(grad, leaf.shape, what)
             grads.append(grad)
         return grads
 
     def send_backward(self, stage: int, micro_batch: int, grads: Sequence[Tensor]) -> None:
         """Start to send the gradients of what flowed into `stage`."""
         peer = self._ranks.rank_of(stage - 1)
+        parts = self._gradient_parts
         for grad in grads:
-            self._send(self._backward, grad, peer, (stage - 1, micro_batch), "gradients")
+            is_cut = parts is not None and parts.are_used(grad.shape)
+            sent = parts.own(grad) if parts is not None and is_cut else grad
+            self._send(self._backward, sent, peer, (stage - 1, micro_batch), "gradients")
 
     # -- both -------------------------------------------------------------------------------------------
 
@@ -290,4 +323,4 @@ def flow_bytes(header: Header) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in header.leaves)
 
 
-__all__ = ["Channel", "Header", "Ranks", "Ways", "flow_bytes", "signature"]
+__all__ = ["JOINS", "Channel", "Header", "Ranks", "Ways", "flow_bytes", "signature"]

@@ -46,8 +46,6 @@ ONE_STAGE = "used with several pipeline stages only, and pipeline.stages is 1"
 METHODS = ("uniform", "parameters", "best")
 BY_TYPE = "type:"
 
-_TENSOR = "it only matters with tensor parallelism, which is not supported yet"
-
 
 def _read_stages(value: object) -> int:
     if isinstance(value, str) and value.casefold() == "auto":
@@ -112,8 +110,6 @@ class Pipeline(Section):
     """The model is cut into stages of consecutive layers, and each rank has one stage or several chunks."""
 
     others: ClassVar[Mapping[str, Entry]] = {
-        "pipe_partitioned": NoEffect(FLAG, _TENSOR, same=(True,)),
-        "grad_partitioned": NoEffect(FLAG, _TENSOR, same=(True,)),
         "use_reentrant": NoEffect(FLAG, "recomputation does not need torch's reentrant checkpoint"),
     }
 
@@ -126,6 +122,14 @@ class Pipeline(Section):
         "1f1b",
         description='the order of forwards and backwards of a step. "auto": the shortest step '
         "in a simulation with equal times. A file has one line of actions for each rank, as torch writes them",
+    )
+    pipe_partitioned: Flag = Field(
+        True,
+        description="each tensor rank sends its share of activations to the next stage, whose ranks exchange "
+        "them; no effect on one tensor rank",
+    )
+    grad_partitioned: Flag = Field(
+        True, description="the same for the gradients that go back to the stage before"
     )
     chunks: OptionalCount = Field(
         None,

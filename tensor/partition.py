@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
-from .shares import share_of
+from ..ops.comm.parts import EqualParts
 
 KIND = "activation gathers"
 MIN_NUMEL = 1 << 10  # a smaller tensor costs more to gather than to keep
@@ -37,7 +37,7 @@ class PartitionedInputs:
     """Cuts tensors of one model over the ranks of a tensor group, which have the same values."""
 
     def __init__(self, group: Collectives) -> None:
-        self._group = group
+        self._parts = EqualParts(group, KIND)
 
     def cutting(self, inputs: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Inside, tensors that autograd saves are cut if they are among `inputs` and not small.
@@ -54,24 +54,14 @@ class PartitionedInputs:
         def pack(tensor: Tensor) -> Tensor | _Part:
             if tensor.data_ptr() not in wanted or not tensor.is_contiguous():
                 return tensor
-            start, stop = self._range(tensor.numel(), self._group.rank)
-            return _Part(tensor.shape, tensor.reshape(-1)[start:stop].clone())
+            return _Part(tensor.shape, self._parts.own(tensor))
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._join)
-
-    def _range(self, numel: int, rank: int) -> tuple[int, int]:
-        return share_of(numel, self._group.world_size, rank)
 
     def _join(self, saved: Tensor | _Part) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        numel, ranks = saved.shape.numel(), range(self._group.world_size)
-        whole = saved.values.new_empty(numel)
-        outs = [whole[slice(*self._range(numel, rank))] for rank in ranks]
-        what = "the input of a recomputed block"
-        parts = [saved.values for _ in ranks]
-        self._group.all_to_all(outs, parts, what=what, kind=KIND).wait()
-        return whole.view(saved.shape)
+        return self._parts.joined(saved.values, saved.shape, "the input of a recomputed block")
 
 
 __all__ = ["KIND", "PartitionedInputs"]

@@ -12,7 +12,8 @@ from torch import nn
 from ...compression.reducer import ExactReducer
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import AxisGroups, MeshGroups
-from ...pipe.channel import Channel, Ways
+from ...ops.comm.parts import EqualParts
+from ...pipe.channel import JOINS, Channel, Ways
 from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.layer_lists import OtherStage
 from ...pipe.cut.part import Part
@@ -312,7 +313,11 @@ def build_pipeline(
     section = config.pipeline
     placement = found.plan.placement
     forward, backward = _ways(mesh, "forward", placement), _ways(mesh, "backward", placement)
-    channel = Channel(forward, backward, placement, is_dynamic=section.dynamic_shape)
+    wanted = (section.pipe_partitioned, section.grad_partitioned)
+    group = mesh.along("tensor") if mesh.mesh.tensor > 1 else None
+    parts = [EqualParts(group, JOINS) if cut and group is not None else None for cut in wanted]
+    ways = (forward, backward, placement)
+    channel = Channel(*ways, is_dynamic=section.dynamic_shape, parts=(parts[0], parts[1]))
     deferred = [found.part.module] if found.plan.splits_backward else []
     weight_grads = WeightGrads(deferred, sharded.add_gradient)
 

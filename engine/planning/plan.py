@@ -9,6 +9,7 @@ from typing import Any, final
 
 from ...ops.comm.on_paper import PaperCollectives
 from ...ops.mesh import Mesh
+from ...pipe.channel import JOINS
 from ...pipe.module import PipelineModule
 from ...pipe.schedules.actions import Op
 from ...pipe.schedules.lowering import with_states
@@ -282,11 +283,28 @@ class _Planner:
                 if not 0 <= other < placement.num_stages or placement.rank_of(other) == share.pipe:
                     continue
                 size = seen.flows[blocks[boundary][0]] * self._steps
+                if self._is_in_parts(kind):
+                    size //= self._mesh.tensor  # activations that the tensor ranks divide evenly
                 peer = self._mesh.rank_at(pipe=placement.rank_of(other), tensor=share.tensors[0])
                 near = peer // self._ranks_per_host == rank // self._ranks_per_host
                 link = Link(size, 0) if near else Link(0, size)
                 found[kind] = found.get(kind, Link()) + link
+            for kind, other, boundary in (
+                ("activations", stage - 1, stage),
+                ("gradients", stage + 1, stage + 1),
+            ):
+                is_own = not 0 <= other < placement.num_stages
+                if is_own or placement.rank_of(other) == share.pipe or not self._is_in_parts(kind):
+                    continue
+                part = seen.flows[blocks[boundary][0]] * self._steps // self._mesh.tensor
+                joins = self._spread(rank, part * (self._mesh.tensor - 1), ("tensor",))
+                found[JOINS] = found.get(JOINS, Link()) + joins
         return found
+
+    def _is_in_parts(self, kind: str) -> bool:
+        section = self._config.pipeline
+        is_on = section.pipe_partitioned if kind == "activations" else section.grad_partitioned
+        return is_on and self._mesh.tensor > 1
 
     def _spread(
         self,

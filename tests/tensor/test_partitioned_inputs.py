@@ -11,6 +11,7 @@ from warm_ranks import warm
 
 import xds
 from xds.engine.config.config import Config
+from xds.pipe import channel
 from xds.tensor import partition
 
 RECOMPUTED = {"enabled": True}
@@ -76,3 +77,57 @@ def test_parts_that_go_to_the_host_are_refused() -> None:
     with pytest.raises(xds.ConfigError, match="with cpu_checkpointing .* not supported yet"):
         Config.load(config)
     Config.load(config | {"tensor_parallel": {"tp_size": 1}})
+
+
+def sent_between_stages(case: Case, section: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
+    """Loss and norm of each step, and the bytes of the last one by kind."""
+    engine = xds.initialize(build(case.model), case.config() | {"pipeline": section})
+    found, sent = [], {}
+    for step in range(3):
+        before = engine.bytes_sent()
+        loss = engine.train_batch(batches(case.model, step, engine.dp_rank))
+        sent = {kind: size - before.get(kind, 0) for kind, size in engine.bytes_sent().items()}
+        found.append((loss.item(), engine.get_global_grad_norm()))
+    engine.destroy()
+    return found, sent
+
+
+@pytest.mark.parametrize(
+    ("data", "schedule"),
+    [
+        (1, "1f1b"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, "zero_bubble"), (1, "zbv"))),
+    ],
+)
+def test_tensor_ranks_send_their_share_to_the_next_stage(data: int, schedule: str) -> None:
+    case = Case("gpt", 2, data, 1, 2, 1)
+    stages = {"stages": 2, "schedule": schedule}
+    whole = stages | {"pipe_partitioned": False, "grad_partitioned": False}
+    plain = warm(case.mesh.size).run(sent_between_stages, case, whole)
+    parts = warm(case.mesh.size).run(sent_between_stages, case, stages)
+    for (steps, before), (found, after) in zip(plain, parts, strict=True):
+        assert found == steps
+        assert channel.JOINS not in before
+        joined = 0
+        for kind in ("activations", "gradients"):
+            assert after.get(kind, 0) == before.get(kind, 0) // 2
+            joined += (
+                before.get(kind, 0) // 2
+            )  # a rank receives as much as it sends in these schedules
+        other = {
+            kind: size for kind, size in before.items() if kind not in ("activations", "gradients")
+        }
+        assert {k: v for k, v in after.items() if k in other} == other
+        assert after[channel.JOINS] == joined
+
+
+def test_small_leaves_are_sent_whole() -> None:
+    from xds.ops.comm.parts import EqualParts
+
+    class Group:
+        rank, world_size = 2, 3
+
+    parts = EqualParts(Group(), "x")  # type: ignore[arg-type]
+    assert [parts.numel_of(numel) for numel in (9, 8, 7)] == [3, 2, 1]
+    assert parts.are_used((3, 1)) and not parts.are_used(()) and not parts.are_used((2,))
+    assert parts.own(torch.arange(8.0)).tolist() == [6.0, 7.0]
