@@ -20,7 +20,10 @@ _ONE_BIT = (
 _INFERENCE = "xds is for training only; serve the saved weights with an inference library"
 _KERNELS = "xds has no compiled kernels to build; torch's are used"
 _TENSOR = "tensor parallelism is not supported yet; use zero_optimization.stage 3"
-_SEQUENCE = "sequence parallelism is not supported yet"
+_SEQUENCE = (
+    "set sequence_parallel_size in the config: the engine cuts the batches, and changes attention and loss of "
+    "a model of transformers"
+)
 _OFFLOAD = "the config's offload_optimizer and offload_param choose where states are stored"
 _TUNING = "set the schedule in the config's section scheduler"
 _LOCAL = (
@@ -66,8 +69,7 @@ MISSING: dict[str, str] = {
     **dict.fromkeys(("op_builder", "transformer", "sparse_attention", "FPQuantizer"), _KERNELS),
     **dict.fromkeys(("aio", "AsyncIOBuilder", "GDSBuilder"), _OFFLOAD),
     **dict.fromkeys(("tp_model_init", "set_autotp_mode", "set_optimizer_flags"), _TENSOR),
-    **dict.fromkeys(("DistributedAttention", "UlyssesSPAttentionHF"), _SEQUENCE),
-    "UlyssesSPDataLoaderAdapter": _SEQUENCE,
+    **dict.fromkeys(("UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"), _SEQUENCE),
     **dict.fromkeys(("add_tuning_arguments", "get_config_from_args"), _TUNING),
     **dict.fromkeys(("safe_get_local_fp32_param", "safe_get_local_grad"), _LOCAL),
     **dict.fromkeys(("safe_get_local_optimizer_state", "safe_set_local_fp32_param"), _LOCAL),

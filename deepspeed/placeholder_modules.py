@@ -21,8 +21,6 @@ MODULES = (
     "moe.utils",
     "profiling",
     "profiling.flops_profiler",
-    "sequence",
-    "sequence.layer",
 )
 _PACKAGE = __package__ or ""
 _NAMES = frozenset(f"{_PACKAGE}.{name}" for name in MODULES)

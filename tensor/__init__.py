@@ -1,4 +1,4 @@
-"""Tensor parallelism: which slice of each parameter this rank has. Tiles: one part of a sequence at a time."""
+"""Slices of layers over tensor ranks, tokens over sequence ranks, and tiles: a part of a sequence at a time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .sequence.distributed import DistributedAttention as DistributedAttention
     from .tiles.loss import tiled_loss as tiled_loss
     from .tiles.modules import tile_forward as tile_forward
     from .tiles.modules import tiled_mlp as tiled_mlp
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 # loaded on first use: reading a config imports xds.tensor.config and must not import torch
 _LOCATIONS = {
+    "DistributedAttention": ".sequence.distributed",
     "cross_entropy": ".vocabulary",
     "run_in_tiles": ".tiles.run",
     "tile_forward": ".tiles.modules",
@@ -21,7 +23,14 @@ _LOCATIONS = {
     "tiled_mlp": ".tiles.modules",
 }
 
-__all__ = ["cross_entropy", "run_in_tiles", "tile_forward", "tiled_loss", "tiled_mlp"]
+__all__ = [
+    "DistributedAttention",
+    "cross_entropy",
+    "run_in_tiles",
+    "tile_forward",
+    "tiled_loss",
+    "tiled_mlp",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -51,7 +51,13 @@ def test_pipelines_have_public_names(name):
     assert name in dir(xds.pipe) and name in xds.pipe.__all__
 
 
-@pytest.mark.parametrize("name", ["run_in_tiles", "tile_forward", "tiled_loss", "tiled_mlp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("DistributedAttention", "cross_entropy", "run_in_tiles", "tile_forward", "tiled_loss"),
+        "tiled_mlp",
+    ],
+)
 def test_tiles_have_public_names(name):
     assert getattr(xds.tensor, name).__name__ == name
     assert name in dir(xds.tensor) and name in xds.tensor.__all__

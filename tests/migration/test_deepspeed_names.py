@@ -114,13 +114,13 @@ PLACES = [
         for name in ("SequenceTiledCompute", "sequence_tiled_compute")
     ),
     *("runtime.pipe.topology.PipeModelDataParallelTopology", "runtime.pipe.schedule.TrainSchedule"),
+    "sequence.layer.DistributedAttention",
 ]
 STAND_INS = [
     *("runtime.pipe.engine.PipelineError", "moe.layer.MoE", "moe.utils.is_moe_param"),
     *("ops.adam.OnebitAdam", "ops.lamb.OnebitLamb", "zero.TiledLinear", "zero.MiCS_Init"),
     *(
         "linear.OptimizedLinear",
-        "sequence.layer.DistributedAttention",
         "ops.op_builder",
         "OnDevice",
     ),

@@ -1,0 +1,14 @@
+"""`deepspeed.sequence`: attention over the tokens of several ranks."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from ..missing import placeholder
+
+
+def __getattr__(name: str) -> Any:
+    if name == "layer":
+        return import_module(".layer", __name__)
+    return placeholder(__name__, name)
