@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ..missing import placeholder
-
 
 def __getattr__(name: str) -> Any:
     if name == "layer":
         return import_module(".layer", __name__)
+    from ..missing import placeholder
+
     return placeholder(__name__, name)
