@@ -39,7 +39,7 @@ def run(start: list[str], folder: Path, *options: str) -> str:
         pytest.param(TWO_RANKS, "zero0.json", marks=pytest.mark.slow),
         pytest.param(TWO_RANKS, "zero3.json", marks=pytest.mark.slow),
         (TWO_RANKS, "zero3_bf16.json"),
-        (ONE_PROCESS, "zero2.json"),
+        pytest.param(ONE_PROCESS, "zero2.json", marks=pytest.mark.slow),
     ],
 )
 def test_trains_validates_and_samples(start: list[str], config: str, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def check_equal(eager: dict[str, Any], compiled: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_stage_has_eager_numbers_one_graph_and_no_break(world_size, recompute):
     more = {"activation_checkpointing": {"enabled": recompute}}
     for eager, compiled in run_ranks(both_at_stages, world_size, (0, 1, 2, 3), more)[0]:

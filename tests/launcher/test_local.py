@@ -133,6 +133,7 @@ def test_a_good_run_passes_arguments_and_environment_and_leaves_nothing(start, t
     assert not list(start.temporary.iterdir()) and not marked(start.mark)
 
 
+@pytest.mark.slow
 def test_an_exception_is_told_once_though_the_peer_fails_too(start):
     code, out, err = finish(
         start(
@@ -279,6 +280,7 @@ HAS_CHILDREN = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["launcher", "its group"])
 def test_what_ranks_had_started_dies_with_a_killed_launcher(start, tmp_path, whom):
     process = start(WAIT_FOR_EVER, before=HAS_CHILDREN, start_new_session=True)

@@ -98,6 +98,7 @@ def all_there(shared, count=3):
     return [int(text) for text in wait_for(*(shared / f"there{rank}" for rank in range(count)))]
 
 
+@pytest.mark.slow
 def test_ranks_count_over_hosts_and_rank_0_is_heard_live(hosts, two, start, tmp_path):
     process = start(
         """
@@ -197,6 +198,7 @@ def test_a_rank_that_lost_its_peer_is_not_the_reason(two, start):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_to_the_head_leaves_no_process_anywhere(name, hosts, two, start, tmp_path):
     process = start("for_ever()", "--hostfile", str(two))
@@ -212,6 +214,7 @@ def test_a_signal_to_the_head_leaves_no_process_anywhere(name, hosts, two, start
     hosts.wait_until_empty(5.0, [*hosts.names, HEAD])
 
 
+@pytest.mark.slow
 def test_kill_of_the_head_ends_every_rank(hosts, two, start, tmp_path):
     process = start("for_ever()", "--hostfile", str(two))
     all_there(tmp_path / "shared")
@@ -220,6 +223,7 @@ def test_kill_of_the_head_ends_every_rank(hosts, two, start, tmp_path):
     hosts.wait_until_empty(END_SECONDS, [*hosts.names, HEAD])
 
 
+@pytest.mark.slow
 def test_kill_of_a_connection_ends_the_run_and_names_the_host(hosts, two, start, tmp_path):
     process = start("for_ever()", "--hostfile", str(two))
     all_there(tmp_path / "shared")
@@ -232,6 +236,7 @@ def test_kill_of_a_connection_ends_the_run_and_names_the_host(hosts, two, start,
     hosts.wait_until_empty(END_SECONDS)
 
 
+@pytest.mark.slow
 def test_kill_of_a_node_part_ends_the_run_and_its_ranks(hosts, two, start, tmp_path):
     process = start("for_ever()", "--hostfile", str(two))
     all_there(tmp_path / "shared")
@@ -270,6 +275,7 @@ def test_a_host_that_cannot_be_reached_is_named_and_nothing_is_started(hosts, st
     hosts.wait_until_empty(END_SECONDS, [*hosts.names, HEAD])
 
 
+@pytest.mark.slow
 def test_a_host_that_lets_nobody_in_is_named_with_the_reason(hosts, two, start, tmp_path):
     with hosts.locked("host1"):
         code, _, err = end(start("here(f'began{RANK}')", "--hostfile", str(two)))
@@ -278,6 +284,7 @@ def test_a_host_that_lets_nobody_in_is_named_with_the_reason(hosts, two, start, 
     assert list((tmp_path / "shared").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_host_without_the_interpreter_is_named(hosts, two, start, tmp_path):
     folder = Path(sys.executable).parent
     if str(tmp_path).startswith(str(folder)) or folder in (Path("/usr/bin"), Path("/bin")):
@@ -289,6 +296,7 @@ def test_a_host_without_the_interpreter_is_named(hosts, two, start, tmp_path):
     assert list((tmp_path / "shared").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_folder_script_and_arguments_arrive_literally(two, start, tmp_path):
     folder = tmp_path / "we ird'$(touch pwned)`touch pwned`;\n\"&"
     folder.mkdir()

@@ -78,6 +78,7 @@ def test_ranks_save_though_the_reader_has_gone(tmp_path):
     assert code_of(process) == 143 and have_saved(tmp_path) == [True, True]
 
 
+@pytest.mark.slow
 def test_ranks_save_though_nobody_reads_a_full_pipe(tmp_path):
     reader, writer = os.pipe()
     process = start(tmp_path, SAVES, writer)
@@ -104,6 +105,7 @@ def test_a_closed_terminal_ends_all_ranks_with_129(tmp_path):
     assert code_of(process) == 129
 
 
+@pytest.mark.slow
 def test_a_failure_that_nobody_reads_of_keeps_its_exit_code(tmp_path):
     reader, writer = os.pipe()
     fails = """

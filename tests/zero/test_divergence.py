@@ -342,7 +342,7 @@ GATHERS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "experts apart" else ())
+        pytest.param(name, marks=pytest.mark.slow if name.startswith("experts") else ())
         for name in GATHERS
     ],
 )
