@@ -222,8 +222,11 @@ def _parts(tensor: Tensor, piece: Slice, rank: int) -> list[Tensor]:
 
 
 def _on_meta(block: nn.Module) -> nn.Module:
-    """A copy of `block` without values."""
+    """A copy of `block` without values. It shares the model's config, which may change later."""
     memo: dict[int, Any] = {}
+    for module in block.modules():
+        config = module.__dict__.get("config")
+        memo[id(config)] = config
     for tensor in (*block.parameters(), *block.buffers()):
         empty: Any = torch.empty_like(tensor, device="meta")
         is_param = isinstance(tensor, nn.Parameter)

@@ -24,7 +24,7 @@ STEPS, COUNT, SAMPLES, LENGTH, VOCAB = 5, 4, 2, 12, 66
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-2}
 TOLERANCE = 1e-5  # of losses and norms, relative
 MODELS = ("gpt", "llama", "qwen3", "gpt2")
-MOST_RANKS = 8
+MOST_RANKS, HEADS = 8, 4
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def build(name: str) -> nn.Module:
         return _gpt()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": HEADS}
     more = {"vocab_size": VOCAB, "use_cache": False, "pad_token_id": 0}
     if name != "gpt2":
         more |= {"intermediate_size": 56, "num_key_value_heads": 2}
@@ -84,7 +84,7 @@ def _gpt() -> nn.Module:
         sys.path.append(GPT_FOLDER)
     from model import GPT, Shape
 
-    return GPT(Shape(layers=4, width=32, heads=4, context=LENGTH, vocabulary=VOCAB))
+    return GPT(Shape(layers=4, width=32, heads=HEADS, context=LENGTH, vocabulary=VOCAB))
 
 
 def batches(name: str, step: int, data_rank: int) -> Iterator[Any]:
@@ -157,6 +157,6 @@ def matrix() -> list[Case]:
     shapes = [
         shape
         for shape in product((1, 2, 4), (1, 2), (1, 2), (1, 2, 4))
-        if Mesh(*shape).size <= MOST_RANKS and shape[2] * shape[3] > 1
+        if Mesh(*shape).size <= MOST_RANKS and 1 < shape[2] * shape[3] <= HEADS
     ]
     return [Case(name, *shape, stage) for name, shape, stage in product(MODELS, shapes, range(4))]

@@ -334,7 +334,6 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     check_partitions(config.tensor_parallel, config.activation_checkpointing, report)
     check_sequence_ranks(
         config.sequence_parallel_size,
-        tensor_ranks=config.tensor_parallel.size,
         compiles=config.compile.enabled,
         tiles=bool(config.sequence.tiled_loss),
         report=report,

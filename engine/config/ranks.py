@@ -89,14 +89,11 @@ def check_slices(section: TensorParallel, optimizer: str | None, report: Report)
         )
 
 
-def check_sequence_ranks(
-    size: int, *, tensor_ranks: int, compiles: bool, tiles: bool, report: Report
-) -> None:
+def check_sequence_ranks(size: int, *, compiles: bool, tiles: bool, report: Report) -> None:
     """Report settings that do not work with `size` sequence ranks."""
     if size == 1:
         return
     wrong = {
-        f"tensor_parallel.tp_size = {tensor_ranks}": tensor_ranks > 1,
         "compile.enabled = true": compiles,
         "sequence.tiled_loss": tiles,
     }

@@ -13,6 +13,7 @@ from ...compression.reducer import ExactReducer
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import AxisGroups, MeshGroups
 from ...ops.comm.parts import EqualParts
+from ...ops.mesh import Axis
 from ...pipe.channel import JOINS, Channel, Ways
 from ...pipe.cut.cutting import cut_model
 from ...pipe.cut.layer_lists import OtherStage
@@ -41,6 +42,8 @@ from ..steps.pipeline_loop import Pipeline, PipelineLoop
 from ..steps.training_step import TrainingStep
 
 Runs = Sequence[Sequence[tuple[str, nn.Module]]]
+
+ALL_OF_A_STAGE: tuple[Axis, ...] = ("data", "sequence", "tensor")
 
 
 @final
@@ -207,7 +210,7 @@ def open_flat_groups(
     # all groups drop parameters or none
     reached = stage if data.policy.shards_params else min(stage, 2)
     if num_tensor > 1:
-        both = mesh.along(("data", "tensor"))
+        both = mesh.along(ALL_OF_A_STAGE)
         kept = policy(reached, both.world_size)
         equal = FlatGroup(
             both, ExactReducer(both, num_tensor), kept, 1
@@ -274,7 +277,7 @@ def _copied(
             sets[unit_of(count, num_tensor, other)].append(other)
         keys = by_count.get(count, set())
         assert all(sliced.copies(key, rank) in map(tuple, sets) for key in keys)
-        found.append((mesh.within(("data", "tensor"), sets), keys))
+        found.append((mesh.within(ALL_OF_A_STAGE, sets), keys))
     return found
 
 
@@ -282,7 +285,7 @@ def _slices(mesh: AxisGroups, sliced: Sliced, found: Cut | None) -> dict[int, Sl
     """The slices of each parameter on all tensor ranks. For all ranks."""
     if mesh.mesh.tensor == 1:
         return {}
-    tensor, together = mesh.along("tensor"), mesh.along(("data", "tensor"))
+    tensor, together = mesh.along("tensor"), mesh.along(ALL_OF_A_STAGE)
     part = None if found is None else found.part
     names = {} if part is None else part.names
     shared = {} if part is None else part.shared
@@ -294,7 +297,8 @@ def _slices(mesh: AxisGroups, sliced: Sliced, found: Cut | None) -> dict[int, Sl
     for key, one in sliced.slices.items():
         boxes = tuple(Box(one.whole, one.dim, ranges) for ranges in one.by_rank)
         ranks = shared.get(names.get(key, ""), (mesh.coordinate("pipe"),))
-        is_first = mesh.coordinate("data") == 0 and mesh.coordinate("pipe") == min(ranks)
+        is_first = mesh.coordinate("pipe") == min(ranks)
+        is_first = is_first and not (mesh.coordinate("data") or mesh.coordinate("sequence"))
         of_stages = over_stages.get(ranks)
         result[key] = Slices(tensor, of_stages or together, boxes, is_first)
     return result

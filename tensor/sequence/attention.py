@@ -55,6 +55,10 @@ class SequenceAttention:
         self._group = group
         self._dtype = dtype
 
+    def __deepcopy__(self, memo: Any) -> SequenceAttention:
+        """Itself: copies of a block's inputs stay inputs of the same batch."""
+        return self
+
     def attend(
         self,
         own: Attention,
