@@ -166,12 +166,12 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
     undo_tiles = tile_layers(model, runs, config.sequence, is_stage=found is not None)
     undo = _both(_recompute(config, blocks, device, mesh), _both(undo_tiles, divided.undo))
-    undo = _both(cut_sequences(model, config, mesh), undo)
+    cutter = cut_sequences(model, config, mesh, is_stage=found is not None)
+    undo = undo if cutter is None else _both(cutter.undo, undo)
     if config.compile.enabled:
         compiler.compile()
     monitor = build_monitor(config, dist.get_rank())
     report = _report(config, monitor, device)
-    loader = _loader(given.training_data, given.collate_fn, config, mesh)
     if device.type == "cpu":
         keep_freed_blocks()  # training takes and frees the same blocks in every step
     skips = bool(config.bf16.enabled and config.bf16.check_grad_overflow)
@@ -190,13 +190,13 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         local_rank=local_rank(),
         monitor=monitor,
         report=report,
-        loader=loader,
+        loader=_loader(given.training_data, given.collate_fn, config, mesh),
         undo=undo,
         compiler=compiler,
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
         opened=mesh.opened,
-        loop=batch_loop if found is None else build_pipeline(found, mesh, config, sharded),
+        loop=batch_loop if found is None else build_pipeline(found, mesh, config, sharded, cutter),
     )
 
 

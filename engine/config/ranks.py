@@ -58,12 +58,6 @@ def check_stages(
         )
     if stages == 1:
         return
-    if sequence_ranks > 1:
-        report.complain(
-            "sequence_parallel_size",
-            sequence_ranks,
-            f"it does not work with pipeline.stages = {stages} yet; set one of the two to 1",
-        )
     if not counts_micro_batches:
         report.complain("managed_gradient_accumulation", False, _ONE_UPDATE)
     if recomputes and section.activation_checkpoint_interval:

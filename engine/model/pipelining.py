@@ -38,7 +38,7 @@ from ..config.config import Config
 from ..parts import LoopFactory, Parts
 from ..steps.batch_loop import Loop
 from ..steps.counters import Counters
-from ..steps.pipeline_loop import Pipeline, PipelineLoop
+from ..steps.pipeline_loop import Pipeline, PipelineLoop, Sequences
 from ..steps.training_step import TrainingStep
 
 Runs = Sequence[Sequence[tuple[str, nn.Module]]]
@@ -311,7 +311,11 @@ def _ways(mesh: MeshGroups, kind: str, placement: Placement) -> Ways:
 
 
 def build_pipeline(
-    found: Cut, mesh: MeshGroups, config: Config, sharded: ShardedModel
+    found: Cut,
+    mesh: MeshGroups,
+    config: Config,
+    sharded: ShardedModel,
+    sequences: Sequences | None = None,
 ) -> LoopFactory:
     """What makes the loop of a pipeline. Opens the groups of its messages: for all ranks."""
     section = config.pipeline
@@ -339,6 +343,7 @@ def build_pipeline(
         pipe=mesh.along("pipe", "batches"),
         weight_grads=weight_grads,
         table_of=table_of,
+        sequences=sequences,
     )
 
     def build(parts: Parts, step: TrainingStep, counters: Counters) -> Loop:

@@ -1,10 +1,15 @@
-"""Cuts the sequences of a model of transformers over the sequence ranks of an engine."""
+"""Cuts the sequences of a model of transformers over the sequence ranks of an engine.
+
+forward of the whole model   _cut    inputs ──> those of own tokens, and the whole masks for attention
+                             _sum    loss of own tokens ──> sum over the ranks
+first one                    proven on a few tokens: here, or by a pipeline's loop before its first step
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -15,14 +20,14 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
 from ...tensor.same_batches import SameBatches
 from ...tensor.sequence.attention import ARGUMENT, PREFIX, SequenceAttention, register
-from ...tensor.sequence.batches import cut_batch, short_batch
+from ...tensor.sequence.batches import cut_batch
 from ...tensor.sequence.exchange import sum_of_parts
 from ...utils.errors import UsageError
 from ..config.config import Config
 from ..data.batches import loss_of
 from .forwards import Forward, replace_forwards
+from .sequence_proof import SequenceProof
 
-NEAR, NEAR_16_BITS = 1e-4, 2e-2  # relative difference of losses; a wrong mask gives 1e-2 and more
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -60,29 +65,39 @@ def check_sequences(model: nn.Module, config: Config) -> None:
         )
 
 
-def cut_sequences(model: nn.Module, config: Config, mesh: MeshGroups) -> Callable[[], None]:
-    """Give each forward with labels the tokens of this rank. The result undoes it."""
+def cut_sequences(
+    model: nn.Module, config: Config, mesh: MeshGroups, *, is_stage: bool
+) -> SequenceCutter | None:
+    """Give each forward with labels the tokens of this rank; None: there are no sequence ranks.
+
+    is_stage: `model` is a pipeline stage. The loop of the pipeline then has to prove it.
+    """
     if config.sequence_parallel_size == 1:
-        return lambda: None
-    return _Cutter(model, mesh.along("sequence"), config).undo
+        return None
+    return SequenceCutter(model, mesh, config, is_stage=is_stage)
 
 
 @final
-class _Cutter:
+class SequenceCutter:
     """Hooks of the whole model: they cut its inputs, and sum the losses of the ranks."""
 
-    def __init__(self, model: nn.Module, group: Collectives, config: Config) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: MeshGroups, config: Config, *, is_stage: bool
+    ) -> None:
         sent = config.seq_parallel_communication_data_type
         self._dtype = DTYPES[sent] if sent else None
-        self._group = group
+        self._group: Collectives = mesh.along("sequence")
         self._names = inspect.signature(model.forward)
         self._current: SequenceAttention | None = None
         self._check = SameBatches(
-            model, group, "sequence_parallel_size", "sequence", draws_equal=False
+            model, self._group, "sequence_parallel_size", "sequence", draws_equal=False
         )
-        self._proof: dict[str, Any] | None = None  # whole inputs, until the first ones are compared
-        self._is_proven = False
-        self._restore = replace_forwards([model], self._proving)
+        self.proof = SequenceProof(model, self._group, mesh.opened[0], self._dtype)
+        self._cuts = True
+        self._short: dict[str, Any] | None = None  # inputs of the proof, until they are compared
+        self._is_stage = is_stage
+        proven = [] if is_stage else [model]
+        self._restore = replace_forwards(proven, self._proving)
         self._hooks = [
             model.register_forward_pre_hook(self._cut, with_kwargs=True),
             model.register_forward_hook(self._sum),
@@ -90,6 +105,26 @@ class _Cutter:
         self._configs: list[tuple[Any, str]] = []
         for module in model.modules():
             self._choose(getattr(module, "config", None))
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Forwards in this context compute all tokens on each rank."""
+        self._cuts = False
+        try:
+            yield
+        finally:
+            self._cuts = True
+
+    def short(self, batch: Any) -> dict[str, Any] | None:
+        """A few tokens of a batch for the proof; None: nothing is to be proven. For all ranks."""
+        if self.proof.is_done:
+            return None
+        args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+        is_named = isinstance(batch, Mapping)
+        return self.proof.short(dict(batch) if is_named else self._by_name(args, {}))
+
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(self._names.bind_partial(*args).arguments) | kwargs
 
     def _choose(self, config: Any) -> None:
         chosen = getattr(config, "_attn_implementation", None)
@@ -100,9 +135,10 @@ class _Cutter:
     def _cut(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        bound = dict(self._names.bind_partial(*args).arguments)
-        inputs = bound | kwargs
         self._current = None
+        inputs = self._by_name(args, kwargs)
+        if not self._cuts:
+            return args, kwargs
         if inputs.get("labels") is None:
             if torch.is_grad_enabled() and model.training:
                 raise UsageError(
@@ -110,7 +146,7 @@ class _Cutter:
                     "of all ranks is computed in the model; pass labels="
                 )
             return args, kwargs  # each rank computes all tokens
-        self._proof = None if self._is_proven else short_batch(inputs, self._group.world_size)
+        self._short = None if self._is_stage else self.short(inputs)
         found, whole = cut_batch(inputs, self._group.rank, self._group.world_size)
         self._current = SequenceAttention(self._group, whole, self._dtype)
         return (), found | {ARGUMENT: self._current}
@@ -120,28 +156,20 @@ class _Cutter:
 
         @functools.wraps(forward)
         def proven(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._proof is not None:
-                inputs, self._proof = self._proof, None
+            if self._short is not None:
+                inputs, self._short = self._short, None
                 with _without_dropout(model), torch.no_grad():
-                    self._prove(model, functools.partial(forward, model), inputs)
-                self._is_proven = True
+                    self._prove(functools.partial(forward, model), inputs)
             return forward(model, *args, **kwargs)
 
         return proven
 
-    def _prove(self, model: nn.Module, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
+    def _prove(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
         cut, whole = cut_batch(inputs, self._group.rank, self._group.world_size)
         attention = SequenceAttention(self._group, whole, self._dtype)
         wanted = loss_of(forward(**inputs))
         found = sum_of_parts(loss_of(forward(**cut, **{ARGUMENT: attention})), self._group)
-        has_16_bits = self._dtype is not None or _computes_in_16_bits(model)
-        near = NEAR_16_BITS if has_16_bits else NEAR
-        if not torch.isclose(found.float(), wanted.float(), rtol=near, atol=near):
-            raise UsageError(
-                f"sequence_parallel_size = {self._group.world_size}: {type(model).__name__} gives the loss "
-                f"{found.item():.6f} with its tokens on several ranks, and {wanted.item():.6f} on one: its "
-                "attention has a mask of its own, or modules that need all tokens; set it to 1"
-            )
+        self.proof.compare(found, wanted)
 
     def _sum(self, model: nn.Module, args: Any, output: Any) -> Any:
         if self._current is None:
@@ -167,13 +195,6 @@ class _Cutter:
             config._attn_implementation = chosen
 
 
-def _computes_in_16_bits(model: nn.Module) -> bool:
-    is_autocast = torch.is_autocast_enabled(next(model.parameters()).device.type)
-    return is_autocast or any(
-        param.is_floating_point() and param.dtype.itemsize == 2 for param in model.parameters()
-    )
-
-
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
@@ -185,4 +206,4 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-__all__ = ["check_sequences", "cut_sequences"]
+__all__ = ["SequenceCutter", "check_sequences", "cut_sequences"]

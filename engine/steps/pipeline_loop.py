@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
 from ...pipe.channel import Channel, signature
@@ -48,6 +48,21 @@ class TableOf(Protocol):
     def __call__(self, count: int, *, gathers_each: bool) -> Table: ...
 
 
+class Proof(Protocol):
+    """Compares the losses of a few tokens that one rank has computed, and several."""
+
+    def compare(self, found: Tensor, wanted: Tensor) -> None: ...
+
+
+class Sequences(Protocol):
+    """Cuts the inputs of the model over sequence ranks; see `engine/model/sequences.py`."""
+
+    @property
+    def proof(self) -> Proof: ...
+    def short(self, batch: Any) -> dict[str, Any] | None: ...
+    def whole(self) -> AbstractContextManager[None]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Pipeline:
     """What `initialize` chose for a pipeline.
@@ -62,6 +77,7 @@ class Pipeline:
     pipe: Collectives
     weight_grads: WeightGrads
     table_of: TableOf
+    sequences: Sequences | None = None
 
 
 @final
@@ -129,6 +145,7 @@ class PipelineLoop(Loop):
     def train(self, engine: Trained, data_iter: Iterator[Any] | None) -> Tensor:
         count = self._counters.accumulation.steps_now
         batches = self._take(engine, data_iter, count, "train_batch")
+        self._prove_sequences(engine.module, batches)
         engine.module.train()
         if count not in self._tables:
             gathers_each = not self._units.holds_all
@@ -149,6 +166,29 @@ class PipelineLoop(Loop):
         return loss
 
     @torch.no_grad()
+    def _prove_sequences(self, module: nn.Module, batches: Sequence[Any]) -> None:
+        """Before the first step: the loss of a few tokens, computed whole and cut over sequence ranks."""
+        sequences = self._pipeline.sequences
+        short = None if sequences is None else sequences.short(batches[0])
+        if sequences is None or short is None:
+            return
+        module.eval()
+        shapes = signature(short)
+        with self._parts.sharded.collectives.publishing_errors("the proof of sequences"):
+            with sequences.whole():
+                self._pipeline.channel.begin([("proof, whole", shapes)])
+                wanted = self._mean(self._forward([short]), 1)
+            self._pipeline.channel.begin([("proof, cut", shapes)])
+            found = self._mean(self._forward([short]), 1)
+        sequences.proof.compare(found, wanted)
+        self._pipeline.channel.begin(_inputs("train_batch", batches))
+
+    def _forward(self, batches: Sequence[Any], **how: Any) -> Outcome:
+        """The forwards of `batches` over all stages."""
+        table, rank = self._forward_table(len(batches)), self._pipeline.rank
+        return self._executor.run(table, rank, batches, factor=None, **how)
+
+    @torch.no_grad()
     def evaluate(
         self,
         engine: Trained,
@@ -165,13 +205,8 @@ class PipelineLoop(Loop):
         was_training = engine.module.training
         engine.module.eval()
         with self._parts.sharded.collectives.publishing_errors("eval_batch"):
-            outcome = self._executor.run(
-                self._forward_table(count),
-                self._pipeline.rank,
-                batches,
-                factor=None,
-                keeps_outputs=return_logits,
-                computes_loss=computes_loss,
+            outcome = self._forward(
+                batches, keeps_outputs=return_logits, computes_loss=computes_loss
             )
         engine.module.train(was_training)
         loss: Any = self._mean(outcome, count) if computes_loss else None
@@ -207,7 +242,7 @@ class PipelineLoop(Loop):
             batches = self._read(engine, data_iter, count, call)
         except UsageError as error:
             problem = error
-        inputs = [(call, signature(batch)) for batch in batches]
+        inputs = _inputs(call, batches)
         self._agree(inputs, problem, call)
         self._pipeline.channel.begin(inputs)
         self._units.publish_shared()
@@ -270,9 +305,14 @@ class PipelineLoop(Loop):
         return (table[0] / table[1]).float()
 
 
+def _inputs(call: str, batches: Sequence[Any]) -> list[Hashable]:
+    """What the channel knows of the micro-batches of a call."""
+    return [(call, signature(batch)) for batch in batches]
+
+
 def _number_of(shapes: Any) -> int:
     """A number that differs for different shapes; the same in every process."""
     return zlib.crc32(repr(shapes).encode())
 
 
-__all__ = ["Pipeline", "PipelineLoop", "PipelineStates"]
+__all__ = ["Pipeline", "PipelineLoop", "PipelineStates", "Sequences"]

@@ -39,12 +39,23 @@ class WholeBatch:
 
 
 def short_batch(inputs: dict[str, Any], world_size: int) -> dict[str, Any] | None:
-    """The first tokens of the first samples of whole inputs; None: they have no labels."""
+    """The first tokens of the first samples of whole inputs; None: all of them are padding, or too few.
+
+    Where none of these tokens has a label, all of them get label 0.
+    """
     labels: Tensor = inputs["labels"]
     size, length = labels.shape[0], labels.shape[1]
     samples, tokens = min(size, PROOF_SAMPLES), min(length, PROOF_TOKENS * world_size)
-    if length < world_size or not (labels[:samples, 1:tokens] != IGNORED).any():
+    if length < world_size:
         return None
+    if not (labels[:samples, 1:tokens] != IGNORED).any():
+        mask = inputs.get("attention_mask")
+        is_given = isinstance(mask, Tensor) and mask.shape == labels.shape
+        kept = mask.bool() if is_given and mask is not None else torch.ones_like(labels).bool()
+        labels = torch.where(kept, 0, IGNORED)
+        if not (labels[:samples, 1:tokens] != IGNORED).any():
+            return None
+        inputs = inputs | {"labels": labels, "shift_labels": None}
     found = dict(inputs)
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:

@@ -240,7 +240,10 @@ def test_a_program_of_any_kind(start):
     assert (code, out) == (7, "rank 0\n") and "exit code 7" in err
 
 
-@pytest.mark.parametrize("signum, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "signum, expected",
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_signal_stops_every_rank_even_a_deaf_one(start, tmp_path, signum, expected):
     deaf = """
         import signal, subprocess

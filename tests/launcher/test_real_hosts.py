@@ -152,10 +152,7 @@ FAILURES = {
 
 @pytest.mark.parametrize(
     "how",
-    [
-        how if how in ("raise", "kill") else pytest.param(how, marks=pytest.mark.slow)
-        for how in FAILURES
-    ],
+    [how if how == "raise" else pytest.param(how, marks=pytest.mark.slow) for how in FAILURES],
 )
 def test_a_failure_on_another_host_is_told_once_and_ends_every_rank(how, hosts, two, start):
     act, code, words = FAILURES[how]
@@ -253,6 +250,7 @@ def test_kill_of_a_node_part_ends_the_run_and_its_ranks(hosts, two, start, tmp_p
     hosts.wait_until_empty(END_SECONDS)
 
 
+@pytest.mark.slow
 def test_a_cut_link_ends_the_run_on_both_sides(hosts, two, start, tmp_path):
     process = start("for_ever()", "--hostfile", str(two), env={"XDS_HEARTBEAT_SECONDS": "2"})
     all_there(tmp_path / "shared")

@@ -88,6 +88,7 @@ def where_they_listen(tmp_path, processes):
     return {address for address, _ in found}, out[0].split()
 
 
+@pytest.mark.slow
 def test_nothing_of_a_run_on_one_machine_listens_to_the_network(tmp_path):
     process = run(tmp_path, "--nproc-per-node", "2")
     addresses, out = where_they_listen(tmp_path, [process])

@@ -1,12 +1,16 @@
-"""Sequence ranks together with tensor ranks: numbers of one process, and checkpoints of any product."""
+"""Sequence ranks together with tensor ranks and stages: numbers of one process, and checkpoints."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pipeline_runs import worst
 from tensor_cases import Case, build, examine
+from test_sequence_training import batch, config_of
+from test_sequence_training import build as sequence_model
 from torch import Tensor
 from warm_ranks import warm
 
@@ -18,18 +22,21 @@ pytest.importorskip("transformers", reason="pip install -e '.[test]'")
 @pytest.mark.parametrize(
     "case",
     [
-        Case("llama", 1, 1, 2, 2, 3),
+        Case("llama", 2, 1, 2, 1, 3),
         *(
             pytest.param(Case(*values), marks=pytest.mark.slow)
             for values in (
+                ("llama", 1, 1, 2, 2, 3),
                 ("qwen3", 1, 2, 2, 2, 2),
                 ("gpt2", 1, 1, 2, 2, 0),
+                ("gpt2", 2, 2, 2, 1, 1),  # embeddings tied over stages
+                ("qwen3", 2, 1, 2, 2, 2),
             )
         ),
     ],
     ids=lambda case: case.name,
 )
-def test_sequence_and_tensor_ranks_equal_one_process(case: Case) -> None:
+def test_products_of_sequence_ranks_equal_one_process(case: Case) -> None:
     difference, wrong = examine(case)
     assert not wrong and difference <= 1e-5
 
@@ -65,3 +72,60 @@ def test_a_checkpoint_of_a_product_loads_at_others(tmp_path: Path) -> None:
             for kind, wanted in zip(found, saved, strict=True):
                 assert kind.keys() == wanted.keys()
                 assert all(torch.equal(kind[name], wanted[name]) for name in wanted)
+
+
+def trained_in_stages(config: dict[str, Any]) -> list[tuple[float, float]]:
+    engine = xds.initialize(sequence_model("llama"), config)
+    found = []
+    for step in range(3):
+        batches = (batch("padded", 10 * step + number, 0) for number in range(4))
+        loss = engine.train_batch(batches)
+        found.append((loss.item(), engine.get_global_grad_norm()))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        pytest.param({"schedule": "1f1b"}, marks=pytest.mark.slow),
+        {"schedule": "zero_bubble"},
+        pytest.param({"schedule": "gpipe"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda section: section["schedule"],
+)
+@pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_padded_batches_in_stages_equal_one_process(
+    section: dict[str, Any], recomputes: bool
+) -> None:
+    config = config_of(2, 2, activation_checkpointing={"enabled": recomputes})
+    config |= {"gradient_accumulation_steps": 4, "pipeline": {"stages": 2, **section}}
+    found = warm(4).run(trained_in_stages, config)
+    plain = config | {"sequence_parallel_size": 1, "pipeline": {"stages": 1}}
+    wanted = warm(1).run(trained_in_stages, plain)[0]
+    assert all(worst(steps, wanted) <= 1e-6 for steps in found)
+
+
+def with_a_mask_of_its_own() -> str:
+    """A model whose attention sees all tokens, after and before."""
+    from transformers.models.llama import modeling_llama
+
+    def all_tokens(**inputs: Any) -> Tensor:
+        length = inputs["inputs_embeds"].shape[1]
+        return torch.ones(1, 1, length, length, dtype=torch.bool)
+
+    plain, modeling_llama.create_causal_mask = modeling_llama.create_causal_mask, all_tokens
+    config = config_of(2, 1, pipeline={"stages": 2}, gradient_accumulation_steps=2)
+    engine = xds.initialize(sequence_model("llama"), config)
+    try:
+        with pytest.raises(xds.UsageError) as caught:
+            engine.train_batch(batch("plain", step, 0) for step in range(2))
+    finally:
+        modeling_llama.create_causal_mask = plain
+        engine.destroy()
+    return str(caught.value)
+
+
+def test_stages_with_a_mask_of_their_own_are_found_on_every_rank() -> None:
+    for said in warm(4).run(with_a_mask_of_its_own):
+        assert "its attention has a mask of its own" in said
