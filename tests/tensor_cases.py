@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from warm_ranks import warm
 
 import xds
 from xds.ops.mesh import Mesh
+from xds.tensor import DistributedAttention
 
-GPT_FOLDER = str(Path(__file__).parents[1] / "examples" / "gpt")
+GPT_FILE = Path(__file__).parents[1] / "examples" / "gpt" / "model.py"
 STEPS, COUNT, SAMPLES, LENGTH, VOCAB = 5, 4, 2, 12, 66
 # with a smaller eps, one process turns a relative change of 1e-7 in Qwen3's weights into 5e-5 of its norm
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-2}
@@ -61,11 +63,11 @@ class Case:
         return found
 
 
-def build(name: str) -> nn.Module:
-    """A model of four blocks with four heads, drawn from one seed."""
+def build(name: str, sequence: int = 1) -> nn.Module:
+    """A model of four blocks with four heads, drawn from one seed. `sequence`: the number of such ranks."""
     torch.manual_seed(7)
     if name == "gpt":
-        return _gpt()
+        return _gpt(sequence)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": HEADS}
@@ -79,12 +81,24 @@ def build(name: str) -> nn.Module:
     return model
 
 
-def _gpt() -> nn.Module:
-    if GPT_FOLDER not in sys.path:
-        sys.path.append(GPT_FOLDER)
-    from model import GPT, Shape
+@cache
+def _gpt_module() -> Any:
+    """The example's model. Other folders have a file of that name as well."""
+    spec = importlib.util.spec_from_file_location("gpt_of_the_example", GPT_FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
-    return GPT(Shape(layers=4, width=32, heads=HEADS, context=LENGTH, vocabulary=VOCAB))
+
+def _gpt(sequence: int) -> nn.Module:
+    GPT, Shape = _gpt_module().GPT, _gpt_module().Shape
+    model = GPT(Shape(layers=4, width=32, heads=HEADS, context=LENGTH, vocabulary=VOCAB))
+    for block in model.blocks if sequence > 1 else ():
+        attention: Any = block.attention
+        attention.attend = DistributedAttention(attention.attend, heads_dim=1, tokens_dim=2)
+    return model
 
 
 def batches(name: str, step: int, data_rank: int) -> Iterator[Any]:
@@ -103,7 +117,7 @@ Steps = list[tuple[float, float]]
 
 def train(case: Case) -> tuple[Steps, dict[str, Tensor]]:
     """On each rank: loss and norm of each step, and the parameters that this rank has whole."""
-    engine = xds.initialize(build(case.model), case.config())
+    engine = xds.initialize(build(case.model, case.sequence), case.config())
     found = []
     for step in range(STEPS):
         loss = engine.train_batch(batches(case.model, step, engine.dp_rank))

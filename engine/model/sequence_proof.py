@@ -28,9 +28,12 @@ class SequenceProof:
         self._world = world
         self._dtype = dtype
 
-    def short(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
-        """The inputs of the proof; None: the batch of a rank has too few tokens. Sends 8 bytes to each rank."""
-        found = short_batch(inputs, self._group.world_size)
+    def short(self, inputs: dict[str, Any], labels: str) -> dict[str, Any] | None:
+        """The inputs of the proof; None: the batch of a rank has too few tokens. Sends 8 bytes to each rank.
+
+        labels: the name of one of the inputs.
+        """
+        found = short_batch(inputs, self._group.world_size, labels)
         mine = torch.tensor([found is not None], dtype=torch.int64, device=self._world.device)
         is_possible = bool(self._world.gather_small(mine, what="a proof of sequences").all())
         return found if is_possible else None

@@ -1,4 +1,4 @@
-"""Cuts the sequences of a model of transformers over the sequence ranks of an engine.
+"""Cuts the sequences of a model over the sequence ranks of an engine.
 
 forward of the whole model   _cut    inputs ──> those of own tokens, and the whole masks for attention
                              _sum    loss of own tokens ──> sum over the ranks
@@ -14,19 +14,18 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
 from ...tensor.same_batches import SameBatches
-from ...tensor.sequence.attention import ARGUMENT, PREFIX, SequenceAttention, register
-from ...tensor.sequence.batches import cut_batch
 from ...tensor.sequence.exchange import sum_of_parts
 from ...utils.errors import UsageError
 from ..config.config import Config
 from ..data.batches import loss_of
 from .forwards import Forward, replace_forwards
 from .sequence_proof import SequenceProof
+from .token_cuts import PlainCuts, TokenCuts, TransformersCuts, check_plain
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -40,19 +39,15 @@ def check_sequences(model: nn.Module, config: Config) -> None:
         return
     setting = f"sequence_parallel_size = {config.sequence_parallel_size}"
     name = type(model).__name__
-    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    loss = getattr(getattr(model, "loss_function", None), "__name__", "")
-    if chosen is None or loss != "ForCausalLMLoss":
-        raise UsageError(
-            f"{setting}: {name} is not a causal language model of transformers, so its sequences cannot be "
-            "cut; set it to 1"
-        )
-    if chosen == "eager":
+    if not _is_causal_language_model(model):
+        check_plain(model, setting)
+        return
+    model_config: Any = model.config
+    if model_config._attn_implementation == "eager":
         raise UsageError(
             f'{setting}: {name} computes attention with attn_implementation = "eager", which cannot be '
             'replaced; build the model with "sdpa" or "flash_attention_2"'
         )
-    model_config: Any = model.config
     if getattr(model_config, "output_router_logits", False):
         raise UsageError(
             f"{setting}: the balancing loss of {name} is not a sum over tokens; set output_router_logits to "
@@ -63,6 +58,13 @@ def check_sequences(model: nn.Module, config: Config) -> None:
             f"{setting}: {name} attends in chunks (attention_chunk_size), whose masks are not supported; set "
             "sequence_parallel_size to 1"
         )
+
+
+def _is_causal_language_model(model: nn.Module) -> bool:
+    """Of transformers."""
+    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    loss = getattr(getattr(model, "loss_function", None), "__name__", "")
+    return chosen is not None and loss == "ForCausalLMLoss"
 
 
 def cut_sequences(
@@ -85,14 +87,16 @@ class SequenceCutter:
         self, model: nn.Module, mesh: MeshGroups, config: Config, *, is_stage: bool
     ) -> None:
         sent = config.seq_parallel_communication_data_type
-        self._dtype = DTYPES[sent] if sent else None
+        dtype = DTYPES[sent] if sent else None
         self._group: Collectives = mesh.along("sequence")
         self._names = inspect.signature(model.forward)
-        self._current: SequenceAttention | None = None
+        kind = TransformersCuts if _is_causal_language_model(model) else PlainCuts
+        self._tokens: TokenCuts = kind(model, self._group, dtype)
+        self._is_cut = False  # the forward that runs
         self._check = SameBatches(
             model, self._group, "sequence_parallel_size", "sequence", draws_equal=False
         )
-        self.proof = SequenceProof(model, self._group, mesh.opened[0], self._dtype)
+        self.proof = SequenceProof(model, self._group, mesh.opened[0], dtype)
         self._cuts = True
         self._short: dict[str, Any] | None = None  # inputs of the proof, until they are compared
         self._is_stage = is_stage
@@ -102,9 +106,6 @@ class SequenceCutter:
             model.register_forward_pre_hook(self._cut, with_kwargs=True),
             model.register_forward_hook(self._sum),
         ]
-        self._configs: list[tuple[Any, str]] = []
-        for module in model.modules():
-            self._choose(getattr(module, "config", None))
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -121,68 +122,65 @@ class SequenceCutter:
             return None
         args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         is_named = isinstance(batch, Mapping)
-        return self.proof.short(dict(batch) if is_named else self._by_name(args, {}))
+        return self.proof.short(
+            dict(batch) if is_named else self._by_name(args, {}), self._tokens.labels
+        )
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(self._names.bind_partial(*args).arguments) | kwargs
 
-    def _choose(self, config: Any) -> None:
-        chosen = getattr(config, "_attn_implementation", None)
-        if isinstance(chosen, str) and chosen != "eager" and not chosen.startswith(PREFIX):
-            self._configs.append((config, chosen))
-            config._attn_implementation = register(chosen)
-
     def _cut(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._current = None
+        self._is_cut = False
         inputs = self._by_name(args, kwargs)
         if not self._cuts:
+            self._tokens.stay_whole()
             return args, kwargs
-        if inputs.get("labels") is None:
+        if inputs.get(self._tokens.labels) is None:
             if torch.is_grad_enabled() and model.training:
                 raise UsageError(
                     f"sequence_parallel_size = {self._group.world_size}: the batch has no labels, and the loss "
-                    "of all ranks is computed in the model; pass labels="
+                    f"of all ranks is computed in the model; pass {self._tokens.labels}="
                 )
+            self._tokens.stay_whole()
             return args, kwargs  # each rank computes all tokens
         self._short = None if self._is_stage else self.short(inputs)
-        found, whole = cut_batch(inputs, self._group.rank, self._group.world_size)
-        self._current = SequenceAttention(self._group, whole, self._dtype)
-        return (), found | {ARGUMENT: self._current}
+        self._is_cut = True
+        if self._short is not None:
+            return (), inputs  # cut after the proof
+        return (), self._tokens.cut(inputs)
 
     def _proving(self, forward: Forward) -> Forward:
         """The model's forward; before the first one, a few tokens are computed whole and cut."""
 
         @functools.wraps(forward)
         def proven(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._short is not None:
-                inputs, self._short = self._short, None
-                with _without_dropout(model), torch.no_grad():
-                    self._prove(functools.partial(forward, model), inputs)
-            return forward(model, *args, **kwargs)
+            if self._short is None:
+                return forward(model, *args, **kwargs)
+            short, self._short = self._short, None
+            with _without_dropout(model), torch.no_grad():
+                self._prove(functools.partial(forward, model), short)
+            return forward(model, **self._tokens.cut(kwargs))
 
         return proven
 
     def _prove(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
-        cut, whole = cut_batch(inputs, self._group.rank, self._group.world_size)
-        attention = SequenceAttention(self._group, whole, self._dtype)
+        self._tokens.stay_whole()
         wanted = loss_of(forward(**inputs))
-        found = sum_of_parts(loss_of(forward(**cut, **{ARGUMENT: attention})), self._group)
-        self.proof.compare(found, wanted)
+        part = self._tokens.part(loss_of(forward(**self._tokens.cut(inputs))))
+        self.proof.compare(sum_of_parts(part, self._group), wanted)
 
     def _sum(self, model: nn.Module, args: Any, output: Any) -> Any:
-        if self._current is None:
+        if not self._is_cut:
             return output
-        current, self._current = self._current, None
-        if current.whole.num_calls == 0:
-            raise UsageError(
-                f"sequence_parallel_size = {self._group.world_size}: {type(model).__name__} does not hand its "
-                "arguments down to attention, so heads cannot be exchanged; set it to 1"
-            )
+        self._is_cut = False
+        loss = sum_of_parts(self._tokens.part(loss_of(output)), self._group)
+        if isinstance(output, Tensor):
+            return loss
         if isinstance(output, tuple):
-            return (sum_of_parts(output[0], self._group), *output[1:])
-        output.loss = sum_of_parts(output.loss, self._group)
+            return (loss, *output[1:])
+        output.loss = loss
         return output
 
     def undo(self) -> None:
@@ -191,8 +189,7 @@ class SequenceCutter:
         self._restore()
         for hook in self._hooks:
             hook.remove()
-        for config, chosen in self._configs:
-            config._attn_implementation = chosen
+        self._tokens.undo()
 
 
 @contextmanager

@@ -21,12 +21,18 @@ class Shape:
     tied_head: bool = False  # the output layer is the token embedding
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each token attends to itself and to those before it; [B, H, T, C / H] each."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention. `attend` may be replaced: `xds.tensor.DistributedAttention` for long sequences."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
+        self.attend = attend
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
         self.out = nn.Linear(shape.width, shape.width, bias=False)
 
@@ -35,7 +41,7 @@ class Attention(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, T, C / H]
             for part in self.qkv(x).chunk(3, dim=-1)
         )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = self.attend(q, k, v)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -79,9 +85,18 @@ class GPT(nn.Module):
             for layer in (module.attention.out, module.down):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * self.shape.layers) ** 0.5)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V] of the next token for each of `tokens` [B, T]; with `targets`, the loss."""
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, T, V] of the next token for each of `tokens` [B, T]; with `targets`, the loss.
+
+        positions: [1 or B, T] of the tokens; None: 0 to T - 1.
+        """
+        x = self.tokens(tokens)
+        if positions is None:
+            x = x + self.positions.weight[: tokens.shape[1]]
+        else:
+            x = x + self.positions(positions)
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))

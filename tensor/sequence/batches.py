@@ -38,12 +38,16 @@ class WholeBatch:
         return self.tokens[-1][1]
 
 
-def short_batch(inputs: dict[str, Any], world_size: int) -> dict[str, Any] | None:
+def short_batch(
+    inputs: dict[str, Any], world_size: int, name_of_labels: str = "labels"
+) -> dict[str, Any] | None:
     """The first tokens of the first samples of whole inputs; None: all of them are padding, or too few.
 
     Where none of these tokens has a label, all of them get label 0.
     """
-    labels: Tensor = inputs["labels"]
+    labels: Tensor = inputs[name_of_labels]
+    if labels.dim() < 2:
+        return None
     size, length = labels.shape[0], labels.shape[1]
     samples, tokens = min(size, PROOF_SAMPLES), min(length, PROOF_TOKENS * world_size)
     if length < world_size:
@@ -55,13 +59,15 @@ def short_batch(inputs: dict[str, Any], world_size: int) -> dict[str, Any] | Non
         labels = torch.where(kept, 0, IGNORED)
         if not (labels[:samples, 1:tokens] != IGNORED).any():
             return None
-        inputs = inputs | {"labels": labels, "shift_labels": None}
+        inputs = {key: x for key, x in inputs.items() if key != "shift_labels"}
+        inputs[name_of_labels] = labels
     found = dict(inputs)
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
             found[name] = value[: samples if len(value) == size else None, :tokens]
     found.pop("num_items_in_batch", None)
-    found["use_cache"] = False
+    if "use_cache" in found:
+        found["use_cache"] = False
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -17,17 +18,34 @@ from .shares import key_head_of_each, key_heads, shares
 
 
 @final
+@dataclass(eq=False)
+class _Shared:
+    """The group of an attention and of its copies.
+
+    cuts: each rank has some of the tokens; else each has all of them.
+    """
+
+    group: Collectives | None = None
+    dtype: torch.dtype | None = None
+    cuts: bool = True
+
+    def __deepcopy__(self, memo: Any) -> _Shared:
+        return self
+
+
+@final
 class DistributedAttention(nn.Module):
     """Calls an attention with all tokens of some heads, where each rank has some tokens of all heads.
 
-    All ranks of the group have equally many tokens, in the order of the ranks. The model cuts its batches, and
-    takes care of positions and of the loss. Source: Jacobs et al., DeepSpeed Ulysses, 2023, section 3.
+    All ranks of the group have equally many tokens, in the order of the ranks. With a group, the model cuts its
+    batches, and takes care of positions and of the loss. Without one, `xds.initialize` does, and until then
+    `local_attention` is called as it is. Source: Jacobs et al., DeepSpeed Ulysses, 2023, section 3.
     """
 
     def __init__(
         self,
         local_attention: Callable[..., Tensor],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None = None,
         *,
         heads_dim: int = 2,
         tokens_dim: int = 1,
@@ -35,7 +53,7 @@ class DistributedAttention(nn.Module):
         """
         Args:
             local_attention: attention(query, key, value, ...) -> output, of tensors with four dimensions.
-            group: the ranks that share a sequence.
+            group: the ranks that share a sequence; None: those of the engine, by sequence_parallel_size.
             heads_dim, tokens_dim: the dimensions of heads and tokens in these tensors; the last is the width.
         """
         super().__init__()
@@ -45,10 +63,19 @@ class DistributedAttention(nn.Module):
                 "dimensions 0, 1 and 2"
             )
         self.local_attention = local_attention
+        self.has_own_group = group is not None
         self._group = group
+        self._shared = _Shared()
         batch_dim = 3 - heads_dim - tokens_dim
         self._order = (batch_dim, heads_dim, tokens_dim, 3)
-        self._collectives: Collectives | None = None  # opened for the device of the first input
+
+    def use(self, group: Collectives | None, dtype: torch.dtype | None = None) -> None:
+        """Exchange heads in `group`, sent as `dtype`; None: no longer. For the engine."""
+        self._shared.group, self._shared.dtype = group, dtype
+
+    def set_cuts(self, cuts: bool) -> None:
+        """Whether each rank has some of the tokens in forwards from now on, or all. For the engine."""
+        self._shared.cuts = cuts
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -58,9 +85,12 @@ class DistributedAttention(nn.Module):
         Raises:
             UsageError: there are fewer heads than ranks, or a tensor has not four dimensions.
         """
-        if self._collectives is None:
-            self._collectives = open_collectives(self._group, query.device)
-        group = self._collectives
+        shared = self._shared
+        if self._group is not None and shared.group is None:
+            shared.group = open_collectives(self._group, query.device)
+        group = shared.group
+        if group is None or not shared.cuts:
+            return self.local_attention(query, key, value, *args, **kwargs)
         for x in (query, key, value):
             if x.dim() != 4:
                 raise UsageError(
@@ -76,8 +106,8 @@ class DistributedAttention(nn.Module):
             )
         tokens = shares(query.shape[2] * world_size, world_size)
         own = shares(heads, world_size)
-        of_queries = HeadExchange(group, tokens, own)
-        of_keys = HeadExchange(group, tokens, key_heads(heads, kv_heads, world_size))
+        of_queries = HeadExchange(group, tokens, own, shared.dtype)
+        of_keys = HeadExchange(group, tokens, key_heads(heads, kv_heads, world_size), shared.dtype)
         query, key, value = (
             of_queries.to_heads(query),
             of_keys.to_heads(key),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from warm_ranks import warm
 
@@ -79,3 +81,94 @@ def test_too_few_heads_are_one_sentence() -> None:
         assert "needs four dimensions" in found[1]
     with pytest.raises(xds.UsageError, match="must be two of the dimensions"):
         DistributedAttention(attend, None, heads_dim=3)  # type: ignore[arg-type]
+
+
+class Plain(nn.Module):
+    """One attention with positions. `cuts`: it is made for sequence ranks."""
+
+    def __init__(self, cuts: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.positions = nn.Embedding(TOKENS, 8)
+        self.words = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11)
+        self.attend = DistributedAttention(attend) if cuts else attend
+
+    def forward(
+        self, ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        at = torch.arange(ids.shape[1]) if positions is None else positions
+        x = self.words(ids) + self.positions(at)
+        q = x.unflatten(-1, (2, -1))
+        logits = self.head(self.attend(q, q, q).flatten(2))
+        if targets is None:
+            return logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def plain_batch(step: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, 11, (BATCH, TOKENS), generator=torch.Generator().manual_seed(step))
+    targets = ids.roll(-1, 1)
+    targets[:, TOKENS // 2 - 1 if step else 1 :] = -100  # the second rank has no labels
+    return ids, targets
+
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": BATCH,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4}},
+    "sequence_parallel_size": RANKS,
+}
+
+
+def train_plain(config: dict[str, Any]) -> tuple[list[float], Tensor]:
+    engine = xds.initialize(Plain(cuts=True), config)
+    losses = []
+    for step in range(3):
+        losses.append(engine.backward(engine(*plain_batch(step))).item())
+        engine.step()
+    with torch.no_grad():
+        logits = engine(plain_batch(0)[0])  # without targets: all tokens
+    engine.destroy()
+    return losses, logits
+
+
+def test_a_plain_model_with_positions_trains_as_on_one_rank() -> None:
+    ranks = warm(RANKS).run(train_plain, CONFIG)
+    wanted = warm(1).run(train_plain, CONFIG | {"sequence_parallel_size": 1})[0]
+    for losses, logits in ranks:
+        assert losses == pytest.approx(wanted[0], rel=1e-6)
+        assert torch.allclose(logits, wanted[1], atol=1e-5)
+
+
+class NoPositions(Plain):
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(ids, targets)
+
+
+def refused_model(kind: str) -> str:
+    model = NoPositions(cuts=True) if kind == "no positions" else Plain(kind != "no attention")
+    try:
+        engine = xds.initialize(model, CONFIG)
+        ids, targets = plain_batch(0)
+        if kind == "odd":
+            ids, targets = ids[:, 1:], targets[:, 1:]
+        engine(ids) if kind == "no targets" else engine(ids, targets)
+    except xds.UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("no positions", "the forward of NoPositions takes no positions of its tokens"),
+        ("no attention", "has no xds.tensor.DistributedAttention"),
+        (
+            "odd",
+            "a sequence of the batch has 7 tokens, and all ranks of a plain model need equally",
+        ),
+        ("no targets", "the batch has no labels"),
+    ],
+)
+def test_a_plain_model_that_cannot_be_cut_is_refused_on_every_rank(kind: str, part: str) -> None:
+    assert all(part in message for message in warm(RANKS).run(refused_model, kind))

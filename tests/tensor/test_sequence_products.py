@@ -23,10 +23,12 @@ pytest.importorskip("transformers", reason="pip install -e '.[test]'")
     "case",
     [
         Case("llama", 2, 1, 2, 1, 3),
+        Case("gpt", 1, 1, 2, 2, 2),
         *(
             pytest.param(Case(*values), marks=pytest.mark.slow)
             for values in (
                 ("llama", 1, 1, 2, 2, 3),
+                ("gpt", 2, 1, 2, 2, 1),
                 ("qwen3", 1, 2, 2, 2, 2),
                 ("gpt2", 1, 1, 2, 2, 0),
                 ("gpt2", 2, 2, 2, 1, 1),  # embeddings tied over stages
