@@ -83,10 +83,18 @@ def check_slices(section: TensorParallel, optimizer: str | None, report: Report)
         )
 
 
-def check_sequence_ranks(size: int, *, compiles: bool, tiles: bool, report: Report) -> None:
-    """Report settings that do not work with `size` sequence ranks."""
+def check_sequence_ranks(
+    size: int, *, compiles: bool, tiles: bool, cuts: bool, stages: int, report: Report
+) -> None:
+    """Report settings that do not work with `size` sequence ranks. `cuts`: the engine cuts the batches."""
     if size == 1:
         return
+    if stages > 1 and not cuts:
+        report.complain(
+            "sequence.cut_by",
+            "script",
+            f'all of pipeline.stages = {stages} read the whole batch; set it to "engine", or the stages to 1',
+        )
     wrong = {
         "compile.enabled = true": compiles,
         "sequence.tiled_loss": tiles,
