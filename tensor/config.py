@@ -33,9 +33,6 @@ class TensorParallel(Section):
     others: ClassVar[Mapping[str, Entry]] = {
         "enabled": Detail(FLAG),
         "dtype": Detail(TEXT),
-        "tp_overlap_comm": NoEffect(
-            FLAG, "sums are not overlapped with products yet", same=(False,)
-        ),
         "tp": Group(
             {
                 "tp_size": Refused(whole(1), _OWN_KEY, harmless=(1,)),
@@ -61,6 +58,10 @@ class TensorParallel(Section):
         None,
         description="DeepSpeed's layer_specs, which come before every plan; with use_default_specs "
         "false other layers stay whole",
+    )
+    tp_overlap_comm: Annotated[bool, FLAG] = Field(
+        False,
+        description="the sums of input gradients travel while the gradients of weights are computed",
     )
     vocab_parallel_lm_head: Annotated[bool, FLAG] = Field(
         False,

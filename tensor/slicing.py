@@ -82,8 +82,12 @@ class Sliced:
         self.losses = []
 
 
-def slice_model(model: nn.Module, ways: Ways, group: Collectives) -> Sliced:
+def slice_model(
+    model: nn.Module, ways: Ways, group: Collectives, *, overlaps: bool = False
+) -> Sliced:
     """Keep this rank's slices of the layers in `ways`.
+
+    overlaps: sums of gradients travel while the gradients of weights are computed.
 
     Raises:
         UsageError: a layer cannot be cut over so many ranks.
@@ -97,12 +101,12 @@ def slice_model(model: nn.Module, ways: Ways, group: Collectives) -> Sliced:
         if way.word is Word.PARTIAL:
             sliced.partial.update(id(param) for param in modules[name].parameters())
         elif way.word is Word.VOCABULARY:
-            _slice_head(sliced, name, modules[name], model, group)
+            _slice_head(sliced, name, modules[name], model, group, overlaps=overlaps)
         elif way.word is not Word.EMBEDDING:
             by_parent.setdefault((name.rpartition(".")[0], way.units), {})[name] = way
     for (parent, _), own in by_parent.items():
         own_draws = draws if any(_place(name) in ends for name in own) else CommonDraws()
-        region = Region(Exchange(group, parent or "the model"), own_draws)
+        region = Region(Exchange(group, parent or "the model"), own_draws, overlaps=overlaps)
         _slice_parent(sliced, modules, parent, own, region)
     for (
         name,
@@ -141,14 +145,21 @@ def _slice_embedding(sliced: Sliced, name: str, module: nn.Module, group: Collec
 
 
 def _slice_head(
-    sliced: Sliced, name: str, module: nn.Module, model: nn.Module, group: Collectives
+    sliced: Sliced,
+    name: str,
+    module: nn.Module,
+    model: nn.Module,
+    group: Collectives,
+    *,
+    overlaps: bool,
 ) -> None:
     by_rank = even_ranges(name, length_of(module, Word.VOCABULARY), group.world_size)
     _keep_layer(sliced, name, module, Word.VOCABULARY, by_rank, group.rank)
     exchange = Exchange(group, name)
     vocabulary = Vocabulary(exchange, _widths(by_rank))
     sliced.losses.append(LossOfModel(model, vocabulary, module))
-    region = Region(exchange, CommonDraws())
+    region = Region(exchange, CommonDraws(), overlaps=overlaps)
+    region.add(module)
     _set_class(sliced, module, class_of_head(type(module), region, vocabulary))
 
 
@@ -167,6 +178,8 @@ def _slice_parent(
         check_copies(parent, heads, layers, ranges)
     for name, (module, way) in layers.items():
         _keep_layer(sliced, name, module, way.word, ranges[name], group.rank)
+        if way.word in CUTS_COLUMNS:
+            region.add(module)
         base = type(module)
         found = class_of_layer(base, way.word, region, _widths(ranges[name]))
         _set_class(sliced, module, found)
