@@ -164,7 +164,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     divided.start_proof(mesh)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
-    undo_tiles = tile_layers(model, runs, config.sequence, is_stage=found is not None)
+    undo_tiles = tile_layers(divided, config.sequence)
     undo = _both(_recompute(config, blocks, device, mesh), _both(undo_tiles, divided.undo))
     cutter = cut_sequences(model, config, mesh, is_stage=found is not None)
     undo = undo if cutter is None else _both(cutter.undo, undo)

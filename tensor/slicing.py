@@ -56,6 +56,7 @@ class Sliced:
     whole: id of every other parameter, which all tensor ranks hold.
     partial: id of those of them whose gradient on a rank is a part of the sum.
     names: of a pipeline, the first names of what is cut on any stage.
+    columns: id of a layer whose outputs are gathered or are logits -> the columns of each rank.
     """
 
     slices: dict[int, Slice] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Sliced:
     names: frozenset[str] = frozenset()
     check: SameBatches | None = None
     losses: list[LossOfModel] = field(default_factory=list)
+    columns: dict[int, Vocabulary] = field(default_factory=dict)
 
     def copies(self, key: int, rank: int) -> tuple[int, ...]:
         """The tensor ranks that hold the same part of a parameter as `rank`; `key`: its id."""
@@ -158,6 +160,7 @@ def _slice_head(
     exchange = Exchange(group, name)
     vocabulary = Vocabulary(exchange, _widths(by_rank))
     sliced.losses.append(LossOfModel(model, vocabulary, module))
+    sliced.columns[id(module)] = vocabulary
     region = Region(exchange, CommonDraws(), overlaps=overlaps)
     region.add(module)
     _set_class(sliced, module, class_of_head(type(module), region, vocabulary))
@@ -180,6 +183,8 @@ def _slice_parent(
         _keep_layer(sliced, name, module, way.word, ranges[name], group.rank)
         if way.word in CUTS_COLUMNS:
             region.add(module)
+        if way.word is Word.COLWISE_GATHER:
+            sliced.columns[id(module)] = Vocabulary(region.exchange, _widths(ranges[name]))
         base = type(module)
         found = class_of_layer(base, way.word, region, _widths(ranges[name]))
         _set_class(sliced, module, found)

@@ -359,7 +359,6 @@ def _check_sequences(config: Config, report: Report) -> None:
     check_sequence_ranks(
         config.sequence_parallel_size,
         compiles=config.compile.enabled,
-        tiles=bool(config.sequence.tiled_loss),
         cuts=config.sequence.cut_by == "engine",
         stages=config.pipeline.stages,
         report=report,
