@@ -51,8 +51,8 @@ class TensorParallel(Section):
     )
     plan: Annotated[dict[str, Any] | None, either(OBJECT, NULL)] = Field(
         None,
-        description="module-name glob -> colwise, colwise_gather_output, packed_colwise, rowwise or "
-        "embedding_rowwise; null: the plan of a transformers model, else one that is found",
+        description="module-name glob -> colwise, colwise_gather_output, packed_colwise, rowwise, "
+        "embedding_rowwise, sequence_parallel ...; null: the plan of the model, or one that is found",
     )
     partition_config: Annotated[dict[str, Any] | None, either(OBJECT, NULL)] = Field(
         None,

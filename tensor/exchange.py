@@ -19,19 +19,36 @@ from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
 from . import compiled
+from .tokens import Tokens
 
 
 @final
 class Exchange:
     """The messages of one tensor group for one place in the model, which `what` names in messages."""
 
-    def __init__(self, collectives: Collectives, what: str) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        what: str,
+        tokens: Tokens | None = None,
+        *,
+        gathers: bool = True,
+    ) -> None:
+        """
+        Args:
+            tokens: what lies around this place has the tokens of its rank; None: all tokens.
+            gathers: `enter` gathers all of them; False: the input has them already.
+        """
         self.collectives = collectives
         self.what = what
+        self.tokens = tokens
+        self._gathers = gathers
         self._group = compiled.number_of(collectives)
 
     def enter(self, x: Tensor) -> Tensor:
         """`x` [...]; in backward its gradients are summed over the ranks."""
+        if self.tokens is not None:
+            return self.tokens.gather(x, self.what) if self._gathers else x
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
         if torch.compiler.is_compiling():
@@ -41,6 +58,8 @@ class Exchange:
 
     def leave(self, y: Tensor) -> Tensor:
         """The sum over ranks of `y` [...], the same bits on all."""
+        if self.tokens is not None:
+            return self.tokens.leave(y, self.what)
         if torch.compiler.is_compiling():
             return cast(Tensor, compiled.leave(y, self._group))
         left: Tensor = _Leave.apply(y, self)  # type: ignore[no-untyped-call]

@@ -49,7 +49,7 @@ class Region:
 
     def _enter(self, x: Tensor) -> Tensor:
         is_eager = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if not (self._overlaps and is_eager):
+        if self.exchange.tokens is not None or not (self._overlaps and is_eager):
             self._entry = None
             return self.exchange.enter(x)
         self._entry = overlap.enter(x, self.exchange, self._layers)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..utils.errors import UsageError
-from .words import ALIASES, REFUSED, Way, Word, is_linear
+from .words import ALIASES, KEEPS_WHOLE, REFUSED, Way, Word, is_linear
 
 Ways = dict[str, Way]
 
@@ -50,7 +50,7 @@ def check_module(name: str, module: nn.Module, word: Word) -> None:
     Raises:
         UsageError: `module` cannot be cut as `word` says.
     """
-    if word in (Word.PARTIAL, Word.WHOLE):
+    if word in KEEPS_WHOLE:
         return
     if word is Word.EMBEDDING:
         _check_embedding(name, module)

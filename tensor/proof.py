@@ -23,6 +23,7 @@ from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError
 from .shares import ranks_with_copies
 from .slicing import Slice, Sliced
+from .tokens import Tokens, with_activations
 
 KIND = "proof of slices"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -59,6 +60,8 @@ class Proof:
         """Run at the first forward of each block, after the hooks that gather its parameters."""
         for name, (block, whole) in self._blocks.items():
             case = _Case(name, block, whole, sliced, group)
+            if name not in sliced.tokens.names:
+                case.tokens = None
             prove = partial(self._prove, case, len(self._hooks))
             self._hooks.append(block.register_forward_pre_hook(prove, with_kwargs=True))
         self._blocks = {}
@@ -88,6 +91,7 @@ class _Case:
         self._whole = whole
         self._sliced = sliced
         self._group = group
+        self.tokens = sliced.tokens.tokens  # of a block whose activations are cut; else None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """
@@ -99,8 +103,10 @@ class _Case:
         self.block.eval()  # no dropout: it draws other numbers where activations are cut
         whole.eval()
         try:
-            theirs = _run(whole, args, kwargs)
             mine = self._run_sliced(args, kwargs)
+            if self.tokens is not None:
+                args, kwargs = with_activations(self.name, args, kwargs, self._all_tokens)
+            theirs = self._of_own_tokens(_run(whole, args, kwargs))
         finally:
             for module, mode in modes.items():
                 module.training = mode
@@ -116,9 +122,24 @@ class _Case:
                 "out of it"
             )
 
+    def _all_tokens(self, own: Tensor) -> Tensor:
+        """The activations of all ranks, for the whole copy."""
+        assert self.tokens is not None
+        whole = self.tokens.gathered(own.detach(), f"the input of {self.name}")
+        return whole.requires_grad_(own.requires_grad)
+
+    def _of_own_tokens(self, run: _Run) -> _Run:
+        """What this rank should have found, from a run with all tokens."""
+        if self.tokens is None:
+            return run
+        own = self.tokens.of_own
+        outputs = run.outputs | {"": [own(one) for one in run.outputs[""]]}
+        inputs = [one if one is None or one.dim() != 3 else own(one) for one in run.inputs]
+        return _Run(outputs, inputs, run.params)
+
     def _run_sliced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
         try:
-            return _run(self.block, args, kwargs)
+            return _run(self.block, args, kwargs, self.tokens)
         except RuntimeError as error:
             if type(error) is not RuntimeError:
                 raise  # no shapes that do not fit
@@ -234,8 +255,13 @@ def _on_meta(block: nn.Module) -> nn.Module:
     return copy.deepcopy(block, memo)
 
 
-def _run(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Run:
-    """Forward and backward without the hooks of the block itself."""
+def _run(
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tokens: Tokens | None = None,
+) -> _Run:
+    """Forward and backward without the hooks of the block itself. tokens: its activations are cut."""
     leaves: list[Tensor] = []
 
     def fresh(value: Any) -> Any:
@@ -260,8 +286,7 @@ def _run(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
             hook.remove()
     outputs[""] = _floats(result)
     params = {name: param for name, param in block.named_parameters() if param.requires_grad}
-    generator = torch.Generator().manual_seed(1)
-    seeds = [torch.randn(out.shape, generator=generator).to(out) for out in outputs[""]]
+    seeds = _seeds(outputs[""], tokens)
     wanted = [*leaves, *params.values()]
     grads: Sequence[Tensor | None] = [None] * len(wanted)
     if any(out.requires_grad for out in outputs[""]):
@@ -272,6 +297,18 @@ def _run(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     by_name = dict(zip(params, grads[len(leaves) :], strict=True))
     kept = {name: [out.detach() for out in found] for name, found in outputs.items()}
     return _Run(kept, list(grads[: len(leaves)]), by_name)
+
+
+def _seeds(outputs: Sequence[Tensor], tokens: Tokens | None) -> list[Tensor]:
+    """The gradients of the outputs, the same numbers on every rank; of own tokens, where these are cut."""
+    generator = torch.Generator().manual_seed(1)
+    if tokens is None:
+        return [torch.randn(out.shape, generator=generator).to(out) for out in outputs]
+    found = []
+    for out in outputs:
+        shape = [len(out), out.shape[1] * tokens.num_ranks, *out.shape[2:]]
+        found.append(tokens.of_own(torch.randn(shape, generator=generator).to(out)))
+    return found
 
 
 def _keeping(outputs: dict[str, list[Tensor]], name: str) -> Callable[..., None]:

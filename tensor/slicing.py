@@ -25,6 +25,7 @@ from .layers import Region, class_of_embedding, class_of_head, class_of_layer
 from .plan import Ways
 from .same_batches import SameBatches
 from .shares import Range, ranks_with_copies
+from .token_blocks import TokenBlocks, cut_tokens
 from .vocabulary import LossOfModel, Vocabulary
 from .words import CUTS_COLUMNS, CUTS_ROWS, Word, cut_dim, length_of
 
@@ -56,6 +57,7 @@ class Sliced:
     whole: id of every other parameter, which all tensor ranks hold.
     partial: id of those of them whose gradient on a rank is a part of the sum.
     names: of a pipeline, the first names of what is cut on any stage.
+    tokens: the blocks whose activations are cut along the sequence.
     columns: id of a layer whose outputs are gathered or are logits -> the columns of each rank.
     """
 
@@ -67,6 +69,7 @@ class Sliced:
     check: SameBatches | None = None
     losses: list[LossOfModel] = field(default_factory=list)
     columns: dict[int, Vocabulary] = field(default_factory=dict)
+    tokens: TokenBlocks = field(default_factory=TokenBlocks)
 
     def copies(self, key: int, rank: int) -> tuple[int, ...]:
         """The tensor ranks that hold the same part of a parameter as `rank`; `key`: its id."""
@@ -79,17 +82,24 @@ class Sliced:
         self.classes = []
         if self.check is not None:
             self.check.remove()
+        self.tokens.undo()
         for loss in self.losses:
             loss.undo()
         self.losses = []
 
 
 def slice_model(
-    model: nn.Module, ways: Ways, group: Collectives, *, overlaps: bool = False
+    model: nn.Module,
+    ways: Ways,
+    group: Collectives,
+    *,
+    overlaps: bool = False,
+    blocks: Sequence[Sequence[tuple[str, nn.Module]]] = (),
 ) -> Sliced:
     """Keep this rank's slices of the layers in `ways`.
 
     overlaps: sums of gradients travel while the gradients of weights are computed.
+    blocks: those of this rank in order, by run of consecutive ones.
 
     Raises:
         UsageError: a layer cannot be cut over so many ranks.
@@ -98,17 +108,21 @@ def slice_model(
     by_parent: dict[tuple[str, int], Ways] = {}
     sliced = Sliced()
     draws = OwnDraws(group.rank)
+    sliced.tokens = cut_tokens(ways, blocks, group, sliced.partial)
     ends = {_place(name) for name, way in ways.items() if way.word in CUTS_ROWS}
     for name, way in ways.items():
         if way.word is Word.PARTIAL:
             sliced.partial.update(id(param) for param in modules[name].parameters())
         elif way.word is Word.VOCABULARY:
             _slice_head(sliced, name, modules[name], model, group, overlaps=overlaps)
-        elif way.word is not Word.EMBEDDING:
+        elif way.word not in (Word.EMBEDDING, Word.TOKENS):
             by_parent.setdefault((name.rpartition(".")[0], way.units), {})[name] = way
     for (parent, _), own in by_parent.items():
         own_draws = draws if any(_place(name) in ends for name in own) else CommonDraws()
-        region = Region(Exchange(group, parent or "the model"), own_draws, overlaps=overlaps)
+        gathers = not sliced.tokens.gather_input(parent, modules[parent])
+        what, tokens = parent or "the model", sliced.tokens.of(parent)
+        exchange = Exchange(group, what, tokens, gathers=gathers)
+        region = Region(exchange, own_draws, overlaps=overlaps)
         _slice_parent(sliced, modules, parent, own, region)
     for (
         name,

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..utils.errors import UsageError
 from .plan import Ways, check_module
-from .words import CUTS_COLUMNS, Way, Word, is_linear, is_transposed
+from .words import CUTS_COLUMNS, KEEPS_WHOLE, Way, Word, is_linear, is_transposed
 
 HEADS = frozenset({Word.COLWISE_GATHER, Word.VOCABULARY})
 
@@ -50,7 +50,7 @@ def cut_names(ways: Ways, aliases: Mapping[str, str]) -> frozenset[str]:
     """First names of the parameters of a whole model that are cut. `aliases`: every name -> first name."""
     found = set()
     for name, way in ways.items():
-        if way.word is not Word.PARTIAL:
+        if way.word not in KEEPS_WHOLE:
             found.add(f"{name}.weight")
             if way.word in CUTS_COLUMNS:
                 found.add(f"{name}.bias")
@@ -93,7 +93,7 @@ def with_ties(ways: Ways, model: nn.Module) -> Ways:
 
 
 def _cuts(ways: Ways, name: str) -> bool:
-    return name in ways and ways[name].word is not Word.PARTIAL
+    return name in ways and ways[name].word not in KEEPS_WHOLE
 
 
 def _alike(ways: Ways, modules: dict[str, nn.Module]) -> Ways:

@@ -31,6 +31,8 @@ class Word(Enum):
     """The rows of an embedding are cut: each rank looks up its own ids, and the outputs are summed."""
     PARTIAL = "replicated_with_grad_allreduce"
     """The module is whole on every rank, and works on what is cut: its gradients are summed over the ranks."""
+    TOKENS = "sequence_parallel"
+    """The module is whole, and gets the tokens of its rank; so does all of its block that is not cut."""
     WHOLE = "replicate"
     """The module is whole on every rank, as if the plan did not name it."""
     VOCABULARY = "vocabulary"
@@ -39,13 +41,13 @@ class Word(Enum):
 
 CUTS_COLUMNS = frozenset({Word.COLWISE, Word.COLWISE_GATHER, Word.PACKED_COLWISE, Word.VOCABULARY})
 CUTS_ROWS = frozenset({Word.ROWWISE, Word.PACKED_ROWWISE, Word.ROWWISE_SPLIT})
+KEEPS_WHOLE = frozenset({Word.PARTIAL, Word.TOKENS, Word.WHOLE})
 BY_HEADS = frozenset({Word.COLWISE, Word.PACKED_COLWISE, Word.ROWWISE, Word.PACKED_ROWWISE})
 """Between these, activations are cut: heads have to stay whole."""
 
 ALIASES = {
     "colwise_rep": Word.COLWISE_GATHER,
     "rowwise_rep": Word.ROWWISE_SPLIT,
-    "sequence_parallel": Word.WHOLE,  # tensor ranks have all tokens, and compute the same
 }
 REFUSED = {
     "moe_": "experts of a mixture are not cut yet",
@@ -111,6 +113,7 @@ __all__ = [
     "BY_HEADS",
     "CUTS_COLUMNS",
     "CUTS_ROWS",
+    "KEEPS_WHOLE",
     "REFUSED",
     "Way",
     "Word",

@@ -85,10 +85,31 @@ def slice_layers(
     own = ways_here(model, runs, plan, config, found)
     proof = Proof([block for run in runs for block in run], list(own))
     overlaps = config.tensor_parallel.tp_overlap_comm
-    sliced = slice_model(model, own, mesh.along("tensor"), overlaps=overlaps)
+    sliced = slice_model(model, own, mesh.along("tensor"), overlaps=overlaps, blocks=runs)
+    if sliced.tokens.names:
+        _check_tokens(config)
     if plan is not None and found is not None:
         sliced.names = cut_names(plan, found.part.aliases)
     return sliced, proof
+
+
+def _check_tokens(config: Config) -> None:
+    """
+    Raises:
+        UsageError: settings that need whole activations in the blocks.
+    """
+    wrong = {
+        "compile.enabled": config.compile.enabled,
+        "activation_checkpointing.partition_activations": (
+            config.activation_checkpointing.enabled
+            and config.activation_checkpointing.partition_activations
+        ),
+    }
+    for setting in [setting for setting, is_set in wrong.items() if is_set]:
+        raise UsageError(
+            f'tensor_parallel.plan has "sequence_parallel", so blocks have the tokens of their rank: it does '
+            f"not work with {setting} = true; set that to false, or take the word out of the plan"
+        )
 
 
 def ways_here(

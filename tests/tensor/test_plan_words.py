@@ -86,4 +86,5 @@ def test_words_of_older_plans_are_read() -> None:
     found = read_plan(
         {"out": "rowwise_rep", "gate": "colwise_rep", "fused": "sequence_parallel"}, small()
     )
-    assert found == {"out": Way(Word.ROWWISE_SPLIT), "gate": Way(Word.COLWISE_GATHER)}
+    words = {"out": Word.ROWWISE_SPLIT, "gate": Word.COLWISE_GATHER, "fused": Word.TOKENS}
+    assert found == {name: Way(word) for name, word in words.items()}
