@@ -1,0 +1,136 @@
+"""Tests of more sequence ranks than heads: five steps equal those of one process, and bytes are exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pipeline_runs import worst
+from test_sequence_products import trained_in_stages
+from test_sequence_training import SAMPLES, batch, build, config_of, one_process, train
+from warm_ranks import warm
+
+import xds
+
+pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+
+TWO, ONE = ("llama", 2, 2), ("llama", 1, 1)  # with these heads of keys and of queries
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "sequence", "stage"),
+    [
+        (TWO, "padded", 4, 3),
+        (ONE, "packed", 2, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (TWO, "plain", 4, 0),
+                (TWO, "odd", 4, 2),
+                (TWO, "left", 4, 1),
+                (("llama", 1, 2), "packed", 4, 2),  # one head of keys for two of queries
+                (("llama", 1, 3), "odd", 4, 1),  # heads that do not divide
+                (("llama", 3, 3), "padded", 4, 1),
+                (("mistral", 2, 2), "odd", 4, 3),  # a sliding window
+                (("mistral", 1, 1), "plain", 4, 1),
+                (("mistral", 1, 1), "packed", 3, 1),
+                (ONE, "left", 3, 2),
+            )
+        ),
+    ],
+)
+def test_rings_equal_one_process(
+    model: tuple[Any, ...], kind: str, sequence: int, stage: int
+) -> None:
+    by_rank = warm(sequence).run(train, model, kind, config_of(sequence, stage))
+    assert all(found == by_rank[0] for found in by_rank)
+    assert worst(by_rank[0], one_process(model, kind, 1)) <= 1e-6
+
+
+@pytest.mark.slow
+def test_rings_with_recomputed_blocks_equal_one_process() -> None:
+    config = config_of(4, 3, activation_checkpointing={"enabled": True})
+    found = warm(4).run(train, TWO, "packed", config)[0]
+    assert worst(found, one_process(TWO, "packed", 1)) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [None, "fp32", "bf16"])
+@pytest.mark.parametrize("section", ["bf16", "torch_autocast"])
+def test_rings_in_bf16_are_near_one_process(section: str, sent: str | None) -> None:
+    more = {section: {"enabled": True, **({"dtype": "bfloat16"} if section != "bf16" else {})}}
+    more["seq_parallel_communication_data_type"] = sent
+    found = warm(4).run(train, TWO, "padded", config_of(4, 1, **more))[0]
+    wanted = warm(1).run(train, TWO, "padded", config_of(1, 1, **more))[0]
+    assert worst(found, wanted) <= 2e-2
+
+
+@pytest.mark.slow
+def test_a_ring_of_each_tensor_rank_equals_one_process() -> None:
+    config = config_of(2, 1, tensor_parallel={"tp_size": 2})
+    found = warm(4).run(train, TWO, "packed", config)
+    assert all(worst(steps, one_process(TWO, "packed", 1)) <= 1e-6 for steps in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_rings_in_stages_equal_one_process(recomputes: bool) -> None:
+    config = config_of(2, 2, activation_checkpointing={"enabled": recomputes})
+    config |= {"gradient_accumulation_steps": 4, "pipeline": {"stages": 2}}
+    found = warm(4).run(trained_in_stages, config, ONE)
+    plain = config | {"sequence_parallel_size": 1, "pipeline": {"stages": 1}}
+    wanted = warm(1).run(trained_in_stages, plain, ONE)[0]
+    assert all(worst(steps, wanted) <= 1e-6 for steps in found)
+
+
+def sent_bytes(model: tuple[Any, ...], config: dict[str, Any]) -> list[int]:
+    """Of heads and in the ring: those of a forward, and of a backward."""
+    engine = xds.initialize(build(*model), config)
+    engine(**batch("plain", 0, 0))  # the first forward is proven on a few tokens
+    kinds = ("sequence heads", "sequence ring")
+    counts = [[engine.bytes_sent().get(kind, 0) for kind in kinds]]
+    loss = engine(**batch("plain", 0, 0)).loss
+    counts.append([engine.bytes_sent().get(kind, 0) for kind in kinds])
+    engine.backward(loss)
+    counts.append([engine.bytes_sent().get(kind, 0) for kind in kinds])
+    engine.destroy()
+    return [b - a for now, then in zip(counts[1:], counts) for a, b in zip(then, now)]
+
+
+def test_a_block_is_sent_only_to_ranks_that_see_it() -> None:
+    layers, width, own = 2, 8, SAMPLES * 3  # one head; 12 tokens on 4 ranks
+    keys = layers * 4 * own * 2 * width  # bytes of keys and values in fp32
+    found = warm(4).run(sent_bytes, ONE, config_of(4, 1))
+    # rank r is seen by the 3 - r ranks after it, and sees the r blocks before it, whose gradients it returns
+    assert found == [[0, (3 - r) * keys, 0, (3 - r) * keys + r * keys] for r in range(4)]
+    windowed = warm(4).run(sent_bytes, ("mistral", 1, 1), config_of(4, 1))
+    # a window of five tokens reaches two blocks of three tokens before
+    after, before = (2, 2, 1, 0), (0, 1, 2, 2)
+    wanted = [[0, a * keys, 0, (a + b) * keys] for a, b in zip(after, before, strict=True)]
+    assert windowed == wanted
+
+
+def refused(wanted: dict[str, Any]) -> str:
+    model = build(*ONE)
+    model.config._attn_implementation = "sdpa"
+    for name, value in wanted.items():
+        for layer in model.model.layers:
+            setattr(layer.self_attn, name, value)
+    engine = xds.initialize(model, config_of(2, 1))
+    with pytest.raises(xds.UsageError) as caught:
+        engine.train()
+        engine(**batch("plain", 0, 0))
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "part"),
+    [
+        ({"attention_dropout": 0.1}, "does not support dropout = 0.1"),
+        pytest.param({"is_causal": False}, "is_causal = False", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_ring_does_not_compute_is_refused(wanted: dict[str, Any], part: str) -> None:
+    for said in warm(2).run(refused, wanted):
+        assert part in said and "set sequence_parallel_size to at most 1" in said
