@@ -138,7 +138,8 @@ class SequenceAttention:
             heads = max(end for _, end in layout.heads)
             raise UsageError(
                 f"sequence_parallel_size = {self._group.world_size}: attention has {heads} heads, so its ranks "
-                f"form a ring, which does not support {wanted[0]}; set sequence_parallel_size to at most {heads}"
+                f"form a ring, which does not support {wanted[0]}; set sequence_parallel_size to at most "
+                f"{heads}"
             )
 
     def _mask(self, config: Any, former: str, query: Tensor, window: int | None) -> Any:

@@ -42,8 +42,8 @@ class WholeBatch:
     def kept_and_documents(self) -> tuple[Tensor | None, Tensor | None]:
         """[B or 1, N] each: which tokens are not padding, and the document of each token; None: all, and one.
 
-        As in transformers, documents are found only without `attention_mask`. One begins where a position is not
-        that of the token before, plus 1.
+        As in transformers, documents are found only without `attention_mask`. One begins where a position is
+        not that of the token before, plus 1.
         """
         if self.seen is None:
             if self.attention_mask is not None:

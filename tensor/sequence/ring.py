@@ -1,8 +1,8 @@
 """A ring of ranks with the same heads: each has a block of tokens, and keys and values go around.
 
-In step s a rank sends its keys and values to the rank s places on, and attends to those from s places before. In
-backward they go around again, and the gradients of a block return to its owner. A block that no query of a rank
-sees is not sent to it. The keys and values of the next step travel while a rank attends to those it has.
+In step s a rank sends its keys and values to the rank s places on, and attends to those from s places before.
+In backward they go around again, and the gradients of a block return to its owner. A block that no query of a
+rank sees is not sent to it. The keys and values of the next step travel while a rank attends to those it has.
 
     a rank keeps         own block, and two others
     sends in forward     own keys and values, to each rank that sees them

@@ -83,18 +83,22 @@ def test_rings_in_stages_equal_one_process(recomputes: bool) -> None:
     assert all(worst(steps, wanted) <= 1e-6 for steps in found)
 
 
+def bytes_now(engine: Any) -> tuple[int, int]:
+    found = engine.bytes_sent()
+    return found.get("sequence heads", 0), found.get("sequence ring", 0)
+
+
 def sent_bytes(model: tuple[Any, ...], config: dict[str, Any]) -> list[int]:
     """Of heads and in the ring: those of a forward, and of a backward."""
     engine = xds.initialize(build(*model), config)
     engine(**batch("plain", 0, 0))  # the first forward is proven on a few tokens
-    kinds = ("sequence heads", "sequence ring")
-    counts = [[engine.bytes_sent().get(kind, 0) for kind in kinds]]
+    counts = [bytes_now(engine)]
     loss = engine(**batch("plain", 0, 0)).loss
-    counts.append([engine.bytes_sent().get(kind, 0) for kind in kinds])
+    counts.append(bytes_now(engine))
     engine.backward(loss)
-    counts.append([engine.bytes_sent().get(kind, 0) for kind in kinds])
+    counts.append(bytes_now(engine))
     engine.destroy()
-    return [b - a for now, then in zip(counts[1:], counts) for a, b in zip(then, now)]
+    return [counts[i + 1][kind] - counts[i][kind] for i in (0, 1) for kind in (0, 1)]
 
 
 def test_a_block_is_sent_only_to_ranks_that_see_it() -> None:
