@@ -69,7 +69,6 @@ MISSING: dict[str, str] = {
     **dict.fromkeys(("op_builder", "transformer", "sparse_attention", "FPQuantizer"), _KERNELS),
     **dict.fromkeys(("aio", "AsyncIOBuilder", "GDSBuilder"), _OFFLOAD),
     **dict.fromkeys(("tp_model_init", "set_autotp_mode", "set_optimizer_flags"), _TENSOR),
-    **dict.fromkeys(("UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"), _SEQUENCE),
     **dict.fromkeys(("add_tuning_arguments", "get_config_from_args"), _TUNING),
     **dict.fromkeys(("safe_get_local_fp32_param", "safe_get_local_grad"), _LOCAL),
     **dict.fromkeys(("safe_get_local_optimizer_state", "safe_set_local_fp32_param"), _LOCAL),

@@ -12,10 +12,12 @@ from torch import nn
 from ..engine.config.config import Config
 from ..engine.initialize import initialize as xds_initialize
 from ..pipe.module import PipelineModule
+from ..tensor.sequence.distributed import DistributedAttention
 from ..utils.errors import UsageError
 from .comm import init_distributed
 from .runtime.engine import DeepSpeedEngine, PlainEngine
 from .runtime.pipe.engine import PipelineEngine
+from .sequence.layer import DistributedAttention as TheirAttention
 from .utils import groups, logging  # noqa: F401 (shows the engine's progress lines from here on)
 
 GRADIENT_CLIPPING = 1.0  # DeepSpeed's default since 0.19; `xds.initialize` does not clip by default
@@ -44,8 +46,9 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         config, config_params, args.deepspeed_config: exactly one of them; a path, JSON text or a dict.
         optimizer: an object, or a callable that gets parameter groups; None is the config's.
         model_parameters: the parameters to train; ignored where `optimizer` is an object, which has its own.
-        mpu: must be without model parallelism; its data-parallel group is used. None for a PipelineModule.
-        mesh_param: (data ranks, 1) at most.
+        mpu: must be without model parallelism; its data-parallel group is used, or that of
+            `UlyssesSPAttentionHF`. None for a PipelineModule.
+        mesh_param: (data ranks, sequence ranks); the script cuts the sequences.
         distributed_port: without effect, see `comm.init_distributed`.
     Returns:
         (engine, optimizer, dataloader or None, lr_scheduler or None). The engine of a model in pipeline stages
@@ -59,6 +62,8 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         )
     checked = _with_defaults(_config_of(args, config, config_params))
     init_distributed(dist_init_required=dist_init_required)
+    num_sequence = _sequence_ranks(mpu, mesh_param, checked, model)
+    checked = checked.with_sequences(num_sequence) if num_sequence > 1 else checked
     if isinstance(optimizer, torch.optim.Optimizer):
         model_parameters = None
     if mpu is not None and isinstance(model, PipelineModule):
@@ -74,11 +79,11 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         lr_scheduler=lr_scheduler,
         training_data=training_data,
         collate_fn=collate_fn,
-        group=_group_of(mpu, mesh_param),
+        group=None if num_sequence > 1 else _group_of(mpu),
     )
     is_pipeline = isinstance(model, PipelineModule) or made.num_stages > 1
     engine = (PipelineEngine if is_pipeline else PlainEngine)(made, collate_fn)
-    groups.follow(engine.mpu)
+    groups.follow(engine.mpu, mpu if num_sequence > 1 else None)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -111,12 +116,41 @@ def _with_defaults(source: Any) -> Config:
     return config.model_copy(update={"gradient_clipping": GRADIENT_CLIPPING, "notes": tuple(notes)})
 
 
-def _group_of(mpu: Any, mesh_param: Any) -> dist.ProcessGroup | None:
-    if mesh_param is not None and (len(mesh_param) != 2 or mesh_param[1] != 1):
-        raise UsageError(
-            f"mesh_param = {tuple(mesh_param)}: sequence parallelism is not supported yet; leave it out or use "
-            f"({dist.get_world_size()}, 1)"
-        )
+def _sequence_ranks(mpu: Any, mesh_param: Any, config: Config, model: nn.Module) -> int:
+    """The ranks over which the script cuts its sequences; 1: it does not.
+
+    Raises:
+        UsageError: mpu, mesh_param and config name different numbers.
+    """
+    found: dict[str, int] = {}
+    if hasattr(mpu, "get_sequence_parallel_world_size"):
+        found["mpu"] = int(mpu.get_sequence_parallel_world_size())
+    if mesh_param is not None:
+        data, found["mesh_param"] = mesh_param
+        if data * found["mesh_param"] != dist.get_world_size():
+            raise UsageError(
+                f"mesh_param = {tuple(mesh_param)}: there are {dist.get_world_size()} ranks, and the product "
+                "must be their number"
+            )
+    size = config.sequence_parallel_size
+    if size > 1 and (found or _cuts_itself(model)):
+        found["sequence_parallel_size"] = size
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{name}: {number}" for name, number in found.items())
+        raise UsageError(f"the numbers of sequence ranks differ ({said}); make them equal")
+    return next(iter(found.values()), 1)
+
+
+def _cuts_itself(model: nn.Module) -> bool:
+    """An attention of the model has a group of its own."""
+    return any(
+        isinstance(module, TheirAttention)
+        or (isinstance(module, DistributedAttention) and module.has_own_group)
+        for module in model.modules()
+    )
+
+
+def _group_of(mpu: Any) -> dist.ProcessGroup | None:
     if mpu is None:
         return None
     size = int(mpu.get_model_parallel_world_size())

@@ -43,11 +43,11 @@ from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
 from .model.dividing import divide
 from .model.offloading import build_homes, build_host, reserve
-from .model.pipelining import Runs, build_pipeline, check_whole, is_cut, is_part, with_model
+from .model.pipelining import Cut, Runs, build_pipeline, check_whole, is_cut, is_part, with_model
 from .model.policies import DTYPES, policy_of
 from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
-from .model.sequences import check_sequences, cut_sequences
+from .model.sequences import SequenceCutter, check_sequences, cut_sequences, of_stages
 from .model.tiling import tile_layers
 from .optim.loss_scale import build_loss_scale
 from .optim.optimizers import (
@@ -60,7 +60,7 @@ from .optim.optimizers import (
     split_for_muon,
 )
 from .optim.schedules import build_scheduler
-from .parts import Parts
+from .parts import LoopFactory, Parts
 from .preemption.policy import NoPreemptionSave, Preemption, SaveOnPreemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
@@ -164,7 +164,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     divided.start_proof(mesh)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
-    undo_tiles = tile_layers(model, runs, config.sequence, is_stage=found is not None)
+    undo_tiles = tile_layers(divided, config.sequence)
     undo = _both(_recompute(config, blocks, device, mesh), _both(undo_tiles, divided.undo))
     cutter = cut_sequences(model, config, mesh, is_stage=found is not None)
     undo = undo if cutter is None else _both(cutter.undo, undo)
@@ -196,8 +196,20 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         saver=_saver(config, collectives),
         preemption=_preemption(config, collectives, trains),
         opened=mesh.opened,
-        loop=batch_loop if found is None else build_pipeline(found, mesh, config, sharded, cutter),
+        loop=_loop(found, mesh, config, sharded, of_stages(cutter)),
     )
+
+
+def _loop(
+    found: Cut | None,
+    mesh: MeshGroups,
+    config: Config,
+    sharded: ShardedModel,
+    cutter: SequenceCutter | None,
+) -> LoopFactory:
+    if found is None:
+        return batch_loop
+    return build_pipeline(found, mesh, config, sharded, cutter)
 
 
 def _mesh(config: Config, world_size: int) -> Mesh:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from ..ops.linear import bias_grad, input_grad, is_by_columns, linear_transposed, weight_grad
 from ..utils.errors import UsageError
 
 Sink = Callable[[nn.Parameter, Tensor], None]
@@ -225,7 +226,9 @@ def _deferrable(base: type[nn.Module], owner: WeightGrads) -> type[nn.Module]:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
-    own = {"slice_product": product} if has_product else {"forward": forward}
+    own: dict[str, Any] = {"forward": forward}
+    if has_product:
+        own = {"slice_product": product, "defers_weight_grads": True}
     return type(base.__name__, (base,), {**names, **own, "__reduce_ex__": __reduce_ex__})
 
 
@@ -269,7 +272,7 @@ class _Linear(torch.autograd.Function):
         owner: WeightGrads,
         is_transposed: bool,
     ) -> Tensor:
-        compute = _linear_transposed if is_transposed else nn.functional.linear
+        compute = linear_transposed if is_transposed else nn.functional.linear
         caches = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a cached cast from here would have no gradient
         try:
@@ -281,8 +284,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.params = weight if needs_weight else None, bias if needs_bias else None
         ctx.owner, ctx.is_transposed = owner, is_transposed
-        ctx.x_is_by_columns = x.ndim == 2 and _is_by_columns(x)
-        ctx.weight_is_by_columns = _is_by_columns(weight, is_transposed)
+        ctx.x_is_by_columns = x.ndim == 2 and is_by_columns(x)
+        ctx.weight_is_by_columns = is_by_columns(weight, is_transposed)
         ctx.is_flat = is_transposed or x.is_contiguous()
         return y.detach()  # not a view, which may not be changed in place
 
@@ -295,7 +298,7 @@ class _Linear(torch.autograd.Function):
         if weight is not None:
             weight = weight.to(dy.dtype)
             matrix = weight if ctx.is_transposed else weight.t()
-            dx = _input_grad(dy, matrix, ctx.x_is_by_columns)
+            dx = input_grad(dy, matrix, is_by_columns=ctx.x_is_by_columns)
         own = _Entry(
             *(ctx.params[0], ctx.params[1], x, dy, 0 if x is None else x._version),
             is_transposed=ctx.is_transposed,
@@ -309,33 +312,7 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-# -- the products, as torch's derivatives.yaml has them for mm and addmm ------------------------------------
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """[..., features] -> [rows, features]"""
-    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
-
-
-def _linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As the forward of transformers' Conv1D."""
-    if bias is None:
-        return x @ weight
-    rows = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
-    return rows.view(*x.shape[:-1], len(bias))
-
-
-def _is_by_columns(matrix: Tensor, as_it_is: bool = True) -> bool:
-    """`matrix`, or its transpose, lies column after column, so torch computes the transpose of its gradient."""
-    inner, outer = matrix.stride() if as_it_is else matrix.stride()[::-1]
-    return inner == 1 and outer == matrix.shape[0 if as_it_is else 1]
-
-
-def _input_grad(dy: Tensor, matrix: Tensor, is_by_columns: bool) -> Tensor:
-    """dx [..., in_features] of y = x @ matrix."""
-    rows = _rows(dy)
-    dx = matrix.mm(rows.t()).t() if is_by_columns else rows.mm(matrix.t())
-    return dx.view(*dy.shape[:-1], len(matrix)) if dy.ndim != 2 else dx
+# -- the products ------------------------------------------------------------------------------------------
 
 
 def _weight_grad(entry: _Entry) -> Tensor:
@@ -349,16 +326,14 @@ def _weight_grad(entry: _Entry) -> Tensor:
             "place between backward and the gradient of that weight, which is computed later: its value is "
             'lost; change a copy, or set pipeline.schedule to "1f1b"'
         )
-    rows, dy = _rows(x), _rows(entry.dy)
-    grad = dy.t().mm(rows).t() if entry.is_by_columns else rows.t().mm(dy)
-    return grad if entry.is_transposed else grad.t()
+    return weight_grad(
+        x, entry.dy, is_by_columns=entry.is_by_columns, is_transposed=entry.is_transposed
+    )
 
 
 def _bias_grad(entry: _Entry) -> Tensor:
     """db [out_features], in the dtype of dy."""
-    if entry.is_flat or entry.dy.ndim < 3:
-        return _rows(entry.dy).sum(0)
-    return entry.dy.sum(list(range(entry.dy.ndim - 1)))  # the order of additions depends on strides
+    return bias_grad(entry.dy, is_flat=entry.is_flat)
 
 
 __all__ = ["Sink", "WeightGrads"]

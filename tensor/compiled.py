@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
+from ..ops.comm.handles import Handle
 
 KIND = "tensor sums"
 GATHER_KIND = "tensor gathers"
@@ -38,11 +39,17 @@ def number_of(group: Collectives) -> int:
     return _numbers[group]
 
 
+def start_sum(group: Collectives, tensor: Tensor, what: str) -> tuple[Tensor, Handle | None]:
+    """A new contiguous tensor that has the sum over ranks of `tensor` after a wait for the handle, if any."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    return total, group.all_reduce(total, what=what, kind=KIND) if total.numel() else None
+
+
 def summed(group: Collectives, tensor: Tensor, what: str) -> Tensor:
     """The sum over ranks of `tensor`, in a new contiguous tensor."""
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    if total.numel():
-        group.all_reduce(total, what=what, kind=KIND).wait()
+    total, handle = start_sum(group, tensor, what)
+    if handle is not None:
+        handle.wait()
     return total
 
 
@@ -105,4 +112,14 @@ enter.register_autograd(_enter_backward, setup_context=_keep)
 leave.register_autograd(_leave_backward, setup_context=_keep)
 gather.register_autograd(_gather_backward, setup_context=_keep)
 
-__all__ = ["GATHER_KIND", "KIND", "enter", "gather", "gathered", "leave", "number_of", "summed"]
+__all__ = [
+    "GATHER_KIND",
+    "KIND",
+    "enter",
+    "gather",
+    "gathered",
+    "leave",
+    "number_of",
+    "start_sum",
+    "summed",
+]

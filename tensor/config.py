@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import Field
 
@@ -16,6 +16,7 @@ from ..utils.schema.rules import (
     TEXT,
     either,
     list_of,
+    one_of,
     whole,
 )
 from ..utils.schema.section import Section
@@ -32,9 +33,6 @@ class TensorParallel(Section):
     others: ClassVar[Mapping[str, Entry]] = {
         "enabled": Detail(FLAG),
         "dtype": Detail(TEXT),
-        "tp_overlap_comm": NoEffect(
-            FLAG, "sums are not overlapped with products yet", same=(False,)
-        ),
         "tp": Group(
             {
                 "tp_size": Refused(whole(1), _OWN_KEY, harmless=(1,)),
@@ -61,6 +59,10 @@ class TensorParallel(Section):
         description="DeepSpeed's layer_specs, which come before every plan; with use_default_specs "
         "false other layers stay whole",
     )
+    tp_overlap_comm: Annotated[bool, FLAG] = Field(
+        False,
+        description="the sums of input gradients travel while the gradients of weights are computed",
+    )
     vocab_parallel_lm_head: Annotated[bool, FLAG] = Field(
         False,
         description="the logits stay cut over tensor ranks, and the loss is computed from them; "
@@ -75,8 +77,13 @@ class TensorParallel(Section):
 
 @final
 class LongSequences(Section):
-    """Long sequences: parts of a model compute one tile of the tokens at a time."""
+    """Long sequences: who cuts them over sequence ranks, and what computes one tile of the tokens at a time."""
 
+    cut_by: Annotated[Literal["engine", "script"], one_of("engine", "script")] = Field(
+        "engine",
+        description="who gives each sequence rank its tokens, and sums the losses; script: each rank passes "
+        "its own tokens with their position_ids",
+    )
     tiled_mlp: Annotated[bool | int, either(FLAG, whole(1))] = Field(
         False,
         description="tokens of a tile in the MLPs of the blocks; true: as many as the model is wide",

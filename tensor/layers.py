@@ -17,6 +17,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
+from . import overlap
 from .draws import Draws
 from .exchange import Exchange
 from .shares import Range
@@ -28,9 +29,13 @@ from .words import Word, is_transposed
 class Region:
     """The layers under one parent. Owns the input that they share, from the first to the last of them."""
 
-    def __init__(self, exchange: Exchange, draws: Draws) -> None:
+    def __init__(self, exchange: Exchange, draws: Draws, *, overlaps: bool = False) -> None:
+        """overlaps: sums of gradients travel while the gradients of weights are computed."""
         self.exchange = exchange
         self.draws = draws
+        self._overlaps = overlaps
+        self._layers: list[nn.Module] = []  # those that enter
+        self._entry: overlap.Entry | None = None
         self._input: Tensor | None = None
         self._had_grad = False
         self._entered: Tensor | None = None
@@ -39,12 +44,32 @@ class Region:
         """As `Exchange.enter`; once for all layers with the same input."""
         has_grad = torch.is_grad_enabled()
         if self._input is not x or self._entered is None or self._had_grad is not has_grad:
-            self._input, self._entered, self._had_grad = x, self.exchange.enter(x), has_grad
+            self._input, self._entered, self._had_grad = x, self._enter(x), has_grad
         return self._entered
+
+    def _enter(self, x: Tensor) -> Tensor:
+        is_eager = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not (self._overlaps and is_eager):
+            self._entry = None
+            return self.exchange.enter(x)
+        self._entry = overlap.enter(x, self.exchange, self._layers)
+        return self._entry.x
+
+    def add(self, layer: nn.Module) -> None:
+        """`layer` will get the input of the region."""
+        self._layers.append(layer)
+
+    def product(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """x W^T + b of a layer that was added, from what `enter` returned."""
+        uses = None if self._entry is None else self._entry.uses.get(id(layer))
+        if uses is not None:
+            return overlap.product(layer, x, *uses)
+        bias = layer._parameters.get("bias")
+        return cast(Tensor, cast(Any, layer).slice_product(x, bias))
 
     def end(self) -> None:
         """Forget the input."""
-        self._input = self._entered = None
+        self._input = self._entered = self._entry = None
 
 
 def class_of_layer(
@@ -55,17 +80,13 @@ def class_of_layer(
     Its method `slice_product(x, bias)` is the only use of the weight. Pipelines replace it in plain layers.
     """
 
-    def compute(self: nn.Module, x: Tensor) -> Tensor:
-        bias = self._parameters.get("bias")
-        return cast(Tensor, cast(Any, self).slice_product(x, bias))
-
     def colwise(self: nn.Module, x: Tensor) -> Tensor:
         if self.training and not torch.compiler.is_compiling():
             region.draws.begin(x.device)
-        return compute(self, region.enter(x))
+        return region.product(self, region.enter(x))
 
     def gathered(self: nn.Module, x: Tensor) -> Tensor:
-        y = region.exchange.gather(compute(self, region.enter(x)), widths)
+        y = region.exchange.gather(region.product(self, region.enter(x)), widths)
         region.end()
         return y
 
@@ -110,14 +131,13 @@ def _without_bias(layer: nn.Module, x: Tensor) -> Tensor:
 
 def class_of_head(base: type[nn.Module], region: Region, vocabulary: Vocabulary) -> type[nn.Module]:
     """A subclass of the linear layer `base` whose outputs are the logits of own columns."""
-    plain: Callable[..., Tensor] = base.forward
 
     def head(self: nn.Module, x: Tensor) -> Tensor:
-        own = plain(self, region.enter(x))
+        own = region.product(self, region.enter(x))
         region.end()
         return vocabulary.logits(own, is_training=self.training)
 
-    return _subclass(base, head)
+    return _subclass(base, head, _with_product(base))
 
 
 def class_of_embedding(

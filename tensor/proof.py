@@ -287,11 +287,20 @@ def _floats(value: Any) -> list[Tensor]:
     ]
 
 
+def _tolerance(tensor: Tensor) -> float:
+    """Of the dtype, or of autocast's, in which it was computed."""
+    found = TOLERANCES.get(tensor.dtype, 1e-1)
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind):
+        return found
+    return max(found, TOLERANCES.get(torch.get_autocast_dtype(kind), 1e-1))
+
+
 def _is_close(a: Tensor, b: Tensor, small: float = 1e-30) -> bool:
     """Equal but for rounding, in relation to the largest element, or to `small` where all are smaller."""
     if not b.numel():
         return True
-    limit = TOLERANCES.get(b.dtype, 1e-1) * max(float(b.abs().max()), small, 1e-30)
+    limit = _tolerance(b) * max(float(b.abs().max()), small, 1e-30)
     return float((a - b).abs().max()) <= limit
 
 

@@ -56,6 +56,7 @@ class Sliced:
     whole: id of every other parameter, which all tensor ranks hold.
     partial: id of those of them whose gradient on a rank is a part of the sum.
     names: of a pipeline, the first names of what is cut on any stage.
+    columns: id of a layer whose outputs are gathered or are logits -> the columns of each rank.
     """
 
     slices: dict[int, Slice] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Sliced:
     names: frozenset[str] = frozenset()
     check: SameBatches | None = None
     losses: list[LossOfModel] = field(default_factory=list)
+    columns: dict[int, Vocabulary] = field(default_factory=dict)
 
     def copies(self, key: int, rank: int) -> tuple[int, ...]:
         """The tensor ranks that hold the same part of a parameter as `rank`; `key`: its id."""
@@ -82,8 +84,12 @@ class Sliced:
         self.losses = []
 
 
-def slice_model(model: nn.Module, ways: Ways, group: Collectives) -> Sliced:
+def slice_model(
+    model: nn.Module, ways: Ways, group: Collectives, *, overlaps: bool = False
+) -> Sliced:
     """Keep this rank's slices of the layers in `ways`.
+
+    overlaps: sums of gradients travel while the gradients of weights are computed.
 
     Raises:
         UsageError: a layer cannot be cut over so many ranks.
@@ -97,12 +103,12 @@ def slice_model(model: nn.Module, ways: Ways, group: Collectives) -> Sliced:
         if way.word is Word.PARTIAL:
             sliced.partial.update(id(param) for param in modules[name].parameters())
         elif way.word is Word.VOCABULARY:
-            _slice_head(sliced, name, modules[name], model, group)
+            _slice_head(sliced, name, modules[name], model, group, overlaps=overlaps)
         elif way.word is not Word.EMBEDDING:
             by_parent.setdefault((name.rpartition(".")[0], way.units), {})[name] = way
     for (parent, _), own in by_parent.items():
         own_draws = draws if any(_place(name) in ends for name in own) else CommonDraws()
-        region = Region(Exchange(group, parent or "the model"), own_draws)
+        region = Region(Exchange(group, parent or "the model"), own_draws, overlaps=overlaps)
         _slice_parent(sliced, modules, parent, own, region)
     for (
         name,
@@ -141,14 +147,22 @@ def _slice_embedding(sliced: Sliced, name: str, module: nn.Module, group: Collec
 
 
 def _slice_head(
-    sliced: Sliced, name: str, module: nn.Module, model: nn.Module, group: Collectives
+    sliced: Sliced,
+    name: str,
+    module: nn.Module,
+    model: nn.Module,
+    group: Collectives,
+    *,
+    overlaps: bool,
 ) -> None:
     by_rank = even_ranges(name, length_of(module, Word.VOCABULARY), group.world_size)
     _keep_layer(sliced, name, module, Word.VOCABULARY, by_rank, group.rank)
     exchange = Exchange(group, name)
     vocabulary = Vocabulary(exchange, _widths(by_rank))
     sliced.losses.append(LossOfModel(model, vocabulary, module))
-    region = Region(exchange, CommonDraws())
+    sliced.columns[id(module)] = vocabulary
+    region = Region(exchange, CommonDraws(), overlaps=overlaps)
+    region.add(module)
     _set_class(sliced, module, class_of_head(type(module), region, vocabulary))
 
 
@@ -167,6 +181,10 @@ def _slice_parent(
         check_copies(parent, heads, layers, ranges)
     for name, (module, way) in layers.items():
         _keep_layer(sliced, name, module, way.word, ranges[name], group.rank)
+        if way.word in CUTS_COLUMNS:
+            region.add(module)
+        if way.word is Word.COLWISE_GATHER:
+            sliced.columns[id(module)] = Vocabulary(region.exchange, _widths(ranges[name]))
         base = type(module)
         found = class_of_layer(base, way.word, region, _widths(ranges[name]))
         _set_class(sliced, module, found)

@@ -77,6 +77,23 @@ class Vocabulary:
                 "vocab_parallel_lm_head to false"
             )
 
+    def highest(self, own: Tensor) -> Tensor:
+        """[N] of own columns -> the largest over the ranks."""
+        group = self.exchange.collectives
+        every = [torch.empty_like(own) for _ in range(group.world_size)]
+        group.all_to_all(every, [own] * len(every), what=self._what, kind=KIND).wait()
+        return torch.stack(every).amax(0)
+
+    def sums(self, *terms: Tensor) -> Tensor:
+        """Several [N] of own columns -> their sums over the ranks, [number of terms, N]. One message."""
+        sums = torch.stack(terms)
+        self.exchange.collectives.all_reduce(sums, what=self._what, kind=KIND).wait()
+        return sums
+
+    @property
+    def _what(self) -> str:
+        return f"the logits of {self.exchange.what}"
+
     def losses(self, logits: Tensor, targets: Tensor, ignored: int, smoothing: float) -> Tensor:
         """The loss of each token [N], zero where it is ignored; `logits` [N, own columns], `targets` [N]."""
         self._is_used = True
@@ -106,17 +123,11 @@ class _Losses(torch.autograd.Function):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         is_valid = targets != ignored
         rows, mine = own_rows(torch.where(is_valid, targets, 0), vocabulary.own, vocabulary.size)
-        group = vocabulary.exchange.collectives
-        largest = wide.amax(1)
-        every = [torch.empty_like(largest) for _ in range(group.world_size)]
-        what = f"the logits of {vocabulary.exchange.what}"
-        group.all_to_all(every, [largest] * len(every), what=what, kind=KIND).wait()
-        highest = torch.stack(every).amax(0)
+        highest = vocabulary.highest(wide.amax(1))
         wide = wide - highest[:, None]
         at_target = wide.gather(1, rows[:, None])[:, 0].where(mine, 0)
         terms = [wide.exp().sum(1), at_target, *([wide.sum(1)] if smoothing else [])]
-        sums = torch.stack(terms)
-        group.all_reduce(sums, what=what, kind=KIND).wait()
+        sums = vocabulary.sums(*terms)
         log_sum = sums[0].log()
         losses = log_sum - sums[1]
         if smoothing:

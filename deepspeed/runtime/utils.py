@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ...engine.process.process import pick_device
 from ...engine.telemetry.timers import memory_use
@@ -26,6 +28,20 @@ def set_random_seed(seed: int) -> None:
     """Seed Python's and torch's generators."""
     random.seed(seed)
     torch.manual_seed(seed)
+
+
+def move_to_device(
+    item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None
+) -> Any:
+    """`item` with its tensors on `device`; of those alone for which `criterion_func` is true, if given."""
+
+    def moved(leaf: Any) -> Any:
+        is_chosen = (
+            isinstance(leaf, torch.Tensor) if criterion_func is None else criterion_func(leaf)
+        )
+        return leaf.to(device) if is_chosen else leaf
+
+    return tree_map(moved, item)
 
 
 def __getattr__(name: str) -> Any:

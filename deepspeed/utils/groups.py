@@ -10,6 +10,7 @@ from weakref import ReferenceType, ref
 
 import torch.distributed as dist
 
+from ...utils.errors import UsageError
 from ..comm import get_world_group
 from ..missing import placeholder
 from ..runtime.pipe.grid import PipelineParallelGrid
@@ -21,6 +22,7 @@ class _Newest:
 
     def __init__(self) -> None:
         self._grid: ReferenceType[PipelineParallelGrid] | None = None
+        self.mpu: Any = None  # of `UlyssesSPAttentionHF`
 
     def follow(self, grid: PipelineParallelGrid | None) -> None:
         self._grid = None if grid is None else ref(grid)
@@ -32,25 +34,29 @@ class _Newest:
 _newest = _Newest()
 
 
-def follow(grid: PipelineParallelGrid | None) -> None:
-    """From now on answer for the stages of `grid`; None: for a model without stages."""
+def follow(grid: PipelineParallelGrid | None, mpu: Any = None) -> None:
+    """From now on answer for the stages of `grid` and the sequence ranks of `mpu`; None: there are none."""
     _newest.follow(grid)
+    _newest.mpu = mpu
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
     """The ranks with the same part of the model: all ranks, or those of one pipeline stage."""
-    grid = _newest.grid()
-    return get_world_group() if grid is None else grid.get_data_parallel_group()
+    grid = _newest.grid() or _newest.mpu
+    if grid is None:
+        return get_world_group()
+    found: dist.ProcessGroup = grid.get_data_parallel_group()
+    return found
 
 
 def get_data_parallel_world_size() -> int:
-    grid = _newest.grid()
-    return get_world_group().size() if grid is None else grid.get_data_parallel_world_size()
+    grid = _newest.grid() or _newest.mpu
+    return get_world_group().size() if grid is None else int(grid.get_data_parallel_world_size())
 
 
 def get_data_parallel_rank() -> int:
-    grid = _newest.grid()
-    return get_world_group().rank() if grid is None else grid.get_data_parallel_rank()
+    grid = _newest.grid() or _newest.mpu
+    return get_world_group().rank() if grid is None else int(grid.get_data_parallel_rank())
 
 
 def get_model_parallel_world_size() -> int:
@@ -62,15 +68,48 @@ def get_model_parallel_rank() -> int:
     return 0
 
 
+def _get_sequence_parallel_group() -> dist.ProcessGroup:
+    """The ranks that share a sequence.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if _newest.mpu is None:
+        raise UsageError(
+            "there are no sequence ranks: pass the mpu of UlyssesSPAttentionHF.register_with_transformers to "
+            "deepspeed.initialize"
+        )
+    found: dist.ProcessGroup = _newest.mpu.get_sequence_parallel_group()
+    return found
+
+
+def _get_sequence_parallel_world_size() -> int:
+    return 1 if _newest.mpu is None else int(_newest.mpu.get_sequence_parallel_world_size())
+
+
+def _get_sequence_parallel_rank() -> int:
+    return 0 if _newest.mpu is None else int(_newest.mpu.get_sequence_parallel_rank())
+
+
 _get_data_parallel_group = get_data_parallel_group
 _get_data_parallel_world_size = get_data_parallel_world_size
 _get_data_parallel_rank = get_data_parallel_rank
 _get_model_parallel_world_size = get_model_parallel_world_size
-_get_sequence_data_parallel_group = get_data_parallel_group
-_get_sequence_data_parallel_world_size = get_data_parallel_world_size
-_get_sequence_data_parallel_rank = get_data_parallel_rank
-_get_sequence_parallel_world_size = get_model_parallel_world_size
-_get_sequence_parallel_rank = get_model_parallel_rank
+
+
+def _get_sequence_data_parallel_group() -> dist.ProcessGroup:
+    """The ranks that share model states: data x sequence ranks."""
+    return get_data_parallel_group() if _newest.mpu is None else get_world_group()
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    return int(_get_sequence_data_parallel_group().size())
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    return int(_get_sequence_data_parallel_group().rank())
+
+
 get_tensor_model_parallel_world_size = get_model_parallel_world_size
 get_tensor_model_parallel_rank = get_model_parallel_rank
 

@@ -240,6 +240,20 @@ class Config(Section):
             raise ConfigError(report.complaints, self.source)
         return changed
 
+    def with_sequences(self, ranks: int) -> Config:
+        """This config, which is not resolved, with so many sequence ranks, whose batches the script cuts.
+
+        Raises:
+            ConfigError: the file has settings that do not allow it.
+        """
+        section = self.sequence.model_copy(update={"cut_by": "script"})
+        changed = self.model_copy(update={"sequence_parallel_size": ranks, "sequence": section})
+        report = Report()
+        _check_sequences(changed, report)
+        if report.complaints:
+            raise ConfigError(report.complaints, self.source)
+        return changed
+
 
 def parse_config(
     source: object,
@@ -332,18 +346,23 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     chosen = changes.get("optimizer")
     check_slices(config.tensor_parallel, chosen.type if chosen is not None else None, report)
     check_partitions(config.tensor_parallel, config.activation_checkpointing, report)
-    check_sequence_ranks(
-        config.sequence_parallel_size,
-        compiles=config.compile.enabled,
-        tiles=bool(config.sequence.tiled_loss),
-        report=report,
-    )
+    _check_sequences(config, report)
     if data.get("gradient_clipping") is None:
         report.notes.append(
             "gradient_clipping is not given: gradients are not clipped "
             "(DeepSpeed clips at 1.0 since version 0.19)"
         )
     return config.model_copy(update=changes)
+
+
+def _check_sequences(config: Config, report: Report) -> None:
+    check_sequence_ranks(
+        config.sequence_parallel_size,
+        compiles=config.compile.enabled,
+        cuts=config.sequence.cut_by == "engine",
+        stages=config.pipeline.stages,
+        report=report,
+    )
 
 
 def _check_stages(config: Config, report: Report) -> None:

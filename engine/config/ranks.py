@@ -83,19 +83,23 @@ def check_slices(section: TensorParallel, optimizer: str | None, report: Report)
         )
 
 
-def check_sequence_ranks(size: int, *, compiles: bool, tiles: bool, report: Report) -> None:
-    """Report settings that do not work with `size` sequence ranks."""
+def check_sequence_ranks(
+    size: int, *, compiles: bool, cuts: bool, stages: int, report: Report
+) -> None:
+    """Report settings that do not work with `size` sequence ranks. `cuts`: the engine cuts the batches."""
     if size == 1:
         return
-    wrong = {
-        "compile.enabled = true": compiles,
-        "sequence.tiled_loss": tiles,
-    }
-    for setting in [setting for setting, is_set in wrong.items() if is_set]:
+    if stages > 1 and not cuts:
+        report.complain(
+            "sequence.cut_by",
+            "script",
+            f'all of pipeline.stages = {stages} read the whole batch; set it to "engine", or the stages to 1',
+        )
+    if compiles:
         report.complain(
             "sequence_parallel_size",
             size,
-            f"it does not work with {setting} yet; remove one of the two",
+            "it does not work with compile.enabled = true yet; remove one of the two",
         )
 
 

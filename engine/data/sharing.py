@@ -1,6 +1,7 @@
-"""Batches that one rank reads and other ranks need: read on the first pipeline stage, sent to all of them.
+"""Batches that one rank reads and other ranks need.
 
-    first stage   iterator ──> micro-batches ──header──tensors──>  other stages
+    share_batches     first stage   iterator ──> micro-batches ──header──tensors──>  other stages
+    gather_batches    each rank     one batch ──header, tensors──> all ranks
 
 A header is text: the structure, the shapes and dtypes, plain values. Nothing in it is executed.
 """
@@ -22,6 +23,7 @@ from ...utils.errors import UsageError
 PLAIN = (bool, int, float, str, type(None))
 ALIGN_BYTES = 16  # where a tensor of any dtype may begin
 WHAT = "the batches of a step"
+KIND = "batches"
 ENDED = "the iterator given to train_batch or eval_batch ended"
 
 
@@ -60,6 +62,29 @@ def share_batches(
         raise UsageError(found["error"])
     arrived = _cut(data.to(device), found["tensors"])
     return [_decode(item, arrived) for item in found["batches"]]
+
+
+def gather_batches(collectives: Collectives, batch: Any, what: str) -> list[Any]:
+    """The batch of each rank, on every rank. `what`: for messages.
+
+    Raises:
+        UsageError: on the rank whose batch has values that cannot be sent.
+    """
+    device = collectives.device
+    header, tensors = _encode([batch])
+    text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    parts = [_padded(part.to(device)) for part in [text, *map(_as_bytes, tensors)]]
+    mine = torch.cat(parts)
+    lengths = torch.tensor([len(header), mine.numel()], device=device)
+    table = collectives.gather_small(lengths, what=what).tolist()
+    outs = [torch.empty(total, dtype=torch.uint8, device=device) for _, total in table]
+    collectives.all_to_all(outs, [mine] * len(outs), what=what, kind=KIND).wait()
+    found = []
+    for (header_bytes, _), data in zip(table, outs, strict=True):
+        row = json.loads(bytes(data[:header_bytes].cpu().numpy().tobytes()))
+        arrived = _cut(data[align_up(header_bytes, ALIGN_BYTES) :], row["tensors"])
+        found.append(_decode(row["batches"][0], arrived))
+    return found
 
 
 def _send(collectives: Collectives, header: bytes, tensors: list[Tensor]) -> tuple[bytes, Tensor]:
@@ -166,4 +191,4 @@ def _decode(item: Any, tensors: Iterator[Tensor]) -> Any:
     return tuple(items) if kind == "tuple" else items
 
 
-__all__ = ["share_batches"]
+__all__ = ["gather_batches", "share_batches"]

@@ -24,6 +24,7 @@ from ...utils.errors import UsageError
 from ..config.config import Config
 from ..data.batches import loss_of
 from .forwards import Forward, replace_forwards
+from .script_sequences import ScriptSequences, check_script_sequences
 from .sequence_proof import SequenceProof
 from .token_cuts import PlainCuts, TokenCuts, TransformersCuts, check_plain
 
@@ -39,6 +40,9 @@ def check_sequences(model: nn.Module, config: Config) -> None:
         return
     setting = f"sequence_parallel_size = {config.sequence_parallel_size}"
     name = type(model).__name__
+    if config.sequence.cut_by == "script":
+        check_script_sequences(model, setting)
+        return
     if not _is_causal_language_model(model):
         check_plain(model, setting)
         return
@@ -69,14 +73,23 @@ def _is_causal_language_model(model: nn.Module) -> bool:
 
 def cut_sequences(
     model: nn.Module, config: Config, mesh: MeshGroups, *, is_stage: bool
-) -> SequenceCutter | None:
+) -> SequenceCutter | ScriptSequences | None:
     """Give each forward with labels the tokens of this rank; None: there are no sequence ranks.
 
     is_stage: `model` is a pipeline stage. The loop of the pipeline then has to prove it.
     """
     if config.sequence_parallel_size == 1:
         return None
-    return SequenceCutter(model, mesh, config, is_stage=is_stage)
+    sent = config.seq_parallel_communication_data_type
+    dtype = DTYPES[sent] if sent else None
+    if config.sequence.cut_by == "script":
+        return ScriptSequences(model, mesh.along("sequence"), dtype)
+    return SequenceCutter(model, mesh, dtype, is_stage=is_stage)
+
+
+def of_stages(cutter: SequenceCutter | ScriptSequences | None) -> SequenceCutter | None:
+    """What the loop of a pipeline proves."""
+    return cutter if isinstance(cutter, SequenceCutter) else None
 
 
 @final
@@ -84,10 +97,9 @@ class SequenceCutter:
     """Hooks of the whole model: they cut its inputs, and sum the losses of the ranks."""
 
     def __init__(
-        self, model: nn.Module, mesh: MeshGroups, config: Config, *, is_stage: bool
+        self, model: nn.Module, mesh: MeshGroups, dtype: torch.dtype | None, *, is_stage: bool
     ) -> None:
-        sent = config.seq_parallel_communication_data_type
-        dtype = DTYPES[sent] if sent else None
+        """dtype: in which heads are sent; None: their own."""
         self._group: Collectives = mesh.along("sequence")
         self._names = inspect.signature(model.forward)
         kind = TransformersCuts if _is_causal_language_model(model) else PlainCuts
@@ -203,4 +215,4 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-__all__ = ["SequenceCutter", "check_sequences", "cut_sequences"]
+__all__ = ["SequenceCutter", "check_sequences", "cut_sequences", "of_stages"]

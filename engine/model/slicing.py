@@ -84,7 +84,8 @@ def slice_layers(
         return Sliced(), None
     own = ways_here(model, runs, plan, config, found)
     proof = Proof([block for run in runs for block in run], list(own))
-    sliced = slice_model(model, own, mesh.along("tensor"))
+    overlaps = config.tensor_parallel.tp_overlap_comm
+    sliced = slice_model(model, own, mesh.along("tensor"), overlaps=overlaps)
     if plan is not None and found is not None:
         sliced.names = cut_names(plan, found.part.aliases)
     return sliced, proof

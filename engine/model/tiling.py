@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...tensor.config import LongSequences
-from ...tensor.slicing import was_sliced
+from ...tensor.slicing import Sliced, was_sliced
 from ...tensor.tiles.loss import tiled_loss
 from ...tensor.tiles.modules import tile_forward
 from ...tensor.tiles.ranges import tiles_for
+from ...tensor.vocabulary import Vocabulary
 from ...utils.errors import UsageError
+from .dividing import Divided
 from .forwards import Forward, replace_forwards
 from .pipelining import Runs
 
@@ -24,17 +26,15 @@ LOSS_TOKENS = 1024  # of a tile, where the config says true
 CAUSAL = "ForCausalLMLoss"  # the name of transformers' loss
 
 
-def tile_layers(
-    model: nn.Module, runs: Runs, section: LongSequences, *, is_stage: bool
-) -> Callable[[], None]:
+def tile_layers(divided: Divided, section: LongSequences) -> Callable[[], None]:
     """Put tiled forwards in the place of the model's own; the returned function restores them.
-
-    is_stage: `model` is one pipeline stage, which may have no block.
 
     Raises:
         UsageError: a block has no MLP of a known name, or the model has another loss.
     """
     undo: list[Callable[[], Any]] = []
+    model, runs, sliced = divided.model, divided.runs, divided.sliced
+    is_stage = divided.found is not None  # which may have no block
     if section.tiled_mlp is not False:
         length = None if section.tiled_mlp is True else int(section.tiled_mlp)
         if not is_stage and not any(runs):
@@ -47,7 +47,7 @@ def tile_layers(
             undo.append(functools.partial(module.__dict__.pop, "forward"))
     if section.tiled_loss is not False:
         tokens = LOSS_TOKENS if section.tiled_loss is True else int(section.tiled_loss)
-        undo.append(_tile_loss(model, tokens))
+        undo.append(_tile_loss(model, tokens, sliced))
 
     def undo_all() -> None:
         for one in reversed(undo):
@@ -71,16 +71,23 @@ def _mlps(runs: Runs, given: list[str] | None) -> list[nn.Module]:
     return found
 
 
-def _tile_loss(model: nn.Module, tokens: int) -> Callable[[], None]:
+def _tile_loss(model: nn.Module, tokens: int, sliced: Sliced) -> Callable[[], None]:
     head = _head(model)
     if head is None:
         return lambda: None
-    loss = TiledLoss(head, tokens)
+    if was_sliced(head) and id(head) not in sliced.columns:
+        raise UsageError(
+            "sequence.tiled_loss: tensor ranks have cut the head by rows; set tiled_loss to false, or cut it "
+            "by columns with tensor_parallel.plan"
+        )
+    loss = TiledLoss(head, tokens, sliced.columns.get(id(head)))
     own: Any = model.__dict__.get("_loss_function")
     undo_forward = replace_forwards([model], loss.around)
     undo_head = replace_forwards([head], loss.instead_of_head)
     plain = model.loss_function
-    model.loss_function = functools.partial(loss, plain)  # type: ignore[assignment]
+    tiled: Any = functools.partial(loss, plain)
+    tiled.__name__ = CAUSAL  # by which other code knows the kind of loss
+    model.loss_function = tiled
 
     def undo() -> None:
         undo_head()
@@ -113,11 +120,6 @@ def _head(model: nn.Module) -> nn.Linear | None:
         raise UsageError(
             f"sequence.tiled_loss: the head of {type(model).__name__} is no nn.Linear; set it to false"
         )
-    if was_sliced(head):
-        raise UsageError(
-            "sequence.tiled_loss with a head that tensor ranks have cut: set tiled_loss to false, or take the "
-            "head out of the plan with tensor_parallel.plan"
-        )
     return head
 
 
@@ -128,8 +130,9 @@ class TiledLoss:
     Logits would be computed whole between the two, so `logits` of the output is None in training.
     """
 
-    def __init__(self, head: nn.Linear, tokens: int) -> None:
-        self._head, self._tokens = head, tokens
+    def __init__(self, head: nn.Linear, tokens: int, columns: Vocabulary | None) -> None:
+        """columns: of the logits on each tensor rank; None: this rank has all."""
+        self._head, self._tokens, self._columns = head, tokens, columns
         self._is_used = False  # inside a forward that computes a loss
         self._hidden: Tensor | None = None
         self._is_proven = False
@@ -182,6 +185,7 @@ class TiledLoss:
             bias=head.bias,
             ignore_index=ignore,
             reduction="mean" if count is None else "sum",
+            columns=self._columns,
         )
         return loss if count is None else loss / torch.as_tensor(count, device=loss.device)
 

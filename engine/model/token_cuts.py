@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
-from ...tensor.sequence.attention import ARGUMENT, PREFIX, SequenceAttention, register
+from ...tensor.sequence.attention import ARGUMENT, SequenceAttention, choose, unchoose
 from ...tensor.sequence.batches import cut_batch
 from ...tensor.sequence.distributed import DistributedAttention
 from ...tensor.sequence.plain_batches import LABELS, POSITIONS, cut_plain_batch, first_of
@@ -64,15 +64,7 @@ class TransformersCuts(TokenCuts):
         self._group = group
         self._dtype = dtype
         self._current: SequenceAttention | None = None
-        self._configs: list[tuple[Any, str]] = []
-        for module in model.modules():
-            self._choose(getattr(module, "config", None))
-
-    def _choose(self, config: Any) -> None:
-        chosen = getattr(config, "_attn_implementation", None)
-        if isinstance(chosen, str) and chosen != "eager" and not chosen.startswith(PREFIX):
-            self._configs.append((config, chosen))
-            config._attn_implementation = register(chosen)
+        self._chosen = choose(model)
 
     def cut(self, inputs: dict[str, Any]) -> dict[str, Any]:
         found, whole = cut_batch(inputs, self._group.rank, self._group.world_size)
@@ -92,8 +84,7 @@ class TransformersCuts(TokenCuts):
         return loss
 
     def undo(self) -> None:
-        for config, chosen in self._configs:
-            config._attn_implementation = chosen
+        unchoose(self._chosen)
 
 
 @final

@@ -45,8 +45,7 @@ class TrainingStep:
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         self._forecast = Forecast()
         takes_mean = parts.config.gradient_allreduce_op == "mean"
-        # the gradients of sequence ranks are parts of one sum
-        self._mean = 1.0 / parts.sharded.flat_groups.mesh.data if takes_mean else 1.0
+        self._mean = 1.0 / _num_means(parts) if takes_mean else 1.0
         parts.sharded.backwards.set_script_callbacks(
             self._own_backward_begins, self._factor_of_own_backward
         )
@@ -261,6 +260,13 @@ class TrainingStep:
             norm,
             self._scale.value,
         )
+
+
+def _num_means(parts: Parts) -> int:
+    """How many ranks have a mean of their own. Where the engine cuts sequences, losses are parts of one."""
+    mesh = parts.sharded.flat_groups.mesh
+    is_mean_of_script = parts.config.sequence.cut_by == "script"
+    return mesh.data * (mesh.sequence if is_mean_of_script else 1)
 
 
 def _limit(max_norm: Any) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
 from ...utils.errors import UsageError
@@ -53,6 +53,24 @@ def register(former: str) -> str:
     if former in ALL_MASK_ATTENTION_FUNCTIONS:
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[former])
     return name
+
+
+def choose(model: nn.Module) -> list[tuple[Any, str]]:
+    """Let the modules of `model` call the wrapped functions: each config, and what it had chosen before."""
+    changed: list[tuple[Any, str]] = []
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        chosen = getattr(config, "_attn_implementation", None)
+        if isinstance(chosen, str) and chosen != "eager" and not chosen.startswith(PREFIX):
+            changed.append((config, chosen))
+            config._attn_implementation = register(chosen)
+    return changed
+
+
+def unchoose(changed: list[tuple[Any, str]]) -> None:
+    """The opposite of `choose`."""
+    for config, chosen in changed:
+        config._attn_implementation = chosen
 
 
 @final
@@ -176,4 +194,4 @@ class _Ungrouped:
         return getattr(self._module, name)
 
 
-__all__ = ["ARGUMENT", "PREFIX", "SequenceAttention", "register"]
+__all__ = ["ARGUMENT", "SequenceAttention", "choose", "unchoose"]

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ...utils.errors import UsageError
+from ..vocabulary import Vocabulary, own_rows
 from .ranges import tile_ranges
 
 
@@ -24,6 +25,7 @@ def tiled_loss(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
+    columns: Vocabulary | None = None,
 ) -> Tensor:
     """`cross_entropy(linear(hidden, weight, bias), labels)`, with the logits of one tile at a time.
 
@@ -42,6 +44,7 @@ def tiled_loss(
         bias: [classes].
         ignore_index: tokens with this label count neither in the loss nor in the mean.
         reduction: "mean" over the tokens that count, or "sum".
+        columns: the classes of this tensor rank, where the head is cut; `weight` and `bias` are its slices.
     Returns:
         The loss, a scalar in fp32. As in torch, the mean over no token is NaN, and its gradients are zero.
     Raises:
@@ -57,7 +60,11 @@ def tiled_loss(
     needs = (hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
     has_graph = torch.is_grad_enabled()
     call = _Call(
-        tiles, ignore_index, reduction == "mean", tuple(need and has_graph for need in needs)
+        tiles,
+        ignore_index,
+        reduction == "mean",
+        tuple(need and has_graph for need in needs),
+        columns,
     )
     return _TiledLoss.apply(call, hidden, weight, bias, labels)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -67,12 +74,18 @@ class _Call:
     """The options of one call."""
 
     def __init__(
-        self, tiles: int, ignore_index: int, is_mean: bool, needs: tuple[bool, ...]
+        self,
+        tiles: int,
+        ignore_index: int,
+        is_mean: bool,
+        needs: tuple[bool, ...],
+        columns: Vocabulary | None,
     ) -> None:
         """
         Args:
             needs: whether hidden, weight and bias need a gradient.
         """
+        self.columns = columns
         self.tiles, self.ignore_index, self.is_mean, self.needs = (
             tiles,
             ignore_index,
@@ -138,10 +151,14 @@ class _TiledLoss(torch.autograd.Function):
             for start, size in tile_ranges(len(rows), call.tiles):
                 tile = rows[start : start + size].to(product)
                 logits = F.linear(tile, weight, bias).to(gradients.wide)
-                total += _take_loss(logits, labels[start : start + size], call.ignore_index)
+                total += _take_loss(logits, labels[start : start + size], call)
                 if any(call.needs):
                     gradients.add(start, tile, weight, logits)
                 del logits
+            if call.columns is not None and gradients.hidden is not None:
+                gradients.hidden = call.columns.exchange.sum(
+                    gradients.hidden, "gradient of the input of"
+                )
         count = (labels != call.ignore_index).sum()
         ctx.factor = 1 / count.clamp(min=1) if call.is_mean else torch.ones_like(total)
         return total / count if call.is_mean else total
@@ -166,22 +183,27 @@ class _TiledLoss(torch.autograd.Function):
         return None, hidden, weight, bias, None
 
 
-def _take_loss(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+def _take_loss(logits: Tensor, labels: Tensor, call: _Call) -> Tensor:
     """The sum of the losses of a tile. Writes the gradient of that sum over the logits.
 
     Args:
-        logits: [tokens, classes]; labels: [tokens].
+        logits: [tokens, own classes]; labels: [tokens].
     """
-    is_ignored = labels == ignore_index
-    at = labels.masked_fill(is_ignored, 0).unsqueeze(1)
-    logits -= logits.amax(1, keepdim=True)
-    picked = logits.gather(1, at)
-    sums = logits.exp_().sum(1, keepdim=True)
-    losses = (sums.log() - picked).squeeze(1)
-    logits /= sums
-    logits.scatter_add_(1, at, torch.full_like(picked, -1))
+    is_ignored = labels == call.ignore_index
+    at, mine = labels.masked_fill(is_ignored, 0), torch.ones_like(is_ignored)
+    highest, columns = logits.amax(1), call.columns
+    if columns is not None:
+        at, mine = own_rows(at, columns.own, columns.size)
+        highest = columns.highest(highest)
+    logits -= highest.unsqueeze(1)
+    picked = logits.gather(1, at.unsqueeze(1)).squeeze(1)
+    sums = logits.exp_().sum(1)
+    if columns is not None:
+        sums, picked = columns.sums(sums, picked.where(mine, 0))
+    logits /= sums.unsqueeze(1)
+    logits.scatter_add_(1, at.unsqueeze(1), -mine.to(logits.dtype).unsqueeze(1))
     logits.masked_fill_(is_ignored.unsqueeze(1), 0)
-    return losses.masked_fill(is_ignored, 0).sum()
+    return (sums.log() - picked).masked_fill(is_ignored, 0).sum()
 
 
 def _scale(rows: Tensor, factor: Tensor, tiles: int) -> None:

@@ -393,7 +393,7 @@ def wrong_calls() -> None:
         ({"model": model, "config": config, "mpu": Mpu(2)}, "mpu with a model-parallel size of 2"),
         (
             {"model": model, "config": config, "mesh_param": (1, 2)},
-            "sequence parallelism is not supported yet",
+            "must be their number",
         ),
     ]
     for arguments, said in wrong:

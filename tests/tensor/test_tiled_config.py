@@ -41,6 +41,8 @@ def train(case: Case, tiles: dict[str, Any], more: dict[str, Any]) -> tuple[Any,
         batch = next(batches(case.model, 0, 0))
         trained = engine(**batch)
         assert (trained.logits is None) is ("tiled_loss" in tiles)
+        if case.tensor > 1:
+            batch.pop("labels")  # with labels each rank has its columns
         with torch.no_grad():
             assert engine(**batch).logits.shape[-1] == tensor_cases.VOCAB
     engine.destroy()
@@ -70,10 +72,32 @@ def test_tiles_of_the_config_equal_one_process(case: Case, more: dict[str, Any])
         assert largest == 0
 
 
-def test_tiles_of_mlps_with_slices_equal_one_process() -> None:
-    case = Case("llama", 1, 1, 1, 2, 1)
-    for found, _ in warm(2).run(train, case, {"tiled_mlp": True}, {}):
-        assert worst(found, one_process("llama", 1)) <= 1e-6
+CUT_HEAD = {"tensor_parallel": {"tp_size": 2, "vocab_parallel_lm_head": True}}
+
+
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [
+        (Case("llama", 1, 1, 1, 2, 1), {}),  # the head's logits would be gathered
+        (Case("gpt2", 1, 1, 1, 2, 2), CUT_HEAD),  # tied
+        (Case("llama", 1, 1, 2, 1, 2), {}),
+        *(
+            pytest.param(Case(*case), more, marks=pytest.mark.slow)
+            for case, more in (
+                (("qwen3", 1, 1, 2, 2, 3), CUT_HEAD),
+                (("llama", 2, 1, 1, 2, 0), CUT_HEAD),
+                (("llama", 2, 1, 2, 1, 3), {}),
+            )
+        ),
+    ],
+    ids=lambda one: one.name if isinstance(one, Case) else "",
+)
+def test_tiles_with_slices_and_sequence_ranks_equal_one_process(
+    case: Case, more: dict[str, Any]
+) -> None:
+    for found, largest in warm(case.mesh.size).run(train, case, TILES, more):
+        assert worst(found, one_process(case.model, case.data)) <= 5e-6
+        assert largest == 0 or case.sequence > 1  # the proof of sequences computes a few
 
 
 def refused(case: Case, tiles: dict[str, Any], kind: str) -> str:
@@ -86,7 +110,10 @@ def refused(case: Case, tiles: dict[str, Any], kind: str) -> str:
         config = AutoConfig.for_model(kind, **sizes, **more, use_cache=False, pad_token_id=0)
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(xds.UsageError) as caught:
-        engine = xds.initialize(model, case.config() | {"sequence": tiles})
+        config = case.config() | {"sequence": tiles}
+        if case.tensor > 1:
+            config["tensor_parallel"]["plan"] = {"lm_head": "rowwise_split_input"}
+        engine = xds.initialize(model, config)
         engine.train_batch(batches("llama", 0, 0))
     return str(caught.value)
 
@@ -98,7 +125,7 @@ def refused(case: Case, tiles: dict[str, Any], kind: str) -> str:
         ({"tiled_mlp": 4, "tiled_modules": ["fc"]}, "llama", 1, "no module called fc"),
         ({"tiled_loss": 4}, "", 1, "no causal language model"),
         ({"tiled_loss": 4}, "gemma2", 1, "changes its logits between head and loss"),
-        ({"tiled_loss": 4}, "llama", 2, "a head that tensor ranks have cut"),
+        ({"tiled_loss": 4}, "llama", 2, "cut the head by rows"),
     ],
 )
 def test_what_cannot_run_in_tiles_is_refused(

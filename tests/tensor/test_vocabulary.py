@@ -315,12 +315,6 @@ def refused(model: tuple[Any, ...], config: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_tiles_of_a_loss_from_a_cut_head_are_refused() -> None:
-    config = config_of(2, 0, vocab_parallel_lm_head=True) | {"sequence": {"tiled_loss": True}}
-    for text in warm(2).run(refused, ("llama", False), config):
-        assert "tiled_loss with a head that tensor ranks have cut" in text
-
-
 def test_fewer_heads_of_queries_than_ranks_are_refused() -> None:
     for text in warm(3).run(refused, ("llama", False, 2, 2), config_of(3, 0)):
         assert "has 2 heads of keys and values, fewer than ranks" in text

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ....tensor.tiles.run import run_in_tiles
 from ....utils.errors import UsageError
 from ...missing import placeholder
+from .ulysses_hf import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
 
 def sequence_tiled_compute(  # noqa: PLR0913 (DeepSpeed's arguments)
@@ -181,3 +182,13 @@ def _weights(owner: Any, given: Sequence[Tensor] | None) -> list[Tensor] | None:
 
 def __getattr__(name: str) -> Any:
     return placeholder(__name__, name)
+
+
+__all__ = [
+    "SequenceTiledCompute",
+    "TiledFusedLogitsLoss",
+    "TiledMLP",
+    "UlyssesSPAttentionHF",
+    "UlyssesSPDataLoaderAdapter",
+    "sequence_tiled_compute",
+]
