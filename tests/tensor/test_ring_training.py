@@ -5,12 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from pipeline_runs import worst
 from test_sequence_products import trained_in_stages
 from test_sequence_training import SAMPLES, batch, build, config_of, one_process, train
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from warm_ranks import warm
 
 import xds
+from xds.ops.comm.opening import open_collectives
+from xds.tensor.sequence import ring
+from xds.tensor.sequence.blocks import Visibility
+from xds.tensor.sequence.layout import layout_of
+from xds.tensor.sequence.shares import shares
 
 pytest.importorskip("transformers", reason="pip install -e '.[test]'")
 
@@ -73,10 +83,11 @@ def test_a_ring_of_each_tensor_rank_equals_one_process() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_rings_in_stages_equal_one_process(recomputes: bool) -> None:
+def test_rings_in_stages_equal_one_process(schedule: str, recomputes: bool) -> None:
     config = config_of(2, 2, activation_checkpointing={"enabled": recomputes})
-    config |= {"gradient_accumulation_steps": 4, "pipeline": {"stages": 2}}
+    config |= {"gradient_accumulation_steps": 4, "pipeline": {"stages": 2, "schedule": schedule}}
     found = warm(4).run(trained_in_stages, config, ONE)
     plain = config | {"sequence_parallel_size": 1, "pipeline": {"stages": 1}}
     wanted = warm(1).run(trained_in_stages, plain, ONE)[0]
@@ -112,6 +123,43 @@ def test_a_block_is_sent_only_to_ranks_that_see_it() -> None:
     after, before = (2, 2, 1, 0), (0, 1, 2, 2)
     wanted = [[0, a * keys, 0, (a + b) * keys] for a, b in zip(after, before, strict=True)]
     assert windowed == wanted
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            self.numel = max(self.numel, x.numel() if isinstance(x, torch.Tensor) else 0)
+        return found
+
+
+def ring_of_one_head(rows: int, tokens: int) -> tuple[int, bool]:
+    """The largest tensor, and whether output and gradients are those of attention to all tokens."""
+    group = open_collectives(dist.group.WORLD, torch.device("cpu"))
+    layout = layout_of(shares(tokens, group.world_size), 1, 1, group.rank)
+    own = slice(*layout.blocks[layout.own])
+    torch.manual_seed(1)
+    *drawn, grad = torch.randn(4, 1, 1, tokens, 4, dtype=torch.float64)
+    whole = [x.clone().requires_grad_() for x in drawn]
+    parts = [x[:, :, own].clone().requires_grad_() for x in drawn]
+    wanted = nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
+    wanted.backward(grad)
+    before, ring.ROWS = ring.ROWS, rows
+    with Largest() as largest:
+        found = ring.Ring(group, layout, Visibility(), 0.5).attend(*parts)
+        found.backward(grad[:, :, own])
+    ring.ROWS = before
+    pairs = [(found, wanted), *((x.grad, y.grad) for x, y in zip(parts, whole, strict=True))]
+    return largest.numel, all(torch.allclose(x, y[:, :, own], rtol=1e-12) for x, y in pairs)
+
+
+def test_a_rank_has_scores_of_some_queries_and_one_block() -> None:
+    assert warm(2).run(ring_of_one_head, 1024, 64) == [(32 * 32, True)] * 2
+    assert warm(2).run(ring_of_one_head, 10, 64) == [(10 * 32, True)] * 2
 
 
 def refused(wanted: dict[str, Any]) -> str:
