@@ -24,12 +24,11 @@ from .shares import key_head_of_each
 
 PREFIX = "xds_sequence_"
 ARGUMENT = "xds_whole_batch"
+# arguments that change scores, their sum, or what is seen
 NOT_IN_RING = (
-    "softcap",
-    "s_aux",
-    "sinks",
-    "position_bias",
-)  # arguments that change scores or their sum
+    *("softcap", "s_aux", "sinks", "position_bias"),
+    *("indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k"),
+)
 Attention = Callable[..., tuple[Tensor, Any]]
 
 

@@ -76,7 +76,7 @@ def attend(tensors: Tensors, mask: Tensor | None, scale: float) -> Result:
     query, key, value = tensors
     scores = _scores(query, key, mask, scale)
     highest = _finite(scores.amax(-1, keepdim=True))
-    weights = (scores - highest).exp_()
+    weights = scores.sub_(highest).exp_()
     total = weights.sum(-1, keepdim=True)
     output = torch.matmul(_grouped(weights, key).to(value.dtype), value).to(total.dtype)
     # the highest score of a query that sees a key adds 1 to its total
@@ -112,11 +112,12 @@ def gradients(
     Returns gradients in fp32 or wider.
     """
     query, key, value = tensors
-    weights = (_scores(query, key, mask, scale) - _finite(log_sum)).exp_()
+    weights = _scores(query, key, mask, scale).sub_(_finite(log_sum)).exp_()
     grads = _grouped(grad.to(value.dtype), key)
-    of_weights = torch.matmul(grads, value.transpose(-2, -1)).view_as(weights)
-    of_scores = _grouped(weights * (of_weights - products) * scale, key).to(key.dtype)
     of_value = torch.matmul(_grouped(weights, key).to(value.dtype).transpose(-2, -1), grads)
+    of_weights = torch.matmul(grads, value.transpose(-2, -1)).view_as(weights).to(weights.dtype)
+    of_scores = of_weights.sub_(products).mul_(weights).mul_(scale)
+    of_scores = _grouped(of_scores, key).to(key.dtype)
     of_key = torch.matmul(of_scores.transpose(-2, -1), _grouped(query, key))
     of_query = torch.matmul(of_scores, key).view_as(query)
     found = (of_query.to(weights.dtype), of_key.to(weights.dtype), of_value.to(weights.dtype))
@@ -130,7 +131,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """[B, H, n, m]."""
-    found = torch.matmul(_grouped(query, key), key.transpose(-2, -1)).to(wide(query.dtype)) * scale
+    found = (
+        torch.matmul(_grouped(query, key), key.transpose(-2, -1)).to(wide(query.dtype)).mul_(scale)
+    )
     found = found.view(*query.shape[:3], key.shape[2])
     return found if mask is None else found.masked_fill_(~mask, NONE)
 

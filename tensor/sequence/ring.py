@@ -30,7 +30,7 @@ from .layout import Layout
 from .shares import Range
 
 KIND = "sequence ring"
-ROWS = 1024  # queries whose scores are in memory at a time
+ROWS = 512  # queries whose scores are in memory at a time
 Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients
 Part = tuple[slice, slice, Tensor | None]  # rows of own tensors, columns of keys, and the mask
 
