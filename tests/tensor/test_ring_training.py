@@ -45,6 +45,7 @@ TWO, ONE = ("llama", 2, 2), ("llama", 1, 1)  # with these heads of keys and of q
                 (("mistral", 1, 1), "plain", 4, 1),
                 (("mistral", 1, 1), "packed", 3, 1),
                 (ONE, "left", 3, 2),
+                (("llama", 2, 4), "odd", 6, 3),  # three ranks exchange four heads, in two blocks
             )
         ),
     ],
