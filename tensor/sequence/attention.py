@@ -16,11 +16,19 @@ from torch import Tensor, nn
 from ...ops.comm.collectives import Collectives
 from ...utils.errors import UsageError
 from .batches import WholeBatch
+from .blocks import Visibility
 from .exchange import HeadExchange
-from .shares import key_head_of_each, key_heads, shares
+from .layout import Layout, layout_of
+from .ring import Ring
+from .shares import key_head_of_each
 
 PREFIX = "xds_sequence_"
 ARGUMENT = "xds_whole_batch"
+# arguments that change scores, their sum, or what is seen
+NOT_IN_RING = (
+    *("softcap", "s_aux", "sinks", "position_bias"),
+    *("indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k"),
+)
 Attention = Callable[..., tuple[Tensor, Any]]
 
 
@@ -88,37 +96,68 @@ class SequenceAttention:
         """[B, heads, own tokens, D] for queries, keys and values -> [B, own tokens, heads, D].
 
         Raises:
-            UsageError: there are fewer heads than ranks.
+            UsageError: there are fewer heads than ranks, and a ring cannot compute this attention.
         """
         query, key, value = tensors
-        heads, kv_heads, world_size = query.shape[1], key.shape[1], self._group.world_size
-        if heads < world_size:
-            raise UsageError(
-                f"sequence_parallel_size = {world_size}: {type(module).__name__} has {heads} heads of "
-                f"attention, and each rank needs at least one; set it to at most {heads}"
-            )
+        heads, kv_heads = query.shape[1], key.shape[1]
         self.whole.num_calls += 1
-        tokens, ranges = self.whole.tokens, shares(heads, world_size)
-        of_queries = HeadExchange(self._group, tokens, ranges, self._dtype)
-        of_keys = HeadExchange(
-            self._group, tokens, key_heads(heads, kv_heads, world_size), self._dtype
-        )
-        query, key, value = (
-            of_queries.to_heads(query),
-            of_keys.to_heads(key),
-            of_keys.to_heads(value),
-        )
-        if kv_heads % world_size:  # groups are cut: one head of keys for each head of queries
-            index = torch.tensor(
-                key_head_of_each(heads, kv_heads, ranges[self._group.rank]), device=key.device
+        layout = layout_of(self.whole.tokens, heads, kv_heads, self._group.rank)
+        of_queries = HeadExchange(self._group, layout.tokens, layout.heads, self._dtype)
+        of_keys = HeadExchange(self._group, layout.tokens, layout.key_heads, self._dtype)
+        if layout.size > 1:
+            query, key, value = (
+                of_queries.to_heads(query),
+                of_keys.to_heads(key),
+                of_keys.to_heads(value),
             )
+        if kv_heads % layout.size:  # groups are cut: one head of keys for each head of queries
+            own_heads = layout.heads[self._group.rank]
+            index = torch.tensor(key_head_of_each(heads, kv_heads, own_heads), device=key.device)
             key, value = key.index_select(1, index), value.index_select(1, index)
             module = _Ungrouped(module)
-        if "position_ids" in kwargs:
-            kwargs["position_ids"] = self.whole.position_ids
-        mask = self._mask(module.config, former, query, kwargs.get("sliding_window"))
-        output, _ = own(module, query, key, value, mask, **kwargs)
-        return of_queries.to_tokens(output.transpose(1, 2)).transpose(1, 2).contiguous(), None
+        if len(layout.ring) > 1:
+            output = self._in_ring(layout, module, (query, key, value), kwargs)
+        else:
+            if "position_ids" in kwargs:
+                kwargs["position_ids"] = self.whole.position_ids
+            mask = self._mask(module.config, former, query, kwargs.get("sliding_window"))
+            output = own(module, query, key, value, mask, **kwargs)[0].transpose(1, 2)
+        if layout.size > 1:
+            output = of_queries.to_tokens(output)
+        return output.transpose(1, 2).contiguous(), None
+
+    def _in_ring(
+        self, layout: Layout, module: Any, tensors: tuple[Tensor, Tensor, Tensor], kwargs: Any
+    ) -> Tensor:
+        """[B, own heads, tokens of the block, D] -> the same."""
+        self._check_ring(layout, module, kwargs)
+        query = tensors[0]
+        device = query.device.type
+        if torch.is_autocast_enabled(device):  # as attention of torch does
+            dtype = torch.get_autocast_dtype(device)
+            tensors = (query.to(dtype), tensors[1].to(dtype), tensors[2].to(dtype))
+        scale = kwargs.get("scaling")
+        seen = Visibility(kwargs.get("sliding_window"), *self.whole.kept_and_documents())
+        scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+        return Ring(self._group, layout, seen, scale, self._dtype).attend(*tensors)
+
+    def _check_ring(self, layout: Layout, module: Any, kwargs: dict[str, Any]) -> None:
+        """
+        Raises:
+            UsageError: the module wants what a ring does not compute.
+        """
+        is_causal = kwargs.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        wanted = [f"{name} = {kwargs[name]}" for name in ("dropout",) if kwargs.get(name)]
+        wanted += [name for name in NOT_IN_RING if kwargs.get(name) is not None]
+        wanted += [] if is_causal else ["is_causal = False"]
+        if wanted:
+            heads = max(end for _, end in layout.heads)
+            raise UsageError(
+                f"sequence_parallel_size = {self._group.world_size}: attention has {heads} heads, so its ranks "
+                f"form a ring, which does not support {wanted[0]}; set sequence_parallel_size to at most "
+                f"{heads}"
+            )
 
     def _mask(self, config: Any, former: str, query: Tensor, window: int | None) -> Any:
         """The mask of the whole sequence, as the model builds it on one rank. Built once for a forward."""

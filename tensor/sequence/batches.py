@@ -23,6 +23,7 @@ class WholeBatch:
     attention_mask: [B, N] or None. position_ids: [B or 1, N].
     masks: what was built of them; by length of the sliding window, or None for all tokens.
     num_calls: attentions that have used it.
+    seen: padding and documents, where a ring has asked for them.
     """
 
     tokens: tuple[Range, ...]
@@ -31,11 +32,28 @@ class WholeBatch:
     position_ids: Tensor
     masks: dict[int | None, Any] = field(default_factory=dict)
     num_calls: int = 0
+    seen: tuple[Tensor | None, Tensor | None] | None = None
 
     @property
     def length(self) -> int:
         """Tokens of a whole sequence."""
         return self.tokens[-1][1]
+
+    def kept_and_documents(self) -> tuple[Tensor | None, Tensor | None]:
+        """[B or 1, N] each: which tokens are not padding, and the document of each token; None: all, and one.
+
+        As in transformers, documents are found only without `attention_mask`. One begins where a position is
+        not that of the token before, plus 1.
+        """
+        if self.seen is None:
+            if self.attention_mask is not None:
+                kept = self.attention_mask.bool()
+                self.seen = (None if kept.all() else kept), None
+            else:
+                begins = self.position_ids.diff(dim=1) != 1
+                documents = nn.functional.pad(begins.cumsum(1), (1, 0))
+                self.seen = None, (documents if begins.any() else None)
+        return self.seen
 
 
 def short_batch(

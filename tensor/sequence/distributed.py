@@ -102,7 +102,8 @@ class DistributedAttention(nn.Module):
         if heads < world_size or heads % kv_heads:
             raise UsageError(
                 f"DistributedAttention: {heads} heads of queries and {kv_heads} of keys on {world_size} ranks; "
-                "each rank needs a head of queries, and those of keys must divide them"
+                "each rank needs a head of queries, and those of keys must divide them; use at most "
+                f"{heads} ranks (sequence_parallel_size)"
             )
         tokens = shares(query.shape[2] * world_size, world_size)
         own = shares(heads, world_size)

@@ -76,8 +76,10 @@ def test_a_checkpoint_of_a_product_loads_at_others(tmp_path: Path) -> None:
                 assert all(torch.equal(kind[name], wanted[name]) for name in wanted)
 
 
-def trained_in_stages(config: dict[str, Any]) -> list[tuple[float, float]]:
-    engine = xds.initialize(sequence_model("llama"), config)
+def trained_in_stages(
+    config: dict[str, Any], model: tuple[Any, ...] = ("llama",)
+) -> list[tuple[float, float]]:
+    engine = xds.initialize(sequence_model(*model), config)
     found = []
     for step in range(3):
         batches = (batch("padded", 10 * step + number, 0) for number in range(4))

@@ -33,7 +33,7 @@ def build(name: str, kv_heads: int = 2, heads: int = 4) -> nn.Module:
 
 
 def batch(kind: str, step: int, data_rank: int) -> dict[str, torch.Tensor]:
-    """kind: "plain", "padded" (with unequal numbers of labels), "packed" or "odd" (13 tokens)."""
+    """kind: "plain", "padded" (with unequal numbers of labels), "left", "packed" or "odd" (13 tokens)."""
     draw = torch.Generator().manual_seed(50 * step + data_rank)
     length = 13 if kind == "odd" else 12
     ids = torch.randint(3, VOCAB, (SAMPLES, length), generator=draw)
@@ -43,6 +43,11 @@ def batch(kind: str, step: int, data_rank: int) -> dict[str, torch.Tensor]:
         mask[0, 5:] = 0
         found["labels"][mask == 0] = -100
         found["labels"][1, :3] = -100
+        found["attention_mask"] = mask
+    if kind == "left":
+        mask = torch.ones_like(ids)
+        mask[0, :7] = 0
+        found["labels"][mask == 0] = -100
         found["attention_mask"] = mask
     if kind == "packed":
         found["position_ids"] = torch.cat([torch.arange(7), torch.arange(5)]).repeat(SAMPLES, 1)
