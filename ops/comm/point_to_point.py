@@ -34,6 +34,9 @@ from .pool import BufferPool
 MESSAGE_TAG, MESSAGE_TAGS = 1 << 14, 1 << 15  # the first tag of messages, and how many there are
 
 
+WHOLE_BYTES = 1 << 18  # up to it, one round of whole buffers is faster than two rounds of halves
+
+
 @final
 class PeerToPeer(Collectives):
     """Collectives made of messages between all pairs of ranks, for gloo."""
@@ -172,13 +175,22 @@ class PeerToPeer(Collectives):
         self._count_all_reduce(kind, tensor)
         flat = tensor.view(-1)
         if self.world_size == 2:  # one exchange of everything sends as much as two of halves
-            return self._exchange_whole(mark, flat)
+            return self._exchange_whole(mark, flat, self._small_tag(ACTIVATION_BUFFER, flat))
         return self._reduce_parts(mark, flat)
 
-    def _exchange_whole(self, mark: Mark, flat: Tensor) -> Handle:
+    def sums_whole(self, flat: Tensor) -> bool:
+        # each rank adds all elements instead of half of them: less than a message costs, up to this size
+        return self.world_size == 2 and flat.numel() * flat.element_size() <= WHOLE_BYTES
+
+    def sum_whole(self, flat: Tensor, *, buffer: int, kinds: tuple[str, str]) -> Handle:
+        mark = self._record(kinds[0], buffer, tensor=flat)
+        for kind in kinds:
+            self._count(kind, self.shard_of(flat))
+        return self._exchange_whole(mark, flat, self._tag(buffer) + 1)
+
+    def _exchange_whole(self, mark: Mark, flat: Tensor, tag: int) -> Handle:
         other = self._scratch.take(flat.numel(), flat.dtype, flat.device)
         peer = self._peers[0]
-        tag = self._small_tag(ACTIVATION_BUFFER, flat)
         works = self._start(mark, tag, [(peer, other)], [(peer, flat)])
 
         def finish() -> None:
