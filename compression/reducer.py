@@ -21,6 +21,13 @@ class GradientReducer(ABC):
         Shapes:  flat [world_size * n], out [n]. `flat` must not be written before the handle's wait.
         """
 
+    @abstractmethod
+    def reduce_whole(self, flat: Tensor, *, buffer: int) -> Handle | None:
+        """Start to set `flat` [world_size * n] to its sum over ranks, on every rank, with the bits of `reduce`.
+
+        None: nothing has started; `reduce` and an all_gather of the shards are as fast.
+        """
+
 
 @final
 class ExactReducer(GradientReducer):
@@ -32,8 +39,18 @@ class ExactReducer(GradientReducer):
         self._num_copies = num_copies
 
     def reduce(self, flat: Tensor, out: Tensor, *, add: bool, buffer: int) -> Handle:
-        if self._num_copies > 1:
-            flat.div_(self._num_copies)
+        self._divide(flat)
         return self._collectives.reduce_scatter(
             flat, out, add=add, buffer=buffer, kind="reduce_scatter"
         )
+
+    def reduce_whole(self, flat: Tensor, *, buffer: int) -> Handle | None:
+        if not self._collectives.sums_whole(flat):
+            return None
+        self._divide(flat)
+        kinds = ("reduce_scatter", "all_gather")
+        return self._collectives.sum_whole(flat, buffer=buffer, kinds=kinds)
+
+    def _divide(self, flat: Tensor) -> None:
+        if self._num_copies > 1:
+            flat.div_(self._num_copies)

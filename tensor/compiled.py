@@ -47,9 +47,9 @@ def start_sum(group: Collectives, tensor: Tensor, what: str) -> tuple[Tensor, Ha
 
 def summed(group: Collectives, tensor: Tensor, what: str) -> Tensor:
     """The sum over ranks of `tensor`, in a new contiguous tensor."""
-    total, handle = start_sum(group, tensor, what)
-    if handle is not None:
-        handle.wait()
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    if total.numel():
+        group.sum(total, what=what, kind=KIND)
     return total
 
 

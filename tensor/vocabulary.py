@@ -87,7 +87,7 @@ class Vocabulary:
     def sums(self, *terms: Tensor) -> Tensor:
         """Several [N] of own columns -> their sums over the ranks, [number of terms, N]. One message."""
         sums = torch.stack(terms)
-        self.exchange.collectives.all_reduce(sums, what=self._what, kind=KIND).wait()
+        self.exchange.collectives.sum(sums, what=self._what, kind=KIND)
         return sums
 
     @property

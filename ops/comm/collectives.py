@@ -176,6 +176,21 @@ class Collectives(ABC):
         Sends:   (world_size - 1) * n elements of `flat`'s dtype per rank. Do not write to them before `wait`.
         """
 
+    def sum(self, tensor: Tensor, *, what: str, kind: str) -> None:
+        """As `all_reduce`, complete on return. Faster for small tensors."""
+        self.all_reduce(tensor, what=what, kind=kind).wait()
+
+    def sums_whole(self, flat: Tensor) -> bool:
+        """`sum_whole` is faster than `reduce_scatter` and `all_gather`; the same on all ranks."""
+        return False
+
+    def sum_whole(self, flat: Tensor, *, buffer: int, kinds: tuple[str, str]) -> Handle:
+        """`flat` [world_size * n] = the sum over ranks, on every rank: where `sums_whole`.
+
+        The bits of reduce_scatter and all_gather, as which its bytes are counted, by these `kinds`.
+        """
+        raise AssertionError("sums_whole is False here")
+
     @abstractmethod
     def collect(
         self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None

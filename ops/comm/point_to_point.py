@@ -6,6 +6,7 @@ Sums run in rank order on the receiver, so a result does not depend on the posit
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, final
 
@@ -29,9 +30,13 @@ from .collectives import (
     PartOf,
 )
 from .handles import Handle, InFlight
+from .light_thread import light_thread
 from .pool import BufferPool
 
 MESSAGE_TAG, MESSAGE_TAGS = 1 << 14, 1 << 15  # the first tag of messages, and how many there are
+
+
+WHOLE_BYTES = 1 << 18  # up to it, one round of whole buffers is faster than two rounds of halves
 
 
 @final
@@ -172,20 +177,56 @@ class PeerToPeer(Collectives):
         self._count_all_reduce(kind, tensor)
         flat = tensor.view(-1)
         if self.world_size == 2:  # one exchange of everything sends as much as two of halves
-            return self._exchange_whole(mark, flat)
+            return self._exchange_whole(mark, flat, self._small_tag(ACTIVATION_BUFFER, flat))
         return self._reduce_parts(mark, flat)
 
-    def _exchange_whole(self, mark: Mark, flat: Tensor) -> Handle:
+    def sums_whole(self, flat: Tensor) -> bool:
+        # each rank adds all elements instead of half of them: less than a message costs, up to this size
+        return self.world_size == 2 and flat.numel() * flat.element_size() <= WHOLE_BYTES
+
+    def sum_whole(self, flat: Tensor, *, buffer: int, kinds: tuple[str, str]) -> Handle:
+        mark = self._record(kinds[0], buffer, tensor=flat)
+        for kind in kinds:
+            self._count(kind, self.shard_of(flat))
+        return self._exchange_whole(mark, flat, self._tag(buffer) + 1)
+
+    def sum(self, tensor: Tensor, *, what: str, kind: str) -> None:
+        if self.world_size > 2:
+            self.all_reduce(tensor, what=what, kind=kind).wait()
+            return
+        mark = self._record(kind, ACTIVATION_BUFFER, what, tensor)
+        self._count_all_reduce(kind, tensor)
+        flat = tensor.view(-1)
+        other = self._scratch.take(flat.numel(), flat.dtype, flat.device)
+        tag = self._small_tag(ACTIVATION_BUFFER, flat)
+        peer = self._peers[0]
+        self._exchange(mark, tag, [(peer, other)], [(peer, flat)])
+        self._add_of_peer(flat, other)
+
+    def _exchange(
+        self,
+        mark: Mark,
+        tag: int,
+        receives: Sequence[tuple[int, Tensor]],
+        sends: Sequence[tuple[int, Tensor]],
+    ) -> None:
+        """As `_start` and a wait. The caller sleeps once."""
+
+        def exchange() -> None:
+            InFlight(self._watch, mark, self._start(mark, tag, receives, sends)).wait()
+
+        light_thread.run(exchange)
+
+    def _add_of_peer(self, flat: Tensor, other: Tensor) -> None:
+        parts = [flat, other] if self.rank == 0 else [other, flat]
+        sum_in_order(flat, parts, add=False)
+        self._scratch.give(other)
+
+    def _exchange_whole(self, mark: Mark, flat: Tensor, tag: int) -> Handle:
         other = self._scratch.take(flat.numel(), flat.dtype, flat.device)
         peer = self._peers[0]
-        tag = self._small_tag(ACTIVATION_BUFFER, flat)
         works = self._start(mark, tag, [(peer, other)], [(peer, flat)])
-
-        def finish() -> None:
-            parts = [flat, other] if self.rank == 0 else [other, flat]
-            sum_in_order(flat, parts, add=False)
-            self._scratch.give(other)
-
+        finish = partial(self._add_of_peer, flat, other)
         return InFlight(self._watch, mark, works, finish)
 
     def _reduce_parts(self, mark: Mark, flat: Tensor) -> Handle:
@@ -237,13 +278,26 @@ class PeerToPeer(Collectives):
         """A tag apart from those of flat buffers; messages whose numbers share one arrive in order."""
         return self._tag_base + MESSAGE_TAG + number % MESSAGE_TAGS
 
+    def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:
+        mark, table, tag = self._table_of(values, buffer, what)
+        own = table[self.rank]
+        self._exchange(
+            mark, tag, [(p, table[p]) for p in self._peers], [(p, own) for p in self._peers]
+        )
+        self._count("control", own)
+        return table
+
     def start_gather_small(
         self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
     ) -> tuple[Tensor, Handle]:
+        mark, table, tag = self._table_of(values, buffer, what)
+        flat = table.view(-1)
+        return table, self._all_gather(mark, flat, self.shard_of(flat), tag, "control")
+
+    def _table_of(self, values: Tensor, buffer: int, what: str) -> tuple[Mark, Tensor, int]:
+        """Of a small gather: its mark, the table with own `values`, its tag."""
         kind = "access" if buffer == ACCESS_BUFFER else "exchange"
         mark = self._record(kind, buffer, what, values)
         table = values.new_empty(self.world_size, values.numel())
         table[self.rank] = values
-        flat = table.view(-1)
-        tag = self._small_tag(buffer, values)
-        return table, self._all_gather(mark, flat, self.shard_of(flat), tag, "control")
+        return mark, table, self._small_tag(buffer, values)

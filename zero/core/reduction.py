@@ -67,6 +67,14 @@ class Reduction:
         self._groups = groups
         self._world = groups.world
         self._spans_stages = groups.world.world_size > groups.data.collectives.world_size
+        everywhere = [
+            g for g in self.order if g.group.collectives.world_size == self._world.world_size
+        ]
+        known = [g for g in everywhere if not g.group.policy.shards_optimizer]
+        # norms are added in one order, whichever of them are sent
+        self._sent = [g for g in self.order if g not in everywhere]
+        self._sent += [g for g in everywhere if g not in known]
+        self._known = known
         self._numel = self._count_numel()
         self._depth = in_flight
         self._running = self.order  # what the current backward brings gradients for
@@ -191,33 +199,48 @@ class Reduction:
 
     def _agree(self, *, exact: bool, edits: int = 0) -> _Agreed:
         """The squared norm of the reduced sums, and what each rank has to say: late gradients, its `edits`."""
-        collectives = self._world
         said = edits + NUM_COUNTS * any(grads.is_late for grads in self.order)
-        flag = torch.tensor([said], dtype=torch.uint8, device=collectives.device)
+        if self._spans_stages or self._groups.data.policy.shards_optimizer:
+            return self._agree_by_norms(said, exact=exact)
         # at stage 0 every rank gets all sums, so no exchange of norms follows: send the flag first
-        sees_all = not (self._groups.data.policy.shards_optimizer or self._spans_stages)
-        early = collectives.start_gather_small(flag) if sees_all else None
+        world = self._world
+        flag = torch.tensor([said], dtype=torch.uint8, device=world.device)
+        table, handle = world.start_gather_small(flag)
         self._drain()
+        squares = torch.zeros(world.world_size, dtype=torch.float64, device=world.device)
+        for one in self._squares(self.order, exact=exact):
+            squares += one
+        handle.wait()
+        numbers = torch.cat([squares, table.view(-1).to(squares.dtype)]).tolist()  # one read
+        return _Agreed.of(numbers[: len(squares)], numbers[len(squares) :])
+
+    def _agree_by_norms(self, said: int, *, exact: bool) -> _Agreed:
+        """As `_agree`, with a message of this rank's part of the norm.
+
+        Sums that every rank has are no part of it. They may arrive while it is sent.
+        """
+        world = self._world
+        sent, known = self._sent, self._known
+        if any(not grads.is_single_rank for grads in sent):
+            self._drain()
+        own = torch.zeros((), dtype=torch.float64, device=world.device)
+        found = self._squares(sent, exact=exact)
+        for grads, one in zip(sent, found, strict=True):  # each element on one rank only
+            own += one[grads.group.collectives.rank]
+        table, handle = world.start_gather_small(torch.stack([own, own.new_full((), said)]))
+        self._drain()
+        found = self._squares(known, exact=exact)
+        handle.wait()
+        for one in found:
+            table[:, 0] += one
+        return _Agreed.of(*table.T.tolist())
+
+    def _squares(self, order: Sequence[FlatGrads], *, exact: bool) -> list[Tensor]:
         found = []
-        for grads in self.order:  # the norm of one buffer is computed while the next is in flight
+        for grads in order:  # the norm of one buffer is computed while the next is in flight
             grads.finish_gather()
             found.append(grads.square_sums(exact=exact))
-        found = _on_device(found, collectives.device)
-        if early is not None:
-            squares = torch.zeros(
-                collectives.world_size, dtype=torch.float64, device=collectives.device
-            )
-            for one in found:
-                squares += one
-            table, handle = early
-            handle.wait()
-            numbers = torch.cat([squares, table.view(-1).to(squares.dtype)]).tolist()  # one read
-            return _Agreed.of(numbers[: len(squares)], numbers[len(squares) :])
-        own = torch.zeros((), dtype=torch.float64, device=collectives.device)
-        for grads, one in zip(self.order, found, strict=True):  # each element on one rank only
-            own += one[grads.group.collectives.rank]
-        table = collectives.gather_small(torch.stack([own, own.new_full((), said)]))
-        return _Agreed.of(*table.T.tolist())
+        return _on_device(found, self._world.device)
 
     def reduce_late(self) -> None:
         """Reduce buffers again that got late gradients on any rank. Sends one byte per buffer to each rank."""
@@ -250,6 +273,8 @@ class Reduction:
 
     def _start(self, grads: FlatGrads) -> None:
         grads.start_reduce()
+        if grads.is_single_rank:  # nothing is in flight
+            return
         self._in_flight.append(grads)
         if len(self._in_flight) > self._depth:
             self._end(self._in_flight.pop(0))
