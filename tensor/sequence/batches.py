@@ -127,9 +127,8 @@ def cut_batch(
         )
     found = dict(inputs)
     if found.get("position_ids") is None:
-        skips = without_padding and mask is not None
         plain = torch.arange(length, device=ids.device).unsqueeze(0)
-        found["position_ids"] = positions_of(mask) if skips else plain
+        found["position_ids"] = plain if mask is None or not without_padding else positions_of(mask)
     positions = found["position_ids"]
     if positions.dim() != 2:
         raise UsageError(
