@@ -31,7 +31,7 @@ def register(former: str) -> str:
 
     own: Attention = ALL_ATTENTION_FUNCTIONS[former]
     # a compiled block has a graph before its attention and one after it: masks belong to one batch
-    eagerly = torch.compiler.disable(SequenceAttention.attend)
+    eagerly = torch.compiler.disable(SequenceAttention.attend)  # type: ignore[no-untyped-call]
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any

@@ -80,7 +80,7 @@ class DistributedAttention(nn.Module):
 
     def stay_eager(self) -> None:
         """A compiled block has a graph before this module and one after it. For the engine."""
-        self._attend = torch.compiler.disable(self._exchanged)
+        self._attend = torch.compiler.disable(self._exchanged)  # type: ignore[no-untyped-call]
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
