@@ -3,7 +3,8 @@
     first forward of the first block of each kind
         sliced   block(inputs)          outputs, gradients of inputs and parameters
         whole    a copy with gathered weights, the same inputs
-    they differ -> UsageError that names the first module with another output
+    noise    the copy with values that are rounded otherwise: differences that rounding explains
+    they differ by more -> UsageError that names the first module with another output
 
 A plan that is wrong for a model trains without an error, with wrong numbers. So every plan is proven once.
 """
@@ -28,6 +29,7 @@ from .tokens import Tokens, with_activations
 KIND = "proof of slices"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 SMALL = 1e-2  # of the largest gradient of a block
+NOISE = 8.0  # times what one rounding of all values changes
 
 
 class _Run(NamedTuple):
@@ -36,6 +38,20 @@ class _Run(NamedTuple):
     outputs: dict[str, list[Tensor]]
     inputs: list[Tensor | None]
     params: dict[str, Tensor | None]
+
+
+class _Noise(NamedTuple):
+    """The largest difference that other rounding makes, for the gradients of a run."""
+
+    inputs: list[float]
+    params: dict[str, float]
+
+
+class _Scale(NamedTuple):
+    """What is small beside the largest element of a gradient. small: relative to it; noise: absolute."""
+
+    small: float = 0.0
+    noise: float = 0.0
 
 
 @final
@@ -107,10 +123,14 @@ class _Case:
             if self.tokens is not None:
                 args, kwargs = with_activations(self.name, args, kwargs, self._all_tokens)
             theirs = self._of_own_tokens(_run(whole, args, kwargs))
+            _round_otherwise(whole)
+            # on each rank: attention in it may send
+            again = self._of_own_tokens(_run(whole, args, kwargs, rounds=True))
+            noise = _noise(theirs, again)
         finally:
             for module, mode in modes.items():
                 module.training = mode
-        found = self._difference(mine, theirs)
+        found = self._difference(mine, theirs, noise)
         flags = self._group.gather_small(
             torch.tensor([bool(found)], dtype=torch.int64, device=self._group.device),
             what="the proof of slices",
@@ -196,7 +216,7 @@ class _Case:
 
     # -- the comparison ---------------------------------------------------------------------------------
 
-    def _difference(self, mine: _Run, theirs: _Run) -> str:
+    def _difference(self, mine: _Run, theirs: _Run, noise: _Noise) -> str:
         """What differs, in words; "": nothing. Gradients are compared in any case: for all ranks."""
         params = dict(self.block.named_parameters())
         # a gradient may be zero but for rounding, as that of a bias of keys: the others say what is small
@@ -210,7 +230,7 @@ class _Case:
             if (
                 a is not None
                 and b is not None
-                and not self._has_close_grad(params[name], a, b, small)
+                and not self._has_close_grad(params[name], a, b, _Scale(small, noise.params[name]))
             ):
                 others = others or f"the gradient of {name} differs"
         for name, outputs in theirs.outputs.items():
@@ -221,21 +241,22 @@ class _Case:
             if a.shape != b.shape:
                 return f"its output is {list(a.shape)} and not {list(b.shape)}"
         for at, (a, b) in enumerate(zip(mine.inputs, theirs.inputs, strict=True)):
-            if a is not None and b is not None and not _is_close(a, b):
+            scale = _Scale(noise=noise.inputs[at])
+            if a is not None and b is not None and not _is_close(a, b, scale):
                 return f"the gradient of its input {at} differs"
         return others
 
     def _has_close_grad(
-        self, param: nn.Parameter, mine: Tensor, theirs: Tensor, small: float
+        self, param: nn.Parameter, mine: Tensor, theirs: Tensor, scale: _Scale
     ) -> bool:
         piece = self._sliced.slices.get(id(param))
         if piece is not None:
             parts = _parts(theirs, piece, self._group.rank)
-            return _is_close(self._of_copies(mine, piece), torch.cat(parts, piece.dim), small)
+            return _is_close(self._of_copies(mine, piece), torch.cat(parts, piece.dim), scale)
         if id(param) in self._sliced.partial:
             mine = mine.clone(memory_format=torch.contiguous_format)
             self._group.all_reduce(mine, what="a proven gradient", kind=KIND).wait()
-        return _is_close(mine, theirs, small)
+        return _is_close(mine, theirs, scale)
 
 
 def _parts(tensor: Tensor, piece: Slice, rank: int) -> list[Tensor]:
@@ -260,8 +281,13 @@ def _run(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     tokens: Tokens | None = None,
+    *,
+    rounds: bool = False,
 ) -> _Run:
-    """Forward and backward without the hooks of the block itself. tokens: its activations are cut."""
+    """Forward and backward without the hooks of the block itself.
+
+    tokens: its activations are cut. rounds: round its inputs otherwise.
+    """
     leaves: list[Tensor] = []
 
     def fresh(value: Any) -> Any:
@@ -269,7 +295,8 @@ def _run(
             return copy.deepcopy(value)  # a cache of keys and values would grow
         if not value.requires_grad:
             return value.detach()
-        leaves.append(value.detach().requires_grad_())
+        own = value.detach()
+        leaves.append((_rounded_otherwise(own) if rounds else own).requires_grad_())
         return leaves[-1]
 
     outputs: dict[str, list[Tensor]] = {}
@@ -324,21 +351,58 @@ def _floats(value: Any) -> list[Tensor]:
     ]
 
 
-def _tolerance(tensor: Tensor) -> float:
-    """Of the dtype, or of autocast's, in which it was computed."""
-    found = TOLERANCES.get(tensor.dtype, 1e-1)
+def _computed_in(tensor: Tensor) -> torch.dtype:
+    """Its dtype, or that of autocast, whichever has fewer bits."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind):
-        return found
-    return max(found, TOLERANCES.get(torch.get_autocast_dtype(kind), 1e-1))
+        return tensor.dtype
+    return max(
+        tensor.dtype, torch.get_autocast_dtype(kind), key=lambda dtype: torch.finfo(dtype).eps
+    )
 
 
-def _is_close(a: Tensor, b: Tensor, small: float = 1e-30) -> bool:
-    """Equal but for rounding, in relation to the largest element, or to `small` where all are smaller."""
+def _tolerance(tensor: Tensor) -> float:
+    return TOLERANCES.get(_computed_in(tensor), 1e-1)
+
+
+def _is_close(a: Tensor, b: Tensor, scale: _Scale | None = None) -> bool:
+    """Equal but for rounding, in relation to the largest element, and to `scale`."""
     if not b.numel():
         return True
-    limit = _tolerance(b) * max(float(b.abs().max()), small, 1e-30)
-    return float((a - b).abs().max()) <= limit
+    scale = scale or _Scale()
+    limit = _tolerance(b) * max(float(b.abs().max()), scale.small, 1e-30)
+    return float((a - b).abs().max()) <= max(limit, NOISE * scale.noise)
+
+
+# -- what rounding changes --------------------------------------------------------------------------------
+
+
+def _rounded_otherwise(values: Tensor) -> Tensor:
+    """`values`, of which each is one rounding larger or smaller. Zeros stay."""
+    generator = torch.Generator(values.device).manual_seed(2)
+    eps = torch.finfo(_computed_in(values)).eps
+    signs = torch.empty_like(values, dtype=torch.float32).bernoulli_(0.5, generator=generator)
+    return values * signs.mul_(2 * eps).add_(1 - eps).to(values.dtype)
+
+
+@torch.no_grad()
+def _round_otherwise(block: nn.Module) -> None:
+    for param in block.parameters():
+        if param.is_floating_point():
+            param.data = _rounded_otherwise(param.data)
+
+
+def _noise(one: _Run, other: _Run) -> _Noise:
+    """The largest difference of each gradient of two runs."""
+    params = {name: _largest_difference(a, other.params[name]) for name, a in one.params.items()}
+    pairs = zip(one.inputs, other.inputs, strict=True)
+    return _Noise([_largest_difference(a, b) for a, b in pairs], params)
+
+
+def _largest_difference(a: Tensor | None, b: Tensor | None) -> float:
+    if a is None or b is None or not a.numel():
+        return 0.0
+    return float((a - b).abs().max())
 
 
 __all__ = ["Proof"]

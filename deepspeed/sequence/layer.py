@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -34,6 +35,8 @@ class DistributedAttention(nn.Module):
         self.spg = sequence_process_group
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
         self._by_batch_dim = nn.ModuleDict()
+        # a compiled block has a graph before this module and one after it
+        self._attend = torch.compiler.disable(self._exchanged)  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -45,6 +48,18 @@ class DistributedAttention(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """Own tokens of all heads -> the same; batch_dim_idx 0: [B, N, H, D], 1: [N, B, H, D]."""
+        found: Tensor = self._attend(query, key, value, batch_dim_idx, *args, **kwargs)
+        return found
+
+    def _exchanged(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch_dim_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         name = str(batch_dim_idx)
         if name not in self._by_batch_dim:
             self._by_batch_dim[name] = distributed.DistributedAttention(

@@ -358,8 +358,9 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
 def _check_sequences(config: Config, report: Report) -> None:
     check_sequence_ranks(
         config.sequence_parallel_size,
-        compiles=config.compile.enabled,
         cuts=config.sequence.cut_by == "engine",
+        has_full_graphs=config.compile.enabled
+        and bool(config.compile.arguments().get("fullgraph")),
         stages=config.pipeline.stages,
         report=report,
     )

@@ -84,7 +84,7 @@ def check_slices(section: TensorParallel, optimizer: str | None, report: Report)
 
 
 def check_sequence_ranks(
-    size: int, *, compiles: bool, cuts: bool, stages: int, report: Report
+    size: int, *, cuts: bool, has_full_graphs: bool, stages: int, report: Report
 ) -> None:
     """Report settings that do not work with `size` sequence ranks. `cuts`: the engine cuts the batches."""
     if size == 1:
@@ -95,11 +95,12 @@ def check_sequence_ranks(
             "script",
             f'all of pipeline.stages = {stages} read the whole batch; set it to "engine", or the stages to 1',
         )
-    if compiles:
+    if has_full_graphs:
         report.complain(
-            "sequence_parallel_size",
-            size,
-            "it does not work with compile.enabled = true yet; remove one of the two",
+            "compile.kwargs",
+            {"fullgraph": True},
+            f"with sequence_parallel_size = {size} a block has a graph before its attention and one after it; "
+            "remove fullgraph",
         )
 
 

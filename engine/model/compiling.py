@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...tensor.same_batches import has_dropout
+from ...tensor.sequence.distributed import DistributedAttention
 from ...utils.errors import ConfigError, UsageError
 from ...utils.schema.keys import Report
 from ...utils.schema.section import read_section
@@ -95,6 +96,9 @@ class Compiler:
                 f'{_shown(self._settings)}; set it once, in the section "compile" of the config or here'
             )
         self._refuse_dropout()
+        for module in self._model.modules():
+            if isinstance(module, DistributedAttention):
+                module.stay_eager()
         self._settings = settings
         chosen, arguments = settings
         change = partial(torch.compile, backend=chosen, **arguments, **self._limit())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,15 +19,16 @@ from ...zero.config import ZeroConfig
 from ..checkpoint.agreement import exchange
 
 WHAT = "the layout of the model"
+SECTION = "zero_optimization"
 
 
 def check_same_model(model: nn.Module, section: ZeroConfig, collectives: Collectives) -> None:
     """A collective: compare the model's layout on all ranks.
 
-    Sends:   16 bytes to each rank; if the digests differ, 10 more bytes per tensor of the model.
+    Sends:   16 bytes to each rank; if the digests differ, 10 more bytes per setting and tensor.
 
     Raises:
-        UsageError: on every rank; names the first parameter, buffer or section that differs.
+        UsageError: on every rank; names the first setting, parameter or buffer that differs.
     """
     lines = _lines(model, section)
     digest = hashlib.sha256("\n".join(lines).encode()).digest()[:16]
@@ -41,8 +43,10 @@ def check_same_model(model: nn.Module, section: ZeroConfig, collectives: Collect
         min(len(sums[0]), len(sums[other])),
     )
     shown = exchange(collectives, lines[at] if at < len(lines) else "nothing more", WHAT)
+    is_setting = all(text.startswith(SECTION) for text in (shown[0], shown[other]))
+    what = "config" if is_setting else "model"
     raise UsageError(
-        f"rank {other} has another model than rank 0: {shown[other]} on rank {other}, {shown[0]} on rank 0; "
+        f"rank {other} has another {what} than rank 0: {shown[other]} on rank {other}, {shown[0]} on rank 0; "
         "build the same model, with the same config, on every rank"
     )
 
@@ -54,7 +58,14 @@ def _lines(model: nn.Module, section: ZeroConfig) -> list[str]:
         for name, param in model.named_parameters()
     ]
     buffers = [f"buffer {name} {_described(buffer)}" for name, buffer in model.named_buffers()]
-    return [f"zero_optimization {json.dumps(section.as_dict(), sort_keys=True)}", *params, *buffers]
+    return [*_settings(SECTION, section.as_dict()), *params, *buffers]
+
+
+def _settings(name: str, value: Any) -> list[str]:
+    """One line for each setting of a section, and of the sections in it."""
+    if not isinstance(value, dict) or not value:
+        return [f"{name} = {json.dumps(value, sort_keys=True)}"]
+    return [line for key in sorted(value) for line in _settings(f"{name}.{key}", value[key])]
 
 
 def _described(tensor: torch.Tensor) -> str:

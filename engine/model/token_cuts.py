@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
 from ...tensor.sequence.attention import ARGUMENT, SequenceAttention, choose, unchoose
-from ...tensor.sequence.batches import cut_batch
+from ...tensor.sequence.batches import cut_batch, skips_padding
 from ...tensor.sequence.distributed import DistributedAttention
 from ...tensor.sequence.plain_batches import LABELS, POSITIONS, cut_plain_batch, first_of
 from ...utils.errors import UsageError
@@ -64,10 +64,16 @@ class TransformersCuts(TokenCuts):
         self._group = group
         self._dtype = dtype
         self._current: SequenceAttention | None = None
+        self._without_padding = skips_padding(model)
         self._chosen = choose(model)
 
     def cut(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        found, whole = cut_batch(inputs, self._group.rank, self._group.world_size)
+        found, whole = cut_batch(
+            inputs,
+            self._group.rank,
+            self._group.world_size,
+            without_padding=self._without_padding,
+        )
         self._current = SequenceAttention(self._group, whole, self._dtype)
         return found | {ARGUMENT: self._current}
 

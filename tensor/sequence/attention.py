@@ -38,6 +38,8 @@ def register(former: str) -> str:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     own: Attention = ALL_ATTENTION_FUNCTIONS[former]
+    # a compiled block has a graph before its attention and one after it: masks belong to one batch
+    eagerly = torch.compiler.disable(SequenceAttention.attend)  # type: ignore[no-untyped-call]
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
@@ -45,7 +47,7 @@ def register(former: str) -> str:
         given = kwargs.pop(ARGUMENT, None)
         if given is None:
             return own(module, query, key, value, mask, **kwargs)
-        return given.attend(own, former, module, (query, key, value), kwargs)
+        return eagerly(given, own, former, module, (query, key, value), kwargs)
 
     name = PREFIX + former
     ALL_ATTENTION_FUNCTIONS.register(name, attend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -13,6 +14,7 @@ from .shares import Range, shares
 
 PROOF_SAMPLES, PROOF_TOKENS = 2, 64  # tokens a rank
 IGNORED = -100  # the label of tokens without loss, as in transformers
+COUNT_PADDING = ("biogpt",)  # models that have such an embedding, and do not use its rule
 
 
 @final
@@ -94,10 +96,33 @@ def shifted(labels: Tensor) -> Tensor:
     return nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
+def skips_padding(model: nn.Module) -> bool:
+    """The positions of a model begin at the first token that is no padding, as those of OPT.
+
+    Its embedding of positions takes the attention mask.
+    """
+    if getattr(getattr(model, "config", None), "model_type", None) in COUNT_PADDING:
+        return False
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return any("attention_mask" in inspect.signature(at.forward).parameters for at in embeddings)
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """The position of each token among those that are no padding, and -1 for padding; [B, N].
+
+    >>> positions_of(torch.tensor([[0, 0, 1, 1]]))
+    tensor([[-1, -1,  0,  1]])
+    """
+    ones = mask.long()
+    return ones.cumsum(1) * ones - 1
+
+
 def cut_batch(
-    inputs: dict[str, Any], rank: int, world_size: int
+    inputs: dict[str, Any], rank: int, world_size: int, *, without_padding: bool = False
 ) -> tuple[dict[str, Any], WholeBatch]:
     """The inputs of `rank`, and what attention needs of the whole ones.
+
+    without_padding: where there are no position_ids, padding does not count.
 
     Raises:
         UsageError: the batch cannot be cut.
@@ -120,7 +145,8 @@ def cut_batch(
         )
     found = dict(inputs)
     if found.get("position_ids") is None:
-        found["position_ids"] = torch.arange(length, device=ids.device).unsqueeze(0)
+        plain = torch.arange(length, device=ids.device).unsqueeze(0)
+        found["position_ids"] = plain if mask is None or not without_padding else positions_of(mask)
     positions = found["position_ids"]
     if positions.dim() != 2:
         raise UsageError(
@@ -139,4 +165,4 @@ def cut_batch(
     return found, WholeBatch(tokens, size, mask, positions)
 
 
-__all__ = ["WholeBatch", "cut_batch", "shifted", "short_batch"]
+__all__ = ["WholeBatch", "cut_batch", "positions_of", "shifted", "short_batch", "skips_padding"]

@@ -68,6 +68,7 @@ class DistributedAttention(nn.Module):
         self._shared = _Shared()
         batch_dim = 3 - heads_dim - tokens_dim
         self._order = (batch_dim, heads_dim, tokens_dim, 3)
+        self._attend: Callable[..., Tensor] = self._exchanged
 
     def use(self, group: Collectives | None, dtype: torch.dtype | None = None) -> None:
         """Exchange heads in `group`, sent as `dtype`; None: no longer. For the engine."""
@@ -77,6 +78,10 @@ class DistributedAttention(nn.Module):
         """Whether each rank has some of the tokens in forwards from now on, or all. For the engine."""
         self._shared.cuts = cuts
 
+    def stay_eager(self) -> None:
+        """A compiled block has a graph before this module and one after it. For the engine."""
+        self._attend = torch.compiler.disable(self._exchanged)  # type: ignore[no-untyped-call]
+
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
@@ -85,6 +90,11 @@ class DistributedAttention(nn.Module):
         Raises:
             UsageError: there are fewer heads than ranks, or a tensor has not four dimensions.
         """
+        return self._attend(query, key, value, *args, **kwargs)
+
+    def _exchanged(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         shared = self._shared
         if self._group is not None and shared.group is None:
             shared.group = open_collectives(self._group, query.device)

@@ -27,6 +27,9 @@ def build(name: str, kv_heads: int = 2, heads: int = 4) -> nn.Module:
     sizes = {"hidden_size": 8 * heads, "intermediate_size": 56, "num_hidden_layers": 2}
     counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": VOCAB}
     more: dict[str, Any] = {"sliding_window": 5} if name == "mistral" else {}
+    if name in ("opt", "biogpt"):
+        more |= {"ffn_dim": 56, "word_embed_proj_dim": 8 * heads, "dropout": 0.0}
+        more |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "layerdrop": 0.0}
     more |= {"attn_implementation": "sdpa", "use_cache": False, "pad_token_id": 0}
     config = AutoConfig.for_model(name, **sizes, **counts, **more)
     return AutoModelForCausalLM.from_config(config)
@@ -44,11 +47,10 @@ def batch(kind: str, step: int, data_rank: int) -> dict[str, torch.Tensor]:
         found["labels"][mask == 0] = -100
         found["labels"][1, :3] = -100
         found["attention_mask"] = mask
-    if kind == "left":
-        mask = torch.ones_like(ids)
-        mask[0, :7] = 0
-        found["labels"][mask == 0] = -100
-        found["attention_mask"] = mask
+    if kind == "left":  # padded on the left, by more tokens than a rank has
+        found["attention_mask"] = torch.ones_like(ids)
+        found["attention_mask"][0, :7] = 0
+        found["labels"][0, :7] = -100
     if kind == "packed":
         found["position_ids"] = torch.cat([torch.arange(7), torch.arange(5)]).repeat(SAMPLES, 1)
         found["labels"][:, 7] = -100
@@ -101,6 +103,9 @@ def config_of(sequence: int, stage: int, **more: Any) -> dict[str, Any]:
         (("llama",), "padded", 2, 3),
         (("llama", 1), "packed", 2, 2),  # one head of keys, copied
         (("mistral",), "odd", 2, 1),  # a sliding window
+        (("opt",), "left", 2, 1),  # positions without padding
+        pytest.param(("biogpt",), "left", 2, 1, marks=pytest.mark.slow),
+        pytest.param(("llama",), "left", 2, 1, marks=pytest.mark.slow),
         # heads and tokens that do not divide
         pytest.param(("llama", 2, 4), "odd", 3, 0, marks=pytest.mark.slow),
     ],

@@ -245,12 +245,13 @@ def test_different_batches_on_a_tensor_group_are_one_sentence_on_every_rank() ->
 NOT_PACKED = {"blocks.*.packed": "colwise", "blocks.*.down": "rowwise"}
 
 
-def unproven(plan: dict[str, str]) -> str:
+def unproven(plan: dict[str, str], kind: str) -> str:
     config = config_of(2, 3) | {"train_micro_batch_size_per_gpu": 4}
     config["tensor_parallel"]["plan"] = plan
     engine = xds.initialize(Even(), config)
+    x = torch.randn(4, 10, generator=torch.Generator().manual_seed(1))
     with pytest.raises(xds.UsageError) as caught:
-        engine(torch.randn(4, 10, generator=torch.Generator().manual_seed(1)))
+        engine(x[:1].expand(4, -1) if kind == "equal" else x)
     return str(caught.value)
 
 
@@ -263,8 +264,9 @@ class Even(Mlps):
             block.packed, block.down = nn.Linear(10, 24), nn.Linear(12, 10)
 
 
-def test_a_plan_that_computes_something_else_is_found_in_the_first_forward() -> None:
-    for text in warm(2).run(unproven, NOT_PACKED):
+@pytest.mark.parametrize("samples", ["different", "equal"])
+def test_a_plan_that_computes_something_else_is_found_in_the_first_forward(samples: str) -> None:
+    for text in warm(2).run(unproven, NOT_PACKED, samples):
         assert "blocks.0 computes something else in 2 slices than whole" in text
         assert "the output of down differs" in text
 
@@ -288,3 +290,26 @@ def without_norms() -> str:
 def test_a_gradient_that_is_not_summed_is_found_in_the_first_forward() -> None:
     for text in warm(2).run(without_norms):
         assert "the gradient of self_attn.q_norm.weight differs" in text
+
+
+def same_tokens(name: str, trained: tuple[str, ...]) -> tuple[float, float]:
+    """The loss of two slices, and of the whole model."""
+    model = build(name)
+    for key, param in model.named_parameters():
+        param.requires_grad_(any(part in key for part in trained))
+    ids = torch.full((SAMPLES, 48), 5)
+    wanted = model(input_ids=ids, labels=ids).loss.item()
+    engine = xds.initialize(model, config_of(2, 1))
+    found = engine(input_ids=ids, labels=ids).loss.item()
+    engine.destroy()
+    return found, wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"), [("llama", ("q_proj", "k_proj")), ("qwen2", ("k_proj.bias",))]
+)
+def test_gradients_that_are_zero_but_for_rounding_are_not_refused(
+    name: str, trained: tuple[str, ...]
+) -> None:
+    for found, wanted in warm(2).run(same_tokens, name, trained):
+        assert found == pytest.approx(wanted, rel=1e-5)
