@@ -204,6 +204,7 @@ class FlatGrads:
                 self._local.release()
             return
         adds = self._has_total and self._total is not None
+        assert self._handle is None
         plain = local.dtype == self._sent_dtype == self._sum_dtype
         if self._gathers_sums and plain and not adds:
             self._handle = self._reducer.reduce_whole(local, buffer=self.index)
