@@ -195,10 +195,7 @@ class FlatGrads:
 
     @torch.no_grad()
     def start_reduce(self) -> None:
-        """Start to add this rank's sums to the totals of all ranks.
-
-        Sends (world_size - 1) * n elements.
-        """
+        """Start to add this rank's sums to the totals of all ranks. Sends (world_size - 1) * n elements."""
         local = self._local.settle()
         self.is_sent = True
         if self.is_single_rank:
@@ -207,7 +204,14 @@ class FlatGrads:
                 self._local.release()
             return
         adds = self._has_total and self._total is not None
-        if self._gathers_sums and not adds and self._start_whole(local):
+        assert self._handle is None
+        plain = local.dtype == self._sent_dtype == self._sum_dtype
+        if self._gathers_sums and plain and not adds:
+            self._handle = self._reducer.reduce_whole(local, buffer=self.index)
+        self._is_whole = self._handle is not None
+        if self._is_whole:
+            self._total = self._collectives.shard_of(local)
+            self._local.clear()
             return
         if self._total is None:
             fits = local.dtype == self._sum_dtype and not self._policy.shards_grads
@@ -219,17 +223,6 @@ class FlatGrads:
             self._payload = payload
         self._handle = self._reducer.reduce(payload, self._total, add=adds, buffer=self.index)
         self._local.clear()
-
-    def _start_whole(self, local: Tensor) -> bool:
-        """Stage 0: start to sum `local` on all ranks at once, where that is faster. The bits are the same."""
-        if not local.dtype == self._sent_dtype == self._sum_dtype:
-            return False
-        self._handle = self._reducer.reduce_whole(local, buffer=self.index)
-        self._is_whole = self._handle is not None
-        if self._is_whole:
-            self._total = self._collectives.shard_of(local)
-            self._local.clear()
-        return self._is_whole
 
     def _new_total(self) -> Tensor:
         numel, device = self.layout.shard_numel, self.params[0].device
