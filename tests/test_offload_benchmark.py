@@ -44,6 +44,7 @@ def rows_of(*options: str) -> tuple[int, dict[str, dict[str, Any]]]:
     return done.returncode, {row["name"]: row for row in found}
 
 
+@pytest.mark.slow
 def test_the_bytes_are_exact_and_the_rest_needs_a_gpu() -> None:
     code, rows = rows_of("--quick", "--parts", "bytes")
     assert code == 0
