@@ -80,11 +80,29 @@ def cut_sequences(
     """
     if config.sequence_parallel_size == 1:
         return None
-    sent = config.seq_parallel_communication_data_type
-    dtype = DTYPES[sent] if sent else None
     if config.sequence.cut_by == "script":
-        return ScriptSequences(model, mesh.along("sequence"), dtype)
-    return SequenceCutter(model, mesh, dtype, is_stage=is_stage)
+        return ScriptSequences(model, mesh.along("sequence"), _sent_dtype(config))
+    return SequenceCutter(model, mesh, config, is_stage=is_stage)
+
+
+def _sent_dtype(config: Config) -> torch.dtype | None:
+    """In which heads are sent; None: their own."""
+    sent = config.seq_parallel_communication_data_type
+    return DTYPES[sent] if sent else None
+
+
+def token_cuts(model: nn.Module, group: Collectives, config: Config) -> TokenCuts:
+    """What cuts the inputs of `model` over the sequence ranks `group`."""
+    kind = TransformersCuts if _is_causal_language_model(model) else PlainCuts
+    return kind(model, group, _sent_dtype(config))
+
+
+def by_name(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """The arguments of the forward of `model` by their names."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    return dict(inspect.signature(model.forward).bind_partial(*args).arguments)
 
 
 def of_stages(cutter: SequenceCutter | ScriptSequences | None) -> SequenceCutter | None:
@@ -97,18 +115,17 @@ class SequenceCutter:
     """Hooks of the whole model: they cut its inputs, and sum the losses of the ranks."""
 
     def __init__(
-        self, model: nn.Module, mesh: MeshGroups, dtype: torch.dtype | None, *, is_stage: bool
+        self, model: nn.Module, mesh: MeshGroups, config: Config, *, is_stage: bool
     ) -> None:
-        """dtype: in which heads are sent; None: their own."""
         self._group: Collectives = mesh.along("sequence")
         self._names = inspect.signature(model.forward)
-        kind = TransformersCuts if _is_causal_language_model(model) else PlainCuts
-        self._tokens: TokenCuts = kind(model, self._group, dtype)
+        self._model = model
+        self._tokens = token_cuts(model, self._group, config)
         self._is_cut = False  # the forward that runs
         self._check = SameBatches(
             model, self._group, "sequence_parallel_size", "sequence", draws_equal=False
         )
-        self.proof = SequenceProof(model, self._group, mesh.opened[0], dtype)
+        self.proof = SequenceProof(model, self._group, mesh.opened[0], _sent_dtype(config))
         self._cuts = True
         self._short: dict[str, Any] | None = None  # inputs of the proof, until they are compared
         self._is_stage = is_stage
@@ -132,11 +149,7 @@ class SequenceCutter:
         """A few tokens of a batch for the proof; None: nothing is to be proven. For all ranks."""
         if self.proof.is_done:
             return None
-        args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-        is_named = isinstance(batch, Mapping)
-        return self.proof.short(
-            dict(batch) if is_named else self._by_name(args, {}), self._tokens.labels
-        )
+        return self.proof.short(by_name(self._model, batch), self._tokens.labels)
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(self._names.bind_partial(*args).arguments) | kwargs

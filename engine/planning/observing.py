@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -16,6 +17,7 @@ from ..config.config import Config
 from ..data.batches import call_with, loss_of
 from ..model.pipelining import is_part
 from ..model.recomputing import checkpoint_blocks
+from ..model.sequences import by_name, check_sequences, token_cuts
 from .activations import Activations, observe
 from .models import ModelSource
 from .shares import Shares, sliced_here
@@ -62,13 +64,29 @@ class Observations:
             for param in model.parameters() if dtype else []:
                 if param.is_floating_point():
                     param.data = param.data.to(dtype)
-            run = partial(observe, model, blocks, groups, partial(_loss, model, batch), quick=quick)
-            found = run()
-            if self._config.activation_checkpointing.enabled:  # a recomputed block sends again
-                undo = checkpoint_blocks(blocks)
-                found.sent = run().sent
-                undo()
+            with _own_tokens(model, batch, self._config, groups) as own:
+                call = partial(_loss, model, own)
+                run = partial(observe, model, blocks, groups, call, quick=quick)
+                found = run()
+                if self._config.activation_checkpointing.enabled:  # a recomputed block sends again
+                    undo = checkpoint_blocks(blocks)
+                    found.sent = run().sent
+                    undo()
             return found
+
+
+@contextmanager
+def _own_tokens(model: nn.Module, batch: Any, config: Config, groups: PaperGroups) -> Iterator[Any]:
+    """The inputs of the first sequence rank, whose attention exchanges heads inside."""
+    if config.sequence_parallel_size == 1:
+        yield batch
+        return
+    check_sequences(model, config)
+    cuts = token_cuts(model, groups.along("sequence"), config)
+    try:
+        yield cuts.cut(by_name(model, batch))
+    finally:
+        cuts.undo()
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:

@@ -130,11 +130,6 @@ class _Planner:
             self._notes.append(
                 f"optimizer = {section.type}: its states are estimated, and messages of its own are not counted"
             )
-        if self._mesh.sequence > 1:
-            self._notes.append(
-                "sequence ranks: activations are those of the whole sequence, and the messages of their "
-                "attention are not counted"
-            )
         if {zero.offload_optimizer.device, zero.offload_param.device} != {"none"}:
             self._notes.append(
                 "offload: buffers for copies and gradients on the host are not counted"

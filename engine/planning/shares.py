@@ -207,7 +207,7 @@ def sliced_here(
             return
         own = ways_here(model, runs, ways, config, found)
         with ShapesOnly():
-            sliced = slice_model(model, own, groups.along("tensor"))
+            sliced = slice_model(model, own, groups.along("tensor"), blocks=runs)
         if ways is not None and found is not None:
             sliced.names = cut_names(ways, found.part.aliases)
         if sliced.check is not None:

@@ -25,7 +25,8 @@ from xds.zero.core.reuse import num_kept
 
 TESTS = Path(__file__).resolve().parents[1]
 KINDS = ("param", "grad", "master", "optimizer")
-NOT_PLANNED = {"control", "broadcast", "header"}  # norms and flags, batches, shapes
+# norms and flags, batches, shapes, one number for each forward
+NOT_PLANNED = {"control", "broadcast", "header", "sequence losses"}
 
 
 def plan_of(build: str, config: dict[str, Any], world_size: int) -> Plan:
@@ -94,6 +95,17 @@ def test_bytes_of_a_transformers_model(stage, pipe):
     config = config_of(stage, "bf16", pipe=pipe, tensor=2, count=pipe)
     config["tensor_parallel"] = {"tp_size": 2}
     compare("llama", config, 2 * pipe)
+
+
+@pytest.mark.parametrize(
+    ("stage", "pipe", "tensor"),
+    [(3, 1, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 2, 1), (0, 1, 2)))],
+)
+def test_bytes_of_sequence_ranks(stage, pipe, tensor):
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    config = config_of(stage, pipe=pipe, tensor=tensor, count=2) | {"sequence_parallel_size": 2}
+    config["tensor_parallel"] = {"tp_size": tensor}
+    compare("llama", config, 2 * pipe * tensor)
 
 
 def test_a_list_of_layers_is_built_stage_by_stage():
