@@ -39,6 +39,11 @@ def number_of(group: Collectives) -> int:
     return _numbers[group]
 
 
+def group_of(number: int) -> Collectives:
+    """The opposite of `number_of`."""
+    return _groups[number]
+
+
 def start_sum(group: Collectives, tensor: Tensor, what: str) -> tuple[Tensor, Handle | None]:
     """A new contiguous tensor that has the sum over ranks of `tensor` after a wait for the handle, if any."""
     total = tensor.clone(memory_format=torch.contiguous_format)
@@ -118,6 +123,7 @@ __all__ = [
     "enter",
     "gather",
     "gathered",
+    "group_of",
     "leave",
     "number_of",
     "start_sum",

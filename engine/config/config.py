@@ -359,8 +359,6 @@ def _check_sequences(config: Config, report: Report) -> None:
     check_sequence_ranks(
         config.sequence_parallel_size,
         cuts=config.sequence.cut_by == "engine",
-        has_full_graphs=config.compile.enabled
-        and bool(config.compile.arguments().get("fullgraph")),
         stages=config.pipeline.stages,
         report=report,
     )

@@ -83,9 +83,7 @@ def check_slices(section: TensorParallel, optimizer: str | None, report: Report)
         )
 
 
-def check_sequence_ranks(
-    size: int, *, cuts: bool, has_full_graphs: bool, stages: int, report: Report
-) -> None:
+def check_sequence_ranks(size: int, *, cuts: bool, stages: int, report: Report) -> None:
     """Report settings that do not work with `size` sequence ranks. `cuts`: the engine cuts the batches."""
     if size == 1:
         return
@@ -94,13 +92,6 @@ def check_sequence_ranks(
             "sequence.cut_by",
             "script",
             f'all of pipeline.stages = {stages} read the whole batch; set it to "engine", or the stages to 1',
-        )
-    if has_full_graphs:
-        report.complain(
-            "compile.kwargs",
-            {"fullgraph": True},
-            f"with sequence_parallel_size = {size} a block has a graph before its attention and one after it; "
-            "remove fullgraph",
         )
 
 

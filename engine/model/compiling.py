@@ -18,9 +18,10 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ...tensor.same_batches import has_dropout
-from ...tensor.sequence.distributed import DistributedAttention
+from ...tensor.sequence.attention import ARGUMENT
 from ...utils.errors import ConfigError, UsageError
 from ...utils.schema.keys import Report
 from ...utils.schema.section import read_section
@@ -52,6 +53,7 @@ class Compiler:
         self._config = config
         self._settings: tuple[Backend, dict[str, Any]] | None = None
         self._undo: Callable[[], None] | None = None
+        self._hooks: list[RemovableHandle] = []
         section = config.compile
         if section.enabled:
             problem = _problem(section.backend, section.arguments())
@@ -96,19 +98,24 @@ class Compiler:
                 f'{_shown(self._settings)}; set it once, in the section "compile" of the config or here'
             )
         self._refuse_dropout()
-        for module in self._model.modules():
-            if isinstance(module, DistributedAttention):
-                module.stay_eager()
         self._settings = settings
         chosen, arguments = settings
         change = partial(torch.compile, backend=chosen, **arguments, **self._limit())
-        self._undo = replace_forwards(self._targets(), change)
+        targets = self._targets()
+        self._undo = replace_forwards(targets, change)
+        self._hooks = [
+            target.register_forward_pre_hook(_prepare, with_kwargs=True)
+            for target in targets
+            if self._config.sequence_parallel_size > 1
+        ]
 
     def undo(self) -> None:
         """Restore the forwards of before `compile`."""
         if self._undo is not None:
             self._undo()
-        self._undo = None
+        for hook in self._hooks:
+            hook.remove()
+        self._undo, self._hooks = None, []
         self._settings = None
 
     def _read(
@@ -157,6 +164,12 @@ class Compiler:
             return {}
         usual: int = torch._dynamo.config.recompile_limit
         return {"recompile_limit": usual + VARIANTS_A_BLOCK * len(self._blocks)}
+
+
+def _prepare(block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Masks of sequence ranks exist before the graph of `block` runs."""
+    if ARGUMENT in kwargs:
+        kwargs[ARGUMENT].prepare(block)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -82,7 +82,7 @@ class TransformersCuts(TokenCuts):
 
     def part(self, loss: Tensor) -> Tensor:
         current, self._current = self._current, None
-        if current is not None and current.whole.num_calls == 0:
+        if current is not None and not current.whole.is_used:
             raise UsageError(
                 f"sequence_parallel_size = {self._group.world_size}: {self._name} does not hand its "
                 "arguments down to attention, so heads cannot be exchanged; set it to 1"

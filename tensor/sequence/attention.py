@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
 from ...utils.errors import UsageError
+from ..compiled import number_of
 from .batches import WholeBatch
 from .blocks import Visibility
 from .exchange import HeadExchange
-from .layout import Layout, layout_of
+from .layout import Layout, layout_of, num_exchanging
 from .ring import Ring
 from .shares import key_head_of_each
 
@@ -29,6 +30,9 @@ NOT_IN_RING = (
     *("softcap", "s_aux", "sinks", "position_bias"),
     *("indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k"),
 )
+RING_REASON = (
+    "a ring of sequence ranks; remove compile.fullgraph, or use at most as many ranks as heads"
+)
 Attention = Callable[..., tuple[Tensor, Any]]
 
 
@@ -38,8 +42,8 @@ def register(former: str) -> str:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     own: Attention = ALL_ATTENTION_FUNCTIONS[former]
-    # a compiled block has a graph before its attention and one after it: masks belong to one batch
-    eagerly = torch.compiler.disable(SequenceAttention.attend)  # type: ignore[no-untyped-call]
+    # a compiled block has a graph before a ring and one after it
+    attend_in_ring = torch.compiler.disable(SequenceAttention.attend, reason=RING_REASON)  # type: ignore[no-untyped-call]
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
@@ -47,7 +51,8 @@ def register(former: str) -> str:
         given = kwargs.pop(ARGUMENT, None)
         if given is None:
             return own(module, query, key, value, mask, **kwargs)
-        return eagerly(given, own, former, module, (query, key, value), kwargs)
+        chosen = attend_in_ring if given.has_ring(query.shape[1]) else SequenceAttention.attend
+        return chosen(given, own, former, module, (query, key, value), kwargs)
 
     name = PREFIX + former
     ALL_ATTENTION_FUNCTIONS.register(name, attend)
@@ -82,10 +87,15 @@ class SequenceAttention:
         self.whole = whole
         self._group = group
         self._dtype = dtype
+        self._number = number_of(group)
 
     def __deepcopy__(self, memo: Any) -> SequenceAttention:
         """Itself: copies of a block's inputs stay inputs of the same batch."""
         return self
+
+    def has_ring(self, heads: int) -> bool:
+        """There are not enough heads for the ranks of the group."""
+        return num_exchanging(heads, self._group.world_size) < self._group.world_size
 
     def attend(
         self,
@@ -102,10 +112,12 @@ class SequenceAttention:
         """
         query, key, value = tensors
         heads, kv_heads = query.shape[1], key.shape[1]
-        self.whole.num_calls += 1
+        if not torch.compiler.is_compiling():
+            self.whole.is_used = True
         layout = layout_of(self.whole.tokens, heads, kv_heads, self._group.rank)
-        of_queries = HeadExchange(self._group, layout.tokens, layout.heads, self._dtype)
-        of_keys = HeadExchange(self._group, layout.tokens, layout.key_heads, self._dtype)
+        sent = (self._dtype, self._number)
+        of_queries = HeadExchange(self._group, layout.tokens, layout.heads, *sent)
+        of_keys = HeadExchange(self._group, layout.tokens, layout.key_heads, *sent)
         if layout.size > 1:
             query, key, value = (
                 of_queries.to_heads(query),
@@ -122,7 +134,10 @@ class SequenceAttention:
         else:
             if "position_ids" in kwargs:
                 kwargs["position_ids"] = self.whole.position_ids
-            mask = self._mask(module.config, former, query, kwargs.get("sliding_window"))
+            window = kwargs.get("sliding_window")
+            if window not in self.whole.masks:
+                self._build_mask(module.config, former, query, window)
+            mask = self.whole.masks[window]
             output = own(module, query, key, value, mask, **kwargs)[0].transpose(1, 2)
         if layout.size > 1:
             output = of_queries.to_tokens(output)
@@ -161,25 +176,38 @@ class SequenceAttention:
                 f"{heads}"
             )
 
-    def _mask(self, config: Any, former: str, query: Tensor, window: int | None) -> Any:
+    def prepare(self, block: nn.Module) -> None:
+        """Before the graph of `block` runs: build the masks of its attentions, which a graph cannot."""
+        self.whole.is_used = True
+        for module in block.modules():
+            config: Any = getattr(module, "config", None)
+            chosen = getattr(config, "_attn_implementation", None)
+            is_attention = hasattr(module, "is_causal")
+            if is_attention and isinstance(chosen, str) and chosen.startswith(PREFIX):
+                everywhere = getattr(config, "sliding_window", None)
+                window = getattr(module, "sliding_window", everywhere)
+                if window not in self.whole.masks:
+                    former = chosen.removeprefix(PREFIX)
+                    self._build_mask(config, former, next(block.parameters()), window)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _build_mask(self, config: Any, former: str, like: Tensor, window: int | None) -> None:
         """The mask of the whole sequence, as the model builds it on one rank. Built once for a forward."""
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-        masks, whole = self.whole.masks, self.whole
-        if window not in masks:
-            plain = copy.copy(config)
-            plain._attn_implementation_internal = former  # the setter changes parts that are shared
-            build = create_causal_mask if window is None else create_sliding_window_causal_mask
-            # only its shape, dtype and device are read
-            inputs = query.new_empty(()).expand(whole.batch_size, whole.length, 1)
-            masks[window] = build(
-                config=plain,
-                inputs_embeds=inputs,
-                attention_mask=whole.attention_mask,
-                past_key_values=None,
-                position_ids=whole.position_ids,
-            )
-        return masks[window]
+        whole = self.whole
+        plain = copy.copy(config)
+        plain._attn_implementation_internal = former  # the setter changes parts that are shared
+        build = create_causal_mask if window is None else create_sliding_window_causal_mask
+        # only its shape, dtype and device are read
+        inputs = like.new_empty(()).expand(whole.batch_size, whole.length, 1)
+        whole.masks[window] = build(
+            config=plain,
+            inputs_embeds=inputs,
+            attention_mask=whole.attention_mask,
+            past_key_values=None,
+            position_ids=whole.position_ids,
+        )
 
 
 @final

@@ -24,7 +24,7 @@ class WholeBatch:
 
     attention_mask: [B, N] or None. position_ids: [B or 1, N].
     masks: what was built of them; by length of the sliding window, or None for all tokens.
-    num_calls: attentions that have used it.
+    is_used: by an attention.
     seen: padding and documents, where a ring has asked for them.
     """
 
@@ -33,7 +33,7 @@ class WholeBatch:
     attention_mask: Tensor | None
     position_ids: Tensor
     masks: dict[int | None, Any] = field(default_factory=dict)
-    num_calls: int = 0
+    is_used: bool = False
     seen: tuple[Tensor | None, Tensor | None] | None = None
 
     @property

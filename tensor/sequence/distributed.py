@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.opening import open_collectives
 from ...utils.errors import UsageError
+from ..compiled import number_of
 from .exchange import HeadExchange
 from .shares import key_head_of_each, key_heads, shares
 
@@ -22,11 +23,13 @@ from .shares import key_head_of_each, key_heads, shares
 class _Shared:
     """The group of an attention and of its copies.
 
+    number: of the group, by `number_of`.
     cuts: each rank has some of the tokens; else each has all of them.
     """
 
     group: Collectives | None = None
     dtype: torch.dtype | None = None
+    number: int = -1
     cuts: bool = True
 
     def __deepcopy__(self, memo: Any) -> _Shared:
@@ -69,18 +72,18 @@ class DistributedAttention(nn.Module):
         batch_dim = 3 - heads_dim - tokens_dim
         self._order = (batch_dim, heads_dim, tokens_dim, 3)
         self._attend: Callable[..., Tensor] = self._exchanged
+        if self.has_own_group:  # it is opened in the first call, which a graph cannot
+            self._attend = torch.compiler.disable(self._exchanged)  # type: ignore[no-untyped-call]
 
     def use(self, group: Collectives | None, dtype: torch.dtype | None = None) -> None:
         """Exchange heads in `group`, sent as `dtype`; None: no longer. For the engine."""
-        self._shared.group, self._shared.dtype = group, dtype
+        shared = self._shared
+        shared.group, shared.dtype = group, dtype
+        shared.number = -1 if group is None else number_of(group)
 
     def set_cuts(self, cuts: bool) -> None:
         """Whether each rank has some of the tokens in forwards from now on, or all. For the engine."""
         self._shared.cuts = cuts
-
-    def stay_eager(self) -> None:
-        """A compiled block has a graph before this module and one after it. For the engine."""
-        self._attend = torch.compiler.disable(self._exchanged)  # type: ignore[no-untyped-call]
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -97,7 +100,7 @@ class DistributedAttention(nn.Module):
     ) -> Tensor:
         shared = self._shared
         if self._group is not None and shared.group is None:
-            shared.group = open_collectives(self._group, query.device)
+            self.use(open_collectives(self._group, query.device))
         group = shared.group
         if group is None or not shared.cuts:
             return self.local_attention(query, key, value, *args, **kwargs)
@@ -117,8 +120,9 @@ class DistributedAttention(nn.Module):
             )
         tokens = shares(query.shape[2] * world_size, world_size)
         own = shares(heads, world_size)
-        of_queries = HeadExchange(group, tokens, own, shared.dtype)
-        of_keys = HeadExchange(group, tokens, key_heads(heads, kv_heads, world_size), shared.dtype)
+        of_queries = HeadExchange(group, tokens, own, shared.dtype, shared.number)
+        needed = key_heads(heads, kv_heads, world_size)
+        of_keys = HeadExchange(group, tokens, needed, shared.dtype, shared.number)
         query, key, value = (
             of_queries.to_heads(query),
             of_keys.to_heads(key),

@@ -5,20 +5,24 @@
     to_tokens        [B, own heads, N, D] -> [B, H, own tokens, D]  to_heads
     sum_of_parts     sum over ranks                                 the gradient itself
 
+In a compiled block the first two are custom ops.
+
 Source: Jacobs et al., DeepSpeed Ulysses, 2023, section 3.
 """
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
+from . import compiled
+from .compiled import flat
+from .messages import send_heads, send_tokens
 from .shares import Range
 
-KIND = "sequence heads"
 LOSS_KIND = "sequence losses"
 
 
@@ -28,6 +32,7 @@ class HeadExchange:
 
     tokens, heads: the range of each rank; ranges of heads may overlap.
     dtype: what is sent; None: the dtype of the tensor.
+    number: of the group, by `number_of`. A compiled block uses it.
     """
 
     def __init__(
@@ -35,43 +40,41 @@ class HeadExchange:
         group: Collectives,
         tokens: tuple[Range, ...],
         heads: tuple[Range, ...],
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None,
+        number: int,
     ) -> None:
         self._group = group
         self._tokens, self._heads = tokens, heads
         self._dtype = dtype
-        self._num_heads = max(end for _, end in heads)
+        self._number = number
 
     def to_heads(self, x: Tensor) -> Tensor:
         """[B, H, own tokens, D] -> [B, own heads, all tokens, D]."""
+        if torch.compiler.is_compiling():
+            return cast(Tensor, compiled.to_heads(x, *self._arguments(x)))
         found: Tensor = _ToHeads.apply(x, self)  # type: ignore[no-untyped-call]
         return found
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """[B, own heads, all tokens, D] -> [B, H, own tokens, D]."""
+        if torch.compiler.is_compiling():
+            return cast(Tensor, compiled.to_tokens(x, *self._arguments(x)))
         found: Tensor = _ToTokens.apply(x, self)  # type: ignore[no-untyped-call]
         return found
 
     def send_heads(self, x: Tensor) -> Tensor:
         """`to_heads` without autograd."""
-        first, end = self._heads[self._group.rank]
-        sent = x.to(self._dtype or x.dtype)
-        parts = [sent[:, a:b].contiguous() for a, b in self._heads]
-        outs = [sent.new_empty(x.shape[0], end - first, b - a, x.shape[3]) for a, b in self._tokens]
-        self._group.all_to_all(outs, parts, what="heads of attention", kind=KIND).wait()
-        return torch.cat(outs, 2).to(x.dtype)
+        dtype = self._dtype or x.dtype
+        return send_heads(self._group, x, self._tokens, self._heads, dtype)
 
     def send_tokens(self, x: Tensor) -> Tensor:
-        """`to_tokens` without autograd; what several ranks send of one head is added in rank order."""
-        first, end = self._tokens[self._group.rank]
-        sent = x.to(self._dtype or x.dtype)
-        parts = [sent[:, :, a:b].contiguous() for a, b in self._tokens]
-        outs = [sent.new_empty(x.shape[0], b - a, end - first, x.shape[3]) for a, b in self._heads]
-        self._group.all_to_all(outs, parts, what="tokens of attention", kind=KIND).wait()
-        whole = x.new_zeros(x.shape[0], self._num_heads, end - first, x.shape[3])
-        for (a, b), out in zip(self._heads, outs, strict=True):
-            whole[:, a:b] += out
-        return whole
+        """`to_tokens` without autograd."""
+        dtype = self._dtype or x.dtype
+        return send_tokens(self._group, x, self._tokens, self._heads, dtype)
+
+    def _arguments(self, x: Tensor) -> tuple[int, list[int], list[int], torch.dtype]:
+        """Of the custom ops."""
+        return self._number, flat(self._tokens), flat(self._heads), self._dtype or x.dtype
 
 
 class _ToHeads(torch.autograd.Function):

@@ -17,6 +17,7 @@ from xds.tensor import DistributedAttention
 
 WIDTH, TOKENS, SAMPLES, STEPS = 8, 8, 2, 3
 COMPILE: dict[str, Any] = {"enabled": True, "backend": "aot_eager"}
+ONE_GRAPH = {**COMPILE, "kwargs": {"fullgraph": True}}
 
 
 def compiled(model: tuple[Any, ...], kind: str, config: dict[str, Any]) -> Any:
@@ -26,19 +27,22 @@ def compiled(model: tuple[Any, ...], kind: str, config: dict[str, Any]) -> Any:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     found = train(model, kind, config)
-    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"], counters["graph_break"]
+    return found, counters["stats"]["unique_graphs"] > 0
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage", "more"),
+    ("model", "kind", "stage", "more"),
     [
-        pytest.param("padded", 3, {}, marks=pytest.mark.slow),
-        pytest.param("padded", 1, {"backend": "inductor"}, marks=pytest.mark.slow),
-        pytest.param("packed", 2, {"checkpoint": True}, marks=pytest.mark.slow),
+        pytest.param("llama", "padded", 3, {}, marks=pytest.mark.slow),
+        pytest.param("llama", "padded", 1, {"backend": "inductor"}, marks=pytest.mark.slow),
+        pytest.param("llama", "packed", 2, {"checkpoint": True}, marks=pytest.mark.slow),
+        pytest.param("mistral", "odd", 0, ONE_GRAPH, marks=pytest.mark.slow),
     ],
 )
 def test_a_model_of_transformers_equals_one_process(
-    kind: str, stage: int, more: dict[str, Any]
+    model: str, kind: str, stage: int, more: dict[str, Any]
 ) -> None:
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
     from test_sequence_training import config_of, one_process
@@ -46,9 +50,9 @@ def test_a_model_of_transformers_equals_one_process(
     config = config_of(2, stage, compile={**COMPILE, **more})
     if config["compile"].pop("checkpoint", False):
         config["activation_checkpointing"] = {"enabled": True}
-    (found, has_graphs), other = warm(2).run(compiled, ("llama",), kind, config)
+    (found, has_graphs), other = warm(2).run(compiled, (model,), kind, config)
     assert has_graphs and (found, True) == other
-    assert worst(found, one_process(("llama",), kind, 1)) <= 1e-5
+    assert worst(found, one_process((model,), kind, 1)) <= 1e-5
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -104,12 +108,14 @@ def plain(size: int, section: dict[str, Any] | None) -> Any:
         engine.step()
         found.append((loss.item(), engine.get_global_grad_norm()))
     engine.destroy()
-    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"], counters["graph_break"]
+    return found, counters["stats"]["unique_graphs"]
 
 
 def test_a_plain_model_equals_one_process() -> None:
     wanted, _ = warm(1).run(plain, 1, None)[0]
-    for found, graphs in warm(2).run(plain, 2, COMPILE):
+    for found, graphs in warm(2).run(plain, 2, ONE_GRAPH):
         assert graphs and worst(found, wanted) <= 1e-5
 
 
@@ -134,10 +140,15 @@ def test_the_class_with_the_arguments_of_deepspeed_is_not_compiled() -> None:
         assert torch.allclose(compiled_grad, 2 * grad)
 
 
-def test_one_graph_for_a_block_is_refused() -> None:
-    from xds.engine.config.config import Config
+def ring_in_one_graph() -> str:
+    from test_sequence_training import config_of, train
 
-    section = {"enabled": True, "kwargs": {"fullgraph": True}}
-    source = {"optimizer": {"type": "Adam"}, "train_micro_batch_size_per_gpu": 1}
-    with pytest.raises(xds.ConfigError, match="a graph before its attention"):
-        Config.load({**source, "compile": section, "sequence_parallel_size": 2})
+    with pytest.raises(Exception, match="a ring of sequence ranks") as error:
+        train(("llama", 1, 2), "padded", config_of(4, 1, compile=ONE_GRAPH))
+    return type(error.value).__name__
+
+
+@pytest.mark.slow
+def test_a_ring_is_not_in_one_graph() -> None:
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    assert len({*warm(4).run(ring_in_one_graph)}) == 1
