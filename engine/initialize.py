@@ -387,12 +387,17 @@ def _recompute(
     section = config.activation_checkpointing
     if not section.enabled:
         return _nothing
+    group = None
     if section.partition_activations and mesh.mesh.tensor > 1:
-        return checkpoint_blocks(blocks, PartitionedInputs(mesh.along("tensor")).cutting)
+        group = mesh.along("tensor")
     if not section.cpu_checkpointing:
-        return checkpoint_blocks(blocks)
+        own = [] if group is None else [PartitionedInputs(group).cutting]
+        return checkpoint_blocks(blocks, *own)
     activations = Activations(device, pin=True)
-    restore = checkpoint_blocks(blocks, activations.moving)
+    storing = activations.moving
+    if group is not None:
+        storing = PartitionedInputs(group, activations.move, activations.bring).cutting
+    restore = checkpoint_blocks(blocks, storing)
 
     def undo() -> None:
         restore()

@@ -61,9 +61,13 @@ class Activations:
         def pack(tensor: Tensor) -> Tensor | _Moved:
             if tensor.data_ptr() not in wanted or not tensor.is_contiguous():
                 return tensor
-            return self._move(tensor)
+            return self.move(tensor)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, self._bring)
+        return torch.autograd.graph.saved_tensors_hooks(pack, self.bring)
+
+    def move(self, tensor: Tensor) -> Tensor | _Moved:
+        """Copy a contiguous `tensor` to the host; a small one stays. The last one is the first to `bring`."""
+        return self._move(tensor) if tensor.nbytes >= MIN_BYTES else tensor
 
     def _move(self, tensor: Tensor) -> _Moved:
         host = host_memory(tensor.nbytes, pin=self._pin).view(tensor.dtype)
@@ -75,7 +79,8 @@ class Activations:
         moved.previous, self._last = self._last, weakref.ref(moved)
         return moved
 
-    def _bring(self, saved: Tensor | _Moved) -> Tensor:
+    def bring(self, saved: Tensor | _Moved) -> Tensor:
+        """The tensor on the device, of what `move` returned."""
         if isinstance(saved, Tensor):
             return saved
         self._outbox.drain()

@@ -8,10 +8,10 @@ Source: Rajbhandari et al., ZeRO, 2020, section 6.1 (partitioned activation chec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -26,18 +26,29 @@ MIN_NUMEL = 1 << 10  # a smaller tensor costs more to gather than to keep
 @final
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """This rank's elements of a tensor."""
+    """This rank's elements of a tensor. `values`: what `keep` made of them."""
 
     shape: torch.Size
-    values: Tensor
+    values: Any
 
 
 @final
 class PartitionedInputs:
     """Cuts tensors of one model over the ranks of a tensor group, which have the same values."""
 
-    def __init__(self, group: Collectives) -> None:
+    def __init__(
+        self,
+        group: Collectives,
+        keep: Callable[[Tensor], Any] = lambda part: part,
+        bring: Callable[[Any], Tensor] = lambda kept: kept,
+    ) -> None:
+        """
+        Args:
+            keep: stores a part [n] until backward. By default it stays where it is.
+            bring: the part [n], of what `keep` returned.
+        """
         self._parts = EqualParts(group, KIND)
+        self._keep, self._bring = keep, bring
 
     def cutting(self, inputs: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Inside, tensors that autograd saves are cut if they are among `inputs` and not small.
@@ -54,14 +65,15 @@ class PartitionedInputs:
         def pack(tensor: Tensor) -> Tensor | _Part:
             if tensor.data_ptr() not in wanted or not tensor.is_contiguous():
                 return tensor
-            return _Part(tensor.shape, self._parts.own(tensor))
+            return _Part(tensor.shape, self._keep(self._parts.own(tensor)))
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._join)
 
     def _join(self, saved: Tensor | _Part) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        return self._parts.joined(saved.values, saved.shape, "the input of a recomputed block")
+        part = self._bring(saved.values)
+        return self._parts.joined(part, saved.shape, "the input of a recomputed block")
 
 
 __all__ = ["KIND", "PartitionedInputs"]

@@ -33,7 +33,6 @@ from .offloading import check_guesses, check_old_names, check_paths
 from .optimizer import OptimizerConfig, check_optimizer
 from .ranks import (
     check_micro_batches,
-    check_partitions,
     check_sequence_ranks,
     check_slices,
     check_stages,
@@ -345,7 +344,6 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     _check_stages(config, report)
     chosen = changes.get("optimizer")
     check_slices(config.tensor_parallel, chosen.type if chosen is not None else None, report)
-    check_partitions(config.tensor_parallel, config.activation_checkpointing, report)
     _check_sequences(config, report)
     if data.get("gradient_clipping") is None:
         report.notes.append(

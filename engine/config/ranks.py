@@ -10,7 +10,6 @@ from ...zero.config import ZeroConfig
 from .batch import STEPS
 from .elasticity import Elasticity
 from .optimizer import WHOLE_TENSOR
-from .sections import ActivationCheckpointing
 
 _ONE_UPDATE = (
     "pipeline stages run all micro-batches of an update in one call of train_batch, so the engine counts them; "
@@ -92,20 +91,6 @@ def check_sequence_ranks(size: int, *, cuts: bool, stages: int, report: Report) 
             "sequence.cut_by",
             "script",
             f'all of pipeline.stages = {stages} read the whole batch; set it to "engine", or the stages to 1',
-        )
-
-
-def check_partitions(
-    section: TensorParallel, activations: ActivationCheckpointing, report: Report
-) -> None:
-    """Report inputs of blocks that are to be both cut over tensor ranks and moved to the host."""
-    both = activations.partition_activations and activations.cpu_checkpointing
-    if section.size > 1 and activations.enabled and both:
-        report.complain(
-            "activation_checkpointing.partition_activations",
-            True,
-            f"with cpu_checkpointing and tensor_parallel.tp_size = {section.size} it is not supported yet; "
-            "set one of the two to false",
         )
 
 

@@ -10,7 +10,7 @@ from tensor_cases import Case, batches, build
 from warm_ranks import warm
 
 import xds
-from xds.engine.config.config import Config
+from xds.offload import activations
 from xds.pipe import channel
 from xds.tensor import partition
 
@@ -25,7 +25,7 @@ def train(case: Case, section: dict[str, Any]) -> tuple[list[Any], int, list[int
     cut = partition._Part.__init__
 
     def noted(self: Any, shape: torch.Size, values: torch.Tensor) -> None:
-        kept.append(values.numel())
+        kept.append(values.shape.numel())
         cut(self, shape, values)
 
     partition._Part.__init__ = noted  # type: ignore[method-assign]
@@ -67,16 +67,33 @@ def test_parts_change_no_number_and_are_a_share(case: Case) -> None:
         assert sent == 4 * sum(kept)
 
 
-def test_parts_that_go_to_the_host_are_refused() -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW"},
-        "tensor_parallel": {"tp_size": 2},
-        "activation_checkpointing": PARTED | {"cpu_checkpointing": True},
-    }
-    with pytest.raises(xds.ConfigError, match="with cpu_checkpointing .* not supported yet"):
-        Config.load(config)
-    Config.load(config | {"tensor_parallel": {"tp_size": 1}})
+def train_on_host(case: Case) -> tuple[Any, int]:
+    """`train`, and how many tensors went to the host."""
+    plain, activations.MIN_BYTES = activations.MIN_BYTES, 1
+    moved: list[int] = []
+    note = activations._Moved.__init__
+
+    def noted(self: Any, shape: torch.Size, *rest: Any) -> None:
+        moved.append(shape.numel())
+        note(self, shape, *rest)
+
+    activations._Moved.__init__ = noted  # type: ignore[method-assign]
+    try:
+        found = train(case, PARTED | {"cpu_checkpointing": True})
+    finally:
+        activations.MIN_BYTES = plain
+        activations._Moved.__init__ = note  # type: ignore[method-assign]
+    return found, len(moved)
+
+
+def test_parts_go_to_the_host() -> None:
+    case = Case("llama", 1, 1, 1, 2, 1)
+    parts = warm(case.mesh.size).run(train, case, PARTED)
+    for (steps, sent, kept), (on_host, moved) in zip(
+        parts, warm(case.mesh.size).run(train_on_host, case), strict=True
+    ):
+        assert on_host[0] == steps and on_host[1] == sent
+        assert moved == 3 * len(kept)  # in three steps
 
 
 def sent_between_stages(case: Case, section: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
