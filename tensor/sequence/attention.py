@@ -6,8 +6,8 @@ hands down a `SequenceAttention`, which only the engine does. Elsewhere it calls
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -20,6 +20,7 @@ from .batches import WholeBatch
 from .blocks import Visibility
 from .exchange import HeadExchange
 from .layout import Layout, layout_of, num_exchanging
+from .masks import build_mask
 from .ring import Ring
 from .shares import key_head_of_each
 
@@ -36,14 +37,27 @@ RING_REASON = (
 Attention = Callable[..., tuple[Tensor, Any]]
 
 
+@final
+@dataclass(frozen=True)
+class _Former:
+    """The function of the model that is wrapped, its name, and what builds masks for it."""
+
+    name: str
+    attend: Attention
+    build_mask: Callable[..., None]
+
+
 def register(former: str) -> str:
     """Enter the function that wraps `former` in the tables of transformers. Returns its name."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     own: Attention = ALL_ATTENTION_FUNCTIONS[former]
-    # a compiled block has a graph before a ring and one after it
-    attend_in_ring = torch.compiler.disable(SequenceAttention.attend, reason=RING_REASON)  # type: ignore[no-untyped-call]
+    disable: Any = (
+        torch.compiler.disable
+    )  # a compiled block has a graph before such a call and one after it
+    attend_in_ring = disable(SequenceAttention.attend, reason=RING_REASON)
+    functions = _Former(former, own, disable(build_mask))
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
@@ -52,7 +66,7 @@ def register(former: str) -> str:
         if given is None:
             return own(module, query, key, value, mask, **kwargs)
         chosen = attend_in_ring if given.has_ring(query.shape[1]) else SequenceAttention.attend
-        return chosen(given, own, former, module, (query, key, value), kwargs)
+        return chosen(given, functions, module, (query, key, value), kwargs)
 
     name = PREFIX + former
     ALL_ATTENTION_FUNCTIONS.register(name, attend)
@@ -99,8 +113,7 @@ class SequenceAttention:
 
     def attend(
         self,
-        own: Attention,
-        former: str,
+        functions: _Former,
         module: Any,
         tensors: tuple[Tensor, Tensor, Tensor],
         kwargs: dict[str, Any],
@@ -136,9 +149,9 @@ class SequenceAttention:
                 kwargs["position_ids"] = self.whole.position_ids
             window = kwargs.get("sliding_window")
             if window not in self.whole.masks:
-                self._build_mask(module.config, former, query, window)
+                functions.build_mask(self.whole, module.config, functions.name, query, window)
             mask = self.whole.masks[window]
-            output = own(module, query, key, value, mask, **kwargs)[0].transpose(1, 2)
+            output = functions.attend(module, query, key, value, mask, **kwargs)[0].transpose(1, 2)
         if layout.size > 1:
             output = of_queries.to_tokens(output)
         return output.transpose(1, 2).contiguous(), None
@@ -188,26 +201,7 @@ class SequenceAttention:
                 window = getattr(module, "sliding_window", everywhere)
                 if window not in self.whole.masks:
                     former = chosen.removeprefix(PREFIX)
-                    self._build_mask(config, former, next(block.parameters()), window)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _build_mask(self, config: Any, former: str, like: Tensor, window: int | None) -> None:
-        """The mask of the whole sequence, as the model builds it on one rank. Built once for a forward."""
-        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-
-        whole = self.whole
-        plain = copy.copy(config)
-        plain._attn_implementation_internal = former  # the setter changes parts that are shared
-        build = create_causal_mask if window is None else create_sliding_window_causal_mask
-        # only its shape, dtype and device are read
-        inputs = like.new_empty(()).expand(whole.batch_size, whole.length, 1)
-        whole.masks[window] = build(
-            config=plain,
-            inputs_embeds=inputs,
-            attention_mask=whole.attention_mask,
-            past_key_values=None,
-            position_ids=whole.position_ids,
-        )
+                    build_mask(self.whole, config, former, next(block.parameters()), window)
 
 
 @final
