@@ -20,7 +20,8 @@ ENV = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
-@pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_trains_and_samples(architecture: str, tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text(EXAMPLE.read_text() * 3)

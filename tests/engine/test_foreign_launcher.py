@@ -156,6 +156,7 @@ def is_real_openmpi() -> bool:
 
 
 @pytest.mark.skipif(not is_real_openmpi(), reason="no mpirun of Open MPI here")
+@pytest.mark.slow
 def test_the_real_mpirun_starts_a_script_for_each_rank(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {

@@ -279,6 +279,7 @@ def test_nothing_is_left_open(tmp_path, capfd):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_whole_run_on_a_terminal(tmp_path):
     """Rank 0 believes in its terminal, and a reader that leaves is told in the report."""
     (tmp_path / "t.py").write_text(

@@ -155,13 +155,13 @@ def train(kind: type[Net], width: int, steps: int) -> list[list[float]]:
     return [ours(kind, width, case, steps) for case in cases()]
 
 
-@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
-    ("world_size", "width"),
+    ("kind", "world_size", "width"),
     [
-        pytest.param(2, NARROW, marks=pytest.mark.slow),
-        pytest.param(2, WIDE, marks=pytest.mark.slow),
-        (3, WIDE),
+        (Twice, 3, WIDE),
+        *(pytest.param(kind, 3, WIDE, marks=pytest.mark.slow) for kind in (Pairs, Inner)),
+        *(pytest.param(kind, 2, NARROW, marks=pytest.mark.slow) for kind in MODELS),
+        *(pytest.param(kind, 2, WIDE, marks=pytest.mark.slow) for kind in MODELS),
     ],
 )
 def test_norms_are_those_of_plain_torch(kind: type[Net], world_size: int, width: int) -> None:
