@@ -161,7 +161,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     compiler = Compiler(model, blocks, config)
     sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
     reserve(sharded)
-    divided.start_proof(mesh)
+    divided.start_proof(mesh, sharded.holding)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
     undo_tiles = tile_layers(divided, config.sequence)

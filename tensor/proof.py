@@ -12,7 +12,9 @@ A plan that is wrong for a model trains without an error, with wrong numbers. So
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -22,9 +24,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError
+from .plan import Ways
+from .regions import layers_in, regions
+from .rounding import computed_in, round_otherwise, rounded_otherwise
 from .shares import ranks_with_copies
 from .slicing import Slice, Sliced
 from .tokens import Tokens, with_activations
+
+Holding = Callable[[nn.Module], AbstractContextManager[None]]
 
 KIND = "proof of slices"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -56,26 +63,45 @@ class _Scale(NamedTuple):
 
 @final
 class Proof:
-    """Compares one block of each class. Made before the layers are cut, and started after that."""
+    """Compares one block of each kind, and what is cut outside of blocks.
 
-    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], cut: Sequence[str]) -> None:
+    Blocks are of one kind if they have one class, and the same layers are cut in the same way. Made before the
+    layers are cut, and started after that.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[tuple[str, nn.Module]],
+        ways: Ways,
+    ) -> None:
         """
         Args:
-            blocks: name and module of the blocks of this rank.
-            cut: the names of the layers that will be cut.
+            model: what this rank has of the model.
+            blocks: name and module of its blocks.
+            ways: the layers that will be cut.
         """
         self._blocks: dict[str, tuple[nn.Module, nn.Module]] = {}  # name -> the block, its copy
         self._hooks: list[Any] = []
-        kinds: set[type[nn.Module]] = set()
-        for name, block in blocks:
-            if type(block) not in kinds and any(layer.startswith(f"{name}.") for layer in cut):
-                kinds.add(type(block))
+        found = regions(ways, [name for name, _ in blocks])
+        self._regions = frozenset(found)
+        kinds: set[Any] = set()
+        for name, block in [*blocks, *((at, model.get_submodule(at)) for at in found)]:
+            layers = layers_in(name, ways)
+            kind = type(block), *((at, way, _shape(block, at)) for at, way in layers.items())
+            if layers and kind not in kinds:
+                kinds.add(kind)
                 self._blocks[name] = block, _on_meta(block)
 
-    def start(self, sliced: Sliced, group: Collectives) -> None:
-        """Run at the first forward of each block, after the hooks that gather its parameters."""
+    def start(self, sliced: Sliced, group: Collectives, holding: Holding) -> None:
+        """Run at the first forward of each block, after the hooks that gather its parameters.
+
+        holding: inside, all parameters of a module are there.
+        """
         for name, (block, whole) in self._blocks.items():
             case = _Case(name, block, whole, sliced, group)
+            if name in self._regions:
+                case.around = partial(_alone, block, holding)
             if name not in sliced.tokens.names:
                 case.tokens = None
             prove = partial(self._prove, case, len(self._hooks))
@@ -95,6 +121,25 @@ class Proof:
             hook.remove()
 
 
+@contextmanager
+def _alone(region: nn.Module, holding: Holding) -> Iterator[None]:
+    """Inside, the modules in `region` have their parameters, and nothing else happens when they run."""
+    inner = [module for module in region.modules() if module is not region]
+    kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in inner]
+    with holding(region):
+        try:
+            for module in inner:
+                module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+            yield
+        finally:
+            for module, before, after in kept:
+                module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+def _shape(block: nn.Module, layer: str) -> tuple[torch.Size, ...]:
+    return tuple(param.shape for param in block.get_submodule(layer).parameters())
+
+
 @final
 class _Case:
     """One block, and its whole copy on the meta device."""
@@ -103,10 +148,12 @@ class _Case:
         self, name: str, block: nn.Module, whole: nn.Module, sliced: Sliced, group: Collectives
     ) -> None:
         self.name = name
+        self._called = name or "the model"
         self.block = block
         self._whole = whole
         self._sliced = sliced
         self._group = group
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.tokens = sliced.tokens.tokens  # of a block whose activations are cut; else None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -114,6 +161,10 @@ class _Case:
         Raises:
             UsageError: on all ranks of the group: a rank has found a difference.
         """
+        with self.around():
+            self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         whole = self._filled()
         modes = {module: module.training for module in self.block.modules()}
         self.block.eval()  # no dropout: it draws other numbers where activations are cut
@@ -123,7 +174,7 @@ class _Case:
             if self.tokens is not None:
                 args, kwargs = with_activations(self.name, args, kwargs, self._all_tokens)
             theirs = self._of_own_tokens(_run(whole, args, kwargs))
-            _round_otherwise(whole)
+            round_otherwise(whole)
             # on each rank: attention in it may send
             again = self._of_own_tokens(_run(whole, args, kwargs, rounds=True))
             noise = _noise(theirs, again)
@@ -137,9 +188,9 @@ class _Case:
         )
         if bool(flags.any()):
             raise UsageError(
-                f"tensor_parallel: {self.name} computes something else in {self._group.world_size} slices than "
-                f"whole: {found or 'another rank says where'}; correct tensor_parallel.plan, or take the layer "
-                "out of it"
+                f"tensor_parallel: {self._called} computes something else in {self._group.world_size} slices "
+                f"than whole: {found or 'another rank says where'}; correct tensor_parallel.plan, or take the "
+                "layer out of it"
             )
 
     def _all_tokens(self, own: Tensor) -> Tensor:
@@ -165,8 +216,8 @@ class _Case:
                 raise  # no shapes that do not fit
             line = str(error).partition("\n")[0]
             raise UsageError(
-                f"tensor_parallel: {self.name} cannot run in {self._group.world_size} slices: {line}; correct "
-                "tensor_parallel.plan, or take the layer out of it"
+                f"tensor_parallel: {self._called} cannot run in {self._group.world_size} slices: {line}; "
+                "correct tensor_parallel.plan, or take the layer out of it"
             ) from error
 
     # -- the whole copy ---------------------------------------------------------------------------------
@@ -296,7 +347,7 @@ def _run(
         if not value.requires_grad:
             return value.detach()
         own = value.detach()
-        leaves.append((_rounded_otherwise(own) if rounds else own).requires_grad_())
+        leaves.append((rounded_otherwise(own) if rounds else own).requires_grad_())
         return leaves[-1]
 
     outputs: dict[str, list[Tensor]] = {}
@@ -351,18 +402,8 @@ def _floats(value: Any) -> list[Tensor]:
     ]
 
 
-def _computed_in(tensor: Tensor) -> torch.dtype:
-    """Its dtype, or that of autocast, whichever has fewer bits."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensor.dtype
-    return max(
-        tensor.dtype, torch.get_autocast_dtype(kind), key=lambda dtype: torch.finfo(dtype).eps
-    )
-
-
 def _tolerance(tensor: Tensor) -> float:
-    return TOLERANCES.get(_computed_in(tensor), 1e-1)
+    return TOLERANCES.get(computed_in(tensor), 1e-1)
 
 
 def _is_close(a: Tensor, b: Tensor, scale: _Scale | None = None) -> bool:
@@ -372,24 +413,6 @@ def _is_close(a: Tensor, b: Tensor, scale: _Scale | None = None) -> bool:
     scale = scale or _Scale()
     limit = _tolerance(b) * max(float(b.abs().max()), scale.small, 1e-30)
     return float((a - b).abs().max()) <= max(limit, NOISE * scale.noise)
-
-
-# -- what rounding changes --------------------------------------------------------------------------------
-
-
-def _rounded_otherwise(values: Tensor) -> Tensor:
-    """`values`, of which each is one rounding larger or smaller. Zeros stay."""
-    generator = torch.Generator(values.device).manual_seed(2)
-    eps = torch.finfo(_computed_in(values)).eps
-    signs = torch.empty_like(values, dtype=torch.float32).bernoulli_(0.5, generator=generator)
-    return values * signs.mul_(2 * eps).add_(1 - eps).to(values.dtype)
-
-
-@torch.no_grad()
-def _round_otherwise(block: nn.Module) -> None:
-    for param in block.parameters():
-        if param.is_floating_point():
-            param.data = _rounded_otherwise(param.data)
 
 
 def _noise(one: _Run, other: _Run) -> _Noise:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
-from ...tensor.proof import Proof
+from ...tensor.proof import Holding, Proof
 from ...tensor.slicing import Sliced
 from ...zero.core.discover import found_blocks
 from ...zero.core.groups import FlatGroups
@@ -36,10 +36,13 @@ class Divided:
     proof: Proof | None
     groups: FlatGroups
 
-    def start_proof(self, mesh: MeshGroups) -> None:
-        """Prove the slices in the first forward: after all hooks that gather parameters."""
+    def start_proof(self, mesh: MeshGroups, holding: Holding) -> None:
+        """Prove the slices in the first forward: after all hooks that gather parameters.
+
+        holding: inside, all parameters of a module are gathered.
+        """
         if self.proof is not None:
-            self.proof.start(self.sliced, mesh.along("tensor"))
+            self.proof.start(self.sliced, mesh.along("tensor"), holding)
 
     def undo(self) -> None:
         """Give the modules their classes back."""

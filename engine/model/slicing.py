@@ -83,7 +83,8 @@ def slice_layers(
     if config.tensor_parallel.size == 1:
         return Sliced(), None
     own = ways_here(model, runs, plan, config, found)
-    proof = Proof([block for run in runs for block in run], list(own))
+    blocks = [block for run in runs for block in run]
+    proof = Proof(model, blocks, own)
     overlaps = config.tensor_parallel.tp_overlap_comm
     sliced = slice_model(model, own, mesh.along("tensor"), overlaps=overlaps, blocks=runs)
     if sliced.tokens.names:

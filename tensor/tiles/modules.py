@@ -34,10 +34,27 @@ class TiledForward:
         """tile_length: tokens of a tile; None: as many as the input is wide."""
         self._module, self._forward, self.tile_length = module, module.forward, tile_length
 
-    def __call__(self, x: Tensor) -> Any:
-        tiles = tiles_for(x.shape[-2], self.tile_length or x.shape[-1])
-        weights = list(self._module.parameters())
-        return run_in_tiles(self._forward, [x], tiles=tiles, dim=-2, weights=weights)
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Tensors with the tokens of `x` [..., tokens, width] are cut too; the rest is not."""
+        given = [*args, *kwargs.values()]
+        is_cut = [
+            isinstance(v, Tensor) and v.dim() > 1 and v.shape[:-1] == x.shape[:-1] for v in given
+        ]
+
+        def forward(x: Tensor, *values: Any) -> Any:
+            cut, rest = iter(values), iter(values[sum(is_cut) :])
+            in_order = [next(cut) if one else next(rest) for one in is_cut]
+            named = dict(zip(kwargs, in_order[len(args) :], strict=True))
+            return self._forward(x, *in_order[: len(args)], **named)
+
+        return run_in_tiles(
+            forward,
+            [x, *(v for v, one in zip(given, is_cut, strict=True) if one)],
+            others=[v for v, one in zip(given, is_cut, strict=True) if not one],
+            tiles=tiles_for(x.shape[-2], self.tile_length or x.shape[-1]),
+            dim=-2,
+            weights=list(self._module.parameters()),
+        )
 
 
 def tile_forward(module: Module, tile_length: int | None) -> Module:
@@ -46,8 +63,8 @@ def tile_forward(module: Module, tile_length: int | None) -> Module:
     Call it before `xds.initialize`. `del module.forward` undoes it.
 
     Args:
-        module: an MLP, or any other module that treats each token alone. Its only argument has the shape
-            [..., tokens, width].
+        module: an MLP, or any other module that treats each token alone. Its first argument has the shape
+            [..., tokens, width]. Further tensors with the same tokens, such as a residual, are cut as well.
         tile_length: tokens of a tile, in dimension -2. Memory does not grow with the sequence. None: as many
             as the input is wide, so that a tile's input is a square matrix (Bekman et al., section 3.1).
     Returns:

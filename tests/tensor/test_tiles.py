@@ -199,6 +199,29 @@ def test_a_module_runs_in_tiles_and_keeps_its_names():
     assert model(x).grad_fn.name() != "_TiledBackward"
 
 
+class WithResidual(nn.Module):
+    """As the MLP of BLOOM, with a factor for all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x, residual, *, factor, gate=None):
+        return self.up(x) * (1 if gate is None else gate) * factor + residual
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_further_inputs_of_a_module_are_cut_with_the_first(is_gated):
+    module, factor = WithResidual(), torch.randn(4, requires_grad=True)
+    x, residual, gate = (torch.randn(2, 7, 4, requires_grad=True) for _ in range(3))
+    more = {"factor": factor, "gate": gate} if is_gated else {"factor": factor}
+    used = [x, residual, *more.values(), *module.parameters()]
+    plain = module(x, residual, **more)
+    wanted = grads_of(plain, used)
+    tiled = tile_forward(module, 3)(x, residual, **more)
+    assert_same([tiled, *grads_of(tiled, used)], [plain, *wanted])
+
+
 def test_mistakes_are_one_sentence():
     x = torch.randn(2, 4, 3, requires_grad=True)
     linear = nn.Linear(3, 3)

@@ -177,6 +177,20 @@ class ShardedModel:
 
     # -- step -------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def holding(self, module: nn.Module) -> Iterator[None]:
+        """Inside, all units in `module` are gathered. For all ranks, outside of backward."""
+        inner = set(module.modules())
+        units = [unit for unit in self.units if not inner.isdisjoint(unit.modules)]
+        dropped = [unit for unit in units if not unit.is_unsharded]
+        for unit in dropped:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in dropped:
+                unit.reshard()
+
     def finish_reduction(self) -> float:
         """Every gradient is summed over the ranks on return. See `Reduction.finish`."""
         self.backwards.end()  # a loss.backward() of the script's own

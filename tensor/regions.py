@@ -1,0 +1,57 @@
+"""What has to be proven of a plan: one block of each kind, and what is cut outside of blocks. Pure arithmetic.
+
+layers between which activations are cut                 proven as
+blocks.0.attn.q, blocks.0.attn.o                         blocks.0
+projector.up (columns), projector.down (rows)            projector
+inp (columns), out.last (rows)                           the module around both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .words import BY_HEADS, CUTS_COLUMNS, CUTS_ROWS, Way, Word
+
+
+def layers_in(block: str, ways: Mapping[str, Way]) -> dict[str, Way]:
+    """The layers in the module `block`, by their names in it. A layer is not in itself."""
+    start = f"{block}." if block else ""
+    return {name[len(start) :]: way for name, way in ways.items() if name.startswith(start)}
+
+
+def regions(ways: Mapping[str, Way], blocks: Sequence[str]) -> list[str]:
+    """The smallest modules around what is cut outside of `blocks`: their inputs and outputs are whole.
+
+    Layers whose inputs and outputs are whole need no module around them, such as "colwise_gather_output".
+
+    >>> regions({"up": Way(Word.COLWISE), "a.down": Way(Word.ROWWISE)}, [])
+    ['']
+    """
+    inside = tuple(f"{block}." for block in blocks)
+    parents: dict[str, set[Word]] = {}
+    for name, way in ways.items():
+        if way.word in BY_HEADS | {Word.PARTIAL} and not name.startswith(inside):
+            parents.setdefault(name.rpartition(".")[0], set()).add(way.word)
+    found = [at for at, words in parents.items() if words & CUTS_COLUMNS and words & CUTS_ROWS]
+    rest = [at for at in parents if at not in found]
+    if rest:
+        found.append(_common(rest))
+    outermost = [at for at in found if not any(_is_in(at, other) for other in found)]
+    return sorted(set(outermost))
+
+
+def _common(names: Sequence[str]) -> str:
+    """The innermost module that contains all of `names`, or is all of them."""
+    parts = [name.split(".") if name else [] for name in names]
+    length = 0
+    while all(len(one) > length and one[length] == parts[0][length] for one in parts):
+        length += 1
+    return ".".join(parts[0][:length])
+
+
+def _is_in(name: str, other: str) -> bool:
+    """`name` is a module inside of `other`."""
+    return name != other and (not other or name.startswith(f"{other}."))
+
+
+__all__ = ["layers_in", "regions"]

@@ -1,0 +1,130 @@
+"""What is cut outside of blocks is proven too, and blocks of one class that are cut otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from warm_ranks import warm
+
+import xds
+from xds.tensor.regions import layers_in, regions
+from xds.tensor.words import Way, Word
+
+WAYS = {
+    "columns": Way(Word.COLWISE),
+    "rows": Way(Word.ROWWISE),
+    "gather": Way(Word.COLWISE_GATHER),
+    "split": Way(Word.ROWWISE_SPLIT),
+    "norm": Way(Word.PARTIAL),
+    "embed": Way(Word.EMBEDDING),
+}
+
+
+@pytest.mark.parametrize(
+    ("cut", "wanted"),
+    [
+        ({"blocks.0.up": "columns", "blocks.0.down": "rows"}, []),
+        ({"embed": "embed", "head": "gather", "a.b": "split"}, []),
+        ({"a.up": "columns", "a.down": "rows"}, ["a"]),
+        (
+            {"a.up": "columns", "a.down": "rows", "b.c.up": "columns", "b.d.down": "rows"},
+            ["a", "b"],
+        ),
+        ({"a.up": "columns", "b.down": "rows"}, [""]),
+        ({"a.up": "columns"}, ["a"]),
+        ({"up": "columns", "a.up": "columns", "a.down": "rows"}, [""]),
+        ({"blocks.0": "columns", "blocks.1": "rows"}, ["blocks"]),  # layers that are blocks
+        ({"blocks.0.up": "columns", "norm": "norm"}, [""]),
+        ({"a.b.up": "columns", "a.b.down": "rows", "a.c": "rows", "a.d": "columns"}, ["a"]),
+    ],
+)
+def test_the_smallest_module_around_what_is_cut(cut: dict[str, str], wanted: list[str]) -> None:
+    ways = {name: WAYS[word] for name, word in cut.items()}
+    assert regions(ways, ["blocks.0", "blocks.1"]) == wanted
+
+
+def test_names_in_a_block() -> None:
+    ways = {"a.b": WAYS["rows"], "ab.c": WAYS["columns"], "a": WAYS["rows"]}
+    assert layers_in("a", ways) == {"b": WAYS["rows"]}
+    assert layers_in("", ways) == ways
+
+
+class Projector(nn.Module):
+    def __init__(self, is_right: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.is_right = nn.Linear(8, 16), nn.Linear(16, 8), is_right
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        return self.down(x.tanh() if self.is_right else normalize(x, dim=-1))
+
+
+class Model(nn.Module):
+    """The normalisation needs all columns: a slice computes something else without an error."""
+
+    def __init__(self, kind: str, is_right: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        if kind == "module":
+            self.projector = Projector(is_right)
+        self.blocks = nn.ModuleList(Projector(True) for _ in range(2))
+        if kind == "second block":
+            self.blocks[1].is_right = is_right
+        if kind == "root":
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+            self.is_right = is_right
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "module":
+            x = self.projector(x)
+        if self.kind == "root":
+            x = Projector.forward(self, x)  # type: ignore[arg-type]
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+PLANS = {
+    "module": {"projector.up": "colwise", "projector.down": "rowwise"},
+    "root": {"up": "colwise", "down": "rowwise"},
+    "second block": {
+        "blocks.0.up": "colwise_gather_output",
+        "blocks.1.up": "colwise",
+        "blocks.1.down": "rowwise",
+    },
+}
+
+
+def run(kind: str, is_right: bool, stage: int) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "tensor_parallel": {"tp_size": 2, "plan": PLANS[kind]},
+    }
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    wanted = Model(kind, is_right)(x).item()
+    try:
+        engine = xds.initialize(Model(kind, is_right), config)
+        loss = engine(x)
+    except xds.UsageError as error:
+        return str(error)
+    engine.backward(loss)
+    engine.step()
+    engine.destroy()
+    return loss.item() - wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"), [("module", 3), ("module", 1), ("root", 2), ("root", 3), ("second block", 3)]
+)
+def test_a_right_plan_trains_and_a_wrong_one_is_refused(kind: str, stage: int) -> None:
+    for found in warm(2).run(run, kind, True, stage):
+        assert abs(found) <= 1e-6
+    for text in warm(2).run(run, kind, False, stage):
+        assert "something else in 2 slices than whole: the output of down differs" in text
