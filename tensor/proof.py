@@ -211,8 +211,8 @@ class _Case:
     def _run_sliced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
         try:
             return _run(self.block, args, kwargs, self.tokens)
-        except RuntimeError as error:
-            if type(error) is not RuntimeError:
+        except (RuntimeError, ValueError) as error:
+            if type(error) not in (RuntimeError, ValueError):
                 raise  # no shapes that do not fit
             line = str(error).partition("\n")[0]
             raise UsageError(

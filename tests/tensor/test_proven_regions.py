@@ -100,6 +100,26 @@ PLANS = {
 }
 
 
+def cut_head() -> str:
+    from tensor_cases import Case, batches, build
+
+    from xds.tensor.plan import plan_of_model
+
+    model = build("llama")
+    config = Case("llama", 1, 1, 1, 2, 1).config()
+    config["tensor_parallel"]["plan"] = plan_of_model(model) | {"lm_head": "colwise"}
+    engine = xds.initialize(model, config)
+    with pytest.raises(xds.UsageError) as caught:
+        engine.train_batch(batches("llama", 0, engine.dp_rank))
+    return str(caught.value)
+
+
+def test_logits_that_are_not_gathered_are_found() -> None:
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    for text in warm(2).run(cut_head):
+        assert "the model cannot run in 2 slices: Expected input batch_size" in text
+
+
 def run(kind: str, is_right: bool, stage: int) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 3,
