@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -307,20 +307,9 @@ def _sendable(tensor: Tensor) -> Tensor:
     return found if found.dtype in SENT_AS_IT_IS else found.view(-1).view(torch.uint8)
 
 
-def signature(value: Any) -> Hashable:
-    """The shapes and dtypes in a batch: inputs of one signature flow through the model in one shape."""
-    if isinstance(value, Tensor):
-        return (tuple(value.shape), value.dtype)
-    if isinstance(value, Mapping):
-        return tuple((str(key), signature(item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(signature(item) for item in value)
-    return type(value).__name__
-
-
 def flow_bytes(header: Header) -> int:
     """Bytes of the leaves of a flow."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in header.leaves)
 
 
-__all__ = ["JOINS", "Channel", "Header", "Ranks", "Ways", "flow_bytes", "signature"]
+__all__ = ["JOINS", "Channel", "Header", "Ranks", "Ways", "flow_bytes"]

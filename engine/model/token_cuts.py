@@ -65,9 +65,11 @@ class TransformersCuts(TokenCuts):
         self._dtype = dtype
         self._current: SequenceAttention | None = None
         self._without_padding = skips_padding(model)
+        self._config: Any = model.config
         self._chosen = choose(model)
 
     def cut(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        self._check_documents(inputs)
         found, whole = cut_batch(
             inputs,
             self._group.rank,
@@ -76,6 +78,25 @@ class TransformersCuts(TokenCuts):
         )
         self._current = SequenceAttention(self._group, whole, self._dtype)
         return found | {ARGUMENT: self._current}
+
+    def _check_documents(self, inputs: dict[str, Any]) -> None:
+        """
+        Raises:
+            UsageError: without sequence ranks the model would not tell the documents apart.
+        """
+        uses_cache = inputs.get("use_cache")
+        if uses_cache is None:
+            uses_cache = getattr(self._config, "use_cache", False)
+        positions = inputs.get("position_ids")
+        has_own = any("flash" in former for _, former in self._chosen)  # finds documents itself
+        if not uses_cache or has_own or inputs.get("attention_mask") is not None:
+            return
+        if isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any()):
+            raise UsageError(
+                f"sequence_parallel_size = {self._group.world_size}: position_ids are those of packed "
+                f"documents, and {self._name} has use_cache = true: without sequence ranks its documents would "
+                "see those before them; set model.config.use_cache to false"
+            )
 
     def stay_whole(self) -> None:
         self._current = None

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
-from ...pipe.channel import Channel, signature
+from ...pipe.channel import Channel
 from ...pipe.cut.part import Part
 from ...pipe.executor import Executor, Outcome, StageStates
+from ...pipe.inputs import signature
 from ...pipe.schedules.actions import Placement, Table
 from ...pipe.schedules.build import build_forward_table
 from ...pipe.schedules.lowering import with_states

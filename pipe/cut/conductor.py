@@ -9,7 +9,7 @@ block 1 ends       block 1 gets what arrived   block 2 gets what arrived
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -63,14 +63,22 @@ class Conductor:
         self._kept: dict[tuple[int, int], Crossing] = {}
         self._senders: dict[int, dict[str, tuple[int, ...]]] = {}
         self._writing: set[int] = set()  # stages whose blocks write to what arrives
-        self._to_trace: set[int] = set(range(num_stages))
+        self._traced: set[tuple[int, Hashable]] = set()
 
     def run(
-        self, stage: int, micro_batch: int, arrived: Flow | None, forward: Callable[[], Any]
+        self,
+        stage: int,
+        micro_batch: int,
+        arrived: Flow | None,
+        forward: Callable[[], Any],
+        way: Hashable,
     ) -> Any:
-        """Run `forward`, the whole model's: a Flow, or on the last stage what it returns."""
+        """Run `forward`, the whole model's: a Flow, or on the last stage what it returns.
+
+        way: what decides, on every rank, which way `forward` takes. The first run of each is followed.
+        """
         zeros = [zeros.value for zeros in self.likeness.parameters]
-        trace = Trace(stage, zeros) if stage in self._to_trace else None
+        trace = None if (stage, way) in self._traced else Trace(stage, zeros)
         senders = self._senders.setdefault(stage, {})
         crossing = self._current = Crossing(
             stage, arrived, senders, trace, self._is_trained(stage), stage in self._writing
@@ -87,9 +95,7 @@ class Conductor:
             result, has_ended = end.flow, True
         finally:
             self._current = None
-        self._to_trace.discard(stage)
-        if crossing.misses_structure:
-            self._to_trace.add(stage)
+        self._traced.add((stage, way))
         self._check_end(crossing, has_ended)
         if crossing.close():
             self._writing.add(stage)

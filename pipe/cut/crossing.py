@@ -47,7 +47,6 @@ class Crossing:
         self.is_trained = is_trained
         self.has_begun = False
         self.is_recomputing = False
-        self.misses_structure = False
         self._copies = copies or trace is not None
         self._taken: list[Tensor] = []
         self._records = torch.is_grad_enabled()
@@ -88,10 +87,10 @@ class Crossing:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = str(structure) + "".join("t" if isinstance(leaf, Tensor) else "-" for leaf in leaves)
         if self.trace is not None:
-            known = [at for at, tensor in enumerate(tensors) if self.trace.depends(tensor)]
-            self._senders[key] = tuple(known)
-        self.misses_structure = key not in self._senders
-        sent = self._senders.get(key, tuple(range(len(tensors))))
+            known = {at for at, tensor in enumerate(tensors) if self.trace.depends(tensor)}
+            self._senders[key] = tuple(sorted(known.union(self._senders.get(key, ()))))
+        # where this run is not followed and takes another way, all tensors are sent, now and later
+        sent = self._senders.setdefault(key, tuple(range(len(tensors))))
         self._check_graph([tensors[at] for at in sent])
         text = json.dumps({"tensors": len(tensors), "sent": sent})
         raise StageEnd(Flow(tuple(tensors[at] for at in sent), text))

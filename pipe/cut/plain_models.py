@@ -10,9 +10,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import torch
 from torch import nn
 
 from ...utils.errors import UsageError
+from ..inputs import kind
 from ..partition import partition_layers, stage_of_layer
 from .conductor import Conductor, OwnModule, Role
 from .costs import size_of, sum_of
@@ -74,8 +76,9 @@ class PlainModelPart(Part):
     def run(self, stage: int, batch: Any, arrived: Flow | None, micro_batch: int) -> Any:
         _check_batch(batch)
         self._likeness.follow(batch)
+        way = (kind(batch), self.module.training, torch.is_grad_enabled())
         return self._conductor.run(
-            stage, micro_batch, arrived, lambda: _call_with(self.module, batch)
+            stage, micro_batch, arrived, lambda: _call_with(self.module, batch), way
         )
 
     def recomputing(self, stage: int, micro_batch: int) -> AbstractContextManager[None]:

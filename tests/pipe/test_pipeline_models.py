@@ -25,13 +25,14 @@ ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-3}
 
 
 def dict_batches(step: int, data_rank: int) -> list[dict[str, Tensor]]:
-    """With padding at the end of some samples."""
+    """Every other micro-batch is padded at the end of a sample: for the rest models make no mask."""
     generator = torch.Generator().manual_seed(50 * step + data_rank)
     found = []
-    for _ in range(COUNT):
+    for at in range(COUNT):
         ids = torch.randint(3, VOCAB, (SAMPLES, LENGTH), generator=generator)
         mask = torch.ones_like(ids)
-        mask[0, LENGTH - 3 :] = 0
+        if (step + at) % 2:
+            mask[0, LENGTH - 3 :] = 0
         labels = ids.masked_fill(mask == 0, -100)
         found.append({"input_ids": ids, "labels": labels, "attention_mask": mask})
     return found

@@ -184,6 +184,9 @@ def refused(kind: str) -> str:
             given = batch("plain", engine.global_rank, 0)
         if kind == "no labels":
             del given["labels"]
+        if kind == "cached":
+            engine.module.config.use_cache = True
+            given = batch("packed", 0, 0)
         if kind == "short":
             given = {name: value[:, :1] for name, value in given.items()}
         engine(**given)
@@ -200,6 +203,7 @@ def refused(kind: str) -> str:
         ("other batches", "sequence_parallel_size = 2: ranks 0 and 1 of a sequence group"),
         ("no labels", "pass labels="),
         ("short", "has 1 tokens"),
+        ("cached", "set model.config.use_cache to false"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_on_every_rank(kind: str, part: str) -> None:
