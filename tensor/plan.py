@@ -55,9 +55,16 @@ def check_module(name: str, module: nn.Module, word: Word) -> None:
     if word is Word.EMBEDDING:
         _check_embedding(name, module)
     elif not is_linear(module):
+        inner = next((at for at, one in module.named_modules() if is_linear(one)), "")
         raise UsageError(
             f"tensor_parallel.plan: {name} is a {type(module).__name__}; only linear layers "
-            "(nn.Linear, transformers' Conv1D) can be cut; take it out of the plan"
+            "(nn.Linear, transformers' Conv1D) can be cut; "
+            + (f"write a plan with {name}.{inner} instead" if inner else "take it out of the plan")
+        )
+    elif module._parameters.get("weight") is None:
+        raise UsageError(
+            f"tensor_parallel.plan: the weight of {name} is computed from other parameters, as by "
+            "weight_norm, and cannot be cut; take it out of the plan"
         )
 
 

@@ -12,9 +12,8 @@ A plan that is wrong for a model trains without an error, with wrong numbers. So
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -25,13 +24,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError
 from .plan import Ways
+from .quiet_runs import Holding, alone, unchanged_buffers
 from .regions import layers_in, regions
 from .rounding import computed_in, round_otherwise, rounded_otherwise
 from .shares import ranks_with_copies
 from .slicing import Slice, Sliced
 from .tokens import Tokens, with_activations
-
-Holding = Callable[[nn.Module], AbstractContextManager[None]]
 
 KIND = "proof of slices"
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -101,7 +99,7 @@ class Proof:
         for name, (block, whole) in self._blocks.items():
             case = _Case(name, block, whole, sliced, group)
             if name in self._regions:
-                case.around = partial(_alone, block, holding)
+                case.around = partial(alone, block, holding)
             if name not in sliced.tokens.names:
                 case.tokens = None
             prove = partial(self._prove, case, len(self._hooks))
@@ -111,29 +109,13 @@ class Proof:
     def _prove(
         self, case: _Case, at: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if case.block.training:
+        if case.block.training and case.run(args, kwargs):
             self._hooks[at].remove()
-            case.run(args, kwargs)
 
     def stop(self) -> None:
         """Prove nothing any more."""
         for hook in self._hooks:
             hook.remove()
-
-
-@contextmanager
-def _alone(region: nn.Module, holding: Holding) -> Iterator[None]:
-    """Inside, the modules in `region` have their parameters, and nothing else happens when they run."""
-    inner = [module for module in region.modules() if module is not region]
-    kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in inner]
-    with holding(region):
-        try:
-            for module in inner:
-                module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
-            yield
-        finally:
-            for module, before, after in kept:
-                module._forward_pre_hooks, module._forward_hooks = before, after
 
 
 def _shape(block: nn.Module, layer: str) -> tuple[torch.Size, ...]:
@@ -156,21 +138,23 @@ class _Case:
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.tokens = sliced.tokens.tokens  # of a block whose activations are cut; else None
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the block is proven; with inputs that are not finite it is not.
+
         Raises:
             UsageError: on all ranks of the group: a rank has found a difference.
         """
         with self.around():
-            self._run(args, kwargs)
+            return self._run(args, kwargs)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         whole = self._filled()
         modes = {module: module.training for module in self.block.modules()}
         self.block.eval()  # no dropout: it draws other numbers where activations are cut
         whole.eval()
         try:
-            mine = self._run_sliced(args, kwargs)
+            with unchanged_buffers(self.block):
+                mine = self._run_sliced(whole, args, kwargs)
             if self.tokens is not None:
                 args, kwargs = with_activations(self.name, args, kwargs, self._all_tokens)
             theirs = self._of_own_tokens(_run(whole, args, kwargs))
@@ -182,16 +166,18 @@ class _Case:
             for module, mode in modes.items():
                 module.training = mode
         found = self._difference(mine, theirs, noise)
-        flags = self._group.gather_small(
-            torch.tensor([bool(found)], dtype=torch.int64, device=self._group.device),
-            what="the proof of slices",
-        )
-        if bool(flags.any()):
+        is_known = all(bool(out.isfinite().all()) for out in theirs.outputs[""])
+        mine_said = torch.tensor([bool(found), not is_known], device=self._group.device).long()
+        differs, is_unknown = self._group.gather_small(mine_said, what="the proof of slices").any(0)
+        if is_unknown:
+            return False
+        if differs:
             raise UsageError(
                 f"tensor_parallel: {self._called} computes something else in {self._group.world_size} slices "
                 f"than whole: {found or 'another rank says where'}; correct tensor_parallel.plan, or take the "
                 "layer out of it"
             )
+        return True
 
     def _all_tokens(self, own: Tensor) -> Tensor:
         """The activations of all ranks, for the whole copy."""
@@ -208,12 +194,14 @@ class _Case:
         inputs = [one if one is None or one.dim() != 3 else own(one) for one in run.inputs]
         return _Run(outputs, inputs, run.params)
 
-    def _run_sliced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
+    def _run_sliced(self, whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
         try:
             return _run(self.block, args, kwargs, self.tokens)
         except (RuntimeError, ValueError) as error:
             if type(error) not in (RuntimeError, ValueError):
                 raise  # no shapes that do not fit
+            if self.tokens is None:
+                _run(whole, args, kwargs)  # raises where the inputs are at fault
             line = str(error).partition("\n")[0]
             raise UsageError(
                 f"tensor_parallel: {self._called} cannot run in {self._group.world_size} slices: {line}; "

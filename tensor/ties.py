@@ -1,7 +1,7 @@
 """Completes a plan of the whole model: weights that several modules use, and the head of the vocabulary.
 
 An embedding and a head that share a weight are cut together: the embedding by rows and the head by columns have
-the same slice. Any other weight that several modules use stays whole.
+the same slice. Any other weight that several modules use stays whole, and so do the layers beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 from ..utils.errors import UsageError
 from .plan import Ways, check_module
-from .words import CUTS_COLUMNS, KEEPS_WHOLE, Way, Word, is_linear, is_transposed
+from .words import BY_HEADS, CUTS_COLUMNS, KEEPS_WHOLE, Way, Word, is_linear, is_transposed
 
 HEADS = frozenset({Word.COLWISE_GATHER, Word.VOCABULARY})
 
@@ -88,8 +88,18 @@ def with_ties(ways: Ways, model: nn.Module) -> Ways:
         alike = _alike(ways, modules)
         for name in modules:
             found.pop(name, None)
+            if not alike and name in ways and ways[name].word in BY_HEADS:
+                _keep_whole(found, name.rpartition(".")[0])
         found |= alike
     return found
+
+
+def _keep_whole(ways: Ways, parent: str) -> None:
+    """Take out the layers of `parent`: activations between them are whole if one of them is."""
+    for name, way in list(ways.items()):
+        between = way.word in BY_HEADS | {Word.PARTIAL}
+        if between and name.rpartition(".")[0] == parent:
+            del ways[name]
 
 
 def _cuts(ways: Ways, name: str) -> bool:

@@ -9,7 +9,8 @@ from torch import nn
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
-from ...tensor.proof import Holding, Proof
+from ...tensor.proof import Proof
+from ...tensor.quiet_runs import Holding
 from ...tensor.slicing import Sliced
 from ...zero.core.discover import found_blocks
 from ...zero.core.groups import FlatGroups

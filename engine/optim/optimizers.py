@@ -161,7 +161,9 @@ def client_optimizer(
             raise wrong(
                 "optimizer", given, "an optimizer, its class, or a callable that gets groups"
             )
-        return given(_entries(updater, groups))
+        built: torch.optim.Optimizer = given(_entries(updater, groups))
+        _check_slices(type(built), updater, type(built).__name__, allow_untested)
+        return built
     name = type(given).__name__
     if any(float(state.get("step", 1)) for state in given.state.values()):
         raise UsageError(
@@ -215,6 +217,7 @@ def _layout_for(
     kind: type[torch.optim.Optimizer], updater: Updater, name: str, allow_untested: bool
 ) -> Callable[[int], list[Tensor]]:
     """Flat shards for elementwise arithmetic, whole parameters where nothing is sharded."""
+    _check_slices(kind, updater, name, allow_untested)
     if issubclass(kind, ShardOptimizer):
         return updater.tensors_of
     if updater.world.is_alone:
@@ -230,6 +233,31 @@ def _layout_for(
         "it would see 1-D shards; use zero_optimization.stage = 0, one of "
         f"{', '.join(sorted(k.__name__ for k in ELEMENTWISE))}, Lamb, Lion or Muon, or set "
         "zero_allow_untested_optimizer to true if its arithmetic is per element"
+    )
+
+
+def _check_slices(
+    kind: type[torch.optim.Optimizer], updater: Updater, name: str, allow_untested: bool
+) -> None:
+    """
+    Raises:
+        UsageError: an update may depend on the whole parameter, and tensor ranks have slices of it.
+    """
+    is_own = issubclass(kind, ShardOptimizer)
+    is_elementwise = kind in ELEMENTWISE or (
+        issubclass(kind, ShardOptimizer) and kind.is_elementwise
+    )
+    if is_elementwise or (allow_untested and not is_own) or not updater.has_slices:
+        return
+    hint = (
+        ""
+        if is_own
+        else ", or set zero_allow_untested_optimizer to true if its arithmetic is per element"
+    )
+    raise UsageError(
+        f"{name}: this optimizer may use norms or the shape of a whole parameter, and tensor_parallel.tp_size "
+        f"> 1 cuts it; use one of {', '.join(sorted(k.__name__ for k in ELEMENTWISE))} or Lion, set tp_size to "
+        f"1{hint}"
     )
 
 

@@ -148,3 +148,98 @@ def test_a_right_plan_trains_and_a_wrong_one_is_refused(kind: str, stage: int) -
         assert abs(found) <= 1e-6
     for text in warm(2).run(run, kind, False, stage):
         assert "something else in 2 slices than whole: the output of down differs" in text
+
+
+class Odd(nn.Module):
+    """A block with a buffer that counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.down(self.up(x).view(len(x), 2, -1).tanh().flatten(1))
+
+
+def odd_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Odd(), Odd())
+
+
+def odd_config(plan: dict[str, str]) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "tensor_parallel": {"tp_size": 2, "plan": plan},
+    }
+
+
+BY_NUMBER = {"*.up": "colwise", "*.down": "rowwise"}
+
+
+def odd_batches() -> list[Any]:
+    engine = xds.initialize(odd_model(), odd_config(BY_NUMBER))
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    found: list[Any] = [engine(x * float("nan")).isnan().all().item()]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        engine(x[:, :5])
+    found.append(isinstance(caught.value, xds.XdsError))
+    wanted = odd_model()(x)
+    found.append((engine(x) - wanted).abs().max().item() <= 1e-6)
+    found.append(engine.module[0].count.item())
+    engine.destroy()
+    return found
+
+
+def test_a_batch_at_fault_is_not_the_plans_fault_and_buffers_stay() -> None:
+    # the second batch ends before the count
+    for found in warm(2).run(odd_batches):
+        assert found[:3] == [True, False, True] and found[3] in (2.0, 3.0)
+
+
+def shared_weight() -> float:
+    models = [odd_model(), odd_model()]
+    for model in models:
+        model[1].up.weight = model[0].up.weight  # type: ignore[union-attr]
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    wanted = models[0](x)
+    plan = BY_NUMBER | {"0.down": "rowwise"}
+    engine = xds.initialize(models[1], odd_config(plan))
+    return (engine(x) - wanted).abs().max().item()
+
+
+def test_layers_beside_a_shared_weight_stay_whole() -> None:
+    assert max(warm(2).run(shared_weight)) <= 1e-6
+
+
+def refused(kind: str) -> str:
+    model = odd_model()
+    if kind == "parametrized":
+        nn.utils.parametrizations.weight_norm(model[0].up)
+    if kind == "wrapped":
+        model[0].up = nn.Sequential(model[0].up)
+    optimizer = Normed if kind == "optimizer" else None
+    with pytest.raises(xds.UsageError) as caught:
+        xds.initialize(model, odd_config(BY_NUMBER), optimizer=optimizer)
+    return str(caught.value)
+
+
+class Normed(torch.optim.Optimizer):
+    """It uses norms of whole parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("parametrized", "the weight of 0.up is computed from other parameters"),
+        ("wrapped", "write a plan with 0.up.0 instead"),
+        ("optimizer", "Normed: this optimizer may use norms or the shape of a whole parameter"),
+    ],
+)
+def test_what_slices_cannot_do_is_refused(kind: str, part: str) -> None:
+    assert all(part in text for text in warm(2).run(refused, kind))

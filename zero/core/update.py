@@ -62,6 +62,12 @@ class Updater:
         """Some parameters have fewer bits than their masters."""
         return any(master.casts for master in self.masters)
 
+    @property
+    def has_slices(self) -> bool:
+        """Some parameters are slices, of which other tensor ranks have the rest."""
+        slots = (slot for master in self.masters for slot in master.params.layout.slots)
+        return any(slot.box is not None for slot in slots)
+
     def tensors_of(self, group: int) -> list[Tensor]:
         """The tensors of the optimizer's group `group`: one 1-D tensor for each flat buffer."""
         return [

@@ -1,0 +1,46 @@
+"""Contexts in which a module runs once more without effects on the model."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+
+Holding = Callable[[nn.Module], AbstractContextManager[None]]
+"""Inside, all parameters of a module are there."""
+
+
+@contextmanager
+def alone(region: nn.Module, holding: Holding) -> Iterator[None]:
+    """Inside, the modules in `region` have their parameters, and nothing else happens when they run."""
+    inner = [module for module in region.modules() if module is not region]
+    kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in inner]
+    with holding(region):
+        try:
+            for module in inner:
+                module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+            yield
+        finally:
+            for module, before, after in kept:
+                module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+@contextmanager
+def unchanged_buffers(block: nn.Module) -> Iterator[None]:
+    """Afterwards the buffers of `block` have the values of before."""
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in block.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    yield
+    with torch.no_grad():
+        for module, name, buffer, values in kept:
+            module._buffers[name] = buffer.copy_(values)
+
+
+__all__ = ["Holding", "alone", "unchanged_buffers"]
