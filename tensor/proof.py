@@ -32,6 +32,7 @@ from .slicing import Slice, Sliced
 from .tokens import Tokens, with_activations
 
 KIND = "proof of slices"
+NUMBERS = ("idx", "index", "layer_id", "layer_number", "training")  # in names of attributes
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 SMALL = 1e-2  # of the largest gradient of a block
 NOISE = 8.0  # times what one rounding of all values changes
@@ -63,8 +64,8 @@ class _Scale(NamedTuple):
 class Proof:
     """Compares one block of each kind, and what is cut outside of blocks.
 
-    Blocks are of one kind if they have one class, and the same layers are cut in the same way. Made before the
-    layers are cut, and started after that.
+    Blocks are of one kind if their modules have the same classes and settings, and the same layers are cut alike.
+    Made before the layers are cut, and started after that.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Proof:
         kinds: set[Any] = set()
         for name, block in [*blocks, *((at, model.get_submodule(at)) for at in found)]:
             layers = layers_in(name, ways)
-            kind = type(block), *((at, way, _shape(block, at)) for at, way in layers.items())
+            cut = tuple((at, way, _shape(block, at)) for at, way in layers.items())
+            kind = cut, *((at, type(one), _settings(one)) for at, one in block.named_modules())
             if layers and kind not in kinds:
                 kinds.add(kind)
                 self._blocks[name] = block, _on_meta(block)
@@ -116,6 +118,19 @@ class Proof:
         """Prove nothing any more."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """What a forward may depend on besides tensors, without the number of the layer."""
+    found = []
+    for name, value in vars(module).items():
+        if name.startswith("_") or any(word in name for word in NUMBERS):
+            continue
+        if isinstance(value, int | float | str | bool | None):
+            found.append((name, value))
+        elif callable(value):
+            found.append((name, getattr(value, "__qualname__", type(value).__qualname__)))
+    return tuple(found)
 
 
 def _shape(block: nn.Module, layer: str) -> tuple[torch.Size, ...]:

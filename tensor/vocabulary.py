@@ -24,6 +24,7 @@ from .exchange import Exchange
 from .shares import Range
 
 KIND = "sums of losses"
+CHECKED_BACKWARDS = 2
 LABELS = ("labels", "targets", "target", "label")
 
 
@@ -51,6 +52,7 @@ class Vocabulary:
         self.widths = tuple(widths)
         self.own: Range = (start, start + widths[rank])
         self.size = sum(widths)
+        self._num_unchecked = CHECKED_BACKWARDS
         self._is_used = False  # a loss was computed from own columns
         self.has_labels: bool | None = (
             None  # of the forward that runs; None: its forward takes none
@@ -66,7 +68,26 @@ class Vocabulary:
         _latest = weakref.ref(self)
         if own.requires_grad:
             own.register_hook(self._check_used)  # type: ignore[no-untyped-call]
+            if self._num_unchecked:
+                _unchecked[self] = own.grad_fn
         return own
+
+    def check_uses(self, loss: Tensor) -> None:
+        """In the first backwards: `loss` uses own columns in no other way than by `losses`.
+
+        Raises:
+            UsageError: it does, so a rank would take its columns for all.
+        """
+        node = _unchecked.pop(self, None)
+        if node is None:
+            return
+        self._num_unchecked -= 1
+        if _reaches(loss.grad_fn, node, around=f"{_Losses.__name__}Backward"):
+            raise UsageError(
+                "tensor_parallel.vocab_parallel_lm_head = true: a rank has some columns of the logits, and a "
+                "part of the loss is computed from them without xds.tensor.cross_entropy; set "
+                "vocab_parallel_lm_head to false"
+            )
 
     def _check_used(self, _: Tensor) -> None:
         """In backward: no loss came from own columns, so the model has treated them as all."""
@@ -102,6 +123,28 @@ class Vocabulary:
 
 
 _latest: weakref.ref[Vocabulary] | None = None  # whose logits were computed last
+# what computed the logits that the next backward checks
+_unchecked: weakref.WeakKeyDictionary[Vocabulary, Any] = weakref.WeakKeyDictionary()
+
+
+def check_uses_of_logits(loss: Tensor) -> None:
+    """Before a backward from `loss`: see `Vocabulary.check_uses`."""
+    for vocabulary in list(_unchecked):
+        vocabulary.check_uses(loss)
+
+
+def _reaches(start: Any, node: Any, around: str) -> bool:
+    """A graph leads from `start` to `node` not only through nodes named `around`."""
+    seen, waiting = {start}, [start]
+    while waiting:
+        at = waiting.pop()
+        if at is node:
+            return True
+        if at is not None and at.name() != around:
+            found = {after for after, _ in at.next_functions} - seen
+            seen |= found
+            waiting += found
+    return False
 
 
 def _vocabulary_of(logits: Tensor) -> Vocabulary | None:
@@ -291,4 +334,11 @@ def _head_of(module: Any) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-__all__ = ["CausalLoss", "LossOfModel", "Vocabulary", "cross_entropy", "own_rows"]
+__all__ = [
+    "CausalLoss",
+    "LossOfModel",
+    "Vocabulary",
+    "check_uses_of_logits",
+    "cross_entropy",
+    "own_rows",
+]

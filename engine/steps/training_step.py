@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ...tensor.vocabulary import check_uses_of_logits
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError, XdsError
 from ...zero.core.reduction import Scope
@@ -73,6 +74,7 @@ class TrainingStep:
     def backward(self, loss: Tensor, *, retain_graph: bool, divides: bool) -> Tensor:
         """Gradients of `loss` over the accumulation steps (if it `divides`); returns that loss, detached."""
         check_loss(loss)
+        check_uses_of_logits(loss)
         self._sharded.end_backward()
         self._accumulation.backward()
         divisor = self._accumulation.steps_now if divides else 1

@@ -73,7 +73,7 @@ class Model(nn.Module):
         if kind == "module":
             self.projector = Projector(is_right)
         self.blocks = nn.ModuleList(Projector(True) for _ in range(2))
-        if kind == "second block":
+        if kind in ("second block", "same cut"):
             self.blocks[1].is_right = is_right
         if kind == "root":
             self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
@@ -92,6 +92,7 @@ class Model(nn.Module):
 PLANS = {
     "module": {"projector.up": "colwise", "projector.down": "rowwise"},
     "root": {"up": "colwise", "down": "rowwise"},
+    "same cut": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
     "second block": {
         "blocks.0.up": "colwise_gather_output",
         "blocks.1.up": "colwise",
@@ -141,7 +142,8 @@ def run(kind: str, is_right: bool, stage: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage"), [("module", 3), ("module", 1), ("root", 2), ("root", 3), ("second block", 3)]
+    ("kind", "stage"),
+    [("module", 3), ("module", 1), ("root", 2), ("root", 3), ("second block", 3), ("same cut", 1)],
 )
 def test_a_right_plan_trains_and_a_wrong_one_is_refused(kind: str, stage: int) -> None:
     for found in warm(2).run(run, kind, True, stage):

@@ -270,8 +270,9 @@ class Plain(nn.Module):
         logits = self.head(x)
         if targets is None:
             return logits
-        function = xds.tensor.cross_entropy if self.loss == "xds" else F.cross_entropy
-        return function(logits.flatten(0, 1), targets.flatten())
+        function = F.cross_entropy if self.loss == "torch" else xds.tensor.cross_entropy
+        found = function(logits.flatten(0, 1), targets.flatten())
+        return found + 0.1 * logits.logsumexp(-1).mean() if self.loss == "both" else found
 
 
 PLAN = {"blocks.*.0": "colwise", "blocks.*.1": "rowwise", "tokens": "embedding_rowwise"}
@@ -281,7 +282,7 @@ def train_plain(loss: str) -> Any:
     engine = xds.initialize(Plain(loss), config_of(2, 1, vocab_parallel_lm_head=True, plan=PLAN))
     ids = torch.arange(SAMPLES * LENGTH).view(SAMPLES, LENGTH)
     found = engine(ids, ids % 7)
-    if loss == "torch":
+    if loss != "xds":
         with pytest.raises(xds.UsageError, match="without xds.tensor.cross_entropy"):
             engine.backward(found)
         return None
@@ -305,8 +306,9 @@ def test_a_plain_model_uses_the_loss_of_xds() -> None:
         assert found[2] == [SAMPLES, LENGTH, VOCAB]
 
 
-def test_a_loss_of_torch_from_cut_logits_is_refused_in_backward() -> None:
-    warm(2).run(train_plain, "torch")
+@pytest.mark.parametrize("loss", ["torch", "both"])
+def test_a_loss_of_torch_from_cut_logits_is_refused_in_backward(loss: str) -> None:
+    warm(2).run(train_plain, loss)
 
 
 def refused(model: tuple[Any, ...], config: dict[str, Any]) -> str:
