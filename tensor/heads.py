@@ -49,9 +49,10 @@ def heads_of(parent: nn.Module, layers: Layers) -> Heads | None:
     inner = [(module, way) for module, way in layers.values() if way.word in BY_HEADS]
     rows = [sum(way.sizes(module)) for module, way in inner if way.word in CUTS_ROWS]
     known = max((way.units for _, way in inner), default=0)
-    unnamed = Heads(known, 1, min(rows) // known) if known else None
-    size = next((getattr(parent, name) for name in HEAD_SIZES if hasattr(parent, name)), None)
     sizes = [size for module, way in inner for size in way.sizes(module)]
+    # rows that another module holds, as the output of BERT's attention, leave the columns alone
+    unnamed = Heads(known, 1, min(rows or sizes) // known) if known else None
+    size = next((getattr(parent, name) for name in HEAD_SIZES if hasattr(parent, name)), None)
     if not isinstance(size, int) or not size or not sizes or any(s % size for s in sizes):
         return unnamed
     if not any(way.word in CUTS_COLUMNS for _, way in inner):

@@ -64,8 +64,8 @@ class _Scale(NamedTuple):
 class Proof:
     """Compares one block of each kind, and what is cut outside of blocks.
 
-    Blocks are of one kind if their modules have the same classes and settings, and the same layers are cut. Made
-    before the layers are cut, and started after that.
+    Blocks are of one kind if their modules have the same classes and settings, and the same layers are cut.
+    Made before the layers are cut, and started after that.
     """
 
     def __init__(

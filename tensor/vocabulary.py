@@ -69,7 +69,7 @@ class Vocabulary:
         if own.requires_grad:
             own.register_hook(self._check_used)  # type: ignore[no-untyped-call]
             if self._num_unchecked:
-                _unchecked[self] = own.grad_fn
+                _unchecked[self] = _named(own.grad_fn)
         return own
 
     def check_uses(self, loss: Tensor) -> None:
@@ -123,8 +123,8 @@ class Vocabulary:
 
 
 _latest: weakref.ref[Vocabulary] | None = None  # whose logits were computed last
-# what computed the logits that the next backward checks
-_unchecked: weakref.WeakKeyDictionary[Vocabulary, Any] = weakref.WeakKeyDictionary()
+# what computed the logits that the next backward checks; the node itself would keep its graph alive
+_unchecked: weakref.WeakKeyDictionary[Vocabulary, tuple[str, int]] = weakref.WeakKeyDictionary()
 
 
 def check_uses_of_logits(loss: Tensor) -> None:
@@ -133,17 +133,23 @@ def check_uses_of_logits(loss: Tensor) -> None:
         vocabulary.check_uses(loss)
 
 
-def _reaches(start: Any, node: Any, around: str) -> bool:
+def _named(node: Any) -> tuple[str, int]:
+    """What identifies a node of autograd's graph."""
+    return node.name(), node._sequence_nr()
+
+
+def _reaches(start: Any, node: tuple[str, int], around: str) -> bool:
     """A graph leads from `start` to `node` not only through nodes named `around`."""
     seen, waiting = {start}, [start]
     while waiting:
         at = waiting.pop()
-        if at is node:
+        if at is None or at.name() == around:
+            continue
+        if _named(at) == node:
             return True
-        if at is not None and at.name() != around:
-            found = {after for after, _ in at.next_functions} - seen
-            seen |= found
-            waiting += found
+        found = {after for after, _ in at.next_functions} - seen
+        seen |= found
+        waiting += found
     return False
 
 

@@ -80,6 +80,7 @@ class Observer:
             for hook in self._hooks:
                 hook.remove()
             self._switch(BEFORE)
+            self._outputs.clear()  # their hooks keep this object, and it would keep their graph
 
     def _switch(self, running: int) -> None:
         """What was sent since the last call belongs to what ran until now."""

@@ -34,10 +34,11 @@ def peers_on_host(
     axes: Sequence[Axis],
     ranks_per_host: int,
     stages: Sequence[int] = (),
+    tensors: Sequence[int] = (),
 ) -> int:
     """Other ranks of the group of `rank` along `axes` that are on its host.
 
-    stages: where not empty, the group has the ranks of these pipeline stages only.
+    stages, tensors: where not empty, the group has the ranks of these pipeline stages or tensor ranks only.
 
     >>> peers_on_host(Mesh(pipe=1, data=4, tensor=2), 0, ["data"], 4)
     1
@@ -51,7 +52,8 @@ def peers_on_host(
             here == there or axis in axes
             for axis, here, there in zip(own._fields, own, at, strict=True)
         )
-        found += other != rank and same and (not stages or at.pipe in stages)
+        is_in = (not stages or at.pipe in stages) and (not tensors or at.tensor in tensors)
+        found += other != rank and same and is_in
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,11 +16,13 @@ from ...ops.mesh import Mesh
 from ...utils.errors import UsageError
 from ..config.config import Config
 from ..data.batches import call_with, loss_of
+from ..model.forwards import Forward, replace_forwards
 from ..model.pipelining import is_part
 from ..model.recomputing import checkpoint_blocks
 from ..model.sequences import by_name, check_sequences, token_cuts
 from .activations import Activations, observe
 from .models import ModelSource
+from .shape_ops import FusedAttention, ShapesOnly
 from .shares import Shares, sliced_here
 
 NOT_COUNTED = "activations are not counted"
@@ -60,6 +63,7 @@ class Observations:
         groups = PaperGroups(self._mesh, tensor=tensor)
         blocks = [module for _, module in shares.blocks]
         dtype = _compute_dtype(self._config)
+        gc.collect()  # a graph of another rank's slices knows parameters by the shapes that they had
         with sliced_here(model, [shares.blocks], None, shares.ways, self._config, groups):
             for param in model.parameters() if dtype else []:
                 if param.is_floating_point():
@@ -69,9 +73,11 @@ class Observations:
                 run = partial(observe, model, blocks, groups, call, quick=quick)
                 found = run()
                 if self._config.activation_checkpointing.enabled:  # a recomputed block sends again
+                    undo_inner = replace_forwards(blocks, partial(_on_meta, quick))
                     undo = checkpoint_blocks(blocks)
                     found.sent = run().sent
                     undo()
+                    undo_inner()
             return found
 
 
@@ -87,6 +93,16 @@ def _own_tokens(model: nn.Module, batch: Any, config: Config, groups: PaperGroup
         yield cuts.cut(by_name(model, batch))
     finally:
         cuts.undo()
+
+
+def _on_meta(quick: bool, forward: Forward) -> Forward:
+    """`forward` on the meta device, also where backward runs it again: its thread has no modes of its own."""
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with FusedAttention(), ShapesOnly(quick=quick):
+            return forward(*args, **kwargs)
+
+    return again
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:

@@ -95,7 +95,7 @@ class _Planner:
         self._notes: list[str] = []
         self._number = {name: number for number, (name, _) in enumerate(shares.blocks)}
         self._steps = config.gradient_accumulation_steps
-        self._on_host: dict[tuple[int, tuple[str, ...], tuple[int, ...]], int] = {}
+        self._on_host: dict[tuple[Any, ...], int] = {}
 
     def plan(self, world_size: int) -> Plan:
         self._note_what_is_estimated()
@@ -259,7 +259,7 @@ class _Planner:
                 (GATHER, gathered_bytes(flat, repeats[flat.unit], threshold)),
             ):
                 if size:
-                    link = self._spread(rank, size, group.axes, group.stages, group.world_size)
+                    link = self._spread(rank, size, group.axes, group)
                     found[kind] = found.get(kind, Link()) + link
         return found
 
@@ -306,13 +306,15 @@ class _Planner:
         rank: int,
         size: int,
         axes: tuple[Any, ...],
-        stages: tuple[int, ...] = (),
-        world_size: int = 0,
+        group: PaperCollectives | None = None,
     ) -> Link:
-        key = (rank, axes, stages)
+        """`group`: of some of the ranks along `axes`; None: all of them."""
+        some = ((), ()) if group is None else (group.stages, group.tensors)
+        key: tuple[Any, ...] = (rank, axes, *some)
         if key not in self._on_host:
-            self._on_host[key] = peers_on_host(self._mesh, rank, axes, self._ranks_per_host, stages)
-        return spread(size, (world_size or self._mesh.length(axes)) - 1, self._on_host[key])
+            self._on_host[key] = peers_on_host(self._mesh, rank, axes, self._ranks_per_host, *some)
+        count = self._mesh.length(axes) if group is None else group.world_size
+        return spread(size, count - 1, self._on_host[key])
 
 
 def _stage_of_units(share: Share, names: list[str]) -> dict[str, int]:

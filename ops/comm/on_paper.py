@@ -18,15 +18,21 @@ from .mesh_groups import AxisGroups
 class PaperCollectives(Collectives):
     """The collectives of rank `rank` of `world_size`. Sums and exchanges of activations are counted.
 
-    stages: the pipeline stages that its ranks are on, where there are several.
+    stages, tensors: the pipeline stages and tensor ranks that its ranks are on, if not all along `axes`.
     """
 
     def __init__(
-        self, rank: int, world_size: int, axes: tuple[Axis, ...], stages: Sequence[int] = ()
+        self,
+        rank: int,
+        world_size: int,
+        axes: tuple[Axis, ...],
+        stages: Sequence[int] = (),
+        tensors: Sequence[int] = (),
     ) -> None:
         super().__init__(None, torch.device("cpu"), rank, world_size)
         self.axes = axes
         self.stages = tuple(stages)
+        self.tensors = tuple(tensors)
 
     def all_reduce(self, tensor: Tensor, *, what: str, kind: str) -> Handle:
         self._count_all_reduce(kind, tensor)
@@ -105,7 +111,8 @@ class PaperGroups(AxisGroups):
     def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
         own = next(sorted(places) for places in tensor_sets if self._at["tensor"] in places)
         others = self.mesh.length(tuple(axis for axis in axes if axis != "tensor"))
-        found = PaperCollectives(own.index(self._at["tensor"]), others * len(own), axes)
+        place = own.index(self._at["tensor"])
+        found = PaperCollectives(place, others * len(own), axes, tensors=own)
         self.opened.append(found)
         return found
 

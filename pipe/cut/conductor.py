@@ -61,7 +61,7 @@ class Conductor:
         self.own_blocks: list[OwnModule] = []
         self._current: Crossing | None = None
         self._kept: dict[tuple[int, int], Crossing] = {}
-        self._senders: dict[int, dict[str, tuple[int, ...]]] = {}
+        self._senders: dict[tuple[int, Hashable], dict[str, tuple[int, ...]]] = {}
         self._writing: set[int] = set()  # stages whose blocks write to what arrives
         self._traced: set[tuple[int, Hashable]] = set()
 
@@ -79,7 +79,7 @@ class Conductor:
         """
         zeros = [zeros.value for zeros in self.likeness.parameters]
         trace = None if (stage, way) in self._traced else Trace(stage, zeros)
-        senders = self._senders.setdefault(stage, {})
+        senders = self._senders.setdefault((stage, way), {})
         crossing = self._current = Crossing(
             stage, arrived, senders, trace, self._is_trained(stage), stage in self._writing
         )

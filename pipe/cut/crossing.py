@@ -87,8 +87,8 @@ class Crossing:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = str(structure) + "".join("t" if isinstance(leaf, Tensor) else "-" for leaf in leaves)
         if self.trace is not None:
-            known = {at for at, tensor in enumerate(tensors) if self.trace.depends(tensor)}
-            self._senders[key] = tuple(sorted(known.union(self._senders.get(key, ()))))
+            known = [at for at, tensor in enumerate(tensors) if self.trace.depends(tensor)]
+            self._senders[key] = tuple(known)
         # where this run is not followed and takes another way, all tensors are sent, now and later
         sent = self._senders.setdefault(key, tuple(range(len(tensors))))
         self._check_graph([tensors[at] for at in sent])

@@ -87,6 +87,22 @@ def test_bytes_of_every_schedule(schedule, stage):
     compare("plain", config, 4)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "more"),
+    [
+        (4, {}),  # two heads of keys and values, which ranks copy; uneven columns of the head
+        pytest.param(2, {"activation_checkpointing": {"enabled": True}}, marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_of_copied_heads_and_of_recomputed_blocks(tensor, more):
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    config = config_of(2, tensor=tensor) | more
+    config["tensor_parallel"] = {"tp_size": tensor}
+    compare("llama", config, tensor)
+    plan = plan_of("llama", config, tensor)
+    assert all(link.between == 0 for rank in plan.ranks for link in rank.sent.values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "pipe"), [(1, 1), (3, 2)])
 def test_bytes_of_a_transformers_model(stage, pipe):
