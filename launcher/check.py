@@ -80,7 +80,8 @@ def _ranks(config: Config) -> str:
 
 def _product(config: Config) -> str:
     """The ranks along each axis that has several, and along the data axis."""
-    mesh = mesh_of(config.pipeline, config.tensor_parallel, config.world_size)
+    size, sequence = config.world_size, config.sequence_parallel_size
+    mesh = mesh_of(config.pipeline, config.tensor_parallel, size, sequence)
     axes = [
         (mesh.pipe, "pipeline stage"),
         (mesh.data, "data-parallel rank"),

@@ -81,7 +81,8 @@ def ranges_of_layer(
         return [copied_ranges(sizes, heads.units, heads.size, num_ranks, rank) for rank in ranks]
     except ValueError as error:
         raise UsageError(
-            f"tensor_parallel.tp_size = {num_ranks}: {name}: {error}; set it to {heads.units} at most"
+            f"tensor_parallel.tp_size = {num_ranks}: {name}: {error}; set it to {heads.units * heads.queries} "
+            "at most"
         ) from None
 
 

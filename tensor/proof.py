@@ -32,6 +32,7 @@ from .slicing import Slice, Sliced
 from .tokens import Tokens, with_activations
 
 KIND = "proof of slices"
+ATTEMPTS = (1, 2, 8, 32)  # forwards in training
 NUMBERS = ("idx", "index", "layer_id", "layer_number", "training")  # in names of attributes
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 SMALL = 1e-2  # of the largest gradient of a block
@@ -101,6 +102,7 @@ class Proof:
         for name, (block, whole) in self._blocks.items():
             case = _Case(name, block, whole, sliced, group)
             if name in self._regions:
+                case.is_region = True
                 case.around = partial(alone, block, holding)
             if name not in sliced.tokens.names:
                 case.tokens = None
@@ -111,7 +113,10 @@ class Proof:
     def _prove(
         self, case: _Case, at: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if case.block.training and case.run(args, kwargs):
+        if not case.block.training:
+            return
+        case.num_forwards += 1
+        if case.num_forwards in ATTEMPTS and (case.run(args, kwargs) or case.is_last_attempt):
             self._hooks[at].remove()
 
     def stop(self) -> None:
@@ -150,11 +155,15 @@ class _Case:
         self._whole = whole
         self._sliced = sliced
         self._group = group
+        self.num_forwards = 0  # in training
+        self.is_region = False
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.tokens = sliced.tokens.tokens  # of a block whose activations are cut; else None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the block is proven; with inputs that are not finite it is not.
+        """Whether the block is proven.
+
+        It is not where outputs are not finite, or where a gradient is zero, as before a layer of zeros.
 
         Raises:
             UsageError: on all ranks of the group: a rank has found a difference.
@@ -181,18 +190,25 @@ class _Case:
             for module, mode in modes.items():
                 module.training = mode
         found = self._difference(mine, theirs, noise)
-        is_known = all(bool(out.isfinite().all()) for out in theirs.outputs[""])
-        mine_said = torch.tensor([bool(found), not is_known], device=self._group.device).long()
-        differs, is_unknown = self._group.gather_small(mine_said, what="the proof of slices").any(0)
-        if is_unknown:
-            return False
+        is_finite = all(bool(out.isfinite().all()) for out in theirs.outputs[""])
+        shows = all(grad is not None and bool(grad.any()) for grad in theirs.params.values())
+        said = torch.tensor(
+            [bool(found) and is_finite, not (is_finite and shows)], device=self._group.device
+        )
+        table = self._group.gather_small(said.long(), what="the proof of slices")
+        differs, is_open = table.any(0).tolist()
         if differs:
             raise UsageError(
                 f"tensor_parallel: {self._called} computes something else in {self._group.world_size} slices "
-                f"than whole: {found or 'another rank says where'}; correct tensor_parallel.plan, or take the "
-                "layer out of it"
+                f"than whole: {found or 'another rank says where'}; correct tensor_parallel.plan, or write one "
+                "where the plan is the model's own"
             )
-        return True
+        return not is_open
+
+    @property
+    def is_last_attempt(self) -> bool:
+        """There is no later one. Data ranks have to gather a region at the same time, so it has one attempt."""
+        return self.is_region or self.num_forwards >= ATTEMPTS[-1]
 
     def _all_tokens(self, own: Tensor) -> Tensor:
         """The activations of all ranks, for the whole copy."""
@@ -220,7 +236,7 @@ class _Case:
             line = str(error).partition("\n")[0]
             raise UsageError(
                 f"tensor_parallel: {self._called} cannot run in {self._group.world_size} slices: {line}; "
-                "correct tensor_parallel.plan, or take the layer out of it"
+                "correct tensor_parallel.plan, or write one where the plan is the model's own"
             ) from error
 
     # -- the whole copy ---------------------------------------------------------------------------------

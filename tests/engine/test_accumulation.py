@@ -334,7 +334,8 @@ def run_all(names: list[str], folder: str) -> None:
         resumed(stage, folder)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_step_is_the_mean_of_its_micro_batches(world: int, tmp_path: Any) -> None:
     run_ranks(run_all, world, [function.__name__ for function in AT_EVERY_STAGE], str(tmp_path))
 

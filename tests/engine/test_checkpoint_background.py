@@ -194,6 +194,7 @@ def start(folder: Path, how: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_waits_for_its_last_checkpoint(tmp_path: Path) -> None:
     process = start(tmp_path, "slow")
     out, err = process.communicate(timeout=60)

@@ -99,6 +99,7 @@ def is_real_openmpi() -> bool:
 
 
 @pytest.mark.skipif(not is_real_openmpi(), reason="no mpirun of Open MPI here")
+@pytest.mark.slow
 def test_the_real_mpirun_runs_the_ranks_of_each_host(tmp_path: Path) -> None:
     environ = prepare(tmp_path)
     agent = tmp_path / "agent"  # stands for ssh; each host's daemon needs a folder of its own

@@ -135,6 +135,10 @@ def test_it_shows_the_product_of_the_axes(capsys):
     product = "4 pipeline stages x 2 data-parallel ranks x 2 tensor ranks"
     assert lines[0] == f"config text resolved for 16 ranks: {product}:"
     assert f"ranks: {product} = 16 ranks" in lines
+    both = {"tensor_parallel": {"tp_size": 2}, "sequence_parallel_size": 2}
+    assert main([json.dumps(both | {"train_batch_size": 4}), "--world-size", "8"]) == 0
+    product = "2 data-parallel ranks x 2 sequence ranks x 2 tensor ranks"
+    assert f"resolved for 8 ranks: {product}:" in capsys.readouterr().out
     only_tensor = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"tp_size": 2}}
     assert main([json.dumps(only_tensor)]) == 0
     out = capsys.readouterr().out

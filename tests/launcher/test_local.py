@@ -208,6 +208,7 @@ def test_a_crash_shows_the_frames_it_happened_in(start):
     assert "rank 0 failed" in err and "SIGSEGV" in err and err.count("in crash") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_but_does_not_end_is_stopped(start, monkeypatch):
     """A thread that never ends keeps rank 1's process, so its peer would wait for ever."""
     script = """

@@ -186,6 +186,7 @@ def small_gathers_of_two_sizes() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_small_gathers_that_do_not_fit_are_named() -> None:
     for text in run_ranks(small_gathers_of_two_sizes, 3, timeout_seconds=4):
         assert "ranks 0, 1 wait in exchange of norms and flags" in text

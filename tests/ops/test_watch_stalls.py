@@ -58,6 +58,7 @@ def said(runs: Runs, name: str, rank: int = 0) -> str:
     return str(found["error"])
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_by_all_others(runs: Runs, folder: Path) -> None:
     for name, others in (("stopped", (0,)), ("stopped, 3 ranks", (0, 2))):
         for rank in others:

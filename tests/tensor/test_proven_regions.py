@@ -152,6 +152,38 @@ def test_a_right_plan_trains_and_a_wrong_one_is_refused(kind: str, stage: int) -
         assert "something else in 2 slices than whole: the output of down differs" in text
 
 
+class OfHeads(nn.Module):
+    """`inner` works on what is cut. Before `down` is trained it gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.inner, self.down = nn.Linear(8, 16), nn.Linear(4, 4), nn.Linear(16, 8)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.inner(self.up(x).view(len(x), -1, 4)).flatten(1))
+
+
+def hidden_by_zeros(word: str) -> str:
+    torch.manual_seed(0)
+    plan = {"*.up": "colwise", "*.down": "rowwise", "*.inner": word}
+    engine = xds.initialize(nn.Sequential(OfHeads(), OfHeads()), odd_config(plan))
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    try:
+        for _ in range(3):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+    except xds.UsageError as error:
+        return f"{engine.global_steps}: {error}"
+    return ""
+
+
+def test_what_zeros_hide_is_found_in_the_second_forward() -> None:
+    for text in warm(2).run(hidden_by_zeros, "replicate"):
+        assert text.startswith("1: ") and "the gradient of inner.weight differs" in text
+    assert warm(2).run(hidden_by_zeros, "replicated_with_grad_allreduce") == ["", ""]
+
+
 class Odd(nn.Module):
     """A block with a buffer that counts its forwards."""
 
