@@ -325,7 +325,9 @@ def build_pipeline(
     group = mesh.along("tensor") if mesh.mesh.tensor > 1 else None
     parts = [EqualParts(group, JOINS) if cut and group is not None else None for cut in wanted]
     ways = (forward, backward, placement)
-    channel = Channel(*ways, is_dynamic=section.dynamic_shape, parts=(parts[0], parts[1]))
+    # whether a model of transformers makes a mask depends on the tokens of this sequence rank
+    is_dynamic = section.dynamic_shape or sequences is not None
+    channel = Channel(*ways, is_dynamic=is_dynamic, parts=(parts[0], parts[1]))
     deferred = [found.part.module] if found.plan.splits_backward else []
     weight_grads = WeightGrads(deferred, sharded.add_gradient)
 

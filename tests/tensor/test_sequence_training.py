@@ -245,3 +245,38 @@ def build_for_masks() -> Any:
 def test_a_mask_that_is_not_rebuilt_is_found() -> None:
     for said in warm(2).run(with_a_mask_of_its_own):
         assert "its attention has a mask of its own" in said
+
+
+def packed_batches(step: int) -> list[dict[str, torch.Tensor]]:
+    """In the first micro-batch a document begins among the tokens of rank 0, in the second of rank 1."""
+    found = [batch("plain", 2 * step + at, 0) for at in range(2)]
+    for given, begin in zip(found, (4, 9), strict=True):
+        positions = torch.cat([torch.arange(begin), torch.arange(12 - begin)])
+        given["position_ids"] = positions.repeat(SAMPLES, 1)
+    return found
+
+
+def train_stages(config: dict[str, Any]) -> list[tuple[float, float]]:
+    engine = xds.initialize(build("llama"), config)
+    found = []
+    for step in range(2):
+        loss = engine.train_batch(iter(packed_batches(step)))
+        found.append((loss.item(), engine.get_global_grad_norm()))
+    engine.destroy()
+    return found
+
+
+def test_documents_that_begin_elsewhere_in_each_micro_batch_of_a_pipeline() -> None:
+    config = config_of(2, 1, pipeline={"stages": 2}, gradient_accumulation_steps=2)
+    by_rank = warm(4).run(train_stages, config)
+    whole = build("llama")
+    optimizer = torch.optim.AdamW(whole.parameters(), **ADAMW)
+    wanted = []
+    for step in range(2):
+        losses = [whole(**given).loss / 2 for given in packed_batches(step)]
+        sum(losses).backward()  # type: ignore[union-attr]
+        norm = nn.utils.clip_grad_norm_(whole.parameters(), float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append((sum(loss.item() for loss in losses), norm.item()))
+    assert all(worst(found, wanted) <= 1e-6 for found in by_rank)
