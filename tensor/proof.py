@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..ops.comm.collectives import Collectives
 from ..utils.errors import UsageError
+from .kinds import kind_of
 from .plan import Ways
 from .quiet_runs import Holding, alone, unchanged_buffers
 from .regions import layers_in, regions
@@ -33,7 +34,6 @@ from .tokens import Tokens, with_activations
 
 KIND = "proof of slices"
 ATTEMPTS = (1, 2, 8, 32)  # forwards in training
-NUMBERS = ("idx", "index", "layer_id", "layer_number", "training")  # in names of attributes
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 SMALL = 1e-2  # of the largest gradient of a block
 NOISE = 8.0  # times what one rounding of all values changes
@@ -65,7 +65,6 @@ class _Scale(NamedTuple):
 class Proof:
     """Compares one block of each kind, and what is cut outside of blocks.
 
-    Blocks are of one kind if their modules have the same classes and settings, and the same layers are cut.
     Made before the layers are cut, and started after that.
     """
 
@@ -88,8 +87,7 @@ class Proof:
         kinds: set[Any] = set()
         for name, block in [*blocks, *((at, model.get_submodule(at)) for at in found)]:
             layers = layers_in(name, ways)
-            cut = tuple((at, way, _shape(block, at)) for at, way in layers.items())
-            kind = cut, *((at, type(one), _settings(one)) for at, one in block.named_modules())
+            kind = kind_of(block, layers)
             if layers and kind not in kinds:
                 kinds.add(kind)
                 self._blocks[name] = block, _on_meta(block)
@@ -136,10 +134,6 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
         elif callable(value):
             found.append((name, getattr(value, "__qualname__", type(value).__qualname__)))
     return tuple(found)
-
-
-def _shape(block: nn.Module, layer: str) -> tuple[torch.Size, ...]:
-    return tuple(param.shape for param in block.get_submodule(layer).parameters())
 
 
 @final
@@ -361,8 +355,10 @@ def _run(
     leaves: list[Tensor] = []
 
     def fresh(value: Any) -> Any:
+        if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+            return None  # a cache of keys and values would grow
         if not isinstance(value, Tensor):
-            return copy.deepcopy(value)  # a cache of keys and values would grow
+            return copy.deepcopy(value)
         if not value.requires_grad:
             return value.detach()
         own = value.detach()

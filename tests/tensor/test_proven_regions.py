@@ -277,3 +277,27 @@ class Normed(torch.optim.Optimizer):
 )
 def test_what_slices_cannot_do_is_refused(kind: str, part: str) -> None:
     assert all(part in text for text in warm(2).run(refused, kind))
+
+
+def second_block() -> str:
+    """The first block has filled the cache of keys and values when the second one is proven."""
+    from tensor_cases import Case, batches, build
+
+    from xds.tensor.plan import plan_of_model
+
+    model = build("llama")
+    model.config.use_cache = True  # type: ignore[union-attr,assignment]
+    plan = plan_of_model(model)
+    plan |= {"model.layers.1.input_layernorm": "replicated_with_grad_allreduce"}
+    config = Case("llama", 1, 1, 1, 2, 1).config()
+    config["tensor_parallel"]["plan"] = plan
+    engine = xds.initialize(model, config)
+    with pytest.raises(xds.UsageError) as caught:
+        engine.train_batch(batches("llama", 0, engine.dp_rank))
+    return str(caught.value)
+
+
+def test_a_block_after_others_is_proven_with_a_cache() -> None:
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    for text in warm(2).run(second_block):
+        assert "model.layers.1 computes something else" in text
