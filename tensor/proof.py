@@ -123,19 +123,6 @@ class Proof:
             hook.remove()
 
 
-def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """What a forward may depend on besides tensors, without the number of the layer."""
-    found = []
-    for name, value in vars(module).items():
-        if name.startswith("_") or any(word in name for word in NUMBERS):
-            continue
-        if isinstance(value, int | float | str | bool | None):
-            found.append((name, value))
-        elif callable(value):
-            found.append((name, getattr(value, "__qualname__", type(value).__qualname__)))
-    return tuple(found)
-
-
 @final
 class _Case:
     """One block, and its whole copy on the meta device."""
