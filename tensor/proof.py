@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..ops.comm.collectives import Collectives
+from ..ops.comm.collectives import Collectives, counting_as
 from ..utils.errors import UsageError
 from .kinds import kind_of
 from .plan import Ways
@@ -92,13 +92,15 @@ class Proof:
                 kinds.add(kind)
                 self._blocks[name] = block, _on_meta(block)
 
-    def start(self, sliced: Sliced, group: Collectives, holding: Holding) -> None:
+    def start(
+        self, sliced: Sliced, group: Collectives, opened: Sequence[Collectives], holding: Holding
+    ) -> None:
         """Run at the first forward of each block, after the hooks that gather its parameters.
 
-        holding: inside, all parameters of a module are there.
+        opened: all groups of this engine. holding: inside, all parameters of a module are there.
         """
         for name, (block, whole) in self._blocks.items():
-            case = _Case(name, block, whole, sliced, group)
+            case = _Case(name, block, whole, sliced, group, opened)
             if name in self._regions:
                 case.is_region = True
                 case.around = partial(alone, block, holding)
@@ -128,7 +130,13 @@ class _Case:
     """One block, and its whole copy on the meta device."""
 
     def __init__(
-        self, name: str, block: nn.Module, whole: nn.Module, sliced: Sliced, group: Collectives
+        self,
+        name: str,
+        block: nn.Module,
+        whole: nn.Module,
+        sliced: Sliced,
+        group: Collectives,
+        opened: Sequence[Collectives],
     ) -> None:
         self.name = name
         self._called = name or "the model"
@@ -136,6 +144,7 @@ class _Case:
         self._whole = whole
         self._sliced = sliced
         self._group = group
+        self._opened = opened
         self.num_forwards = 0  # in training
         self.is_region = False
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -149,7 +158,7 @@ class _Case:
         Raises:
             UsageError: on all ranks of the group: a rank has found a difference.
         """
-        with self.around():
+        with self.around(), counting_as(KIND, self._opened):
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

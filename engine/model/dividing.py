@@ -43,7 +43,7 @@ class Divided:
         holding: inside, all parameters of a module are gathered.
         """
         if self.proof is not None:
-            self.proof.start(self.sliced, mesh.along("tensor"), holding)
+            self.proof.start(self.sliced, mesh.along("tensor"), mesh.opened, holding)
 
     def undo(self) -> None:
         """Give the modules their classes back."""

@@ -66,6 +66,7 @@ class Collectives(ABC):
         self.rank = rank
         self.world_size = world_size
         self.sent_bytes: dict[str, int] = {}
+        self._counted_as = ""  # the kind, whatever the message is; "": its own
         instance = _instances[group.group_name] if group is not None else 0
         if group is not None:
             _instances[group.group_name] += 1
@@ -146,16 +147,18 @@ class Collectives(ABC):
 
     def _count(self, kind: str, shard: Tensor) -> None:
         """Count (world_size - 1) shards, which every algorithm here sends: the lower bound."""
-        sent = (self.world_size - 1) * shard.numel() * shard.element_size()
-        self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
+        self._add(kind, (self.world_size - 1) * shard.numel() * shard.element_size())
 
     def _count_all_reduce(self, kind: str, tensor: Tensor) -> None:
-        sent = 2 * (self.world_size - 1) * tensor.numel() * tensor.element_size() // self.world_size
-        self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
+        numel_sent = 2 * (self.world_size - 1) * tensor.numel()
+        self._add(kind, numel_sent * tensor.element_size() // self.world_size)
 
     def _count_parts(self, kind: str, part: Tensor) -> None:
         """Count one message of `part`."""
-        sent = part.numel() * part.element_size()
+        self._add(kind, part.numel() * part.element_size())
+
+    def _add(self, kind: str, sent: int) -> None:
+        kind = self._counted_as or kind
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
 
     @abstractmethod
@@ -287,6 +290,19 @@ class Collectives(ABC):
     def store(self) -> Store | None:
         """The store of the group; None where there is none."""
         return _store_of(self.group)
+
+
+@contextmanager
+def counting_as(kind: str, opened: Sequence[Collectives]) -> Iterator[None]:
+    """Inside, the bytes of all messages of these groups are counted as `kind`."""
+    before = [each._counted_as for each in opened]
+    for each in opened:
+        each._counted_as = kind
+    try:
+        yield
+    finally:
+        for each, kept in zip(opened, before, strict=True):
+            each._counted_as = kept
 
 
 def _store_of(group: dist.ProcessGroup | None) -> Store | None:
