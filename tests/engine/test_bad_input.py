@@ -205,7 +205,7 @@ def fail_in_the_middle(stage: int, path: str) -> str:
 
 @pytest.mark.parametrize(
     "stage",
-    [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3],
+    [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3],
 )
 def test_a_rank_that_fails_is_reported_on_the_others(stage: int, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="died with exit code"):

@@ -399,7 +399,7 @@ def several_engines(stage: int) -> None:
 OPTIMIZING = [client_optimizers, named_optimizers, schedules, data, several_engines]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_optimizers_schedules_and_data_at_every_stage(world: int) -> None:
     run_ranks(run_all, world, [function.__name__ for function in OPTIMIZING])
 
@@ -504,6 +504,6 @@ def config_checkpointing(stage: int) -> None:
 PRECISION = [overflow, growth_step_is_right, autocast, dtypes, config_checkpointing]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_precision_at_every_stage(world: int) -> None:
     run_ranks(run_all, world, [function.__name__ for function in PRECISION])

@@ -31,7 +31,10 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=pytest.mark.slow if kind == "two ranks" else ()) for kind in KINDS],
+    [
+        pytest.param(kind, marks=() if kind.startswith("three") else pytest.mark.slow)
+        for kind in KINDS
+    ],
 )
 def test_all_ranks_save_at_one_step_and_go_on_with_the_same_bits(kind, tmp_path):
     kind, signum = KINDS[kind]

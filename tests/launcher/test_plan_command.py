@@ -90,7 +90,8 @@ def test_bytes_of_every_schedule(schedule, stage):
 @pytest.mark.parametrize(
     ("tensor", "more"),
     [
-        (4, {}),  # two heads of keys and values, which ranks copy; uneven columns of the head
+        # two heads of keys and values, which ranks copy; uneven columns of the head
+        pytest.param(4, {}, marks=pytest.mark.slow),
         pytest.param(2, {"activation_checkpointing": {"enabled": True}}, marks=pytest.mark.slow),
     ],
 )
@@ -233,6 +234,7 @@ def test_bad_input_is_one_sentence(here, capsys, model, ranks, message):
     assert err.startswith("xds plan: ") and message in err and err.count("\n") <= 3
 
 
+@pytest.mark.slow
 def test_torch_does_not_load_its_compiler(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(config_of(1, "bf16", pipe=2, tensor=2, count=2)))

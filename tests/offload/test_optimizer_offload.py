@@ -91,7 +91,7 @@ def test_gradients_that_arrive_twice_or_never(feature: str, world_size: int) -> 
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(3, marks=SLOW)])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 3])
 def test_late_copies_and_updates(stage: int, seed: int) -> None:
     ranks = warm(2)
     plain = ranks.run(offload_runs.train, stage, "bf16", 2, None)
@@ -102,6 +102,7 @@ def test_late_copies_and_updates(stage: int, seed: int) -> None:
             check_equal(one, other)
 
 
+@SLOW
 def test_late_copies_and_updates_on_one_rank() -> None:
     ranks = warm(1)
     for precision, accumulation in (("bf16", 1), ("fp32", 2)):
