@@ -41,6 +41,7 @@ from .engine import Engine
 from .model.arguments import check_arguments
 from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
+from .model.compressing import bind_phase, build_legs
 from .model.dividing import divide
 from .model.offloading import build_homes, build_host, reserve
 from .model.pipelining import Cut, Runs, build_pipeline, check_whole, is_cut, is_part, with_model
@@ -49,6 +50,7 @@ from .model.recomputing import checkpoint_blocks
 from .model.same_model import check_same_model
 from .model.sequences import SequenceCutter, check_sequences, cut_sequences, of_stages
 from .model.tiling import tile_layers
+from .optim.gradient_factor import GradientFactor
 from .optim.loss_scale import build_loss_scale
 from .optim.optimizers import (
     ClientOptimizer,
@@ -154,7 +156,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     keeps_a_part = is_cut(model, config) or config.tensor_parallel.size > 1
     if keeps_a_part or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
-    divided = divide(model, config, mesh, collectives, partial(policy_of, config))
+    phase, legs = build_legs(config)
+    divided = divide(model, config, mesh, collectives, partial(policy_of, config), legs)
     model, runs, found, flat_groups = divided.model, divided.runs, divided.found, divided.groups
     groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
@@ -175,6 +178,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     if device.type == "cpu":
         keep_freed_blocks()  # training takes and frees the same blocks in every step
     skips = bool(config.bf16.enabled and config.bf16.check_grad_overflow)
+    loss_scale = build_loss_scale(config.fp16, skips_overflow=skips)
+    bind_phase(phase, optimizer, updater, GradientFactor(config, mesh.mesh, loss_scale))
     return Parts(
         config=config,
         module=model,
@@ -183,7 +188,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         filling=build_filling(config.zero_optimization.offload_optimizer, sharded, updater),
         optimizer=optimizer,
         scheduler=_scheduler(config, given.lr_scheduler, optimizer) if optimizer else None,
-        loss_scale=build_loss_scale(config.fp16, skips_overflow=skips),
+        loss_scale=loss_scale,
         autocast=_autocast(config, device),
         cast_inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
         device=device,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, final
 
 from pydantic import Field
 
-from ...compression.config import ONE_BIT_NOT_YET, ONE_BIT_OPTIMIZERS
+from ...compression.config import ONE_BIT_NOT_YET
 from ...utils.schema.keys import Entry, NoEffect, Refused, Report, check_entry
 from ...utils.schema.rules import (
     ANYTHING,
@@ -77,11 +77,27 @@ _ADAM: dict[str, Param] = {
     "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
 }
 
+_MESSAGES = "messages are sent by the backend of torch.distributed, on any device"
+_ONE_BIT: dict[str, Param] = {
+    "freeze_step": whole(1),
+    "cuda_aware": NoEffect(FLAG, _MESSAGES),
+    "comm_backend_name": NoEffect(TEXT, _MESSAGES),
+}
+
 _BUILT_IN: dict[str, dict[str, Param]] = {
     "Adam": {**_ADAM, "adam_w_mode": FLAG},
     "AdamW": {
         **_ADAM,
         "adam_w_mode": NoEffect(FLAG, "AdamW always decouples weight decay", same=(True,)),
+    },
+    "OneBitAdam": {
+        **_ALL,
+        **_ONE_BIT,
+        "betas": _BETAS,
+        "eps": _EPS,
+        "bias_correction": FLAG,
+        "amsgrad": _AMSGRAD,
+        "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
     },
     "SGD": {**_ALL, "momentum": number(0), "dampening": NUMBER, "nesterov": FLAG},
     "Adagrad": {
@@ -129,7 +145,7 @@ OPTIMIZERS = ClassTable(
         *("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"),
     ),
     refused={
-        **dict.fromkeys(ONE_BIT_OPTIMIZERS, ONE_BIT_NOT_YET),
+        **ONE_BIT_NOT_YET,
         **dict.fromkeys(
             ("MuAdam", "MuAdamW", "MuSGD"),
             "muP optimizers are not supported yet; give parameter groups their own lr instead",

@@ -7,6 +7,7 @@ from typing import final
 
 from torch import nn
 
+from ...compression.legs import BuildLegs
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import MeshGroups
 from ...tensor.proof import Proof
@@ -58,8 +59,11 @@ def divide(
     mesh: MeshGroups,
     world: Collectives,
     policy: BuildPolicy,
+    legs: BuildLegs,
 ) -> Divided:
     """Cut the model into pipeline stages, and its layers into slices. Opens the groups: for all ranks.
+
+    legs: how gradients and parameters are sent.
 
     Raises:
         UsageError: the model cannot be divided as the config says.
@@ -71,7 +75,7 @@ def divide(
         model, runs = found.part.module, found.runs
     sliced, proof = slice_layers(model, runs, plan, config, mesh, found)
     stage = config.zero_optimization.stage
-    groups = open_flat_groups(mesh, world, policy, stage, found, sliced)
+    groups = open_flat_groups(mesh, world, policy, stage, found, sliced, legs)
     return Divided(model, runs, found, sliced, proof, groups)
 
 

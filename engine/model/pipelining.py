@@ -9,7 +9,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import nn
 
-from ...compression.reducer import ExactReducer
+from ...compression.legs import BuildLegs, ExactLegs
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.mesh_groups import AxisGroups, MeshGroups
 from ...ops.comm.parts import EqualParts
@@ -196,15 +196,16 @@ def open_flat_groups(
     stage: int,
     found: Cut | None,
     sliced: Sliced | None = None,
+    legs: BuildLegs = ExactLegs,
 ) -> FlatGroups:
     """The group of every flat buffer. For all ranks.
 
-    sliced: what the tensor ranks have cut; None: nothing.
+    sliced: what the tensor ranks have cut; None: nothing. legs: how gradients and parameters are sent.
     """
     num_tensor = mesh.mesh.tensor
     is_one = found is None and num_tensor == 1
     collectives = world if is_one else mesh.along(("data", "sequence"))
-    data = FlatGroup(collectives, ExactReducer(collectives), policy(stage, collectives.world_size))
+    data = FlatGroup(collectives, legs(collectives), policy(stage, collectives.world_size))
     sliced = Sliced() if sliced is None else sliced
     by_param: dict[int, FlatGroup] = {}
     # all groups drop parameters or none
@@ -212,10 +213,8 @@ def open_flat_groups(
     if num_tensor > 1:
         both = mesh.along(ALL_OF_A_STAGE)
         kept = policy(reached, both.world_size)
-        equal = FlatGroup(
-            both, ExactReducer(both, num_tensor), kept, 1
-        )  # gradients are equal on all
-        parts = FlatGroup(both, ExactReducer(both), kept, 2)
+        equal = FlatGroup(both, legs(both, num_tensor), kept, 1)  # gradients are equal on all
+        parts = FlatGroup(both, legs(both), kept, 2)
         by_param = {key: parts if key in sliced.partial else equal for key in sliced.whole}
     kinds = _shared_kinds(found, sliced)
     first = 3  # the number of the first group, the same on all ranks
@@ -223,16 +222,16 @@ def open_flat_groups(
         shared = mesh.shared(stages, by_slice=is_cut)
         if shared is None:
             continue
-        reducer = ExactReducer(shared, 1 if is_cut else num_tensor)
+        sent = legs(shared, 1 if is_cut else num_tensor)
         kept = policy(min(stage, 2), shared.world_size)
-        group = FlatGroup(shared, reducer, kept, number, is_shared=True)
+        group = FlatGroup(shared, sent, kept, number, is_shared=True)
         by_param |= dict.fromkeys(kinds[stages, is_cut], group)
     in_stages = {key for keys in kinds.values() for key in keys}
     if num_tensor > 1:
         for number, key_group in enumerate(_copied(mesh, world, sliced), first + len(kinds)):
             copies, keys = key_group
             kept = policy(reached, copies.world_size)
-            group = FlatGroup(copies, ExactReducer(copies), kept, number)
+            group = FlatGroup(copies, legs(copies), kept, number)
             by_param |= dict.fromkeys(keys.difference(in_stages), group)
     names = {} if found is None else dict(found.part.names)
     slices = _slices(mesh, sliced, found)
@@ -332,7 +331,7 @@ def build_pipeline(
     weight_grads = WeightGrads(deferred, sharded.add_gradient)
 
     def table_of(count: int, *, gathers_each: bool) -> Table:
-        reduces_each = section.reduce == "micro_batch" and sharded.policy.shards_grads
+        reduces_each = section.reduce == "micro_batch" and sharded.reduces_each_backward
         return with_states(
             found.plan.table(count), gathers_each=gathers_each, reduces_each=reduces_each
         )

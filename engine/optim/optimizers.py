@@ -16,6 +16,7 @@ from ...ops.optim.adam import Adam
 from ...ops.optim.lamb import Lamb
 from ...ops.optim.lion import Lion
 from ...ops.optim.muon import Muon
+from ...ops.optim.one_bit_adam import OneBitAdam
 from ...ops.optim.sgd import SGD
 from ...ops.optim.shard_optimizer import ShardOptimizer
 from ...utils.arguments import wrong
@@ -43,7 +44,12 @@ ELEMENTWISE = (
     torch.optim.SGD,
 )
 FUSED = (torch.optim.Adagrad, torch.optim.SGD)  # fused on every device from torch 2.11 on
-OWN: dict[str, type[ShardOptimizer]] = {"Lamb": Lamb, "Lion": Lion, "Muon": Muon}
+OWN: dict[str, type[ShardOptimizer]] = {
+    "Lamb": Lamb,
+    "Lion": Lion,
+    "Muon": Muon,
+    "OneBitAdam": OneBitAdam,
+}
 # used where parameters are narrower than their masters; torch's own classes otherwise
 CASTING: dict[str, type[ShardOptimizer]] = {"Adagrad": Adagrad, "SGD": SGD}
 NOT_FOR_MUON = ("embed", "lm_head")

@@ -18,6 +18,7 @@ from ...zero.core.reduction import Scope
 from ..checkpoint.training import Scheduler
 from ..data.batches import check_loss, move
 from ..optim.backward_scale import forget_failed, mark, running_loss_scale, scaled_backward
+from ..optim.gradient_factor import GradientFactor
 from ..parts import Parts
 from .counters import Counters
 from .forecast import Forecast
@@ -45,8 +46,8 @@ class TrainingStep:
         self._check_usable = check_usable
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         self._forecast = Forecast()
-        takes_mean = parts.config.gradient_allreduce_op == "mean"
-        self._mean = 1.0 / _num_means(parts) if takes_mean else 1.0
+        mesh = parts.sharded.flat_groups.mesh
+        self._factor = GradientFactor(parts.config, mesh, parts.loss_scale)
         parts.sharded.backwards.set_script_callbacks(
             self._own_backward_begins, self._factor_of_own_backward
         )
@@ -178,14 +179,14 @@ class TrainingStep:
 
     def gradient_factor(self) -> float:
         """What a sum of gradients over the ranks is multiplied with to be the loss's gradient."""
-        return self._mean / self._scale.value
+        return self._factor()
 
     def reduces_when_asked(self) -> bool:
         """Whether gradients that wait for their reduction are all that this step brings."""
         return self._accumulation.ends_step() and not self._accumulation.in_no_sync
 
     def _reduces_now(self) -> bool:
-        return self._accumulation.reduces_now(shards_grads=self._sharded.policy.shards_grads)
+        return self._accumulation.reduces_now(shards_grads=self._sharded.reduces_each_backward)
 
     def _expect(self) -> None:
         """Tell the updater the factor on gradients if the step of this backward is likely to be a plain one."""
@@ -200,7 +201,7 @@ class TrainingStep:
         self._clipping = None
         self._accumulation.backward()
         self._expect()
-        return not self._accumulation.in_no_sync and self._sharded.policy.shards_grads
+        return not self._accumulation.in_no_sync and self._sharded.reduces_each_backward
 
     def _factor_of_own_backward(self) -> float:
         """What the gradients of a backward that the script started are multiplied with.
@@ -227,7 +228,7 @@ class TrainingStep:
         try:
             norm, limit = self._clipping or (self._measure(), self._parts.config.gradient_clipping)
         except UsageError:  # parameters that differ over the ranks: as after a step that is skipped
-            self._sharded.reset()
+            self._sharded.skip()
             raise
         self.grad_norm, self._clipping = norm, None
         self._forecast.observe(norm)
@@ -246,7 +247,7 @@ class TrainingStep:
             scheduler.step()
 
     def _skip(self, norm: float) -> None:
-        self._sharded.reset()
+        self._sharded.skip()
         self._counters.skipped_steps += 1
         step = self._counters.global_steps
         if not self._scale.skips_overflow:
@@ -262,13 +263,6 @@ class TrainingStep:
             norm,
             self._scale.value,
         )
-
-
-def _num_means(parts: Parts) -> int:
-    """How many ranks have a mean of their own. Where the engine cuts sequences, losses are parts of one."""
-    mesh = parts.sharded.flat_groups.mesh
-    is_mean_of_script = parts.config.sequence.cut_by == "script"
-    return mesh.data * (mesh.sequence if is_mean_of_script else 1)
 
 
 def _limit(max_norm: Any) -> float:

@@ -234,11 +234,18 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_to_all(
-        self, outs: Sequence[Tensor], parts: Sequence[Tensor], *, what: str, kind: str
+        self,
+        outs: Sequence[Tensor],
+        parts: Sequence[Tensor],
+        *,
+        what: str,
+        kind: str,
+        buffer: int = ACTIVATION_BUFFER,
     ) -> Handle:
         """outs[r] = what rank r has in parts[rank of this one]. Contiguous tensors, empty ones are allowed.
 
         Sends `parts` without this rank's own, counted as `kind`. Do not write to them before `wait`.
+        buffer: the number of the flat buffer that they are of, if any.
         """
 
     def gather_small(self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = "") -> Tensor:

@@ -25,6 +25,24 @@ class Done(Handle):
 
 
 @final
+class Then(Handle):
+    """Another handle, and a function to call once after it."""
+
+    def __init__(self, handle: Handle, finish: Callable[[], None], kept: object = None) -> None:
+        """kept: memory that is being sent, which nobody else holds."""
+        self._handle = handle
+        self._finish: Callable[[], None] | None = finish
+        self._kept = kept
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._kept = None
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+@final
 class InFlight(Handle):
     """Works to wait for, each with its peer, and a function to call after them with the received data."""
 

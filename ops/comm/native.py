@@ -112,9 +112,15 @@ class Native(Collectives):
         return InFlight(self._watch, mark, [(None, work)])
 
     def all_to_all(
-        self, outs: Sequence[Tensor], parts: Sequence[Tensor], *, what: str, kind: str
+        self,
+        outs: Sequence[Tensor],
+        parts: Sequence[Tensor],
+        *,
+        what: str,
+        kind: str,
+        buffer: int = ACTIVATION_BUFFER,
     ) -> Handle:
-        mark = self._record(kind, ACTIVATION_BUFFER, what, parts[0])
+        mark = self._record(kind, buffer, what, parts[0])
         for peer, part in enumerate(parts):
             if peer != self.rank:
                 self._count_parts(kind, part)

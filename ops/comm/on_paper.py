@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..mesh import Axis, Mesh
-from .collectives import CONTROL_BUFFER, Bounds, Collectives
+from .collectives import ACTIVATION_BUFFER, CONTROL_BUFFER, Bounds, Collectives
 from .handles import Done, Handle
 from .mesh_groups import AxisGroups
 
@@ -39,7 +39,13 @@ class PaperCollectives(Collectives):
         return Done()
 
     def all_to_all(
-        self, outs: Sequence[Tensor], parts: Sequence[Tensor], *, what: str, kind: str
+        self,
+        outs: Sequence[Tensor],
+        parts: Sequence[Tensor],
+        *,
+        what: str,
+        kind: str,
+        buffer: int = ACTIVATION_BUFFER,
     ) -> Handle:
         for peer, part in enumerate(parts):
             if peer != self.rank:

@@ -252,16 +252,22 @@ class PeerToPeer(Collectives):
         return InFlight(self._watch, mark, works, finish)
 
     def all_to_all(
-        self, outs: Sequence[Tensor], parts: Sequence[Tensor], *, what: str, kind: str
+        self,
+        outs: Sequence[Tensor],
+        parts: Sequence[Tensor],
+        *,
+        what: str,
+        kind: str,
+        buffer: int = ACTIVATION_BUFFER,
     ) -> Handle:
-        mark = self._record(kind, ACTIVATION_BUFFER, what, parts[self.rank])
+        mark = self._record(kind, buffer, what, parts[self.rank])
         outs[self.rank].copy_(parts[self.rank])
         receives = [(peer, outs[peer]) for peer in self._peers if outs[peer].numel()]
         sends = [(peer, parts[peer]) for peer in self._peers if parts[peer].numel()]
         for _, part in sends:
             self._count_parts(kind, part)
-        works = self._start(mark, self._tag(ACTIVATION_BUFFER), receives, sends)
-        return InFlight(self._watch, mark, works)
+        tag = self._tag(buffer) + (buffer >= 0)
+        return InFlight(self._watch, mark, self._start(mark, tag, receives, sends))
 
     def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
         mark = self._record("send", MESSAGE_BUFFER, what, tensor, is_message=True)

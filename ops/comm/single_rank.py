@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..flat import sum_in_order
 from .collectives import (
+    ACTIVATION_BUFFER,
     CONTROL_BUFFER,
     Bounds,
     Collectives,
@@ -66,7 +67,13 @@ class SingleRank(Collectives):
         return Done()
 
     def all_to_all(
-        self, outs: Sequence[Tensor], parts: Sequence[Tensor], *, what: str, kind: str
+        self,
+        outs: Sequence[Tensor],
+        parts: Sequence[Tensor],
+        *,
+        what: str,
+        kind: str,
+        buffer: int = ACTIVATION_BUFFER,
     ) -> Handle:
         outs[0].copy_(parts[0])
         return Done()

@@ -50,7 +50,7 @@ class Adam(ShardOptimizer):
             "bias_correction": bias_correction,
         }
         super().__init__(params, defaults)
-        self._adam_w_mode = adam_w_mode
+        self._rule = AdamRule(adam_w_mode)
 
     def gains_from_kernels(self, *, casts: bool) -> bool:
         return casts or not all(group["bias_correction"] for group in self.param_groups)
@@ -63,15 +63,33 @@ class Adam(ShardOptimizer):
             master = update.item.master
             state = self._states[master]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-                state["exp_avg"] = torch.zeros_like(master)
-                state["exp_avg_sq"] = torch.zeros_like(master)
+                state.update(new_moments(master))
             state["step"] += 1
-            group = update.group
-            if self._is_one_pass(update, group):
-                self._one_pass(update, state, group, scale)
-            else:
-                self._torch(update, state, group, scale, world)
+            self._rule.step(update, state, scale, world)
+
+
+def new_moments(master: Tensor) -> dict[str, Tensor]:
+    """The states of Adam before its first step."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=master.device),
+        "exp_avg": torch.zeros_like(master),
+        "exp_avg_sq": torch.zeros_like(master),
+    }
+
+
+@final
+class AdamRule:
+    """The arithmetic of one step of Adam on one item."""
+
+    def __init__(self, adam_w_mode: bool) -> None:
+        self._adam_w_mode = adam_w_mode
+
+    def step(self, update: Update, state: dict[str, Any], scale: float, world: World) -> None:
+        """Update master, moments and `out`. state["step"] counts this step."""
+        if self._is_one_pass(update, update.group):
+            self._one_pass(update, state, update.group, scale)
+        else:
+            self._torch(update, state, update.group, scale, world)
 
     def _is_one_pass(self, update: Update, group: dict[str, Any]) -> bool:
         """Whether there are casts to fuse with the update, and a kernel for it."""
@@ -165,3 +183,6 @@ class Adam(ShardOptimizer):
             grad_scale=None if divisor is None else torch.tensor(divisor, device=step.device),
             found_inf=None,
         )
+
+
+__all__ = ["Adam", "AdamRule", "new_moments"]

@@ -200,6 +200,9 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
             raise UsageError(ADDED_GROUP)
         super().add_param_group(param_group)
 
+    def states_changed(self) -> None:  # noqa: B027 (most keep nothing beside their states)
+        """A load has replaced states."""
+
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...] | None:
         """The states per element of a parameter of `group`; None: those of every other parameter."""
         return None

@@ -132,7 +132,7 @@ class Backwards:
         """Drop the gradients of all passes, at any time outside of a backward."""
         if self._is_running:
             self.abandon()
-        self._reduction.settle()
+        self._reduction.undo()
         self._reduction.reset()
         self._script_grads.clear()
         self.has_seen_one = False

@@ -16,7 +16,7 @@ from .discover import UnitPlan, plan_units
 from .disk_failures import agree
 from .flat_grads import FlatGrads
 from .flat_params import FlatParams
-from .groups import FlatGroup, FlatGroups
+from .groups import FlatGroup, FlatGroups, buffer_of
 from .layout import Entry, FlatLayout, plan_flat
 from .tensors import broadcast_whole
 from .unit import Unit
@@ -197,6 +197,7 @@ class Builder:
             index=index,
             is_sharded=group.policy.shards_params,
             home=self._homes.shards,
+            sender=group.legs.sender(buffer_of(layout, index, kind.dtype, group)),
         )
         if kind.is_single and group.policy.shards_params:
             params.keep_gathered()

@@ -26,7 +26,7 @@ from ...ops.comm.handles import Done, Handle
 from ...ops.comm.pool import BufferPool
 from ...ops.kernels.square_sum import exact_square_sum, square_sum
 from .arrivals import Arrivals
-from .groups import FlatGroup
+from .groups import FlatGroup, buffer_of
 from .layout import FlatLayout
 from .local_sum import LocalSum
 
@@ -60,7 +60,7 @@ class FlatGrads:
         self.is_single_rank = group.collectives.world_size == 1
         self._policy = policy = group.policy
         self._collectives = group.collectives
-        self._reducer = group.reducer
+        self._reducer = group.legs.reducer(buffer_of(layout, index, params[0].dtype, group))
         self._pool = pool
         self._arrivals = Arrivals(self.params)
         self._param_dtype = params[0].dtype
@@ -76,6 +76,7 @@ class FlatGrads:
         self._before_change: Callable[[], None] = _nothing
         self._payload: Tensor | None = None
         self._handle: Handle | None = None
+        self._is_kept = False  # the reducer has gradients that are not reduced yet
         self._is_whole = False  # the reduction in flight gives every rank the whole total
 
     def _settle_in(self, home: SumHome) -> None:
@@ -189,15 +190,34 @@ class FlatGrads:
     # -- the reduction over ranks -----------------------------------------------------------------------
 
     @property
+    def is_lossy(self) -> bool:
+        """A reduction now is not exact."""
+        return not self.is_single_rank and self._reducer.is_lossy
+
+    @property
     def has_local(self) -> bool:
         """This rank has gradients that are not reduced yet."""
-        return self._local.has_any
+        return self._is_kept or self._local.has_any
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """The running backward has ended, and its gradients are not reduced yet.
+
+        Where what is sent is lossy, they join what this rank owes.
+        """
+        if self.is_lossy and self._local.has_any:
+            self._reducer.keep(self._local.settle())
+            self._is_kept = True
+            if self._policy.shards_grads:
+                self._local.give_back()
+            else:
+                self._local.clear()
 
     @torch.no_grad()
     def start_reduce(self) -> None:
         """Start to add this rank's sums to the totals of all ranks. Sends (world_size - 1) * n elements."""
         local = self._local.settle()
-        self.is_sent = True
+        self.is_sent, self._is_kept = True, False
         if self.is_single_rank:
             if self._home.is_on_host:
                 self._leave(local, local)
@@ -205,9 +225,10 @@ class FlatGrads:
             return
         adds = self._has_total and self._total is not None
         assert self._handle is None
+        is_lossy = self._reducer.is_lossy
         plain = local.dtype == self._sent_dtype == self._sum_dtype
         if self._gathers_sums and plain and not adds:
-            self._handle = self._reducer.reduce_whole(local, buffer=self.index)
+            self._handle = self._reducer.reduce_whole(local)
         self._is_whole = self._handle is not None
         if self._is_whole:
             self._total = self._collectives.shard_of(local)
@@ -217,11 +238,11 @@ class FlatGrads:
             fits = local.dtype == self._sum_dtype and not self._policy.shards_grads
             self._total = self._collectives.shard_of(local) if fits else self._new_total()
         payload = local
-        if local.dtype != self._sent_dtype:
+        if local.dtype != self._sent_dtype and not is_lossy:
             payload = self._pool.take(local.numel(), self._sent_dtype, local.device)
             payload.copy_(local)
             self._payload = payload
-        self._handle = self._reducer.reduce(payload, self._total, add=adds, buffer=self.index)
+        self._handle = self._reducer.reduce(payload, self._total, add=adds)
         self._local.clear()
 
     def _new_total(self) -> Tensor:
@@ -279,12 +300,9 @@ class FlatGrads:
             return
         local = self._local.tensor
         assert local is not None and self._total is not None
-        own = self._collectives.shard_of(local)
-        if not self._total_is_in_local():
-            own.copy_(self._total)
-        self._handle = self._collectives.all_gather(
-            local, own, buffer=self.index, kind="all_gather"
-        )
+        self._handle = self._reducer.gather(self._total, local)
+        if self._reducer.is_lossy:  # every rank has the same sums, which are not quite the totals
+            self._total = self._collectives.shard_of(local)
 
     def finish_gather(self) -> None:
         if self._handle is not None:
@@ -381,9 +399,15 @@ class FlatGrads:
         """The sums for the update, on the host, are read until `reader` is done."""
         self._home.lend(reader)
 
+    def undo(self) -> None:
+        """The step is skipped: what was sent in it is owed again, where it is lossy. Before `reset`."""
+        self._reducer.undo()
+
     def reset(self) -> None:
         """Drop all gradients: the step is done, or skipped. Persistent buffers are kept."""
         self._before_change()
+        self._reducer.end_step()
+        self._is_kept = False
         self._local.drop()
         self._has_total = False
         self._was_held = False
@@ -408,7 +432,8 @@ class FlatGrads:
         kept = [] if self._frees or self._local.tensor is None else [self._local.tensor]
         if self._total is not None and not self._total_is_in_local():
             kept.append(self._total)
-        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        owed_bytes = self._reducer.held_bytes
+        return owed_bytes + sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
     # -- checkpoints in the middle of an accumulation ---------------------------------------------------
 

@@ -24,6 +24,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from ...compression.sender import ParameterSender
 from ...offload.lanes import Ticket
 from ...offload.shards import Fetched, Shard, ShardHome, ShardInMemory
 from ...ops.comm.collectives import Collectives
@@ -60,6 +61,7 @@ class FlatParams:
         index: int,
         is_sharded: bool,
         home: ShardHome,
+        sender: ParameterSender,
     ) -> None:
         """Move `params` (in the order of `layout.slots`) into one buffer, with the values of rank 0.
 
@@ -71,6 +73,7 @@ class FlatParams:
         self.index = index
         self.is_sharded = is_sharded
         self.collectives = collectives
+        self.sender = sender
         self._handle: Handle | None = None
         self._reshards = is_sharded
         self._overridden: dict[int, Tensor] = {}  # position -> the tensor that replaces `.data`
@@ -194,7 +197,7 @@ class FlatParams:
         return self._gather_from(own)
 
     def _gather_from(self, shard: Tensor) -> Handle:
-        return self.collectives.all_gather(self.raw, shard, buffer=self.index, kind="all_gather")
+        return self.sender.gather(self.raw, shard)
 
     @property
     def may_start(self) -> bool:
@@ -261,6 +264,14 @@ class FlatParams:
             return
         self.is_unsharded = False
         self.start_unshard()
+
+    def start_move(self, values: Tensor) -> None:
+        """Start to move the full buffer, on all ranks, to this rank's new `values` [n] of its shard.
+
+        For a sender that sends differences: the parameters are near the new values afterwards.
+        """
+        self.is_unsharded = False
+        self._handle = self.sender.publish(self.raw, values)
 
     # -- what `param.data` refers to --------------------------------------------------------------------
 

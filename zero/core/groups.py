@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
+import torch
 from torch import nn
 
-from ...compression.reducer import GradientReducer
+from ...compression.legs import Buffer, Legs
 from ...ops.comm.collectives import Collectives
 from ...ops.mesh import Mesh
-from .layout import Box
+from .layout import Box, FlatLayout
 from .policy import Policy
 from .slices import Slices
 
@@ -31,12 +32,13 @@ from .slices import Slices
 class FlatGroup:
     """The ranks of a flat buffer.
 
+    legs: how gradients and parameters are sent.
     number: 0 for the data group; the others by one order on all ranks.
     is_shared: ranks of several pipeline stages hold the buffer.
     """
 
     collectives: Collectives
-    reducer: GradientReducer
+    legs: Legs
     policy: Policy
     number: int = 0
     is_shared: bool = False
@@ -94,4 +96,10 @@ class FlatGroups:
         return [found[number].collectives for number in sorted(found)]
 
 
-__all__ = ["FlatGroup", "FlatGroups"]
+def buffer_of(layout: FlatLayout, index: int, dtype: torch.dtype, group: FlatGroup) -> Buffer:
+    """What the legs of `group` know of flat buffer `index`, whose parameters have this dtype."""
+    gaps = tuple(layout.gaps())
+    return Buffer(index, layout.numel, gaps, dtype, group.policy.shards_optimizer)
+
+
+__all__ = ["FlatGroup", "FlatGroups", "buffer_of"]

@@ -30,7 +30,7 @@ class Master:
 
     casts: forward computes in a narrower dtype.
     is_far: one of master and forward's values is on the host, the other one is not; or these are on a disk.
-    is_apart: forward's values have memory of their own, because of a cast or a distance.
+    is_apart: forward's values have memory of their own, because of a cast, a distance, or how they are sent.
     """
 
     def __init__(self, params: FlatParams, grads: FlatGrads, home: Home) -> None:
@@ -71,7 +71,8 @@ class Master:
     def _settle_in(self, home: Home) -> None:
         self.home = home
         self.is_far = home.is_on_host != self.params.is_on_host or self.params.place.is_on_disk
-        self.is_apart = self.casts or self.is_far
+        keeps_master = self.is_sharded and self.params.sender.keeps_master
+        self.is_apart = self.casts or self.is_far or keeps_master
 
     @torch.no_grad()
     def move(self, home: Home, device: torch.device) -> None:
@@ -90,6 +91,11 @@ class Master:
             item.master.data = self._tensor[item.start : item.start + item.master.numel()]
         self.remember()
         self.grads.move(home)
+
+    @property
+    def sends_differences(self) -> bool:
+        """Forward's values are near the master, and not the master cast: see `ParameterSender.publish`."""
+        return self.is_sharded and self.params.sender.sends_differences
 
     @property
     def apart_bytes(self) -> int:
@@ -139,12 +145,12 @@ class Master:
 
     def remember(self) -> None:
         """The values that forward computes with are the engine's own: see `written`."""
-        if self.is_far:
+        if self.is_far or self.sends_differences:
             self._published = fingerprint(self.compute)
             self.params.place.settle()
 
     def written(self) -> Tensor:
-        """If it is far: not 0 if a script has written to the values since `remember`; int64 []."""
+        """Not 0 if a script has written to the values since `remember`; int64 []. Where these are compared."""
         assert self._published is not None
         if not self.params.place.may_be_written:
             return torch.zeros_like(self._published)
@@ -156,16 +162,16 @@ class Master:
         if not self.is_apart:
             return
         stop = self._tensor.numel() if stop is None else stop
-        if not self.is_far:
+        if not (self.is_far or self.sends_differences):
             take_edits(self.tensor[start:stop], self.compute[start:stop])
         elif int(self.written()):
             self.take_far_edits()
 
     @torch.no_grad()
     def take_far_edits(self) -> None:
-        """The same where they are far, for all values."""
+        """The same where they are far, for all values. A difference that was not sent is lost."""
         values = self.compute.to(self._tensor.device)
-        if self.casts:
+        if self.casts and not self.sends_differences:
             take_edits(self.tensor, values)
         else:
             self.tensor.copy_(values)

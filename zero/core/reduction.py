@@ -142,6 +142,7 @@ class Reduction:
             if not self._reduces_now(grads):
                 if grads.leaves_alone and grads.has_local:
                     grads.start_reduce()
+                grads.hold()
                 self._held.add(grads)
             else:
                 self._held.discard(grads)
@@ -263,6 +264,17 @@ class Reduction:
             self._end(self._in_flight.pop(0))
         for grads in self.order if only is None else [only]:
             grads.finish_gather()
+
+    @property
+    def is_lossy(self) -> bool:
+        """What is sent now is not exact."""
+        return any(grads.is_lossy for grads in self.order)
+
+    def undo(self) -> None:
+        """The step is skipped: see `FlatGrads.undo`. Before `reset`."""
+        self.settle()
+        for grads in self.order:
+            grads.undo()
 
     def reset(self) -> None:
         """Drop all gradients: the step is done, or skipped."""

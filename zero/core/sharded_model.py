@@ -222,6 +222,11 @@ class ShardedModel:
         self._reduction.reduce_late()
         return True
 
+    @property
+    def reduces_each_backward(self) -> bool:
+        """Each backward ends with a reduction that frees its gradients. Lossy ones wait for the last."""
+        return self.policy.shards_grads and not self._reduction.is_lossy
+
     def settle_reductions(self) -> None:
         """Wait for all reductions in flight."""
         self._reduction.settle()
@@ -276,8 +281,13 @@ class ShardedModel:
             for flat in unit.params:
                 flat.wait()
 
+    def skip(self) -> None:
+        """Drop all gradients: the step is skipped. What was sent in it is owed again, where it is lossy."""
+        self._reduction.undo()
+        self._reduction.reset()
+
     def reset(self) -> None:
-        """Drop all gradients: the step is done, or skipped."""
+        """Drop all gradients: the step is done."""
         self._reduction.reset()
 
     def detach(self) -> None:

@@ -169,6 +169,9 @@ class Updater:
                 self._step_at_once(optimizer, scale)
             optimizer.step()
         self._model.wait_published()
+        for master in self.masters:
+            if master.sends_differences:
+                master.remember()
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
@@ -201,7 +204,7 @@ class Updater:
             UsageError: a write to a parameter on the host was lost; nothing is updated.
         """
         lost = self._model.take_lost_writes()
-        far = [master for master in self.masters if master.is_far]
+        far = [m for m in self.masters if m.is_far or m.sends_differences]
         on_host = [master for master in far if master.params.is_on_host]
         on_device = [master for master in far if not master.params.is_on_host]
         # what is on the device is read together, because each read waits for it
@@ -215,7 +218,7 @@ class Updater:
             if is_written:
                 master.take_far_edits()
         for master in self.masters if also_near else ():
-            if not master.is_far:
+            if not (master.is_far or master.sends_differences):
                 master.take_edits()
 
     def _step_elementwise(self, optimizer: ShardOptimizer, scale: float) -> None:
@@ -237,7 +240,7 @@ class Updater:
                 kept = self._keep_frozen([master])
                 optimizer.update(self._updates(master, groups), scale, self.world)
                 kept.restore()
-                self._write_far(master)
+                self._write_apart(master)
                 self._publish(master)
         if self.homes.are_on_disk:
             self._wait_for_disks(arrivals)
@@ -289,12 +292,14 @@ class Updater:
         if master.casts and master.is_far:
             # a place at home: an optimizer may round differently without one
             out = torch.empty(grad.numel(), dtype=master.params.dtype, device=master.raw.device)
-        elif master.casts:
+        elif master.casts and not master.sends_differences:
             out = master.compute
         return master.updates(groups, grad, out, has_old=not master.is_far)
 
-    def _write_far(self, master: Master) -> None:
-        if master.is_far:
+    def _write_apart(self, master: Master) -> None:
+        """Write forward's values where the update has not."""
+        is_written = master.casts and not master.is_far
+        if master.is_apart and not is_written and not master.sends_differences:
             master.write_compute()
 
     def _step_at_once(self, optimizer: ShardOptimizer, scale: float) -> None:
@@ -305,7 +310,7 @@ class Updater:
         optimizer.update(updates, scale, self.world)
         kept.restore()
         for master in self.masters:
-            self._write_far(master)
+            self._write_apart(master)
             self._publish(master)
 
     def _keep_frozen(self, masters: Sequence[Master]) -> FrozenValues:
@@ -350,7 +355,8 @@ class Updater:
             for tensor in group["params"]:
                 tensor.grad = None
         for master in self.masters:
-            master.write_compute()
+            if not master.sends_differences:
+                master.write_compute()
             self._publish(master)
 
     def _set_grads(self, master: Master, grad: Tensor) -> None:
@@ -416,7 +422,9 @@ class Updater:
                     yield tensor, place[1]
 
     def _publish(self, master: Master) -> None:
-        if master.is_sharded or master.params.is_sharded:
+        if master.sends_differences:
+            master.params.start_move(master.raw)
+        elif master.is_sharded or master.params.is_sharded:
             master.params.start_publish()
 
     @property

@@ -1,0 +1,33 @@
+"""The one-bit messages of a group: gradients or momenta, then sums (stage 0) or parameters (stages 1 and 2)."""
+
+from __future__ import annotations
+
+from typing import final
+
+from ...ops.comm.collectives import Collectives
+from ..legs import Buffer, Legs
+from ..reducer import GradientReducer
+from ..sender import ParameterSender
+from .phase import Phase
+from .reducer import OneBitReducer
+from .sender import OneBitSender
+
+
+@final
+class OneBitLegs(Legs):
+    """One bit per element after the freeze of `phase`."""
+
+    def __init__(self, phase: Phase, collectives: Collectives, num_copies: int = 1) -> None:
+        """num_copies: so many ranks compute the same gradient, which counts once."""
+        self._phase = phase
+        self._collectives = collectives
+        self._num_copies = num_copies
+
+    def reducer(self, buffer: Buffer) -> GradientReducer:
+        return OneBitReducer(self._collectives, buffer, self._phase, self._num_copies)
+
+    def sender(self, buffer: Buffer) -> ParameterSender:
+        return OneBitSender(self._collectives, buffer, self._phase)
+
+
+__all__ = ["OneBitLegs"]

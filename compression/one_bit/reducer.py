@@ -1,0 +1,214 @@
+"""Reduces gradients with one bit per element; what a message loses is kept and sent with the next one.
+
+    worker   gradient + error --pack--> N messages ------> each rank adds those of its part
+    server   (stage 0) sum + error --pack--> a message --> every rank gets all sums
+
+- At stages 1 and 2 the message is the gradient: momentum is linear, so the owner forms it from the sum.
+- At stage 0 the message is the momentum b m + (1 - b) g. All ranks hold m, and the sum of the messages takes
+  the gradient's place. The worker's error is kept divided by (1 - b), in the unit of gradients.
+- A skipped step adds its messages to the errors again. So nothing that is owed is lost.
+
+Source: Tang et al., 1-bit Adam, 2021, algorithm 1, https://arxiv.org/abs/2102.02888. Differs: a magnitude
+for each 1024 elements, which is their mean and not their norm.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.handles import Handle, Then
+from ...ops.flat import overlap
+from ..legs import Buffer
+from ..reducer import ExactReducer, GradientReducer
+from .packets import Packets, finite, zero_ranges
+from .phase import Phase
+
+GRADIENT_KIND = "one-bit gradients"
+SUM_KIND = "one-bit sums"
+
+
+@final
+class OneBitReducer(GradientReducer):
+    """Exact until the variance is frozen, then one bit per element.
+
+    error: what this rank owes to all, [world_size * n] fp32, in the unit of gradients; None: nothing yet.
+    server_error: what this rank owes of its part of the sums, [n] fp32: at stage 0.
+    """
+
+    def __init__(
+        self, collectives: Collectives, buffer: Buffer, phase: Phase, num_copies: int = 1
+    ) -> None:
+        """num_copies: so many ranks compute the same gradient, which counts once."""
+        self._collectives = collectives
+        self._buffer = buffer
+        self._phase = phase
+        self._num_copies = num_copies
+        self._exact = ExactReducer(collectives, buffer.index, num_copies)
+        self._packets = Packets(buffer.numel // collectives.world_size)
+        self._own_gaps = _gaps_in(buffer, collectives.rank, collectives.world_size)
+        self._sends_momentum = not buffer.is_sharded
+        self.error: Tensor | None = None
+        self.server_error: Tensor | None = None
+        self._unit = math.nan  # in which the errors are
+        self._poison: Tensor | None = None  # nan: a micro-batch was not finite
+        self._has_momentum = False  # in this step the momentum was sent
+        self._sent: list[Tensor] = []  # messages of this step: to each rank, from each, and to all
+        self._received: list[Tensor] = []
+        self._published: Tensor | None = None
+
+    @property
+    def is_lossy(self) -> bool:
+        return self._phase.is_compressed
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(t.nbytes for t in (self.error, self.server_error) if t is not None)
+
+    # -- the worker -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reduce(self, flat: Tensor, out: Tensor, *, add: bool) -> Handle:
+        if not self.is_lossy:
+            return self._exact.reduce(flat, out, add=add)
+        error = self._in_unit(flat.device)
+        if self._num_copies > 1:
+            flat.div_(self._num_copies)
+        if self._poison is not None:
+            flat[:1].add_(self._poison)
+            self._poison = None
+        if self._sends_momentum and not self._has_momentum:
+            self._add_momentum(error, 1.0)
+            self._has_momentum = True
+        world_size = self._collectives.world_size
+        mine = self._packets.empty(world_size, flat.device)
+        for rank in range(world_size):
+            shard_of = self._collectives.shard_of
+            self._packets.pack(shard_of(flat, rank), shard_of(error, rank), mine[rank])
+        theirs = torch.empty_like(mine)
+        self._sent.append(mine)
+        handle = self._collectives.all_to_all(
+            list(theirs),
+            list(mine),
+            what=f"flat buffer {self._buffer.index}",
+            kind=GRADIENT_KIND,
+            buffer=self._buffer.index,
+        )
+        return Then(handle, lambda: self._receive(theirs, out, add=add))
+
+    @torch.no_grad()
+    def _receive(self, packets: Tensor, out: Tensor, *, add: bool) -> None:
+        total = torch.empty_like(out) if add else out
+        # the sum of what the ranks sent, which is divided by (1 - b) at stage 0
+        factor = 1.0 - self._phase.state.beta if self._sends_momentum else 1.0
+        self._packets.unpack(packets, total, factor)
+        zero_ranges(total, self._own_gaps)
+        if add:
+            out.add_(total)
+        if self._sends_momentum:
+            self._received.append(packets)
+
+    @torch.no_grad()
+    def keep(self, flat: Tensor) -> None:
+        error = self._in_unit(flat.device)
+        if self._num_copies > 1:
+            flat.div_(self._num_copies)
+        is_finite = flat.isfinite().all()
+        error.add_(torch.where(is_finite, flat, 0.0))
+        found = torch.where(is_finite, 0.0, math.nan).to(flat.dtype)
+        self._poison = found if self._poison is None else self._poison + found
+
+    def _add_momentum(self, error: Tensor, sign: float) -> None:
+        """Add (or subtract) the part of the momentum that every rank sends alike."""
+        state = self._phase.state
+        share = 1.0 / (state.unit * self._collectives.world_size)
+        factor = sign * share * state.beta / (1.0 - state.beta)
+        for start, momentum in state.momentum_of(self._buffer.index):
+            error[start : start + momentum.numel()].add_(momentum, alpha=factor)
+
+    def _in_unit(self, device: torch.device) -> Tensor:
+        """The error in the unit of this step's sums."""
+        unit = self._phase.state.unit
+        if self.error is None:
+            self.error = torch.zeros(self._buffer.numel, dtype=torch.float32, device=device)
+        elif unit != self._unit:  # powers of 2, so it is exact
+            for one in (self.error, self.server_error):
+                if one is not None:
+                    one.mul_(self._unit / unit)
+        self._unit = unit
+        return self.error
+
+    # -- the server -------------------------------------------------------------------------------------
+
+    def reduce_whole(self, flat: Tensor) -> Handle | None:
+        return None if self.is_lossy else self._exact.reduce_whole(flat)
+
+    @torch.no_grad()
+    def gather(self, total: Tensor, flat: Tensor) -> Handle:
+        if not self.is_lossy:
+            return self._exact.gather(total, flat)
+        if self.server_error is None:
+            self.server_error = torch.zeros(total.numel(), dtype=torch.float32, device=total.device)
+        world_size, rank = self._collectives.world_size, self._collectives.rank
+        packets = self._packets.empty(world_size, total.device)
+        self._packets.pack(total, self.server_error, packets[rank])
+        self._published = packets[rank].clone()
+        handle = self._collectives.all_gather(
+            packets.view(-1), self._published, buffer=self._buffer.index, kind=SUM_KIND
+        )
+
+        def finish() -> None:
+            for peer, packet in enumerate(packets):
+                self._packets.unpack(packet[None], self._collectives.shard_of(flat, peer))
+            zero_ranges(flat, self._buffer.gaps)
+
+        return Then(handle, finish)
+
+    # -- the end of a step ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        if self.error is None or not (self._sent or self._has_momentum):
+            self.end_step()
+            return
+        part = torch.empty(
+            self._buffer.numel // self._collectives.world_size, device=self.error.device
+        )
+        for packets in self._sent:
+            for rank, packet in enumerate(packets):
+                self._packets.unpack(packet[None], part)
+                self._collectives.shard_of(self.error, rank).add_(finite(part))
+        if self._has_momentum:
+            self._add_momentum(self.error, -1.0)
+        if self._published is not None and self.server_error is not None:
+            self._undo_server(self._published, self.server_error, part)
+        self.end_step()
+
+    def _undo_server(self, published: Tensor, error: Tensor, part: Tensor) -> None:
+        """error + what was published - what had come: the error before. Blocks that were not finite kept it."""
+        self._packets.unpack(published[None], part)
+        come = torch.empty_like(part)
+        for packets in self._received:
+            self._packets.unpack(packets, come, 1.0 - self._phase.state.beta)
+            zero_ranges(come, self._own_gaps)
+            part.sub_(come)
+        error.add_(finite(part))
+
+    def end_step(self) -> None:
+        self._sent, self._received, self._published = [], [], None
+        self._has_momentum, self._poison = False, None
+
+
+def _gaps_in(buffer: Buffer, rank: int, world_size: int) -> list[tuple[int, int]]:
+    """[start, stop) of the gaps in the part of `rank`, relative to it."""
+    numel = buffer.numel // world_size
+    first = rank * numel
+    found = [overlap(gap, (first, first + numel)) for gap in buffer.gaps]
+    return [(start - first, stop - first) for start, stop in found if start < stop]
+
+
+__all__ = ["GRADIENT_KIND", "SUM_KIND", "OneBitReducer"]

@@ -1,0 +1,62 @@
+"""How the parameters of a flat buffer are sent, as an object that is chosen once; exact by default.
+
+gather     a shard of each rank, dropped between uses (stage 3)      -> the full buffer
+publish    the new values of each rank's shard after an update       -> the full buffer (stages 1, 2)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import final
+
+from torch import Tensor
+
+from ..ops.comm.collectives import Collectives
+from ..ops.comm.handles import Handle
+
+
+class ParameterSender(ABC):
+    """Sends the values of one flat buffer to the ranks of its group."""
+
+    @property
+    @abstractmethod
+    def keeps_master(self) -> bool:
+        """The updated values need memory of their own: what the ranks compute with may differ from them."""
+
+    @property
+    @abstractmethod
+    def sends_differences(self) -> bool:
+        """`publish` sends the difference to what all ranks hold, now."""
+
+    @abstractmethod
+    def gather(self, flat: Tensor, shard: Tensor) -> Handle:
+        """Start to fill `flat` [world_size * n] with every rank's `shard` [n], which may be part of it."""
+
+    @abstractmethod
+    def publish(self, flat: Tensor, values: Tensor) -> Handle:
+        """Start to move `flat` [world_size * n] to every rank's `values` [n], where it `sends_differences`.
+
+        `flat` has equal values on all ranks before and after it.
+        """
+
+
+@final
+class ExactSender(ParameterSender):
+    """Sends the values themselves: (world_size - 1) shards per rank, in the parameters' dtype."""
+
+    keeps_master = False
+    sends_differences = False
+
+    def __init__(self, collectives: Collectives, buffer: int) -> None:
+        """buffer: the number of the flat buffer."""
+        self._collectives = collectives
+        self._buffer = buffer
+
+    def gather(self, flat: Tensor, shard: Tensor) -> Handle:
+        return self._collectives.all_gather(flat, shard, buffer=self._buffer, kind="all_gather")
+
+    def publish(self, flat: Tensor, values: Tensor) -> Handle:
+        raise AssertionError("exact values are gathered")
+
+
+__all__ = ["ExactSender", "ParameterSender"]

@@ -1,0 +1,82 @@
+"""Chooses how gradients and parameters are sent, and shows one-bit messages what they need of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ...compression.config import ONE_BIT_OPTIMIZERS
+from ...compression.legs import BuildLegs, ExactLegs
+from ...compression.one_bit.legs import OneBitLegs
+from ...compression.one_bit.phase import MomentumRange, OneBitState, Phase
+from ...ops.optim.one_bit_adam import OneBitAdam
+from ...ops.optim.shard_optimizer import states_of
+from ...zero.core.master import Master
+from ...zero.core.update import Updater
+from ..config.config import Config
+
+
+def build_legs(config: Config) -> tuple[Phase | None, BuildLegs]:
+    """How the engine sends gradients and parameters. The phase, if any, needs `bind_phase` before training."""
+    if config.optimizer is None or config.optimizer.type not in ONE_BIT_OPTIMIZERS:
+        return None, ExactLegs
+    phase = Phase()
+    return phase, partial(OneBitLegs, phase)
+
+
+def bind_phase(
+    phase: Phase | None,
+    optimizer: torch.optim.Optimizer | None,
+    updater: Updater,
+    unit: Callable[[], float],
+) -> None:
+    """Let the messages of `phase` follow `optimizer`. unit: the factor of sums over the ranks, now."""
+    if phase is not None and isinstance(optimizer, OneBitAdam):
+        phase.bind(EngineState(optimizer, updater, unit))
+
+
+@final
+class EngineState(OneBitState):
+    """Reads `optimizer` and its tensors in the masters of `updater`."""
+
+    def __init__(self, optimizer: OneBitAdam, updater: Updater, unit: Callable[[], float]) -> None:
+        """unit: what sums over the ranks are multiplied with now."""
+        self._optimizer = optimizer
+        self._masters = {master.params.index: master for master in updater.masters}
+        self._unit = unit
+
+    @property
+    def is_compressed(self) -> bool:
+        return self._optimizer.is_frozen
+
+    @property
+    def beta(self) -> float:
+        return float(self._optimizer.param_groups[0]["betas"][0])
+
+    @property
+    def unit(self) -> float:
+        return self._unit()
+
+    def momentum_of(self, buffer: int) -> Sequence[MomentumRange]:
+        return [
+            MomentumRange(start, tensor)
+            for start, tensor in self._states(self._masters[buffer], "exp_avg")
+        ]
+
+    def still(self, buffer: int, numel: int) -> Tensor:
+        master = self._masters[buffer]
+        found = torch.zeros(numel, dtype=torch.bool, device=master.raw.device)
+        for start, variance in self._states(master, "exp_avg_sq"):
+            found[start : start + variance.numel()] = variance == 0
+        return found
+
+    def _states(self, master: Master, key: str) -> list[tuple[int, Tensor]]:
+        states = states_of(self._optimizer)
+        return [(item.start, states[item.master][key]) for item in master.items]
+
+
+__all__ = ["EngineState", "bind_phase", "build_legs"]
