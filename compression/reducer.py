@@ -8,12 +8,25 @@ A reducer belongs to one flat buffer: it may keep what it has not sent yet.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor
 
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.handles import Handle
+
+
+@final
+class Owed(NamedTuple):
+    """What a rank has not sent of a flat buffer.
+
+    error: [world_size * n] fp32, of its own gradients. server: [n] fp32, of its part of the sums; or None.
+    unit: what the values are multiplied with to be mean gradients of the loss.
+    """
+
+    error: Tensor
+    server: Tensor | None
+    unit: float
 
 
 class GradientReducer(ABC):
@@ -59,6 +72,20 @@ class GradientReducer(ABC):
 
     @property
     @abstractmethod
+    def keeps_owed(self) -> bool:
+        """Messages are lossy, now or later."""
+
+    @property
+    @abstractmethod
+    def owed(self) -> Owed | None:
+        """What was not sent; None: nothing."""
+
+    @abstractmethod
+    def restore(self, owed: Owed | None) -> None:
+        """Replace what was not sent. For all ranks, which have all something or nothing."""
+
+    @property
+    @abstractmethod
     def held_bytes(self) -> int:
         """Bytes that are kept between steps."""
 
@@ -68,6 +95,8 @@ class ExactReducer(GradientReducer):
     """The exact sum in rank order. Sends (world_size - 1) / world_size of `flat`'s bytes per rank."""
 
     is_lossy = False
+    keeps_owed = False
+    owed = None
     held_bytes = 0
 
     def __init__(self, collectives: Collectives, buffer: int, num_copies: int = 1) -> None:
@@ -103,6 +132,9 @@ class ExactReducer(GradientReducer):
         raise AssertionError("exact sums keep nothing")
 
     def undo(self) -> None:
+        return
+
+    def restore(self, owed: Owed | None) -> None:
         return
 
     def end_step(self) -> None:

@@ -6,8 +6,8 @@ from typing import final
 
 from ...ops.comm.collectives import Collectives
 from ..legs import Buffer, Legs
-from ..reducer import GradientReducer
-from ..sender import ParameterSender
+from ..reducer import ExactReducer, GradientReducer
+from ..sender import ExactSender, ParameterSender
 from .phase import Phase
 from .reducer import OneBitReducer
 from .sender import OneBitSender
@@ -24,9 +24,13 @@ class OneBitLegs(Legs):
         self._num_copies = num_copies
 
     def reducer(self, buffer: Buffer) -> GradientReducer:
+        if self._collectives.world_size == 1:
+            return ExactReducer(self._collectives, buffer.index)
         return OneBitReducer(self._collectives, buffer, self._phase, self._num_copies)
 
     def sender(self, buffer: Buffer) -> ParameterSender:
+        if self._collectives.world_size == 1:
+            return ExactSender(self._collectives, buffer.index)
         return OneBitSender(self._collectives, buffer, self._phase)
 
 

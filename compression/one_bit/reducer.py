@@ -24,7 +24,7 @@ from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
 from ...ops.flat import overlap
 from ..legs import Buffer
-from ..reducer import ExactReducer, GradientReducer
+from ..reducer import ExactReducer, GradientReducer, Owed
 from .packets import Packets, finite, zero_ranges
 from .phase import Phase
 
@@ -89,6 +89,7 @@ class OneBitReducer(GradientReducer):
         for rank in range(world_size):
             shard_of = self._collectives.shard_of
             self._packets.pack(shard_of(flat, rank), shard_of(error, rank), mine[rank])
+        zero_ranges(error, self._buffer.gaps)  # a checkpoint does not have them
         theirs = torch.empty_like(mine)
         self._sent.append(mine)
         handle = self._collectives.all_to_all(
@@ -156,6 +157,7 @@ class OneBitReducer(GradientReducer):
         world_size, rank = self._collectives.world_size, self._collectives.rank
         packets = self._packets.empty(world_size, total.device)
         self._packets.pack(total, self.server_error, packets[rank])
+        zero_ranges(self.server_error, self._own_gaps)
         self._published = packets[rank].clone()
         handle = self._collectives.all_gather(
             packets.view(-1), self._published, buffer=self._buffer.index, kind=SUM_KIND
@@ -184,8 +186,10 @@ class OneBitReducer(GradientReducer):
                 self._collectives.shard_of(self.error, rank).add_(finite(part))
         if self._has_momentum:
             self._add_momentum(self.error, -1.0)
+        zero_ranges(self.error, self._buffer.gaps)
         if self._published is not None and self.server_error is not None:
             self._undo_server(self._published, self.server_error, part)
+            zero_ranges(self.server_error, self._own_gaps)
         self.end_step()
 
     def _undo_server(self, published: Tensor, error: Tensor, part: Tensor) -> None:
@@ -197,6 +201,25 @@ class OneBitReducer(GradientReducer):
             zero_ranges(come, self._own_gaps)
             part.sub_(come)
         error.add_(finite(part))
+
+    keeps_owed = True
+
+    @property
+    def owed(self) -> Owed | None:
+        return None if self.error is None else Owed(self.error, self.server_error, self._unit)
+
+    @torch.no_grad()
+    def restore(self, owed: Owed | None) -> None:
+        self.error, self.server_error, self._unit = owed or (None, None, math.nan)
+        if self.error is None or self.server_error is None or self._sends_momentum:
+            return
+        # saved at stage 0: there is no server here, and momenta are sums of (1 - b) times gradients
+        full = torch.empty_like(self.error)
+        index = self._buffer.index
+        own, self.server_error = self.server_error, None
+        self._collectives.all_gather(full, own, buffer=index, kind="access").wait()
+        share = (1.0 - self._phase.state.beta) * self._collectives.world_size
+        self.error.add_(full, alpha=1.0 / share)
 
     def end_step(self) -> None:
         self._sent, self._received, self._published = [], [], None

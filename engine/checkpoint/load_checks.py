@@ -12,8 +12,9 @@ from torch import Tensor
 from ...utils.errors import UsageError
 from ...utils.views import holds
 from ...zero.checkpoint.ranges import Catalogue, Differences
-from ...zero.checkpoint.restore import Restore, Target
+from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
+from ...zero.checkpoint.targets import Target
 from ..steps.counters import Counters
 from .io.tensor_table import shown
 from .load_plan import LoadOptions, Plan, some_of

@@ -10,8 +10,9 @@ from typing import Any, final
 from torch import Tensor
 
 from ...zero.checkpoint.ranges import Catalogue, SavedFlat
-from ...zero.checkpoint.restore import Restore, Target
+from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
+from ...zero.checkpoint.targets import Target
 from .io.checked_file import CheckedFile
 from .manifest import Manifest
 

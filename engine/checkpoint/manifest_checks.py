@@ -20,7 +20,15 @@ import torch
 
 from ...ops.flat import numel_of
 from ...ops.mesh import AXES
-from ...zero.checkpoint.ranges import ConstantRange, Range, SavedFlat, kind_of_number
+from ...zero.checkpoint.ranges import (
+    COPY,
+    ERROR,
+    SERVER,
+    ConstantRange,
+    Range,
+    SavedFlat,
+    kind_of_number,
+)
 from ...zero.core.layout import Box, Slot
 from .io.tensor_table import BY_NAME, MAX_DIMS, MAX_NUMEL, Located, is_possible, shown
 from .io.writer import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
@@ -31,6 +39,7 @@ from .saved_values import Named, OwnValues, names_in
 KINDS = ("param", "buffer", "either", "state")
 OWN_FILE = re.compile(r"rank_[0-9]{5,}-[0-9a-f]{8}\.safetensors")
 MAX_STAGE, MAX_CRC = 3, (1 << 32) - 1
+RANK_DIGITS = 7
 MAX_ONES = 64  # dimensions of a tensor of one element
 
 
@@ -224,6 +233,10 @@ def _is_key(one: Range, flat: SavedFlat) -> bool:
         return one.key == f"state/{flat.slots[0].name.rpartition('/')[2]}"
     if one.key == "value":
         return one.dtype == flat.dtype or kind_of_number(one.dtype) == kind_of_number(flat.dtype)
+    if one.key in (SERVER, COPY) or one.key.startswith(ERROR):
+        rank = one.key.removeprefix(ERROR)
+        is_known = one.key in (SERVER, COPY) or (rank.isdecimal() and len(rank) <= RANK_DIGITS)
+        return flat.trains and is_known and kind_of_number(one.dtype) == "float"
     return flat.trains if one.key == "grad" else one.key.startswith("state/")
 
 

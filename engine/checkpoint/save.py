@@ -66,7 +66,8 @@ class _Content:
     def add(self, block: Block) -> None:
         """Add this rank's share of a block."""
         check_storable(self.snapshot.flats[block.flat].slots[0].name, block.tensor)
-        start, stop = overlap(self.snapshot.share(block.flat), (block.start, block.stop))
+        whole = (block.start, block.stop)
+        start, stop = whole if block.is_own else overlap(self.snapshot.share(block.flat), whole)
         if start == stop:
             return
         name = f"{block.key}/{block.flat}/{start}"
@@ -196,10 +197,11 @@ def _prepare(
         snapshot.leave_out_frozen()
     content = _Content(snapshot)
     totals = snapshot.grad_totals()
-    for block in (*snapshot.values, *snapshot.states, *totals):
+    for block in (*snapshot.values, *snapshot.states, *totals, *snapshot.owed()):
         content.add(block)
     is_accumulating = bool(totals or snapshot.grad_locals())
     state = _engine_state(training, counters, is_accumulating)
+    state["owed_unit"] = snapshot.owed_unit
     put = partial(content.put, "engine")
     packed = {key: pack(value, key, put) for key, value in state.items()}
     packed["client_state"] = pack(dict(client_state or {}), "client_state", put)

@@ -77,7 +77,7 @@ class SchedulerState:
 
 @dataclass(frozen=True)
 class EngineState:
-    """The manifest's `state`."""
+    """The manifest's `state`. owed_unit: see `Owed`; older checkpoints do not contain it."""
 
     counters: Counters
     loss_scale: dict[Text, Any]
@@ -85,6 +85,7 @@ class EngineState:
     lr_scheduler: SchedulerState | None
     data: dict[Text, Size] | None
     client_state: dict[Any, Any]
+    owed_unit: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from ...utils.schema.checked_types import Flag, Size, Text
 from ..core.boxes import Runs, clipped, common_runs
 from ..core.layout import Box, Slot
 
+ERROR, SERVER, COPY = ("error/", "server", "copy")  # keys of what was not sent, see owed.py
 SPLIT_NUMEL = 1 << 16  # elements per rank; a smaller flat is written by a single rank
 
 
@@ -50,7 +51,7 @@ class SavedFlat:
 class Range:
     """Elements [start, stop) of flat number `flat`, of what `key` names, are tensor `tensor` of file `file`.
 
-    key: "value", "grad", or "state/" and the optimizer's own key.
+    key: "value", "grad", "state/" and the optimizer's own key, or one of owed.py.
     """
 
     flat: Size

@@ -13,36 +13,12 @@ import torch
 from torch import Tensor
 
 from ...ops.optim.state_places import scalars_are_beside
-from ...utils.views import holds, write
-from ..core.flat_grads import FlatGrads, GradSums
-from .ranges import Catalogue, ConstantRange, Copy, Piece, merged, pieces
+from ..core.flat_grads import FlatGrads
+from ..core.local_sum import GradSums
+from .owed import OwedRestore
+from .ranges import Catalogue, ConstantRange, Copy, Piece, pieces
 from .snapshot import Block, Held, Snapshot
-
-
-@dataclass(frozen=True, eq=False)
-class Target:
-    """`copies` fill `receiver` [n], which is then copied to `destination` of any layout, if there is one.
-
-    is_fresh: `receiver` is not in use yet, so it may be filled before the load is known to succeed.
-    name: of the tensor `destination`, if there is one.
-    """
-
-    receiver: Tensor
-    copies: tuple[Copy, ...]
-    destination: Tensor | None = None
-    is_fresh: bool = False
-    name: str = ""
-
-    def fits(self) -> bool:
-        """`destination` can hold the values of `receiver`."""
-        return self.destination is None or holds(
-            self.destination, self.receiver.view(self.destination.shape)
-        )
-
-    def finish(self) -> None:
-        """Copy `receiver` to `destination`, if there is one."""
-        if self.destination is not None:
-            write(self.destination, self.receiver.view(self.destination.shape))
+from .targets import Target, target_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,38 +26,6 @@ class _NewState:
     held: Held
     values: dict[str, Any]
     is_padding: bool
-
-
-def target_for(
-    tensor: Tensor, copies: list[Copy], *, is_fresh: bool = False, name: str = ""
-) -> Target:
-    """A target that fills `tensor` in row-major order."""
-    is_plain = not (tensor.is_conj() or tensor.is_neg())  # memory holds the actual values
-    if tensor.is_contiguous() and is_plain:
-        flat = tensor.detach().view(-1)
-        if is_fresh:
-            _zero_rest(flat, copies)
-        return Target(flat, tuple(merged(copies)), is_fresh=is_fresh)
-    return Target(
-        torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device),
-        tuple(merged(copies)),
-        destination=tensor.detach(),
-        is_fresh=True,
-        name=name,
-    )
-
-
-def _zero_rest(flat: Tensor, copies: list[Copy]) -> None:
-    """Zero the elements that no copy fills; zeroing all of it first would write the memory twice."""
-    if any(copy.count > 1 for copy in copies):
-        if sum(copy.total_numel for copy in copies) != flat.numel():
-            flat.zero_()
-        return
-    at = 0
-    for copy in sorted(copies, key=lambda copy: copy.target):
-        flat[at : copy.target].zero_()
-        at = max(at, copy.target + copy.numel)
-    flat[at:].zero_()
 
 
 @final
@@ -99,6 +43,7 @@ class Restore:
         self._grads: list[tuple[FlatGrads, Tensor]] = []
         self._locals: list[tuple[FlatGrads, Tensor, list[bool]]] = []
         self._any_held = False
+        self._owed: OwedRestore | None = None
         self.missing: list[str] = []
         self.problems: list[str] = []
 
@@ -264,6 +209,11 @@ class Restore:
                 continue
             self._locals.append((master.grads, one["local"], one["filled"]))
 
+    def plan_owed(self, unit: float) -> list[Target]:
+        """Targets for what lossy messages have not sent. unit: of the saved errors, see `Owed`."""
+        self._owed = OwedRestore(self._snapshot, self._catalogue, unit)
+        return self._owed.plan()
+
     # -- taking effect ----------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -287,13 +237,20 @@ class Restore:
             master.write_compute()
         for new in self._states:
             self._snapshot.replace_state(new.held, new.values)
+        self._snapshot.states_changed()
+        if self._owed is not None:
+            self._owed.finish_values()
         for master in self._snapshot.masters if self._any_held else ():
             master.grads.mark_held()
         for grads, local, filled in self._locals:
             grads.restore(GradSums(local, filled, None))
         for grads, total in self._grads:
             grads.restore(GradSums(None, [], total))
+        if self._owed is not None:
+            self._owed.finish()
         self._publish()
+        for master in self._snapshot.masters:
+            master.remember()
 
     def _publish(self) -> None:
         sharded = self._snapshot.sharded

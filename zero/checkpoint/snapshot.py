@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from ...offload.states import Blocks
 from ...ops.comm.collectives import Collectives
 from ...ops.flat import overlap
+from ...ops.optim.shard_optimizer import ShardOptimizer
 from ...utils.errors import UsageError
 from ..core.layout import Box, FlatLayout, Slot
 from ..core.master import Master
 from ..core.sharded_model import ShardedModel
 from ..core.update import Updater
-from .ranges import ConstantRange, SavedFlat, share
+from .ranges import COPY, ERROR, SERVER, ConstantRange, SavedFlat, share
 
 COMPILED = "_orig_mod."  # torch.compile adds it to names; a checkpoint omits it
 STEP = "step"  # for a parameter of one element its shape does not show that it is a constant
@@ -38,6 +39,7 @@ class Block:
     """`tensor` holds elements [start, start + numel) of `key` of flat number `flat`.
 
     blocks: reads its values, if they are on a disk; then the tensor has none.
+    is_own: no other rank has these elements of `key`, so this rank saves all of them.
     """
 
     flat: int
@@ -45,6 +47,7 @@ class Block:
     start: int
     tensor: Tensor
     blocks: Blocks | None = None
+    is_own: bool = False
 
     @property
     def stop(self) -> int:
@@ -282,6 +285,33 @@ class Snapshot:
             values = {"step": torch.tensor(0.0), "sum": torch.full_like(held.tensor, start)}
         if values:
             self.state[held.tensor] = values
+
+    def states_changed(self) -> None:
+        """States were replaced."""
+        if isinstance(self.optimizer, ShardOptimizer):
+            self.optimizer.states_changed()
+
+    # -- what lossy messages have not sent ----------------------------------------------------------------
+
+    def owed(self) -> list[Block]:
+        """The errors of this rank, and the values of forward where these are only near the masters."""
+        blocks = []
+        for master in self.masters:
+            number, owed = self.number_of(master), master.grads.reducer.owed
+            start = master.params.layout.shard_range(master.rank)[0]
+            if owed is not None:
+                blocks.append(Block(number, f"{ERROR}{master.rank}", 0, owed.error, is_own=True))
+                if owed.server is not None:
+                    blocks.append(Block(number, SERVER, start, owed.server))
+            if master.sends_differences:
+                blocks.append(Block(number, COPY, start, master.compute))
+        return blocks
+
+    @property
+    def owed_unit(self) -> float | None:
+        """The unit of the errors; None: there are none."""
+        found = (master.grads.reducer.owed for master in self.masters)
+        return next((owed.unit for owed in found if owed is not None), None)
 
     # -- gradients in the middle of an accumulation -----------------------------------------------------
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +24,16 @@ from ...offload.host_sums import SumHome
 from ...offload.lanes import Ticket
 from ...ops.comm.handles import Done, Handle
 from ...ops.comm.pool import BufferPool
-from ...ops.kernels.square_sum import exact_square_sum, square_sum
 from .arrivals import Arrivals
 from .groups import FlatGroup, buffer_of
 from .layout import FlatLayout
-from .local_sum import LocalSum
-
-
-class GradSums(NamedTuple):
-    """Gradients since the last step: this rank's sums [world_size * n], which slots have one, the total [n]."""
-
-    local: Tensor | None
-    filled: list[bool]
-    total: Tensor | None
+from .local_sum import GradSums, LocalSum
+from .squares import Squares
 
 
 @final
 class FlatGrads:
-    """Owns one flat gradient buffer. `is_sent`: its reduction has begun in this backward."""
+    """Owns one flat gradient buffer. `is_sent`: its reduction has begun in this backward. `reducer`: how."""
 
     def __init__(
         self,
@@ -60,7 +52,7 @@ class FlatGrads:
         self.is_single_rank = group.collectives.world_size == 1
         self._policy = policy = group.policy
         self._collectives = group.collectives
-        self._reducer = group.legs.reducer(buffer_of(layout, index, params[0].dtype, group))
+        self.reducer = group.legs.reducer(buffer_of(layout, index, params[0].dtype, group))
         self._pool = pool
         self._arrivals = Arrivals(self.params)
         self._param_dtype = params[0].dtype
@@ -190,11 +182,6 @@ class FlatGrads:
     # -- the reduction over ranks -----------------------------------------------------------------------
 
     @property
-    def is_lossy(self) -> bool:
-        """A reduction now is not exact."""
-        return not self.is_single_rank and self._reducer.is_lossy
-
-    @property
     def has_local(self) -> bool:
         """This rank has gradients that are not reduced yet."""
         return self._is_kept or self._local.has_any
@@ -205,13 +192,10 @@ class FlatGrads:
 
         Where what is sent is lossy, they join what this rank owes.
         """
-        if self.is_lossy and self._local.has_any:
-            self._reducer.keep(self._local.settle())
+        if self.reducer.is_lossy and self._local.has_any:
+            self.reducer.keep(self._local.settle())
             self._is_kept = True
-            if self._policy.shards_grads:
-                self._local.give_back()
-            else:
-                self._local.clear()
+            self._local.give_back() if self._policy.shards_grads else self._local.clear()
 
     @torch.no_grad()
     def start_reduce(self) -> None:
@@ -225,10 +209,9 @@ class FlatGrads:
             return
         adds = self._has_total and self._total is not None
         assert self._handle is None
-        is_lossy = self._reducer.is_lossy
         plain = local.dtype == self._sent_dtype == self._sum_dtype
         if self._gathers_sums and plain and not adds:
-            self._handle = self._reducer.reduce_whole(local)
+            self._handle = self.reducer.reduce_whole(local)
         self._is_whole = self._handle is not None
         if self._is_whole:
             self._total = self._collectives.shard_of(local)
@@ -238,11 +221,11 @@ class FlatGrads:
             fits = local.dtype == self._sum_dtype and not self._policy.shards_grads
             self._total = self._collectives.shard_of(local) if fits else self._new_total()
         payload = local
-        if local.dtype != self._sent_dtype and not is_lossy:
+        if local.dtype != self._sent_dtype and not self.reducer.is_lossy:
             payload = self._pool.take(local.numel(), self._sent_dtype, local.device)
             payload.copy_(local)
             self._payload = payload
-        self._handle = self._reducer.reduce(payload, self._total, add=adds)
+        self._handle = self.reducer.reduce(payload, self._total, add=adds)
         self._local.clear()
 
     def _new_total(self) -> Tensor:
@@ -300,8 +283,8 @@ class FlatGrads:
             return
         local = self._local.tensor
         assert local is not None and self._total is not None
-        self._handle = self._reducer.gather(self._total, local)
-        if self._reducer.is_lossy:  # every rank has the same sums, which are not quite the totals
+        self._handle = self.reducer.gather(self._total, local)
+        if self.reducer.is_lossy:  # every rank has the same sums, which are not quite the totals
             self._total = self._collectives.shard_of(local)
 
     def finish_gather(self) -> None:
@@ -339,16 +322,9 @@ class FlatGrads:
         return self.is_single_rank or not self._policy.shards_optimizer
 
     def _squares_of(self, held: Tensor | None, *, exact: bool) -> Tensor:
-        compute = exact_square_sum if exact else square_sum
         device = self.params[0].device if held is None else held.device
-        sums = torch.zeros(self._collectives.world_size, dtype=torch.float64, device=device)
-        if held is None:
-            return sums
-        for rank in range(len(sums)) if self._sees_all else ():
-            sums[rank] = compute(self._collectives.shard_of(held, rank), self._param_dtype)
-        if not self._sees_all:
-            sums[self._collectives.rank] = compute(held, self._param_dtype)
-        return sums
+        squares = Squares(self._collectives, self._param_dtype, self._sees_all, exact)
+        return squares.of(held, device)
 
     @property
     def is_late(self) -> bool:
@@ -399,14 +375,10 @@ class FlatGrads:
         """The sums for the update, on the host, are read until `reader` is done."""
         self._home.lend(reader)
 
-    def undo(self) -> None:
-        """The step is skipped: what was sent in it is owed again, where it is lossy. Before `reset`."""
-        self._reducer.undo()
-
     def reset(self) -> None:
         """Drop all gradients: the step is done, or skipped. Persistent buffers are kept."""
         self._before_change()
-        self._reducer.end_step()
+        self.reducer.end_step()
         self._is_kept = False
         self._local.drop()
         self._has_total = False
@@ -432,7 +404,7 @@ class FlatGrads:
         kept = [] if self._frees or self._local.tensor is None else [self._local.tensor]
         if self._total is not None and not self._total_is_in_local():
             kept.append(self._total)
-        owed_bytes = self._reducer.held_bytes
+        owed_bytes = self.reducer.held_bytes
         return owed_bytes + sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
     # -- checkpoints in the middle of an accumulation ---------------------------------------------------

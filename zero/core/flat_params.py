@@ -255,23 +255,18 @@ class FlatParams:
             self.raw.untyped_storage().resize_(0)
             self.is_unsharded = False
 
-    def start_publish(self) -> None:
+    def start_publish(self, near: Tensor | None = None) -> None:
         """The shard has changed: start to gather it, if the full buffer stays gathered between steps.
 
         Earlier writes to the full parameters are lost, unless `take_edits` was called first.
+        near: new values of this rank's part, which the buffer moves to: see `ParameterSender.publish`.
         """
         if self._reshards:
             return
         self.is_unsharded = False
+        if near is not None:
+            self._handle = self.sender.publish(self.raw, near)
         self.start_unshard()
-
-    def start_move(self, values: Tensor) -> None:
-        """Start to move the full buffer, on all ranks, to this rank's new `values` [n] of its shard.
-
-        For a sender that sends differences: the parameters are near the new values afterwards.
-        """
-        self.is_unsharded = False
-        self._handle = self.sender.publish(self.raw, values)
 
     # -- what `param.data` refers to --------------------------------------------------------------------
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,14 @@ from ...ops.comm.pool import BufferPool
 from .layout import FlatLayout
 
 SMALL_NUMEL = 1 << 14  # below it, a call for each gradient costs more than its copy
+
+
+class GradSums(NamedTuple):
+    """Gradients since the last step: this rank's sums [world_size * n], which slots have one, the total [n]."""
+
+    local: Tensor | None
+    filled: list[bool]
+    total: Tensor | None
 
 
 @final
@@ -247,4 +255,4 @@ class LocalSum:
         self.release()
 
 
-__all__ = ["SMALL_NUMEL", "LocalSum"]
+__all__ = ["SMALL_NUMEL", "GradSums", "LocalSum"]

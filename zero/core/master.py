@@ -249,6 +249,12 @@ class Master:
 
         return remember
 
+    def write_apart(self) -> None:
+        """After an update: set the values that forward computes with if it has not, and if they are sent."""
+        is_written = self.casts and not self.is_far
+        if self.is_apart and not is_written and not self.sends_differences:
+            self.write_compute()
+
     @torch.no_grad()
     def write_compute(self) -> None:
         """Set the values that forward computes with from the masters."""

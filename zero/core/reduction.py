@@ -268,13 +268,13 @@ class Reduction:
     @property
     def is_lossy(self) -> bool:
         """What is sent now is not exact."""
-        return any(grads.is_lossy for grads in self.order)
+        return any(grads.reducer.is_lossy for grads in self.order)
 
     def undo(self) -> None:
-        """The step is skipped: see `FlatGrads.undo`. Before `reset`."""
+        """The step is skipped: what was sent in it is owed again, where it is lossy. Before `reset`."""
         self.settle()
         for grads in self.order:
-            grads.undo()
+            grads.reducer.undo()
 
     def reset(self) -> None:
         """Drop all gradients: the step is done, or skipped."""

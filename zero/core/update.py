@@ -240,7 +240,7 @@ class Updater:
                 kept = self._keep_frozen([master])
                 optimizer.update(self._updates(master, groups), scale, self.world)
                 kept.restore()
-                self._write_apart(master)
+                master.write_apart()
                 self._publish(master)
         if self.homes.are_on_disk:
             self._wait_for_disks(arrivals)
@@ -296,12 +296,6 @@ class Updater:
             out = master.compute
         return master.updates(groups, grad, out, has_old=not master.is_far)
 
-    def _write_apart(self, master: Master) -> None:
-        """Write forward's values where the update has not."""
-        is_written = master.casts and not master.is_far
-        if master.is_apart and not is_written and not master.sends_differences:
-            master.write_compute()
-
     def _step_at_once(self, optimizer: ShardOptimizer, scale: float) -> None:
         self._take_edits_into_masters(also_near=not optimizer.takes_edits)
         groups = optimizer.param_groups
@@ -310,7 +304,7 @@ class Updater:
         optimizer.update(updates, scale, self.world)
         kept.restore()
         for master in self.masters:
-            self._write_apart(master)
+            master.write_apart()
             self._publish(master)
 
     def _keep_frozen(self, masters: Sequence[Master]) -> FrozenValues:
@@ -355,8 +349,7 @@ class Updater:
             for tensor in group["params"]:
                 tensor.grad = None
         for master in self.masters:
-            if not master.sends_differences:
-                master.write_compute()
+            master.write_compute()
             self._publish(master)
 
     def _set_grads(self, master: Master, grad: Tensor) -> None:
@@ -423,7 +416,7 @@ class Updater:
 
     def _publish(self, master: Master) -> None:
         if master.sends_differences:
-            master.params.start_move(master.raw)
+            master.params.start_publish(near=master.raw)
         elif master.is_sharded or master.params.is_sharded:
             master.params.start_publish()
 

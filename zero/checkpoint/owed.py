@@ -1,0 +1,115 @@
+"""What lossy messages have not sent yet, in a checkpoint: an error of each rank, and the copy that ranks hold.
+
+    error/<rank>    the worker's error of each rank of the buffer's group, for all elements
+    server          the server's error, each rank's part (stage 0)
+    copy            the values that forward computes with, where they are not the cast masters (stages 1, 2)
+
+At as many ranks each takes its own error. Else each takes an equal part of their sum, so what is owed in all
+is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ...compression.reducer import Owed
+from ..core.master import Master
+from .ranges import COPY, ERROR, SERVER, Catalogue, Copy, SavedFlat, pieces
+from .snapshot import Snapshot
+from .targets import Target, target_for
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What is read for a buffer. error: [world_size * n] of this rank, or parts: [ranks, n] of all."""
+
+    master: Master
+    error: Tensor | None
+    parts: Tensor | None
+    server: Tensor | None
+    copy: Tensor | None
+
+
+@final
+class OwedRestore:
+    """Restores what was owed. `unit` of the checkpoint: what sums were multiplied with to be mean gradients."""
+
+    def __init__(self, snapshot: Snapshot, catalogue: Catalogue, unit: float) -> None:
+        self._snapshot = snapshot
+        self._catalogue = catalogue
+        self._unit = unit
+        self._plans: list[_Plan] = []
+
+    def plan(self) -> list[Target]:
+        """Targets for all errors and copies, in fresh tensors."""
+        targets: list[Target] = []
+        for master in self._snapshot.masters:
+            if master.grads.reducer.keeps_owed:
+                targets += self._plan(master)
+        return targets
+
+    def _plan(self, master: Master) -> list[Target]:
+        flat = self._snapshot.flats[self._snapshot.number_of(master)]
+        layout, device = master.params.layout, master.raw.device
+        own = layout.shard_range(master.rank)
+        found = {
+            key for piece in pieces(flat, 0, flat.numel) for key in self._catalogue.keys_of(piece)
+        }
+        keys = sorted(key for key in found if key.startswith(ERROR))
+        targets: list[Target] = []
+
+        def read(key: str, start: int, stop: int, into: Tensor) -> Tensor:
+            targets.append(target_for(into, self._copies(flat, key, start, stop), is_fresh=True))
+            return into
+
+        error = parts = server = copy = None
+        if len(keys) == layout.world_size:
+            key = f"{ERROR}{master.rank}"
+            error = read(key, 0, layout.numel, torch.empty(layout.numel, device=device))
+        elif keys:
+            parts = torch.empty((len(keys), layout.shard_numel), device=device)
+            for key, row in zip(keys, parts, strict=True):
+                read(key, *own, row)
+        if SERVER in found:
+            server = read(SERVER, *own, torch.empty(layout.shard_numel, device=device))
+        if COPY in found and master.is_sharded:
+            dtype = master.params.dtype
+            copy = read(COPY, *own, torch.empty(layout.shard_numel, dtype=dtype, device=device))
+        self._plans.append(_Plan(master, error, parts, server, copy))
+        return targets
+
+    def _copies(self, flat: SavedFlat, key: str, start: int, stop: int) -> list[Copy]:
+        return [
+            copy
+            for piece in pieces(flat, start, stop)
+            for copy in self._catalogue.copies(piece, key)
+        ]
+
+    def finish_values(self) -> None:
+        """Set the values that forward computes with, where they are near the masters. After the states."""
+        for one in self._plans:
+            if one.copy is not None and one.master.sends_differences:
+                one.master.compute.copy_(one.copy)
+
+    def finish(self) -> None:
+        """Set the errors. For all ranks: at another number of ranks each sends its part of them."""
+        for one in self._plans:
+            error = one.error if one.parts is None else _spread(one.master, one.parts)
+            owed = None if error is None else Owed(error, one.server, self._unit)
+            one.master.grads.reducer.restore(owed)
+
+
+def _spread(master: Master, parts: Tensor) -> Tensor:
+    """An equal part of the sum of the errors `parts` [ranks, n], of all elements."""
+    collectives, layout = master.params.collectives, master.params.layout
+    full = torch.empty(layout.numel, device=parts.device)
+    own = parts.sum(0).div_(layout.world_size)
+    collectives.all_gather(full, own, buffer=master.params.index, kind="access").wait()
+    return full
+
+
+__all__ = ["OwedRestore"]
