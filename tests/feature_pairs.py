@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -141,6 +142,18 @@ def page() -> str:
         lines.append(f"| {one} | {' | '.join(cells)} |")
     lines += ["", *(f"{number}. {text}" for number, text in enumerate(reasons, 1))]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def cells(text: str) -> dict[tuple[str, str], str]:
+    """What the page `text` says about each pair, as `outcome` does."""
+    names, found = list(FEATURES), {}
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")]
+    reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
+    for one, *row in rows[1:]:
+        for two, cell in zip(names[1:], row, strict=True):
+            if cell.strip():
+                found[one.strip(), two] = reasons.get(cell.strip(), "")
+    return found
 
 
 if __name__ == "__main__":

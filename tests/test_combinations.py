@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from feature_pairs import FEATURES, config_of, outcome, page
+from feature_pairs import FEATURES, cells, config_of, outcome, page, pairs
+from thinned import RUNS_ALL
 
 pytest.importorskip("transformers", reason="pip install -e '.[test]'")
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
@@ -26,4 +27,10 @@ def test_a_pair_of_features_trains(pair: tuple[str, str]) -> None:
 @pytest.mark.slow
 def test_the_page_is_current() -> None:
     command = "PYTHONPATH=tests python tests/feature_pairs.py > docs/combinations.md"
-    assert page() == PAGE.read_text(), f"run: {command}"
+    if RUNS_ALL:
+        assert page() == PAGE.read_text(), f"run: {command}"
+        return
+    said = cells(PAGE.read_text())
+    assert said.keys() == set(pairs()), f"run: {command}"
+    for pair in pairs()[::5]:
+        assert outcome(pair) == said[pair], f"{pair}; run: {command}"

@@ -10,7 +10,7 @@ import pytest
 
 from .runner import Job, Runner, Verdict, jobs
 
-SECONDS = 40.0  # those that found something take the other twenty
+SECONDS = 25.0  # those that found something take the other twenty
 FIRST_SEED = 1  # the same cases in every run: a failure is nobody's bad luck
 
 # What came out wrong, hung, crashed or raised an error without a name once: the features alone, the seeds.

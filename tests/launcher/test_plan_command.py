@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from planned_models import config_of, run, run_layers
+from thinned import pairwise
 from warm_ranks import warm
 
 from xds.engine.config.config import parse_config
@@ -69,11 +70,17 @@ def test_bytes_equal_those_of_real_ranks(build, config, world_size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", ["plain", "tied"])
-@pytest.mark.parametrize(("pipe", "tensor"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", range(4))
-def test_bytes_of_every_stage_and_mesh(build, pipe, tensor, precision, stage):
+@pytest.mark.parametrize(
+    ("build", "mesh", "precision", "stage"),
+    pairwise(
+        ("plain", "tied"),
+        ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)),
+        ("fp32", "bf16"),
+        range(4),
+    ),
+)
+def test_bytes_of_every_stage_and_mesh(build, mesh, precision, stage):
+    pipe, tensor = mesh
     for count in (pipe, 4):  # 1F1B needs a micro-batch for each stage
         compare(build, config_of(stage, precision, pipe, tensor, count), 4)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from divergent_models import Route, build, config_of, plain_run, route_of, samples
 from helpers import run_ranks
+from thinned import RUNS_ALL
 from torch import nn
 
 import xds
@@ -59,12 +60,18 @@ def train(kind: str, cases: list[tuple[int, dict[str, Any]]]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "world_size"),
     [
-        pytest.param(kind, marks=() if number % 2 == 0 else pytest.mark.slow)
-        for number, kind in enumerate(TOGETHER)
+        *(
+            pytest.param(kind, 2, marks=() if number % 2 == 0 else pytest.mark.slow)
+            for number, kind in enumerate(TOGETHER)
+        ),
+        *(
+            pytest.param(kind, 3, marks=pytest.mark.slow)
+            for number, kind in enumerate(TOGETHER)
+            if RUNS_ALL or number % 3 == 0
+        ),
     ],
 )
 def test_ranks_with_different_graphs_train_as_plain_pytorch(kind: str, world_size: int) -> None:
