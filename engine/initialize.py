@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..compression.config import ONE_BIT_OPTIMIZERS
 from ..offload.activations import Activations
 from ..offload.homes import HostHome
 from ..ops.comm.collectives import Collectives
@@ -35,6 +36,7 @@ from .checkpoint.io.background import Background
 from .checkpoint.saver import Direct, Saver
 from .checkpoint.training import Scheduler
 from .config.config import Config
+from .config.one_bit import warmup_steps
 from .config.ranks import mesh_of
 from .data.loaders import build_loader, keeps_position
 from .engine import Engine
@@ -359,7 +361,10 @@ def _optimizer(
         )
     else:
         assert config.optimizer is not None  # `_check_optimizer` came first
-        chosen = named_optimizer(config.optimizer, updater, groups)
+        more = {}
+        if config.optimizer.type in ONE_BIT_OPTIMIZERS:
+            more["warmup_steps"] = warmup_steps(config.scheduler)
+        chosen = named_optimizer(config.optimizer, updater, groups, **more)
     load_kernels(config.ops, chosen, updater, device)
     updater.bind(chosen)
     return chosen

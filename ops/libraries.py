@@ -42,7 +42,7 @@ _INSTRUCTION_SETS = {
         "-mprefer-vector-width=512",
     ),
 }
-OPTIMIZERS = ("adam", "lion", "adagrad", "sgd", "lamb", "square_sum")
+OPTIMIZERS = ("adam", "frozen_adam", "lion", "adagrad", "sgd", "lamb", "square_sum")
 QUANTIZE = ("quantize", "signs")
 
 
@@ -54,13 +54,17 @@ def _cpu_library() -> Library:
     names = list(_INSTRUCTION_SETS) if platform.machine() == "x86_64" else ["baseline"]
     kernels = [
         Source(
-            "cpu/kernels.cpp",
-            f"kernels_{name}.o",
+            f"cpu/{file}.cpp",
+            f"{file}_{name}.o",
             (*_CPU, f"-DXDS_ISA={name}", *_INSTRUCTION_SETS[name]),
         )
+        for file in ("kernels", "blocks")
         for name in names
     ]
-    return Library("cpu", "cpu", (Source("cpu/dispatch.cpp", "dispatch.o", _CPU), *kernels))
+    registering = [
+        Source(f"cpu/{file}.cpp", f"{file}.o", _CPU) for file in ("dispatch", "blocks_dispatch")
+    ]
+    return Library("cpu", "cpu", (*registering, *kernels))
 
 
 def _cuda_library(name: str, files: tuple[str, ...]) -> Library:

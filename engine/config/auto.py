@@ -31,6 +31,7 @@ MUST_BE_FILLED: dict[str, str] = {
     "zero_optimization.offload_param.device": "none, cpu or nvme",
     "zero_optimization.offload_optimizer.device": "none, cpu or nvme",
 }
+OWN_VALUE = "optimizer.params.freeze_step"  # "auto" is a value of its own there
 CLIPPING_OF_INTEGRATIONS = 1.0
 COMPUTED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -58,6 +59,8 @@ def fill_auto(
     def fill(section: dict[str, Any], key: str, here: str, name: str) -> None:
         if name in values:
             section[key] = plain(values[name])
+            return
+        if name == OWN_VALUE:
             return
         if name == "gradient_clipping":
             section[key] = CLIPPING_OF_INTEGRATIONS

@@ -18,6 +18,7 @@ from ...utils.schema.rules import (
     list_of,
     number,
     one_of,
+    or_auto,
     whole,
 )
 from ...utils.schema.section import Section
@@ -79,7 +80,7 @@ _ADAM: dict[str, Param] = {
 
 _MESSAGES = "messages are sent by the backend of torch.distributed, on any device"
 _ONE_BIT: dict[str, Param] = {
-    "freeze_step": whole(1),
+    "freeze_step": or_auto(whole(1)),
     "cuda_aware": NoEffect(FLAG, _MESSAGES),
     "comm_backend_name": NoEffect(TEXT, _MESSAGES),
 }

@@ -72,7 +72,7 @@ def read_params(
     for key, value in params.items():
         here = joined(path, key)
         entry = table.get(key)
-        if value == AUTO:
+        if value == AUTO and not (isinstance(entry, Rule) and entry.takes_auto):
             continue  # `fill_auto` has reported it
         if entry is None:
             unknown_key(here, value, table, report)

@@ -134,9 +134,9 @@ def split_for_muon(model: nn.Module, groups: Groups) -> Groups:
 
 
 def named_optimizer(
-    section: OptimizerSection, updater: Updater, groups: Groups
+    section: OptimizerSection, updater: Updater, groups: Groups, **more: Any
 ) -> torch.optim.Optimizer:
-    """The optimizer that the config names, over the master weights."""
+    """The optimizer that the config names, over the master weights. more: arguments of one of xds's own."""
     params = {k: v for k, v in section.params.items() if k not in ENGINE_FLAGS}
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
@@ -145,7 +145,7 @@ def named_optimizer(
         return Adam(_entries(updater, groups), **params)
     own = OWN | CASTING if updater.casts else OWN
     if section.type in own:
-        return own[section.type](_entries(updater, groups), **params)
+        return own[section.type](_entries(updater, groups), **params, **more)
     kind = getattr(torch.optim, section.type)
     if kind in FUSED:
         params["fused"] = True

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .define import define, in_chunks, scaled
+from ..optim.edits import take_edits
+from .define import define, in_chunks, read_old, scaled, skips
 
 
 def frozen_adam_reference(
@@ -18,37 +19,47 @@ def frozen_adam_reference(
     exp_avg_sq: Tensor,
     out: Tensor | None,
     scale: Tensor | None,
+    found_inf: Tensor | None,
     rate: float,
     beta1: float,
     root: float,
     eps: float,
     decay: float,
     is_momentum: bool,
+    takes_edits: bool = False,
+    old_param: Tensor | None = None,
+    old_exp_avg: Tensor | None = None,
+    old_exp_avg_sq: Tensor | None = None,
 ) -> None:
     """m = is_momentum ? g : m + (1 - beta1) (g - m); p -= decay p + rate m / (root sqrt(v) + eps) where v > 0.
 
+    Shapes, dtypes and the arguments of the same name: see `adam_reference`.
+
     Args:
-        param: [n] fp32, the master. grad: [n] fp32, bf16 or fp16, multiplied by `scale` (fp32 [], None: 1).
-        exp_avg, exp_avg_sq: fp32 [n], the moments m and v.
-        out: [n] fp32, bf16 or fp16, receives the new values; or None.
         rate: the learning rate with the correction of m's bias. root: 1 / sqrt of the correction of v's.
         decay: the learning rate times weight decay.
         is_momentum: `grad` is the new momentum.
     """
+    if skips(found_inf):
+        return
+    read_old((param, old_param), (exp_avg, old_exp_avg), (exp_avg_sq, old_exp_avg_sq))
+    if takes_edits and out is not None:
+        take_edits(param, out)
     wide = scaled(grad, scale, param)
-    if is_momentum:
-        exp_avg.copy_(wide)
-    else:
-        exp_avg.lerp_(wide, 1 - beta1)
-    change = exp_avg / (exp_avg_sq.sqrt().mul_(root).add_(eps))
+    mean = wide if is_momentum else exp_avg.to(param.dtype).lerp_(wide, 1 - beta1)
+    variance = exp_avg_sq.to(param.dtype)
+    change = mean / (variance.sqrt().mul_(root).add_(eps))
     change.mul_(rate).add_(param, alpha=decay)
-    param.sub_(change.masked_fill_(exp_avg_sq == 0, 0.0))
+    param.sub_(change.masked_fill_(~(variance > 0), 0.0))
+    exp_avg.copy_(mean)
     if out is not None:
         out.copy_(param)
 
 
 frozen_adam_ = define(
-    "frozen_adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor exp_avg_sq, Tensor(c!)? out, "
-    "Tensor? scale, float rate, float beta1, float root, float eps, float decay, bool is_momentum) -> ()",
+    "frozen_adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(d!) exp_avg_sq, "
+    "Tensor(c!)? out, Tensor? scale, Tensor? found_inf, float rate, float beta1, float root, float eps, "
+    "float decay, bool is_momentum, bool takes_edits=False, Tensor? old_param=None, "
+    "Tensor? old_exp_avg=None, Tensor? old_exp_avg_sq=None) -> ()",
     in_chunks(frozen_adam_reference),
 )

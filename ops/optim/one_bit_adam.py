@@ -14,12 +14,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from ..kernels.frozen_adam import frozen_adam_
 from .adam import AdamRule, new_moments
-from .shard_optimizer import ShardOptimizer, Update, World, factor, mark_written
+from .freezing import FixedStep, FreezeRule, VarianceRule
+from .shard_optimizer import Flat, ShardOptimizer, Update, World, factor, mark_written
 
-FROZEN = "frozen_step"  # the state: how many steps the variance has seen, after the last of them
+# states that are numbers
+FROZEN = "frozen_step"  # how many steps the variance has seen, after the last of them
+NORM = "variance_norm"  # see VarianceRule
 
 
 @final
@@ -28,8 +32,9 @@ class OneBitAdam(ShardOptimizer):
 
     Args:
         params: 1-D fp32 tensors or groups of them.
-        freeze_step: at least 1.
+        freeze_step: at least 1; or "auto": see `VarianceRule`.
         bias_correction: divide the moments by 1 - beta^t.
+        warmup_steps: with "auto" the variance does not freeze before.
     """
 
     takes_edits = True
@@ -38,12 +43,13 @@ class OneBitAdam(ShardOptimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        freeze_step: int = 100_000,
+        freeze_step: int | str = 100_000,
         betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
         bias_correction: bool = True,
+        warmup_steps: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -53,8 +59,14 @@ class OneBitAdam(ShardOptimizer):
             "bias_correction": bias_correction,
         }
         super().__init__(params, defaults)
-        self._freeze_step = freeze_step
+        beta2 = max(group["betas"][1] for group in self.param_groups)
+        self._freezes: FreezeRule = (
+            VarianceRule(beta2, warmup_steps)
+            if isinstance(freeze_step, str)
+            else FixedStep(freeze_step)
+        )
         self._rule = AdamRule(adam_w_mode=True)
+        self._variances = _Variances(self)
         self._steps: int | None = None  # that were taken; None: not known since a load
         self._frozen_at: int | None = (
             None  # steps that the variance has seen; None: it still sees them
@@ -82,7 +94,7 @@ class OneBitAdam(ShardOptimizer):
         super().step(closure)
         steps = self._read_states() + 1
         self._steps = steps
-        if self._frozen_at is None and steps >= self._freeze_step:
+        if self._frozen_at is None and self._freezes.after(steps, self._variances):
             self._frozen_at = steps
             for state in self._states.values():
                 state[FROZEN] = steps
@@ -92,6 +104,7 @@ class OneBitAdam(ShardOptimizer):
         steps = self._read_states() + 1
         for update in updates:
             state = self._states[update.item.master]
+            self._variances.add(update.item.master, world.flat_of(update.item))
             if not state:
                 state.update(new_moments(update.item.master))
             state["step"] += 1
@@ -102,6 +115,38 @@ class OneBitAdam(ShardOptimizer):
             gets_momentum = not flat.is_sharded and flat.collectives.world_size > 1
             corrections = _Corrections.of(update.group, steps, self._frozen_at)
             _frozen_step(update, state, scale, corrections, is_momentum=gets_momentum)
+
+
+@final
+class _Variances:
+    """The variances in `states`, each with the buffer that it is in."""
+
+    def __init__(self, optimizer: OneBitAdam) -> None:
+        self._optimizer = optimizer
+        self._flats: dict[Tensor, Flat] = {}
+
+    def add(self, tensor: Tensor, flat: Flat) -> None:
+        """`tensor` is in `flat`."""
+        self._flats[tensor] = flat
+
+    @property
+    def norm_before(self) -> float | None:
+        states = self._optimizer._states.values()
+        return next((state.get(NORM) for state in states if state), None)
+
+    @norm_before.setter
+    def norm_before(self, norm: float) -> None:
+        for state in self._optimizer._states.values():
+            state[NORM] = norm
+
+    def norm(self) -> float:
+        collectives = self._optimizer.world.collectives
+        own = torch.zeros(1, dtype=torch.float64, device=collectives.device)
+        for tensor, flat in self._flats.items():
+            holders = 1 if flat.is_sharded else flat.collectives.world_size
+            variance = self._optimizer._states[tensor]["exp_avg_sq"]
+            own += variance.sum(dtype=torch.float64) / holders
+        return float(collectives.gather_small(own, what="the norm of the variance").sum())
 
 
 class _Corrections(NamedTuple):
@@ -136,12 +181,15 @@ def _frozen_step(
         state["exp_avg_sq"],
         update.out,
         factor(scale, update.grad.device),
+        None,
         corrections.rate,
         group["betas"][0],
         corrections.root,
         group["eps"],
         float(group["lr"]) * group["weight_decay"],
         is_momentum,
+        update.takes_edits,
+        *update.old_values(state, "exp_avg", "exp_avg_sq"),
     )
     mark_written(update)
 

@@ -167,6 +167,7 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
     )
     num_states = 2  # tensors of a parameter's size that it keeps for each parameter, at most
     is_bound = False  # True: an engine steps it, and its groups are complete
+    world: World  # since `bind`
     _states: defaultdict[Tensor, Any]
     _before_access: Callable[[], None] | None = None
 
@@ -185,9 +186,10 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         self._states = state["state"]
         super().__setstate__({key: value for key, value in state.items() if key != "state"})
 
-    def bind(self, before_access: Callable[[], None]) -> None:
+    def bind(self, before_access: Callable[[], None], world: World) -> None:
         """An engine steps it from now on. `before_access` is called before a script gets `state`."""
         self.is_bound = True
+        self.world = world
         self._before_access = before_access
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

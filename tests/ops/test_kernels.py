@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xds.ops.kernels.adagrad import adagrad_reference
 from xds.ops.kernels.adam import adam_, adam_reference
+from xds.ops.kernels.frozen_adam import frozen_adam_reference
 from xds.ops.kernels.lamb import lamb_apply_reference, lamb_direction_reference
 from xds.ops.kernels.lion import lion_reference
 from xds.ops.kernels.sgd import sgd_reference
@@ -30,6 +31,11 @@ STEP, SCALE = torch.tensor(3.0), torch.tensor(0.25)
 OPTIMIZERS: dict[str, tuple[Callable[..., None], int, bool, tuple[Any, ...]]] = {
     "adam_": (adam_reference, 2, True, (1e-2, 0.9, 0.99, 1e-8, 0.1, True, True)),
     "adam_ with L2": (adam_reference, 2, True, (1e-2, 0.9, 0.99, 1e-8, 0.1, False, False)),
+    "frozen_adam_": (frozen_adam_reference, 2, False, (1e-2, 0.9, 1.5, 1e-8, 1e-3, False)),
+    "frozen_adam_ of momenta": (
+        *(frozen_adam_reference, 2, False),
+        (1e-2, 0.9, 1.5, 1e-8, 1e-3, True),
+    ),
     "lion_": (lion_reference, 1, False, (1e-2, 0.9, 0.99, 0.1)),
     "adagrad_": (adagrad_reference, 1, True, (1e-2, 0.1, 1e-10, 0.1)),
     "sgd_": (sgd_reference, 1, True, (1e-2, 0.9, 0.1, 0.1, False)),

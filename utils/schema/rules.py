@@ -125,6 +125,16 @@ def whole(least: int | None = None, most: int | None = None) -> Rule:
     return Rule(need, read)
 
 
+def or_auto(rule: Rule) -> Rule:
+    """A value of `rule`, or "auto"."""
+
+    def read(value: object) -> Any:
+        is_auto = isinstance(value, str) and value.casefold() == "auto"
+        return "auto" if is_auto else rule.read(value)
+
+    return Rule(f'{rule.need}, or "auto"', read, takes_auto=True)
+
+
 def size(least: int = 0) -> Rule:
     """A number of elements. Fractions are rounded: integrations such as transformers compute them."""
     need = f"a number of elements, at least {least}"

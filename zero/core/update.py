@@ -115,7 +115,7 @@ class Updater:
         self._optimizer = optimizer
         self._num_tensors = _num_tensors(optimizer)
         if isinstance(optimizer, ShardOptimizer):
-            optimizer.bind(self.wait)
+            optimizer.bind(self.wait, self.world)
             host = self.homes.host
             if host is not None and host.spare is not None and optimizer.is_elementwise:
                 prepare = partial(self._host_update, optimizer)
@@ -217,8 +217,9 @@ class Updater:
         for master, is_written in zip(on_device + on_host, said, strict=True):
             if is_written:
                 master.take_far_edits()
-        for master in self.masters if also_near else ():
-            if not (master.is_far or master.sends_differences):
+        for master in self.masters:
+            by_update = master.casts and not also_near  # the optimizer compares them with `out`
+            if not (master.is_far or master.sends_differences or by_update):
                 master.take_edits()
 
     def _step_elementwise(self, optimizer: ShardOptimizer, scale: float) -> None:

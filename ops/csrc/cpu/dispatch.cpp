@@ -1,7 +1,6 @@
 // Registers the CPU ops with torch: checks arguments, selects an instruction set, splits work over torch's threads.
 //
-// Results depend neither on the number of threads nor on the instruction set. XDS_CPU_ISA (avx512, avx2 or
-// baseline) selects one; else it is the widest that the processor and the system support.
+// Results depend neither on the number of threads nor on the instruction set.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -15,84 +14,24 @@
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "kernels.h"
 
 namespace xds {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t GRAIN = 1 << 15;  // minimum number of elements per thread
 constexpr int64_t BLOCK = 1 << 12;  // elements of one partial sum
 
-// -- the instruction set ----------------------------------------------------------------------------------
-
 #if defined(__x86_64__)
-bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-bool has_avx2() { return __builtin_cpu_supports("avx2"); }
-const Kernels* widest() {
-  return has_avx512() ? &avx512::kernels : has_avx2() ? &avx2::kernels : &baseline::kernels;
-}
-const Kernels* named(const std::string& name) {
-  if (name == "avx512" && has_avx512()) return &avx512::kernels;
-  if (name == "avx2" && has_avx2()) return &avx2::kernels;
-  return name == "baseline" ? &baseline::kernels : nullptr;
-}
+const Kernels& kernels() { return of_isa(baseline::kernels, avx2::kernels, avx512::kernels); }
 #else
-const Kernels* widest() { return &baseline::kernels; }
-const Kernels* named(const std::string& name) {
-  return name == "baseline" ? &baseline::kernels : nullptr;
-}
+const Kernels& kernels() { return of_isa(baseline::kernels, baseline::kernels, baseline::kernels); }
 #endif
 
-const Kernels& kernels() {
-  static const Kernels* const found = widest();
-  const char* asked = std::getenv("XDS_CPU_ISA");
-  if (asked == nullptr || *asked == '\0') return *found;
-  const Kernels* given = named(asked);
-  STD_TORCH_CHECK(given != nullptr, "XDS_CPU_ISA = \"", asked,
-                  "\": this processor runs baseline and, if it has them, avx2 and avx512; unset it");
-  return *given;
-}
-
 // -- arguments --------------------------------------------------------------------------------------------
-
-Kind kind_of(const Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return Kind::fp32;
-    case ScalarType::BFloat16:
-      return Kind::bf16;
-    case ScalarType::Half:
-      return Kind::fp16;
-    default:
-      STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16");
-  }
-}
-
-void check_flat(const Tensor& tensor, const char* name, int64_t numel) {
-  STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the CPU as param is");
-  STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
-  STD_TORCH_CHECK(tensor.numel() == numel, name, " has ", tensor.numel(), " elements, param has ", numel);
-}
-
-void* stream(const Tensor& tensor, const char* name, int64_t numel, Kind* kind) {
-  check_flat(tensor, name, numel);
-  *kind = kind_of(tensor, name);
-  return tensor.data_ptr();
-}
-
-float* wide(const Tensor& tensor, const char* name, int64_t numel) {
-  Kind kind;
-  void* data = stream(tensor, name, numel, &kind);
-  STD_TORCH_CHECK(kind == Kind::fp32, name, " must be float32");
-  return static_cast<float*>(data);
-}
 
 float scalar(const OptionalTensor& tensor, const char* name, float otherwise) {
   return tensor.has_value() ? *wide(*tensor, name, 1) : otherwise;
@@ -179,6 +118,18 @@ void adam(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const 
   rule.root = rounded(correction.root);
   rule.eps = rounded(eps);
   if (!skips(found_inf)) spread(param.numel(), kernels().adam, s, rule);
+}
+
+void frozen_adam(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
+                 const OptionalTensor& out, const OptionalTensor& scale, const OptionalTensor& found_inf,
+                 double rate, double beta1, double root, double eps, double decay, bool is_momentum,
+                 bool takes_edits, const OptionalTensor& old_param, const OptionalTensor& old_exp_avg,
+                 const OptionalTensor& old_exp_avg_sq) {
+  Streams s = streams_of(param, &grad, &exp_avg, &exp_avg_sq, out, takes_edits);
+  read_from(s, param.numel(), old_param, old_exp_avg, old_exp_avg_sq);
+  const FrozenAdam rule = {scalar(scale, "scale", 1.0f), rounded(decay), is_momentum ? 1.0f : rounded(1.0 - beta1),
+                           rounded(rate), rounded(root), rounded(eps)};
+  if (!skips(found_inf)) spread(param.numel(), kernels().frozen_adam, s, rule);
 }
 
 void lion(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const OptionalTensor& out,
@@ -346,6 +297,7 @@ void lamb_apply(const Tensor& param, const Tensor& direction, const OptionalTens
 
 STABLE_TORCH_LIBRARY_IMPL(xds, CPU, m) {
   m.impl("adam_", TORCH_BOX(&xds::adam));
+  m.impl("frozen_adam_", TORCH_BOX(&xds::frozen_adam));
   m.impl("lion_", TORCH_BOX(&xds::lion));
   m.impl("adagrad_", TORCH_BOX(&xds::adagrad));
   m.impl("sgd_", TORCH_BOX(&xds::sgd));

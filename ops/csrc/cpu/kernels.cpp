@@ -213,6 +213,26 @@ void adam(const Streams& s, const Adam& a, int64_t begin, int64_t end) {
   });
 }
 
+template <bool IS_MOMENTUM>
+INLINE void frozen_adam_group(const FrozenAdam& a, int64_t count, float* __restrict p,
+                              const float* __restrict grad, float* __restrict m, const float* __restrict v) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) {
+    const float g = grad[i] * a.scale;
+    const float mean = IS_MOMENTUM ? g : moved(m[i], g, a.gain1);
+    const float change = (mean * a.rate) / (__builtin_sqrtf(v[i]) * a.root + a.eps) + p[i] * a.decay;
+    m[i] = mean;
+    p[i] = v[i] > 0.0f ? p[i] - change : p[i];
+  }
+}
+
+void frozen_adam(const Streams& s, const FrozenAdam& a, int64_t begin, int64_t end) {
+  pass(s, begin, end, [&](int64_t, int64_t count, float* p, const float* g, float* m, float* v) {
+    a.gain1 == 1.0f ? frozen_adam_group<true>(a, count, p, g, m, v)
+                    : frozen_adam_group<false>(a, count, p, g, m, v);
+  });
+}
+
 INLINE void lion_group(const Lion& a, int64_t count, float* __restrict p, const float* __restrict grad,
                        float* __restrict m) {
 #pragma GCC ivdep
@@ -347,7 +367,7 @@ double square_sum(const void* data, Kind kind, int64_t begin, int64_t end) {
 
 }  // namespace
 
-const Kernels kernels = {adam, lion, adagrad, sgd, lamb_direction, lamb_apply, square_sum};
+const Kernels kernels = {adam, frozen_adam, lion, adagrad, sgd, lamb_direction, lamb_apply, square_sum};
 
 }  // namespace XDS_ISA
 }  // namespace xds

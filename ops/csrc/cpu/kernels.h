@@ -30,6 +30,11 @@ struct Adam {
   float rate, root, eps;  // p -= rate * m / (root * sqrt(v) + eps)
 };
 
+// The update of Adam whose variance stays. gain1 is 1 where the gradient is the new momentum.
+struct FrozenAdam {
+  float scale, decay, gain1, rate, root, eps;
+};
+
 struct Lion {
   float scale, decay, gain1, gain2, rate;
 };
@@ -50,6 +55,7 @@ struct Lamb {
 // The kernels of one instruction set. Ranges are elements [begin, end).
 struct Kernels {
   void (*adam)(const Streams&, const Adam&, int64_t begin, int64_t end);
+  void (*frozen_adam)(const Streams&, const FrozenAdam&, int64_t begin, int64_t end);
   void (*lion)(const Streams&, const Lion&, int64_t begin, int64_t end);
   void (*adagrad)(const Streams&, const Adagrad&, int64_t begin, int64_t end);
   void (*sgd)(const Streams&, const Sgd&, int64_t begin, int64_t end);

@@ -76,6 +76,31 @@ struct Adam {
   }
 };
 
+// Adam whose variance stays.
+struct FrozenAdam {
+  static constexpr int kStates = 2;
+  struct Step {};
+
+  float rate, rest1, root, eps, decay;  // rest1: 1 - beta1, or 1 where the gradient is the new momentum
+  bool is_momentum;
+
+  FrozenAdam(double rate, double beta1, double root, double eps, double decay, bool is_momentum)
+      : rate(static_cast<float>(rate)),
+        rest1(static_cast<float>(1.0 - beta1)),
+        root(static_cast<float>(root)),
+        eps(static_cast<float>(eps)),
+        decay(static_cast<float>(decay)),
+        is_momentum(is_momentum) {}
+
+  XDS_BOTH Step at(double) const { return {}; }
+
+  XDS_BOTH float operator()(const Step&, float grad, float param, float (&state)[2]) const {
+    state[0] = is_momentum ? grad : state[0] + (grad - state[0]) * rest1;
+    const float change = state[0] * rate / (sqrtf(state[1]) * root + eps) + decay * param;
+    return state[1] > 0.0f ? param - change : param;
+  }
+};
+
 struct Lion {
   static constexpr int kStates = 1;
   struct Step {};

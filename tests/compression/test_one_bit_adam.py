@@ -1,0 +1,293 @@
+"""1-bit Adam: numbers of a reference in float64, bytes, skipped steps, accumulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_bit_reference import Reference
+from torch import Tensor, nn
+from warm_ranks import warm
+
+import xds
+from xds.zero import get_full_param
+
+CHUNK = 2048
+STEPS, FREEZE = 20, 6
+LR, DECAY = 1e-2, 0.1
+SLOW = pytest.mark.slow
+
+
+class Vector(nn.Module):
+    """One parameter [n], whose gradient is the input."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(numel, generator=generator))
+
+    def forward(self, grad: Tensor) -> Tensor:
+        return (self.weight * grad).sum()
+
+
+def grad_of(numel: int, step: int, rank: int, micro: int = 0) -> Tensor:
+    """Some elements never have a gradient."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
+    grad = torch.randn(numel, generator=generator) + 0.3
+    grad[5::97] = 0
+    return grad
+
+
+def config_of(stage: int, **more: Any) -> dict[str, Any]:
+    params = {"lr": LR, "freeze_step": FREEZE, "weight_decay": DECAY}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "OneBitAdam", "params": params},
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+
+
+def train(stage: int, num_micro: int = 1) -> Any:
+    """The parameter after each step, as forward reads it; and the bytes of each step, by kind."""
+    numel = CHUNK * dist.get_world_size()
+    engine = xds.initialize(Vector(numel), config_of(stage, gradient_accumulation_steps=num_micro))
+    values, sent = [], []
+    for step in range(STEPS):
+        before = engine.bytes_sent()
+        for micro in range(num_micro):
+            engine.backward(engine(grad_of(numel, step, dist.get_rank(), micro)))
+            engine.step()
+        values.append(engine.module.weight.detach().clone())
+        sent.append({k: v - before.get(k, 0) for k, v in engine.bytes_sent().items()})
+    engine.destroy()
+    return torch.stack(values), sent
+
+
+def wanted(stage: int, num_ranks: int, num_micro: int = 1) -> Tensor:
+    numel = CHUNK * num_ranks
+    reference = Reference(Vector(numel).weight.detach(), num_ranks, FREEZE, stage, LR, DECAY)
+    values = []
+    for step in range(STEPS):
+        grads = [
+            sum(grad_of(numel, step, rank, micro) for micro in range(num_micro)) / num_micro
+            for rank in range(num_ranks)
+        ]
+        reference.step(grads)
+        values.append(reference.copy)
+    return torch.stack(values)
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_ranks", "num_micro"),
+    [
+        (0, 2, 1),
+        (1, 3, 1),
+        (2, 2, 3),
+        *(
+            pytest.param(stage, num_ranks, num_micro, marks=SLOW)
+            for stage in (0, 1, 2)
+            for num_ranks in (2, 3, 4)
+            for num_micro in (1, 2)
+        ),
+    ],
+)
+def test_steps_are_those_of_the_reference(stage: int, num_ranks: int, num_micro: int) -> None:
+    found = warm(num_ranks).run(train, stage, num_micro)
+    expected = wanted(stage, num_ranks, num_micro)
+    for values, _ in found:
+        assert values.equal(found[0][0])
+        error = (values - expected).norm(dim=1) / expected.norm(dim=1)
+        assert float(error.max()) <= 1e-5
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=SLOW)])
+def test_a_compressed_step_sends_its_formula(num_ranks: int) -> None:
+    for stage in (0, 1, 2):
+        _, sent = warm(num_ranks).run(train, stage)[0]
+        leg = (num_ranks - 1) * (CHUNK // 8 + 4 * CHUNK // 1024)
+        second = "one-bit sums" if stage == 0 else "one-bit parameters"
+        for one in sent[FREEZE + 1 :]:
+            assert one.pop("control") <= 16 * num_ranks
+            assert {k: v for k, v in one.items() if v} == {"one-bit gradients": leg, second: leg}
+        assert sent[0]["reduce_scatter"] == 4 * (num_ranks - 1) * CHUNK
+
+
+class Table(nn.Module):
+    """An embedding with a row that stays zero, and rows that are used late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(40, 24, padding_idx=0)
+        self.blocks = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+        self.head = nn.Linear(24, 40)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), targets.flatten())
+
+
+def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    tokens = torch.randint(1, 30, (4, 8), generator=generator)
+    tokens[:, 0] = 0
+    return tokens, (tokens * 3 + 1) % 40
+
+
+def train_table(stage: int, steps: int, start: int, more: dict[str, Any], *paths: str) -> Any:
+    """Losses and norms; paths: where to load from and to save to, "" for neither."""
+    engine = xds.initialize(Table(), config_of(stage, gradient_clipping=1.0, **more))
+    load, save = paths or ("", "")
+    if load:
+        engine.load_checkpoint(load)
+    found = []
+    for step in range(start, start + steps):
+        loss = engine(*tokens_of(step, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        found.append((loss.item(), engine.get_global_grad_norm()))
+    if save:
+        engine.save_checkpoint(save)
+    table = get_full_param(engine.module.embed.weight)
+    params = torch.cat([param.detach().float().flatten() for param in engine.module.parameters()])
+    engine.destroy()
+    return found, params, table
+
+
+def test_stages_1_and_2_have_the_same_bits_and_elements_without_gradients_stay() -> None:
+    runs = [warm(2).run(train_table, stage, 15, 0, {}) for stage in (1, 2)]
+    first = runs[0][0]
+    for of_rank in runs:
+        for losses, params, table in of_rank:
+            assert params.equal(first[1]) and table.equal(first[2])
+            assert [norm for _, norm in losses] == [norm for _, norm in first[0]]
+    assert not first[2][0].any()  # padding
+    plain = Table().embed.weight.detach()
+    assert first[2][30:].equal(
+        plain[30:]
+    )  # never used: neither the update nor a message moves them
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        (0, "fp32"),
+        (2, "bf16"),
+        *(pytest.param(*case, marks=SLOW) for case in ((1, "fp16"), (0, "bf16"), (2, "fp32"))),
+    ],
+)
+def test_a_resumed_run_has_the_same_bits(stage: int, precision: str, tmp_path: Any) -> None:
+    more = {} if precision == "fp32" else {precision: {"enabled": True}}
+    folder = str(tmp_path)
+    warm(2).run(train_table, stage, 10, 0, more, "", folder)
+    whole = warm(2).run(train_table, stage, 14, 0, more)
+    resumed = warm(2).run(train_table, stage, 4, 10, more, folder, "")
+    for one, two in zip(whole, resumed, strict=True):
+        assert one[0][10:] == two[0]
+        assert one[1].equal(two[1])
+
+
+def owed(stage: int, load: str) -> Any:
+    """What all ranks owe, as mean gradients, after a load; and the loss of the next steps."""
+    engine = xds.initialize(Table(), config_of(stage))
+    engine.load_checkpoint(load)
+    total = torch.zeros(())
+    for master in engine._parts.updater.masters:
+        found = master.grads.reducer.owed
+        part = found.error.double() * found.unit
+        dist.all_reduce(part)
+        server = torch.zeros(part.numel() // dist.get_world_size(), dtype=torch.float64)
+        if found.server is not None:
+            server += (
+                found.server.double() * found.unit / 0.1
+            )  # momenta are (1 - b) times gradients
+        for slot in master.params.layout.slots:
+            total = total + part[slot.offset : slot.stop].square().sum()
+    losses = []
+    for step in range(10, 13):
+        loss = engine(*tokens_of(step, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return float(total), losses
+
+
+@pytest.mark.parametrize(("stage", "to"), [(2, 2), (1, 0)])
+def test_what_is_owed_is_kept_at_another_number_of_ranks(
+    stage: int, to: int, tmp_path: Any
+) -> None:
+    folder = str(tmp_path)
+    warm(3).run(train_table, stage, 10, 0, {}, "", folder)
+    expected, _ = warm(3).run(owed, stage, folder)[0]
+    assert expected > 0
+    for num_ranks in (2, 4):
+        for found, losses in warm(num_ranks).run(owed, to, folder):
+            assert found == pytest.approx(expected, rel=1e-5)
+            assert max(losses) < 4
+
+
+def skip(stage: int) -> Any:
+    """What is owed by each rank around a step that one rank's gradients make overflow."""
+    numel = CHUNK * dist.get_world_size()
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    engine = xds.initialize(Vector(numel), config_of(stage, fp16=fp16))
+    (master,) = engine._parts.updater.masters
+    reducer = master.grads.reducer
+    for step in range(FREEZE + 2):
+        engine.backward(engine(grad_of(numel, step, dist.get_rank()).half()))
+        engine.step()
+    before = reducer.error.clone() * reducer.owed.unit
+    server = None if stage else reducer.server_error.clone() * reducer.owed.unit
+    params = engine.module.weight.detach().clone()
+    grad = grad_of(numel, 50, dist.get_rank()).half()
+    if dist.get_rank() == 1:
+        grad[7] = float("inf")
+    engine.backward(engine(grad))
+    engine.step()
+    assert engine.skipped_steps == 1 and engine.module.weight.equal(params)
+    after = reducer.error.clone() * reducer.owed.unit
+    if server is not None:
+        later = reducer.server_error * reducer.owed.unit
+        assert torch.allclose(later, server, rtol=0, atol=1e-5 * float(server.abs().max()))
+    # one more step reads the errors in the unit of the lower scale
+    engine.backward(engine(grad_of(numel, 51, dist.get_rank()).half()))
+    engine.step()
+    assert engine.skipped_steps == 1 and bool(engine.module.weight.isfinite().all())
+    engine.destroy()
+    return before, after, grad.float() / dist.get_world_size()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_skipped_step_owes_its_gradients_again(stage: int) -> None:
+    for rank, (before, after, grad) in enumerate(warm(2).run(skip, stage)):
+        expected = before + grad
+        if rank == 1:  # the block with inf keeps what it owed
+            expected[:1024] = before[:1024]
+        assert torch.allclose(after, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def auto(scheduler: dict[str, Any]) -> Any:
+    config = config_of(1, **scheduler)
+    config["optimizer"]["params"] |= {"freeze_step": "auto", "betas": [0.9, 0.8]}
+    numel = CHUNK * dist.get_world_size()
+    engine = xds.initialize(Vector(numel), config)
+    frozen = []
+    for step in range(30):
+        engine.backward(engine(grad_of(numel, step, dist.get_rank())))
+        engine.step()
+        frozen.append(engine.optimizer.is_frozen)
+    engine.destroy()
+    return frozen.index(True)
+
+
+def test_the_variance_freezes_when_it_has_settled_and_the_rate_no_longer_rises() -> None:
+    found = warm(2).run(auto, {})
+    assert found[0] == found[1] and 5 < found[0] < 29 and (found[0] + 1) % 5 == 0
+    warmup = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 22}}}
+    assert warm(2).run(auto, warmup)[0] >= 24

@@ -1,0 +1,92 @@
+"""Test helper: 1-bit Adam in float64, for ranks that each have a gradient of one vector.
+
+Tang et al., 1-bit Adam, 2021, algorithm 1; at stages 1 and 2 the messages of compression/one_bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+BLOCK = 1024
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+
+
+def compressed(values: Tensor) -> Tensor:
+    """Each block as its signs times its mean magnitude."""
+    blocks = [
+        torch.where(torch.signbit(block), -block.abs().mean(), block.abs().mean())
+        for block in values.split(BLOCK)
+    ]
+    return torch.cat(blocks)
+
+
+@dataclass
+class Reference:
+    """The state of all ranks. `master` and `copy` [n]: what is updated, and what all compute with."""
+
+    master: Tensor
+    num_ranks: int
+    freeze_step: int
+    stage: int
+    lr: float
+    decay: float = 0.0
+    steps: int = 0
+    copy: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.master = self.master.double().clone()
+        self.copy = self.master.clone()
+        self.m, self.v = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.errors = [torch.zeros_like(self.master) for _ in range(self.num_ranks)]
+        self.server = torch.zeros_like(self.master)
+
+    def _chunks(self, values: Tensor) -> list[Tensor]:
+        return list(values.chunk(self.num_ranks))
+
+    def _exchanged(self, sent: list[Tensor]) -> Tensor:
+        """The mean over ranks of what each sends, which keeps its error."""
+        total = torch.zeros_like(self.master)
+        for rank, values in enumerate(sent):
+            values = values + self.errors[rank]
+            packed = torch.cat([compressed(chunk) for chunk in self._chunks(values)])
+            self.errors[rank] = values - packed
+            total += packed / self.num_ranks
+        return total
+
+    def step(self, grads: list[Tensor]) -> None:
+        """One step with the gradient [n] of each rank."""
+        self.steps += 1
+        grads = [grad.double() for grad in grads]
+        is_frozen = self.steps > self.freeze_step
+        if not is_frozen:
+            mean = torch.stack(grads).mean(0)
+            self.m = BETA1 * self.m + (1 - BETA1) * mean
+            self.v = BETA2 * self.v + (1 - BETA2) * mean**2
+        elif self.stage == 0:
+            momenta = [BETA1 * self.m + (1 - BETA1) * grad for grad in grads]
+            total = self._exchanged(momenta) + self.server
+            self.m = torch.cat([compressed(chunk) for chunk in self._chunks(total)])
+            self.server = total - self.m
+        else:
+            self.m = BETA1 * self.m + (1 - BETA1) * self._exchanged(grads)
+        seen = min(self.steps, self.freeze_step)
+        root = (self.v / (1 - BETA2**seen)).sqrt() + EPS
+        change = self.lr * (self.m / (1 - BETA1**self.steps) / root + self.decay * self.master)
+        if is_frozen:
+            change[self.v == 0] = 0
+        self.master = self.master - change
+        if is_frozen and self.stage > 0:
+            difference = self.master - self.copy
+            moved = torch.cat([compressed(chunk) for chunk in self._chunks(difference)])
+            moved[self.v == 0] = 0
+            self.copy = self.copy + moved
+        else:
+            self.copy = self.master.clone()
+
+    def norm_of_owed(self) -> float:
+        """The norm of what is owed in all."""
+        return math.sqrt(sum(float(error.square().sum()) for error in self.errors))
