@@ -6,9 +6,7 @@ GPU if this process can access it, else one NCCL message; with one rank a copy w
 
 from __future__ import annotations
 
-import hashlib
 import os
-import platform
 import socket
 import statistics
 import sys
@@ -20,6 +18,7 @@ import torch
 
 from ...ops.comm import raw_collectives as raw
 from ...ops.comm.collectives import Collectives
+from ...ops.comm.hosts import host_numbers
 from ..environment.probes.network import ipv4
 from ..ranks.network import address_towards
 from .plan import Link
@@ -49,23 +48,6 @@ def measure(collectives: Collectives, group: Any) -> Link | None:
     else:
         found = _tcp(collectives, peer)
     return _shared(collectives, found)
-
-
-def host_numbers(collectives: Collectives) -> list[int]:
-    """For each rank a number that identifies its machine."""
-    name = hashlib.sha256(_host_id().encode()).digest()
-    own = int.from_bytes(name[:7], "big")
-    table = collectives.gather_small(torch.tensor([own], device=collectives.device))
-    return [int(number) for number in table.flatten().tolist()]
-
-
-def _host_id() -> str:
-    """Host name and boot id. Containers and network namespaces of one machine may have different names."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return platform.node() + file.read()
-    except OSError:
-        return platform.node()
 
 
 def _farthest(collectives: Collectives) -> int:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from ...engine.process.process import join, pick_device
+from ...ops.comm.hosts import host_numbers
 from ...ops.comm.opening import open_collectives
 from ...utils.available_memory import available_bytes
 from ...utils.errors import XdsError
 from .cases import CASES, Case, RankContext, largest_bytes
-from .link import host_numbers, measure
+from .link import measure
 from .plan import HEADING, Baseline, Link, Plan, Row, binary, row, row_text, sizes
 
 _ROUNDS = 3

@@ -49,7 +49,8 @@ class Collectives(ABC):
     """Collectives of one process group. Flat tensors are [world_size * shard_numel], shards [shard_numel].
 
     `buffer` is the number of the flat buffer that a message belongs to: concurrent messages of different
-    buffers are never mixed. `sent_bytes` counts the bytes that this rank sent since construction, by kind.
+    buffers are never mixed. `sent_bytes` counts the bytes that this rank sent since construction, by kind;
+    `sent_across_bytes` those of them to ranks on other hosts, if `set_hosts` was called.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class Collectives(ABC):
         self.rank = rank
         self.world_size = world_size
         self.sent_bytes: dict[str, int] = {}
+        self.sent_across_bytes: dict[str, int] = {}
+        self._is_across: list[bool] | None = None  # by rank: it is on another host; None: not known
         self._counted_as = ""  # the kind, whatever the message is; "": its own
         instance = _instances[group.group_name] if group is not None else 0
         if group is not None:
@@ -153,13 +156,24 @@ class Collectives(ABC):
         numel_sent = 2 * (self.world_size - 1) * tensor.numel()
         self._add(kind, numel_sent * tensor.element_size() // self.world_size)
 
-    def _count_parts(self, kind: str, part: Tensor) -> None:
-        """Count one message of `part`."""
-        self._add(kind, part.numel() * part.element_size())
+    def _count_parts(self, kind: str, part: Tensor, peer: int | None = None) -> None:
+        """Count one message of `part`; to `peer`, if that is one rank."""
+        self._add(kind, part.numel() * part.element_size(), peer)
 
-    def _add(self, kind: str, sent: int) -> None:
+    def _add(self, kind: str, sent: int, peer: int | None = None) -> None:
+        """Count bytes to `peer`, or the same number to every other rank."""
         kind = self._counted_as or kind
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
+        if self._is_across is None:
+            return
+        across = sum(self._is_across) if peer is None else int(self._is_across[peer])
+        part = sent * across // (self.world_size - 1 if peer is None else 1)
+        self.sent_across_bytes[kind] = self.sent_across_bytes.get(kind, 0) + part
+
+    def set_hosts(self, numbers: Sequence[int]) -> None:
+        """Count bytes to other hosts from now on. numbers: for each rank of the job, that of its host."""
+        own = numbers[self._ranks[self.rank]]
+        self._is_across = [numbers[rank] != own for rank in self._ranks]
 
     @abstractmethod
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:

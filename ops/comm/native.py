@@ -89,14 +89,14 @@ class Native(Collectives):
                 for peer, (start, stop) in enumerate(bounds):
                     if peer != source and stop > start:
                         dist.send(full[start:stop], group=self.group, group_dst=peer)
-                        self._count_parts("access", full[start:stop])
+                        self._count_parts("access", full[start:stop], peer)
                 out.copy_(full[slice(*bounds[source])])
             elif out.numel():
                 dist.recv(out, group=self.group, group_src=source)
 
     def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
         mark = self._record("send", MESSAGE_BUFFER, what, tensor, is_message=True)
-        self._count_parts(kind, tensor)
+        self._count_parts(kind, tensor, peer)
         work = dist.isend(tensor, group=self.group, group_dst=peer)
         return InFlight(self._watch, mark, [(self._ranks[peer], work)])
 
@@ -123,7 +123,7 @@ class Native(Collectives):
         mark = self._record(kind, buffer, what, parts[0])
         for peer, part in enumerate(parts):
             if peer != self.rank:
-                self._count_parts(kind, part)
+                self._count_parts(kind, part, peer)
         work = dist.all_to_all(list(outs), list(parts), group=self.group, async_op=True)
         return InFlight(self._watch, mark, [(None, work)])
 

@@ -137,8 +137,8 @@ class PeerToPeer(Collectives):
         receivers = self._peers if target is None else [target]
         sends = [(peer, mine) for peer in receivers if peer != self.rank and mine.numel()]
         works = self._start(mark, self._tag(ACCESS_BUFFER), receives, sends)
-        for _, part in sends:
-            self._count_parts("access", part)
+        for peer, part in sends:
+            self._count_parts("access", part, peer)
         if out is not None:
             out[slice(*bounds[self.rank])] = mine
         InFlight(self._watch, mark, works).wait()
@@ -153,8 +153,8 @@ class PeerToPeer(Collectives):
             self.shard_of(flat).copy_(shard)
         sends = [(peer, shard) for peer in receivers if peer != self.rank]
         works = self._start(mark, self._tag(buffer), receives, sends)
-        for _, part in sends:
-            self._count_parts("all_gather", part)
+        for peer, part in sends:
+            self._count_parts("all_gather", part, peer)
         InFlight(self._watch, mark, works).wait()
 
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
@@ -168,8 +168,8 @@ class PeerToPeer(Collectives):
         elif out.numel():
             receives = [(source, out)]
         works = self._start(mark, self._tag(ACCESS_BUFFER) + 1, receives, sends)
-        for _, part in sends:
-            self._count_parts("access", part)
+        for peer, part in sends:
+            self._count_parts("access", part, peer)
         InFlight(self._watch, mark, works).wait()
 
     def all_reduce(self, tensor: Tensor, *, what: str, kind: str) -> Handle:
@@ -264,15 +264,15 @@ class PeerToPeer(Collectives):
         outs[self.rank].copy_(parts[self.rank])
         receives = [(peer, outs[peer]) for peer in self._peers if outs[peer].numel()]
         sends = [(peer, parts[peer]) for peer in self._peers if parts[peer].numel()]
-        for _, part in sends:
-            self._count_parts(kind, part)
+        for peer, part in sends:
+            self._count_parts(kind, part, peer)
         tag = self._tag(buffer) + (buffer >= 0)
         return InFlight(self._watch, mark, self._start(mark, tag, receives, sends))
 
     def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
         mark = self._record("send", MESSAGE_BUFFER, what, tensor, is_message=True)
         works = self._start(mark, self._message_tag(number), [], [(peer, tensor)])
-        self._count_parts(kind, tensor)
+        self._count_parts(kind, tensor, peer)
         return InFlight(self._watch, mark, works)
 
     def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:

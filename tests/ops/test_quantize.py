@@ -192,9 +192,9 @@ def test_parts_are_summed_in_their_order_and_scaled(dtype: torch.dtype, bits: in
 
 
 def test_sizes_no_kernel_has_are_refused() -> None:
-    with pytest.raises(UsageError, match="block_numel = 48"):
+    with pytest.raises((UsageError, RuntimeError), match="block_numel = 48"):
         quantized(torch.ones(96), 8, 48)
-    with pytest.raises(UsageError, match="bits = 3"):
+    with pytest.raises((UsageError, RuntimeError), match="bits = 3"):
         quantize_(torch.ones(32), torch.ones(12, dtype=torch.uint8), torch.ones(1), None, 3, 32)
 
 

@@ -15,9 +15,9 @@ constexpr int64_t TILE = 1024;  // elements that are widened at a time: 4 KiB
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to a whole number, half to even
 constexpr float SMALLEST = 7.888609052210118e-31f;  // 2^-100
 
-typedef float Floats __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
-typedef float Half __attribute__((vector_size(32), aligned(4)));
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float Half __attribute__((vector_size(32), aligned(4), may_alias));
 typedef double Doubles __attribute__((vector_size(64)));
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -55,14 +55,14 @@ inline void narrowed(const float* __restrict from, void* data, Kind kind, int64_
 // The highest bit of each word, as bit i of the result.
 inline uint32_t highest_bits(const Words& words) {
 #if defined(__AVX512DQ__)
-  typedef int Ints __attribute__((vector_size(64)));
+  typedef int Ints __attribute__((vector_size(64), may_alias));
   return static_cast<uint16_t>(__builtin_ia32_cvtd2mask512(reinterpret_cast<const Ints&>(words)));
 #elif defined(__AVX2__)
   const Half* halves = reinterpret_cast<const Half*>(&words);
   return static_cast<uint32_t>(__builtin_ia32_movmskps256(halves[0])) |
          static_cast<uint32_t>(__builtin_ia32_movmskps256(halves[1])) << 8;
 #elif defined(__SSE2__)
-  typedef float Four __attribute__((vector_size(16), aligned(4)));
+  typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
   const Four* fours = reinterpret_cast<const Four*>(&words);
   uint32_t found = 0;
   for (int i = 0; i < 4; ++i) found |= static_cast<uint32_t>(__builtin_ia32_movmskps(fours[i])) << (4 * i);
