@@ -390,8 +390,10 @@ class FlatGrads:
             if self._home.is_on_host and self._total_is_in_local():
                 self._total = None
             self._local.give_back()
-        elif local is not None and local.dtype == self._sum_dtype and not self.is_single_rank:
-            self._total = self._collectives.shard_of(local)
+        elif local is not None and not self.is_single_rank:
+            fits = local.dtype == self._sum_dtype
+            if fits or self._total_is_in_local():
+                self._total = self._collectives.shard_of(local) if fits else None
 
     def release(self) -> None:
         """Free the persistent buffers, which are unused between a step and the next backward."""
