@@ -43,7 +43,7 @@ from .engine import Engine
 from .model.arguments import check_arguments
 from .model.buffers import buffers_that_follow
 from .model.compiling import Compiler
-from .model.compressing import bind_phase, build_legs
+from .model.compressing import Messages
 from .model.dividing import divide
 from .model.offloading import build_homes, build_host, reserve
 from .model.pipelining import Cut, Runs, build_pipeline, check_whole, is_cut, is_part, with_model
@@ -158,14 +158,13 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     keeps_a_part = is_cut(model, config) or config.tensor_parallel.size > 1
     if keeps_a_part or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
-    phase, legs = build_legs(config)
-    divided = divide(model, config, mesh, collectives, partial(policy_of, config), legs)
+    messages = Messages(config)
+    divided = divide(model, config, mesh, collectives, partial(policy_of, config), messages.legs)
     model, runs, found, flat_groups = divided.model, divided.runs, divided.found, divided.groups
     groups = groups or _groups(model, config, given)
     blocks = [module for run in runs for _, module in run]
     compiler = Compiler(model, blocks, config)
     sharded = _sharded(model, config, given, groups, flat_groups, host, runs)
-    reserve(sharded)
     divided.start_proof(mesh, sharded.holding)
     updater = Updater(sharded)
     optimizer = _optimizer(config, given.optimizer, updater, groups, device) if trains else None
@@ -176,12 +175,10 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     if config.compile.enabled:
         compiler.compile()
     monitor = build_monitor(config, dist.get_rank())
-    report = _report(config, monitor, device)
     if device.type == "cpu":
         keep_freed_blocks()  # training takes and frees the same blocks in every step
-    skips = bool(config.bf16.enabled and config.bf16.check_grad_overflow)
-    loss_scale = build_loss_scale(config.fp16, skips_overflow=skips)
-    bind_phase(phase, optimizer, updater, GradientFactor(config, mesh.mesh, loss_scale))
+    loss_scale = build_loss_scale(config.fp16, skips_overflow=config.bf16.skips_overflow)
+    messages.bind(optimizer, updater, GradientFactor(config, mesh.mesh, loss_scale))
     return Parts(
         config=config,
         module=model,
@@ -196,7 +193,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         device=device,
         local_rank=local_rank(),
         monitor=monitor,
-        report=report,
+        report=_report(config, monitor, device),
         loader=_loader(given.training_data, given.collate_fn, config, mesh),
         undo=undo,
         compiler=compiler,
@@ -259,6 +256,7 @@ def _sharded(
     if policy.compute is not None:
         for buffer in following:
             buffer.data = buffer.data.to(policy.compute)
+    reserve(sharded)
     return sharded
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import final
 
+import torch
+
 from ...ops.comm.collectives import Collectives
+from ...utils.errors import UsageError
 from ..legs import Buffer, Legs
 from ..reducer import ExactReducer, GradientReducer
 from ..sender import ExactSender, ParameterSender
 from .phase import Phase
 from .reducer import OneBitReducer
 from .sender import OneBitSender
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @final
@@ -26,6 +31,11 @@ class OneBitLegs(Legs):
     def reducer(self, buffer: Buffer) -> GradientReducer:
         if self._collectives.world_size == 1:
             return ExactReducer(self._collectives, buffer.index)
+        if buffer.dtype not in DTYPES:
+            raise UsageError(
+                f"one-bit messages of {buffer.dtype} parameters: magnitudes and errors are fp32; cast the "
+                "model with model.float(), or choose AdamW"
+            )
         return OneBitReducer(self._collectives, buffer, self._phase, self._num_copies)
 
     def sender(self, buffer: Buffer) -> ParameterSender:

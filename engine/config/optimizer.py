@@ -91,15 +91,6 @@ _BUILT_IN: dict[str, dict[str, Param]] = {
         **_ADAM,
         "adam_w_mode": NoEffect(FLAG, "AdamW always decouples weight decay", same=(True,)),
     },
-    "OneBitAdam": {
-        **_ALL,
-        **_ONE_BIT,
-        "betas": _BETAS,
-        "eps": _EPS,
-        "bias_correction": FLAG,
-        "amsgrad": _AMSGRAD,
-        "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
-    },
     "SGD": {**_ALL, "momentum": number(0), "dampening": NUMBER, "nesterov": FLAG},
     "Adagrad": {
         **_ALL,
@@ -131,6 +122,15 @@ _BUILT_IN: dict[str, dict[str, Param]] = {
         ),
         "betas": _BETAS,
         "eps": _EPS,
+    },
+    "OneBitAdam": {
+        **_ALL,
+        **_ONE_BIT,
+        "betas": _BETAS,
+        "eps": _EPS,
+        "bias_correction": FLAG,
+        "amsgrad": _AMSGRAD,
+        "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
     },
 }
 

@@ -81,6 +81,11 @@ class Bf16(Section):
         True, description="a step whose gradients are not finite is skipped"
     )
 
+    @property
+    def skips_overflow(self) -> bool:
+        """Such steps are skipped in this config."""
+        return self.enabled and self.check_grad_overflow
+
 
 @final
 class TorchAutocast(Section):

@@ -15,28 +15,47 @@ from ...compression.one_bit.legs import OneBitLegs
 from ...compression.one_bit.phase import MomentumRange, OneBitState, Phase
 from ...ops.optim.one_bit_adam import OneBitAdam
 from ...ops.optim.shard_optimizer import states_of
+from ...utils.errors import UsageError
 from ...zero.core.master import Master
 from ...zero.core.update import Updater
 from ..config.config import Config
 
 
-def build_legs(config: Config) -> tuple[Phase | None, BuildLegs]:
-    """How the engine sends gradients and parameters. The phase, if any, needs `bind_phase` before training."""
-    if config.optimizer is None or config.optimizer.type not in ONE_BIT_OPTIMIZERS:
-        return None, ExactLegs
-    phase = Phase()
-    return phase, partial(OneBitLegs, phase)
+@final
+class Messages:
+    """How the engine sends gradients and parameters.
 
+    legs: makes what a group sends. One-bit messages need `bind` before training.
+    """
 
-def bind_phase(
-    phase: Phase | None,
-    optimizer: torch.optim.Optimizer | None,
-    updater: Updater,
-    unit: Callable[[], float],
-) -> None:
-    """Let the messages of `phase` follow `optimizer`. unit: the factor of sums over the ranks, now."""
-    if phase is not None and isinstance(optimizer, OneBitAdam):
-        phase.bind(EngineState(optimizer, updater, unit))
+    def __init__(self, config: Config) -> None:
+        self._phase: Phase | None = None
+        self.legs: BuildLegs = ExactLegs
+        if config.optimizer is not None and config.optimizer.type in ONE_BIT_OPTIMIZERS:
+            self._phase = Phase()
+            self.legs = partial(OneBitLegs, self._phase)
+
+    def bind(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        updater: Updater,
+        unit: Callable[[], float],
+    ) -> None:
+        """Let one-bit messages follow `optimizer`. unit: the factor of sums over the ranks, now.
+
+        Raises:
+            UsageError: groups have momenta of different decay, and one message has all of them.
+        """
+        if self._phase is None or not isinstance(optimizer, OneBitAdam):
+            return
+        betas = {group["betas"][0] for group in optimizer.param_groups}
+        if len(betas) > 1 and not (updater.world.is_sharded or updater.world.is_alone):
+            shown = ", ".join(map(str, sorted(betas)))
+            raise UsageError(
+                f"OneBitAdam at stage 0 with several first betas ({shown}): one message has the momenta of all "
+                "groups; give all groups the same betas, or use stage 1 or 2"
+            )
+        self._phase.bind(EngineState(optimizer, updater, unit))
 
 
 @final
@@ -79,4 +98,4 @@ class EngineState(OneBitState):
         return [(item.start, states[item.master][key]) for item in master.items]
 
 
-__all__ = ["EngineState", "bind_phase", "build_legs"]
+__all__ = ["EngineState", "Messages"]

@@ -143,8 +143,8 @@ REFUSED = {
     "optimizer.type": {
         **SIZES,
         "optimizer": {
-            "type": "OnebitAdam",
-            "params": {"lr": 1e-4, "freeze_step": 100, "cuda_aware": False},
+            "type": "ZeroOneAdam",
+            "params": {"lr": 1e-4, "var_freeze_step": 100, "cuda_aware": False},
         },
     },
     "eigenvalue.enabled": {

@@ -18,6 +18,7 @@ from xds.ops.optim.adam import Adam
 from xds.ops.optim.lamb import Lamb
 from xds.ops.optim.lion import Lion
 from xds.ops.optim.muon import Muon
+from xds.ops.optim.one_bit_adam import OneBitAdam
 from xds.utils.schema.rules import Rule
 
 
@@ -56,8 +57,6 @@ def test_optimizer_names_in_any_case(given, canonical):
     [
         ("AdmaW", "did you mean Adam"),
         ("Lmab", "did you mean Lamb"),
-        ("OneBitAdam", "1-bit optimizers are not supported yet"),
-        ("OnebitAdam", "1-bit optimizers are not supported yet"),
         ("ZeroOneAdam", "not supported yet"),
         ("OneBitLamb", "not supported yet"),
         ("MuAdam", "muP"),
@@ -75,6 +74,7 @@ def test_optimizers_that_are_refused(type_, says):
 @pytest.mark.parametrize("name", OPTIMIZERS.built_in)
 def test_every_argument_that_takes_effect_is_one_of_the_optimizer(name):
     own = {"Adam": Adam, "AdamW": Adam, "Lamb": Lamb, "Lion": Lion, "Muon": Muon}
+    own["OneBitAdam"] = OneBitAdam
     built = own.get(name) or getattr(torch.optim, name)
     table = OPTIMIZERS.built_in[name]
     read = {key for key, entry in table.items() if isinstance(entry, Rule)}
@@ -326,3 +326,43 @@ def test_a_compile_section_that_would_compile_nothing_is_refused():
     with pytest.raises(xds.ConfigError, match="compile.disable = false: .*compile.enabled to true"):
         parse_config({"train_batch_size": 1, "compile": {"disable": False}})
     assert not parse_config({"train_batch_size": 1, "compile": {"disable": True}}).compile.enabled
+
+
+ONE_BIT = {"type": "OnebitAdam", "params": {"lr": 1e-4, "freeze_step": 100, "cuda_aware": False}}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3: OneBitAdam sends"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            'offload_optimizer.device = "cpu": OneBitAdam computes its messages',
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 101}}},
+            "optimizer.params.freeze_step = 100: the learning rate rises for 101 steps",
+        ),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1}}},
+            "the learning rate rises for 2000 steps",
+        ),
+        ({"optimizer": {**ONE_BIT, "params": {"freeze_step": 0}}}, "freeze_step = 0: must be"),
+    ],
+)
+def test_one_bit_optimizers_name_what_does_not_fit(more, says):
+    with pytest.raises(xds.ConfigError) as raised:
+        parse_config({"train_micro_batch_size_per_gpu": 1, "optimizer": ONE_BIT, **more})
+    (complaint,) = raised.value.complaints
+    assert says in complaint
+
+
+@pytest.mark.parametrize("freeze_step", [100, "auto", "AUTO", 1e3])
+def test_a_one_bit_optimizer_with_a_step_of_its_own(freeze_step):
+    params = {**ONE_BIT["params"], "freeze_step": freeze_step}
+    config = parse_config(
+        {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "onebitadam", "params": params}}
+    )
+    assert config.optimizer.type == "OneBitAdam"
+    wanted = freeze_step.casefold() if isinstance(freeze_step, str) else int(freeze_step)
+    assert config.optimizer.params == {"lr": 1e-4, "freeze_step": wanted}
