@@ -71,6 +71,7 @@ from .steps.batch_loop import batch_loop
 from .telemetry.monitor import Monitor, build_monitor
 from .telemetry.report import StepReport
 from .telemetry.timers import build_throughput, build_timers
+from .telemetry.traffic import build_traffic
 
 log = logging.getLogger("xds")
 
@@ -193,7 +194,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         device=device,
         local_rank=local_rank(),
         monitor=monitor,
-        report=_report(config, monitor, device),
+        report=_report(config, monitor, device, mesh, sharded),
         loader=_loader(given.training_data, given.collate_fn, config, mesh),
         undo=undo,
         compiler=compiler,
@@ -260,9 +261,12 @@ def _sharded(
     return sharded
 
 
-def _report(config: Config, monitor: Monitor, device: torch.device) -> StepReport:
+def _report(
+    config: Config, monitor: Monitor, device: torch.device, mesh: MeshGroups, sharded: ShardedModel
+) -> StepReport:
     timers, throughput = build_timers(config, device), build_throughput(config, device)
-    return StepReport(config, monitor, timers, throughput)
+    traffic = build_traffic(mesh.opened, sharded, enabled=config.comms_logger.enabled)
+    return StepReport(config, monitor, timers, throughput, traffic)
 
 
 def _loader(

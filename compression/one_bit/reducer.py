@@ -86,12 +86,13 @@ class OneBitReducer(GradientReducer):
             self._has_momentum = True
         world_size = self._collectives.world_size
         mine = self._packets.empty(world_size, flat.device)
+        shard_of = self._collectives.shard_of
         for rank in range(world_size):
-            shard_of = self._collectives.shard_of
             self._packets.pack(shard_of(flat, rank), shard_of(error, rank), mine[rank])
         zero_ranges(error, self._buffer.gaps)  # a checkpoint does not have them
         theirs = torch.empty_like(mine)
         self._sent.append(mine)
+        self._collectives.count_exact(GRADIENT_KIND, shard_of(flat, 0))
         handle = self._collectives.all_to_all(
             list(theirs),
             list(mine),
@@ -159,6 +160,7 @@ class OneBitReducer(GradientReducer):
         self._packets.pack(total, self.server_error, packets[rank])
         zero_ranges(self.server_error, self._own_gaps)
         self._published = packets[rank].clone()
+        self._collectives.count_exact(SUM_KIND, self._collectives.shard_of(flat))
         handle = self._collectives.all_gather(
             packets.view(-1), self._published, buffer=self._buffer.index, kind=SUM_KIND
         )

@@ -63,6 +63,7 @@ class OneBitSender(ParameterSender):
         own = packets[rank].clone()
         difference = self._collectives.shard_of(flat).neg().float()
         self._packets.pack(values, difference, own)
+        self._collectives.count_exact(KIND, self._collectives.shard_of(flat))
         handle = self._collectives.all_gather(
             packets.view(-1), own, buffer=self._buffer.index, kind=KIND
         )

@@ -45,6 +45,7 @@ from .sections import (
     ActivationCheckpointing,
     Bf16,
     Comet,
+    CommsLog,
     CsvMonitor,
     DataTypes,
     Fp16,
@@ -133,6 +134,7 @@ class Config(Section):
     )
     fp16: Annotated[Fp16, AsRead()] = Field(default_factory=Fp16.model_construct)
     bf16: Annotated[Bf16, AsRead()] = Field(default_factory=Bf16.model_construct)
+    comms_logger: Annotated[CommsLog, AsRead()] = Field(default_factory=CommsLog.model_construct)
     torch_autocast: Annotated[TorchAutocast, AsRead()] = Field(
         default_factory=TorchAutocast.model_construct
     )

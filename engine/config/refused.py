@@ -62,15 +62,6 @@ FLOPS_PROFILER = Group(
     "counts floating-point operations by module",
 )
 
-COMMS_LOGGER = Group(
-    {
-        "enabled": _switch("the comms logger", "set it to false; engine.bytes_sent() counts bytes"),
-        **details(FLAG, "prof_all", "verbose", "debug"),
-        "prof_ops": Detail(LIST),
-    },
-    "times every collective",
-)
-
 NEBULA = Group(
     {
         "enabled": _switch("saving to Nebula"),
@@ -165,7 +156,6 @@ TOP_LEVEL_KEYS: dict[str, Entry] = {
     "autotuning": AUTOTUNING,
     "hybrid_engine": HYBRID_ENGINE,
     "flops_profiler": FLOPS_PROFILER,
-    "comms_logger": COMMS_LOGGER,
     "nebula": NEBULA,
     "progressive_layer_drop": PROGRESSIVE_LAYER_DROP,
     "curriculum_learning": CURRICULUM_LEARNING,

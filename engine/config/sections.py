@@ -105,6 +105,27 @@ class TorchAutocast(Section):
 
 
 @final
+class CommsLog(Section):
+    """Bytes of messages in the report of each printed step."""
+
+    others: ClassVar[Mapping[str, Entry]] = {
+        **dict.fromkeys(
+            ("verbose", "debug", "prof_all"),
+            NoEffect(
+                FLAG, "bytes of all kinds are reported together; `watch` records each message"
+            ),
+        ),
+        "prof_ops": NoEffect(list_of(TEXT), "bytes of all kinds are reported"),
+    }
+
+    enabled: Flag = Field(
+        False,
+        description="a step's report has the bytes that rank 0 sent by kind, and how many of them to other "
+        "hosts; with lossy messages also the ratio to exact ones, and the norm of what was not sent",
+    )
+
+
+@final
 class DataTypes(Section):
     """Dtypes of gradients and buffers."""
 

@@ -14,6 +14,7 @@ from ..config.config import Config
 from ..data.loaders import RepeatingLoader
 from .monitor import Monitor
 from .timers import Throughput, Timers, memory_use
+from .traffic import Traffic
 
 log = logging.getLogger("xds")
 MIB = 1 << 20
@@ -40,12 +41,18 @@ class StepReport:
     """Collects losses and timings during a step and reports them after it."""
 
     def __init__(
-        self, config: Config, monitor: Monitor, timers: Timers, throughput: Throughput
+        self,
+        config: Config,
+        monitor: Monitor,
+        timers: Timers,
+        throughput: Throughput,
+        traffic: Traffic,
     ) -> None:
         self._config = config
         self._monitor = monitor
         self._timers = timers
         self._throughput = throughput
+        self._traffic = traffic
         self._losses: list[Tensor] = []
         self._collects = monitor.enabled or config.steps_per_print is not None
 
@@ -88,6 +95,7 @@ class StepReport:
         ]
         if self._config.fp16.enabled:
             events.append(("Train/Samples/loss_scale", engine.loss_scale, at))
+        events += [(f"Train/Samples/{name}", value, at) for name, value in self._traffic.events()]
         return events + [
             (f"Train/Samples/elapsed_time_ms_{name}", value, at)
             for name, value in milliseconds.items()
@@ -106,6 +114,9 @@ class StepReport:
             parts.append(f"{rates.last:.1f} samples/s")
         if milliseconds:
             parts.append(", ".join(f"{n} {value:.1f} ms" for n, value in milliseconds.items()))
+        sent = self._traffic.text()
+        if sent:
+            parts.append(sent)
         if self._config.memory_breakdown:
             use = memory_use(engine.device)
             parts.append(

@@ -68,6 +68,7 @@ class Collectives(ABC):
         self.world_size = world_size
         self.sent_bytes: dict[str, int] = {}
         self.sent_across_bytes: dict[str, int] = {}
+        self.exact_bytes: dict[str, int] = {}  # that messages of these kinds stand for
         self._is_across: list[bool] | None = None  # by rank: it is on another host; None: not known
         self._counted_as = ""  # the kind, whatever the message is; "": its own
         instance = _instances[group.group_name] if group is not None else 0
@@ -169,6 +170,11 @@ class Collectives(ABC):
         across = sum(self._is_across) if peer is None else int(self._is_across[peer])
         part = sent * across // (self.world_size - 1 if peer is None else 1)
         self.sent_across_bytes[kind] = self.sent_across_bytes.get(kind, 0) + part
+
+    def count_exact(self, kind: str, shard: Tensor) -> None:
+        """A message of `kind` to each rank takes the place of `shard`, which would be sent otherwise."""
+        sent = (self.world_size - 1) * shard.numel() * shard.element_size()
+        self.exact_bytes[kind] = self.exact_bytes.get(kind, 0) + sent
 
     def set_hosts(self, numbers: Sequence[int]) -> None:
         """Count bytes to other hosts from now on. numbers: for each rank of the job, that of its host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -290,3 +291,34 @@ def test_the_variance_freezes_when_it_has_settled_and_the_rate_no_longer_rises()
     assert found[0] == found[1] and 5 < found[0] < 29 and (found[0] + 1) % 5 == 0
     warmup = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 22}}}
     assert warm(2).run(auto, warmup)[0] >= 24
+
+
+def report(stage: int) -> Any:
+    """The lines of the step report on rank 0."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("xds")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    numel = CHUNK * dist.get_world_size()
+    more = {"comms_logger": {"enabled": True}, "steps_per_print": 1}
+    engine = xds.initialize(Vector(numel), config_of(stage, **more))
+    for step in range(FREEZE + 2):
+        engine.backward(engine(grad_of(numel, step, dist.get_rank())))
+        engine.step()
+    engine.destroy()
+    log.removeHandler(handler)
+    log.setLevel(level)
+    return [line for line in lines if line.startswith("step ")]
+
+
+def test_the_report_has_bytes_by_kind_and_what_was_not_sent() -> None:
+    lines, others = warm(2).run(report, 2)
+    assert not others
+    assert "sent reduce_scatter 8.19 KB, all_gather 8.19 KB" in lines[0]
+    assert "fewer than exact" not in lines[0]
+    said = "sent one-bit gradients 264 bytes, one-bit parameters 264 bytes, control 16 bytes, 31.0x fewer"
+    assert said in lines[-1] and "not sent yet " in lines[-1]
+    assert "to other hosts" not in lines[-1]

@@ -165,7 +165,6 @@ def test_the_callers_dict_is_never_changed():
         ("autotuning.enabled", True, "not supported yet"),
         ("hybrid_engine.enabled", True, "not supported yet"),
         ("flops_profiler.enabled", True, "not supported yet"),
-        ("comms_logger.enabled", True, "bytes_sent"),
         ("nebula.enabled", True, "not supported yet"),
         ("progressive_layer_drop.enabled", True, "not supported yet"),
         ("curriculum_learning.enabled", True, "not supported yet"),

@@ -227,6 +227,11 @@ class ShardedModel:
         """Each backward ends with a reduction that frees its gradients. Lossy ones wait for the last."""
         return self.policy.shards_grads and not self._reduction.is_lossy
 
+    @property
+    def flat_grads(self) -> Sequence[FlatGrads]:
+        """The gradients of all flat buffers that are trained."""
+        return self._reduction.order
+
     def settle_reductions(self) -> None:
         """Wait for all reductions in flight."""
         self._reduction.settle()

@@ -1,0 +1,115 @@
+"""The bytes that a rank sends, for the report: by kind, to other hosts, and against exact messages."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import final
+
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.hosts import host_numbers
+from ...utils.sizes import size_text
+from ...zero.core.sharded_model import ShardedModel
+
+
+class Traffic(ABC):
+    """What a report says about messages."""
+
+    @abstractmethod
+    def text(self) -> str:
+        """What was sent since the last call, in one line; "": nothing is reported."""
+
+    @abstractmethod
+    def events(self) -> list[tuple[str, float]]:
+        """The same as names and numbers."""
+
+
+@final
+class NoTraffic(Traffic):
+    """Nothing is reported."""
+
+    def text(self) -> str:
+        return ""
+
+    def events(self) -> list[tuple[str, float]]:
+        return []
+
+
+@final
+class SentBytes(Traffic):
+    """Counts the bytes of all groups of an engine."""
+
+    def __init__(
+        self, opened: Sequence[Collectives], sharded: ShardedModel, hosts: Sequence[int]
+    ) -> None:
+        """opened: the groups; the list may grow. hosts: for each rank of the job, the number of its host."""
+        self._opened = opened
+        self._sharded = sharded
+        self._hosts = hosts
+        self._before = self._counts()
+
+    def _counts(self) -> dict[str, Counter[str]]:
+        found: dict[str, Counter[str]] = {
+            "sent": Counter(),
+            "across": Counter(),
+            "exact": Counter(),
+        }
+        for group in self._opened:
+            group.set_hosts(self._hosts)
+            found["sent"].update(group.sent_bytes)
+            found["across"].update(group.sent_across_bytes)
+            found["exact"].update(group.exact_bytes)
+        return found
+
+    def _take(self) -> dict[str, Counter[str]]:
+        now, before = self._counts(), self._before
+        self._before = now
+        return {name: now[name] - before[name] for name in now}
+
+    def text(self) -> str:
+        found = self._take()
+        kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in found["sent"].most_common())
+        parts = [f"sent {kinds or 'nothing'}"]
+        if any(found["across"].values()):
+            parts.append(f"{size_text(found['across'].total())} of it to other hosts")
+        if found["exact"]:
+            parts.append(f"{_ratio(found):.1f}x fewer than exact")
+            parts.append(f"not sent yet {self._owed_norm():.3e}")
+        return ", ".join(parts)
+
+    def events(self) -> list[tuple[str, float]]:
+        found = self._take()
+        events = [(f"sent_bytes_{kind}", float(size)) for kind, size in found["sent"].items()]
+        events.append(("sent_bytes_to_other_hosts", float(found["across"].total())))
+        if found["exact"]:
+            events += [("compression_ratio", _ratio(found)), ("not_sent_norm", self._owed_norm())]
+        return events
+
+    def _owed_norm(self) -> float:
+        """The norm of what this rank owes, as a mean gradient."""
+        total = 0.0
+        for grads in self._sharded.flat_grads:
+            owed = grads.reducer.owed
+            if owed is not None:
+                total += float(owed.error.square().sum()) * owed.unit**2
+        return math.sqrt(total)
+
+
+def build_traffic(
+    opened: Sequence[Collectives], sharded: ShardedModel, *, enabled: bool
+) -> Traffic:
+    """What reports messages, if it is `enabled`. For all ranks: each says which host it is on."""
+    if not enabled:
+        return NoTraffic()
+    return SentBytes(opened, sharded, host_numbers(sharded.collectives))
+
+
+def _ratio(found: dict[str, Counter[str]]) -> float:
+    """The bytes of exact messages over those of the messages that took their place."""
+    taken = sum(found["sent"][kind] for kind in found["exact"])
+    return found["exact"].total() / max(taken, 1)
+
+
+__all__ = ["NoTraffic", "SentBytes", "Traffic", "build_traffic"]
