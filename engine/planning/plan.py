@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...ops.comm.on_paper import PaperCollectives
 from ...ops.mesh import Mesh
 from ...pipe.channel import JOINS
@@ -29,7 +30,7 @@ from .states import OptimizerStates, Places, flat_bytes
 from .timeline import Timeline, operations, peak_bytes, timeline
 
 EXACT = ("Adam", "AdamW", "Lamb", "Lion", "SGD")
-WITH_STEP_COUNT = ("Adam", "AdamW", "Lamb")  # 4 bytes for each flat buffer
+WITH_STEP_COUNT = ("Adam", "AdamW", "Lamb", *ONE_BIT_OPTIMIZERS)  # 4 bytes for each flat buffer
 
 
 @final
@@ -126,6 +127,12 @@ class _Planner:
         section, zero = self._config.optimizer, self._config.zero_optimization
         if section is None:
             self._notes.append("optimizer: the script passes one; states are those of Adam")
+        elif section.type in ONE_BIT_OPTIMIZERS:
+            self._notes.append(
+                f"optimizer = {section.type}: the figures are those before freeze_step. After it a message has "
+                "0.129 bytes an element, and a rank keeps 4 bytes more for each of its elements, at stage 0 "
+                "4 / (data-parallel ranks) more"
+            )
         elif section.type not in EXACT:
             self._notes.append(
                 f"optimizer = {section.type}: its states are estimated, and messages of its own are not counted"

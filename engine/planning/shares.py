@@ -32,6 +32,7 @@ from ...zero.core.building import Builder, PlannedFlat
 from ...zero.core.discover import found_blocks
 from ...zero.core.policy import Policy
 from ..config.config import Config
+from ..model.compressing import Messages
 from ..model.pipelining import (
     Cut,
     Runs,
@@ -175,7 +176,13 @@ class Shares:
         zero = self._config.zero_optimization
         build_policy = partial(policy_of, self._config)
         flat_groups = open_flat_groups(
-            groups, groups.world, build_policy, zero.stage, found, sliced
+            groups,
+            groups.world,
+            build_policy,
+            zero.stage,
+            found,
+            sliced,
+            Messages(self._config).legs,
         )
         trained = trained_groups(module, self._config).index
         builder = Builder(trained, flat_groups, BufferPool(), Homes(None))

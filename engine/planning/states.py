@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import final
 
 from ...zero.core.building import PlannedFlat
+from ...zero.core.groups import buffer_of
 from ...zero.core.policy import master_dtype
 
 STATE_KINDS = ("param", "grad", "master", "optimizer", "gathered", "host", "disk")
@@ -84,6 +85,8 @@ def _states(flat: PlannedFlat, optimizer: OptimizerStates, places: Places) -> Co
     numel = layout.shard_numel if policy.shards_optimizer else layout.numel
     params_away = policy.shards_params and bool(places.params)
     is_apart = flat.dtype != wide or params_away != bool(places.states) or places.params == "disk"
+    sender = flat.group.legs.sender(buffer_of(layout, 0, flat.dtype, flat.group))
+    is_apart = is_apart or (policy.shards_optimizer and sender.keeps_master)
     start, stop = layout.shard_range(0) if policy.shards_optimizer else (0, layout.numel)
     items = len(layout.segments_in(start, stop))
     found: Counter[str] = Counter()

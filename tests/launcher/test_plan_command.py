@@ -43,10 +43,10 @@ def planned_for(plan: Plan, rank: int) -> RankPlan:
     )
 
 
-def compare(build: str, config: dict[str, Any], world_size: int) -> None:
+def compare(build: str, config: dict[str, Any], world_size: int, num_notes=0) -> None:
     """Bytes held and sent, kind by kind, on every rank."""
     plan = plan_of(build, config, world_size)
-    assert plan.notes == ()
+    assert len(plan.notes) == num_notes
     for rank, (held, sent) in enumerate(warm(world_size).run(run, build, config)):
         planned = planned_for(plan, rank)
         assert {kind: planned.states.get(kind, 0) for kind in KINDS} == {k: held[k] for k in KINDS}
@@ -311,3 +311,12 @@ def test_a_published_layout_within_five_percent(tmp_path):
         assert sum(rank.states.values()) == pytest.approx(each, rel=0.05)
     layers = [sum(map(len, rank.share.blocks.values())) for rank in plan.ranks]
     assert layers == [7, *[8] * 14, 7]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_one_bit_optimizers_are_planned_before_their_freeze(stage):
+    config = config_of(stage)
+    config["optimizer"] = {"type": "OneBitAdam", "params": {"lr": 1e-2}}
+    compare("plain", config, 2, num_notes=1)
+    (note,) = plan_of("plain", config, 2).notes
+    assert "before freeze_step" in note
