@@ -8,10 +8,9 @@ from __future__ import annotations
 from ..utils.schema.keys import Detail, Entry, Group, Refused, details
 from ..utils.schema.rules import ANYTHING, FLAG, LIST, NUMBER, TEXT, whole
 
-ONE_BIT_OPTIMIZERS = ("OneBitAdam",)
+ONE_BIT_OPTIMIZERS = ("OneBitAdam", "OneBitLamb")
 ONE_BIT_NOT_YET = {
     "ZeroOneAdam": "0/1 Adam is not supported yet; use OneBitAdam",
-    "OneBitLamb": "1-bit LAMB is not supported yet; use Lamb, which sends the exact gradients, or OneBitAdam",
 }
 
 _ZEROPP = "quantised and hierarchical collectives (ZeRO++) are not supported yet; remove the key"

@@ -5,7 +5,6 @@ Tang et al., 1-bit Adam, 2021, algorithm 1; at stages 1 and 2 the messages of co
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -87,6 +86,58 @@ class Reference:
         else:
             self.copy = self.master.clone()
 
-    def norm_of_owed(self) -> float:
-        """The norm of what is owed in all."""
-        return math.sqrt(sum(float(error.square().sum()) for error in self.errors))
+
+@dataclass
+class LambReference(Reference):
+    """1-bit LAMB (Li et al., 2021, algorithm 1) of a model with one parameter. `ratio`: the mean of ratios."""
+
+    coeff_beta: float = 0.9
+    limits: tuple[float, float] = (0.5, 4.0)
+    threshold: float = 0.1
+    ratio: float = 0.0
+    last: float = 1.0
+
+    def step(self, grads: list[Tensor]) -> None:
+        self.steps += 1
+        grads = [grad.double() for grad in grads]
+        is_frozen = self.steps > self.freeze_step
+        before = self.m.clone()
+        if not is_frozen:
+            mean = torch.stack(grads).mean(0)
+            self.m = BETA1 * self.m + (1 - BETA1) * mean
+            self.v = BETA2 * self.v + (1 - BETA2) * mean**2
+            self.fresh = self.v.clone()
+        elif self.stage == 0:
+            momenta = [BETA1 * self.m + (1 - BETA1) * grad for grad in grads]
+            total = self._exchanged(momenta) + self.server
+            self.m = torch.cat([compressed(chunk) for chunk in self._chunks(total)])
+            self.server = total - self.m
+        else:
+            self.m = BETA1 * self.m + (1 - BETA1) * self._exchanged(grads)
+        seen = min(self.steps, self.freeze_step)
+        moves = self.v > 0 if is_frozen else torch.ones_like(self.v, dtype=torch.bool)
+        root = (self.v / (1 - BETA2**seen)).sqrt() + EPS
+        plain = self.m / (1 - BETA1**self.steps) / root * moves
+        direction = (plain + self.decay * self.master) * moves
+        if is_frozen:
+            grad = (self.m - BETA1 * before) / (1 - BETA1)
+            self.fresh = BETA2 * self.fresh + (1 - BETA2) * grad**2
+            other = (self.fresh / (1 - BETA2**self.steps)).sqrt() + EPS
+            found = float((root / other)[moves].max())
+            share = min(1.0, float(plain.norm() / direction.norm()))
+            found = found * share + 1 - share
+            found = min(max(found, self.limits[0]), self.limits[1])
+            low, high = self.last * (1 - self.threshold), self.last * (1 + self.threshold)
+            self.last = min(max(found, low), high)
+            rate = self.lr * self.ratio * self.last
+        else:
+            ratio = min(max(float(self.master.norm() / direction.norm()), 0.01), 10.0)
+            self.ratio = self.coeff_beta * self.ratio + (1 - self.coeff_beta) * ratio
+            rate = self.lr * ratio
+        self.master = self.master - rate * direction
+        if is_frozen and self.stage > 0:
+            difference = self.master - self.copy
+            moved = torch.cat([compressed(chunk) for chunk in self._chunks(difference)])
+            self.copy = self.copy + moved * moves
+        else:
+            self.copy = self.master.clone()

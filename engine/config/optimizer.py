@@ -123,6 +123,21 @@ _BUILT_IN: dict[str, dict[str, Param]] = {
         "betas": _BETAS,
         "eps": _EPS,
     },
+    "OneBitLamb": {
+        **_ALL,
+        **_ONE_BIT,
+        "betas": _BETAS,
+        "eps": _EPS,
+        "bias_correction": FLAG,
+        "amsgrad": _AMSGRAD,
+        "max_coeff": number(above=0),
+        "min_coeff": number(0),
+        "coeff_beta": _BETA,
+        "factor_max": number(above=0),
+        "factor_min": number(0),
+        "factor_threshold": number(0, 1),
+        "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
+    },
     "OneBitAdam": {
         **_ALL,
         **_ONE_BIT,
@@ -135,7 +150,7 @@ _BUILT_IN: dict[str, dict[str, Param]] = {
 }
 
 # they use norms or products of whole tensors, so an element's update depends on others
-WHOLE_TENSOR = ("Lamb", "Muon")
+WHOLE_TENSOR = ("Lamb", "Muon", "OneBitLamb")
 
 OPTIMIZERS = ClassTable(
     section="optimizer",

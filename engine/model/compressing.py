@@ -13,7 +13,7 @@ from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...compression.legs import BuildLegs, ExactLegs
 from ...compression.one_bit.legs import OneBitLegs
 from ...compression.one_bit.phase import MomentumRange, OneBitState, Phase
-from ...ops.optim.one_bit_adam import OneBitAdam
+from ...ops.optim.one_bit import OneBitOptimizer
 from ...ops.optim.shard_optimizer import states_of
 from ...utils.errors import UsageError
 from ...zero.core.master import Master
@@ -46,13 +46,14 @@ class Messages:
         Raises:
             UsageError: groups have momenta of different decay, and one message has all of them.
         """
-        if self._phase is None or not isinstance(optimizer, OneBitAdam):
+        if self._phase is None or not isinstance(optimizer, OneBitOptimizer):
             return
         betas = {group["betas"][0] for group in optimizer.param_groups}
         if len(betas) > 1 and not (updater.world.is_sharded or updater.world.is_alone):
             shown = ", ".join(map(str, sorted(betas)))
+            name = type(optimizer).__name__
             raise UsageError(
-                f"OneBitAdam at stage 0 with several first betas ({shown}): one message has the momenta of all "
+                f"{name} at stage 0 with several first betas ({shown}): one message has the momenta of all "
                 "groups; give all groups the same betas, or use stage 1 or 2"
             )
         self._phase.bind(EngineState(optimizer, updater, unit))
@@ -62,7 +63,9 @@ class Messages:
 class EngineState(OneBitState):
     """Reads `optimizer` and its tensors in the masters of `updater`."""
 
-    def __init__(self, optimizer: OneBitAdam, updater: Updater, unit: Callable[[], float]) -> None:
+    def __init__(
+        self, optimizer: OneBitOptimizer, updater: Updater, unit: Callable[[], float]
+    ) -> None:
         """unit: what sums over the ranks are multiplied with now."""
         self._optimizer = optimizer
         self._masters = {master.params.index: master for master in updater.masters}

@@ -17,6 +17,7 @@ from ...ops.optim.lamb import Lamb
 from ...ops.optim.lion import Lion
 from ...ops.optim.muon import Muon
 from ...ops.optim.one_bit_adam import OneBitAdam
+from ...ops.optim.one_bit_lamb import OneBitLamb
 from ...ops.optim.sgd import SGD
 from ...ops.optim.shard_optimizer import ShardOptimizer
 from ...utils.arguments import wrong
@@ -49,6 +50,7 @@ OWN: dict[str, type[ShardOptimizer]] = {
     "Lion": Lion,
     "Muon": Muon,
     "OneBitAdam": OneBitAdam,
+    "OneBitLamb": OneBitLamb,
 }
 # used where parameters are narrower than their masters; torch's own classes otherwise
 CASTING: dict[str, type[ShardOptimizer]] = {"Adagrad": Adagrad, "SGD": SGD}

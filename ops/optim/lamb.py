@@ -7,15 +7,16 @@ where either norm is 0. A step additionally sends 16 bytes per parameter and pee
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from ..kernels.lamb import lamb_apply_, lamb_direction_
-from .shard_optimizer import Item, ShardOptimizer, Update, World, factor, mark_written
+from .part_tables import PartTables
+from .shard_optimizer import ShardOptimizer, Update, World, factor, mark_written
 
 
 @final
@@ -46,14 +47,14 @@ class Lamb(ShardOptimizer):
             "min_coeff": min_coeff,
         }
         super().__init__(params, defaults)
-        self._cuts: dict[Item, _Cuts] = {}
+        self._tables = PartTables()
 
     @torch.no_grad()
     def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
         directions = [self._direction(update, scale) for update in updates]
         ratios = self._ratios(updates, [norms for _, norms in directions], world)
         for update, (direction, _) in zip(updates, directions, strict=True):
-            cuts = self._cuts_of(update.item)
+            cuts = self._tables.cuts_of(update.item)
             lr = float(update.group["lr"])
             rates = torch.tensor(
                 [0.0 if name is None else lr * ratios[name] for name in cuts.names],
@@ -74,7 +75,7 @@ class Lamb(ShardOptimizer):
             state["exp_avg_sq"] = torch.zeros_like(master)
         state["step"] += 1
         group = update.group
-        cuts = self._cuts_of(update.item)
+        cuts = self._tables.cuts_of(update.item)
         direction = grad if grad.dtype == master.dtype else torch.empty_like(master)
         norms = torch.zeros(len(cuts.names), 2, dtype=torch.float64, device=master.device)
         lamb_direction_(
@@ -99,62 +100,14 @@ class Lamb(ShardOptimizer):
         self, updates: Sequence[Update], norms: Sequence[Tensor], world: World
     ) -> dict[str, float]:
         """Every parameter's clamped |p| / |direction|, over all ranks that hold a part of it."""
-        # every rank holds different parts, so the table has a row for every parameter
-        names = [part.name for flat in world.flats for part in flat.parts]
-        rows = {name: at for at, name in enumerate(names)}
-        device = norms[0].device if norms else world.collectives.device
-        table = torch.zeros(len(rows), 2, dtype=torch.float64, device=device)
-        limits: dict[str, dict[str, Any]] = {}
-        for update, found in zip(updates, norms, strict=True):
-            here = self._cuts_of(update.item).names
-            inside = [(at, rows[name]) for at, name in enumerate(here) if name is not None]
-            if inside:
-                ours, theirs = zip(*inside, strict=True)
-                to = torch.tensor(theirs, device=device)
-                # with some masters on the host, norms are in both places
-                table.index_add_(0, to, found.to(device)[torch.tensor(ours, device=device)])
-            for part in update.item.parts:
-                limits[part.name] = update.group
-        sharded = [flat for flat in world.flats if flat.is_sharded]
-        for collectives in dict.fromkeys(flat.collectives for flat in sharded):
-            flats = [flat for flat in sharded if flat.collectives is collectives]
-            own = torch.tensor(
-                [rows[part.name] for flat in flats for part in flat.parts], device=device
-            )
-            sent = table[own].view(-1).to(collectives.device)
-            table[own] = collectives.gather_small(sent).sum(0).view(-1, 2).to(device)
-        found_norms = table.sqrt().tolist()
-        return {name: _clamped(found_norms[rows[name]], group) for name, group in limits.items()}
-
-    def _cuts_of(self, item: Item) -> _Cuts:
-        cuts = self._cuts.get(item)
-        if cuts is None or cuts.bounds.device != item.master.device:  # a master may move
-            cuts = self._cuts[item] = _cut(item)
-        return cuts
+        groups = {part.name: update.group for update in updates for part in update.item.parts}
+        found = self._tables.over_ranks(updates, norms, world, lambda every: every.sum(0))
+        return {name: clamped(squares, groups[name]) for name, squares in found.items()}
 
 
-@dataclass(frozen=True)
-class _Cuts:
-    """An item cut at its parameters: bounds int64 [k + 1], and k names; None for a gap between two."""
-
-    bounds: Tensor
-    names: tuple[str | None, ...]
-
-
-def _cut(item: Item) -> _Cuts:
-    bounds: list[int] = [0]
-    names: list[str | None] = []
-    for part in item.parts:
-        if part.start > bounds[-1]:
-            names.append(None)
-            bounds.append(part.start)
-        names.append(part.name)
-        bounds.append(part.stop)
-    return _Cuts(torch.tensor(bounds, device=item.master.device), tuple(names))
-
-
-def _clamped(norms: list[float], group: dict[str, Any]) -> float:
-    weight, direction = norms
+def clamped(squares: Sequence[float], group: dict[str, Any]) -> float:
+    """|p| / |direction| of squared norms, within [min_coeff, max_coeff]; 1 where one of them is 0."""
+    weight, direction = math.sqrt(squares[0]), math.sqrt(squares[1])
     if weight == 0.0 or direction == 0.0:
         return 1.0
     return float(min(max(weight / direction, group["min_coeff"]), group["max_coeff"]))

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -141,6 +141,11 @@ class Update:
         return self.has_old and self.out is not None
 
 
+@final
+class PartNumbers(dict[str, float]):
+    """A state of an item: a number for each parameter in it, by name. A checkpoint keeps them by parameter."""
+
+
 def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
     """The optimizer's states, without waiting for updates that run in a thread: for the engine itself."""
     return optimizer._states if isinstance(optimizer, ShardOptimizer) else optimizer.state
@@ -166,6 +171,7 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         False  # True: `update` itself compares `out` with the masters, see ops/optim/edits.py
     )
     num_states = 2  # tensors of a parameter's size that it keeps for each parameter, at most
+    part_states: tuple[str, ...] = ()  # keys of states that are `PartNumbers`
     is_bound = False  # True: an engine steps it, and its groups are complete
     world: World  # since `bind`
     _states: defaultdict[Tensor, Any]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from one_bit_reference import Reference
+from one_bit_reference import LambReference, Reference
 from torch import Tensor, nn
 from warm_ranks import warm
 
@@ -41,20 +41,22 @@ def grad_of(numel: int, step: int, rank: int, micro: int = 0) -> Tensor:
     return grad
 
 
-def config_of(stage: int, **more: Any) -> dict[str, Any]:
+def config_of(stage: int, kind: str = "OneBitAdam", **more: Any) -> dict[str, Any]:
     params = {"lr": LR, "freeze_step": FREEZE, "weight_decay": DECAY}
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "OneBitAdam", "params": params},
+        "optimizer": {"type": kind, "params": params},
         "zero_optimization": {"stage": stage},
         **more,
     }
 
 
-def train(stage: int, num_micro: int = 1) -> Any:
+def train(stage: int, num_micro: int = 1, kind: str = "OneBitAdam") -> Any:
     """The parameter after each step, as forward reads it; and the bytes of each step, by kind."""
     numel = CHUNK * dist.get_world_size()
-    engine = xds.initialize(Vector(numel), config_of(stage, gradient_accumulation_steps=num_micro))
+    engine = xds.initialize(
+        Vector(numel), config_of(stage, kind, gradient_accumulation_steps=num_micro)
+    )
     values, sent = [], []
     for step in range(STEPS):
         before = engine.bytes_sent()
@@ -67,9 +69,10 @@ def train(stage: int, num_micro: int = 1) -> Any:
     return torch.stack(values), sent
 
 
-def wanted(stage: int, num_ranks: int, num_micro: int = 1) -> Tensor:
+def wanted(stage: int, num_ranks: int, num_micro: int, kind: str) -> Tensor:
     numel = CHUNK * num_ranks
-    reference = Reference(Vector(numel).weight.detach(), num_ranks, FREEZE, stage, LR, DECAY)
+    of_kind = LambReference if kind == "OneBitLamb" else Reference
+    reference = of_kind(Vector(numel).weight.detach(), num_ranks, FREEZE, stage, LR, DECAY)
     values = []
     for step in range(STEPS):
         grads = [
@@ -82,22 +85,27 @@ def wanted(stage: int, num_ranks: int, num_micro: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("stage", "num_ranks", "num_micro"),
+    ("stage", "num_ranks", "num_micro", "kind"),
     [
-        (0, 2, 1),
-        (1, 3, 1),
-        (2, 2, 3),
+        (0, 2, 1, "OneBitAdam"),
+        (1, 3, 1, "OneBitAdam"),
+        (2, 2, 3, "OneBitAdam"),
+        (0, 2, 1, "OneBitLamb"),
+        (2, 3, 1, "OneBitLamb"),
         *(
-            pytest.param(stage, num_ranks, num_micro, marks=SLOW)
+            pytest.param(stage, num_ranks, num_micro, kind, marks=SLOW)
             for stage in (0, 1, 2)
             for num_ranks in (2, 3, 4)
             for num_micro in (1, 2)
+            for kind in ("OneBitAdam", "OneBitLamb")
         ),
     ],
 )
-def test_steps_are_those_of_the_reference(stage: int, num_ranks: int, num_micro: int) -> None:
-    found = warm(num_ranks).run(train, stage, num_micro)
-    expected = wanted(stage, num_ranks, num_micro)
+def test_steps_are_those_of_the_reference(
+    stage: int, num_ranks: int, num_micro: int, kind: str
+) -> None:
+    found = warm(num_ranks).run(train, stage, num_micro, kind)
+    expected = wanted(stage, num_ranks, num_micro, kind)
     for values, _ in found:
         assert values.equal(found[0][0])
         error = (values - expected).norm(dim=1) / expected.norm(dim=1)
@@ -141,7 +149,7 @@ def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def train_table(stage: int, steps: int, start: int, more: dict[str, Any], *paths: str) -> Any:
-    """Losses and norms; paths: where to load from and to save to, "" for neither."""
+    """Losses and norms; paths: where to load from and to save to, "" for neither. more: also `kind`."""
     engine = xds.initialize(Table(), config_of(stage, gradient_clipping=1.0, **more))
     load, save = paths or ("", "")
     if load:

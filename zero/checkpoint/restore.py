@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ...ops.optim.shard_optimizer import PartNumbers
 from ...ops.optim.state_places import scalars_are_beside
 from ..core.flat_grads import FlatGrads
 from ..core.local_sum import GradSums
@@ -120,18 +121,27 @@ class Restore:
     def _constants(self, here: list[Piece], held: Held) -> dict[str, Any]:
         """The values that all elements of a range share; their sources in the checkpoint must agree."""
         found: dict[str, ConstantRange] = {}
+        numbers: dict[str, Any] = {}
+        by_part = getattr(self._snapshot.optimizer, "part_states", ())
         for piece in here:
             for one in self._catalogue.constants_of(piece):
+                key = one.key.removeprefix("state/")
+                if key in by_part:
+                    numbers.setdefault(key, PartNumbers())[piece.name] = one.value
+                    continue
                 first = found.setdefault(one.key, one)
                 if not _same(first.value, one.value):
                     self.problems.append(
                         f"{one.key.removeprefix('state/')} is {one.value} for {piece.name}, {first.value} for "
                         "a parameter that shares one number with it in this layout"
                     )
-        return {
+        constants = {
             key.removeprefix("state/"): self._constant(one, held.tensor)
             for key, one in found.items()
         }
+        if constants or numbers:
+            numbers = {key: PartNumbers() for key in by_part} | numbers
+        return constants | numbers
 
     def _constant(self, one: ConstantRange, tensor: Tensor) -> Any:
         if one.dtype is None:

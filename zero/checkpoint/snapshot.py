@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...offload.states import Blocks
 from ...ops.comm.collectives import Collectives
 from ...ops.flat import overlap
-from ...ops.optim.shard_optimizer import ShardOptimizer
+from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
 from ...utils.errors import UsageError
 from ..core.layout import Box, FlatLayout, Slot
 from ..core.master import Master
@@ -253,6 +253,8 @@ class Snapshot:
                 self._append(flat, value, name, self.states, self._groups[held.flat])
             else:
                 self._refuse(key, f"of shape {list(value.shape)} for a range of elements")
+        elif isinstance(value, PartNumbers):
+            self._add_numbers(held, name, value)
         elif isinstance(value, SCALARS):
             self._add_constant(held, name, value, None)
         else:
@@ -268,6 +270,17 @@ class Snapshot:
             self.constants.append(
                 ConstantRange(held.flat, key, start, stop, value, dtype, beside, shape)
             )
+
+    def _add_numbers(self, held: Held, key: str, numbers: PartNumbers) -> None:
+        """A number for each parameter in `held`."""
+        share = self.share(held.flat)
+        stop = held.start + held.tensor.numel()
+        for slot in self.flats[held.flat].slots:
+            here = overlap((slot.offset, slot.stop), (held.start, stop))
+            low, high = overlap(share, here)
+            if low < high and slot.name in numbers:
+                number = numbers[slot.name]
+                self.constants.append(ConstantRange(held.flat, key, low, high, number))
 
     def _refuse(self, key: str, what: str) -> None:
         raise UsageError(

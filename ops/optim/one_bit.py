@@ -1,0 +1,161 @@
+"""The base class of one-bit optimizers: when their variance stays, and what they share.
+
+What is sent is not decided here: see compression/one_bit.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from .adam import new_moments
+from .freezing import FixedStep, FreezeRule, VarianceRule
+from .shard_optimizer import Flat, ShardOptimizer, Update, World
+
+# states that are numbers
+FROZEN = "frozen_step"  # how many steps the variance has seen, after the last of them
+NORM = "variance_norm"  # see VarianceRule
+
+
+class OneBitOptimizer(ShardOptimizer, ABC):
+    """Its variance stays after some steps."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        freeze_step: int | str,
+        warmup_steps: int,
+    ) -> None:
+        """
+        Args:
+            freeze_step: at least 1; or "auto": see `VarianceRule`.
+            warmup_steps: with "auto" the variance does not freeze before.
+        """
+        super().__init__(params, defaults)
+        beta2 = max(group["betas"][1] for group in self.param_groups)
+        self._freezes: FreezeRule = (
+            VarianceRule(beta2, warmup_steps)
+            if isinstance(freeze_step, str)
+            else FixedStep(freeze_step)
+        )
+        self._variances = _Variances(self)
+        self._steps: int | None = None  # that were taken; None: not known since a load
+        self._frozen_at: int | None = (
+            None  # steps that the variance has seen; None: it still sees them
+        )
+
+    @property
+    def is_frozen(self) -> bool:
+        """The variance stays from the next step on."""
+        self._read_states()
+        return self._frozen_at is not None
+
+    def states_changed(self) -> None:
+        self._steps = self._frozen_at = None
+
+    def _read_states(self) -> int:
+        """The steps that were taken. The states know them after a load."""
+        if self._steps is None:
+            first: dict[str, Any] = next((state for state in self._states.values() if state), {})
+            self._steps = int(first.get("step", 0))
+            self._frozen_at = first.get(FROZEN)
+        return self._steps
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """As in the base class. Freezes the variance after its last step."""
+        super().step(closure)
+        steps = self._read_states() + 1
+        self._steps = steps
+        if self._frozen_at is None and self._freezes.after(steps, self._variances):
+            self._frozen_at = steps
+            for state in self._states.values():
+                state[FROZEN] = steps
+                self.begin_frozen(state)
+
+    def begin_frozen(self, state: dict[str, Any]) -> None:  # noqa: B027 (most have nothing to do)
+        """The variance in `state` stays from now on."""
+
+    def begin_update(self, updates: Sequence[Update], world: World) -> Moment:
+        """Count the step of each item, and return which step it is."""
+        moment = Moment(self._read_states() + 1, self._frozen_at)
+        for update in updates:
+            state = self._states[update.item.master]
+            if not state:
+                state.update(self.new_states(update.item.master))
+            state["step"] += 1
+            self._variances.add(update.item.master, world.flat_of(update.item))
+        return moment
+
+    def new_states(self, master: Tensor) -> dict[str, Any]:
+        """The states of an item before its first step."""
+        return new_moments(master)
+
+
+class Moment(NamedTuple):
+    """A step: its number, and how many steps the variance has seen; None: it sees this one."""
+
+    steps: int
+    frozen_at: int | None
+
+    def corrections(self, group: dict[str, Any]) -> Corrections:
+        """Of the moments, after the freeze."""
+        assert self.frozen_at is not None
+        beta1, beta2 = group["betas"]
+        if not group["bias_correction"]:
+            return Corrections(1.0, 1.0)
+        root = 1.0 / math.sqrt(1.0 - beta2**self.frozen_at)
+        return Corrections(1.0 / (1.0 - beta1**self.steps), root)
+
+
+class Corrections(NamedTuple):
+    """mean: factor of the momentum; root: of the root of the variance."""
+
+    mean: float
+    root: float
+
+
+def gets_momentum(update: Update, world: World) -> bool:
+    """After the freeze the new momentum comes in place of a gradient: at stage 0, with several ranks."""
+    flat = world.flat_of(update.item)
+    return not flat.is_sharded and flat.collectives.world_size > 1
+
+
+@final
+class _Variances:
+    """The variances in `states`, each with the buffer that it is in."""
+
+    def __init__(self, optimizer: OneBitOptimizer) -> None:
+        self._optimizer = optimizer
+        self._flats: dict[Tensor, Flat] = {}
+
+    def add(self, tensor: Tensor, flat: Flat) -> None:
+        """`tensor` is in `flat`."""
+        self._flats[tensor] = flat
+
+    @property
+    def norm_before(self) -> float | None:
+        states = self._optimizer._states.values()
+        return next((state.get(NORM) for state in states if state), None)
+
+    @norm_before.setter
+    def norm_before(self, norm: float) -> None:
+        for state in self._optimizer._states.values():
+            state[NORM] = norm
+
+    def norm(self) -> float:
+        collectives = self._optimizer.world.collectives
+        own = torch.zeros(1, dtype=torch.float64, device=collectives.device)
+        for tensor, flat in self._flats.items():
+            holders = 1 if flat.is_sharded else flat.collectives.world_size
+            variance = self._optimizer._states[tensor]["exp_avg_sq"]
+            own += variance.sum(dtype=torch.float64) / holders
+        return float(collectives.gather_small(own, what="the norm of the variance").sum())
+
+
+__all__ = ["FROZEN", "Corrections", "Moment", "OneBitOptimizer", "gets_momentum"]
