@@ -5,6 +5,7 @@ Tang et al., 1-bit Adam, 2021, algorithm 1; at stages 1 and 2 the messages of co
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -14,18 +15,13 @@ BLOCK = 1024
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
 
-def compressed(values: Tensor) -> Tensor:
-    """Each block as its signs times its mean magnitude."""
-    blocks = [
-        torch.where(torch.signbit(block), -block.abs().mean(), block.abs().mean())
-        for block in values.split(BLOCK)
-    ]
-    return torch.cat(blocks)
-
-
 @dataclass
 class Reference:
-    """The state of all ranks. `master` and `copy` [n]: what is updated, and what all compute with."""
+    """The state of all ranks. `master` and `copy` [n]: what is updated, and what all compute with.
+
+    margin: the smallest value that was packed, relative to its block's mean magnitude. Where it is tiny,
+    fp32 may find the other sign.
+    """
 
     master: Tensor
     num_ranks: int
@@ -35,6 +31,7 @@ class Reference:
     decay: float = 0.0
     steps: int = 0
     copy: Tensor = field(init=False)
+    margin: float = math.inf
 
     def __post_init__(self) -> None:
         self.master = self.master.double().clone()
@@ -42,6 +39,16 @@ class Reference:
         self.m, self.v = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.errors = [torch.zeros_like(self.master) for _ in range(self.num_ranks)]
         self.server = torch.zeros_like(self.master)
+
+    def compressed(self, values: Tensor) -> Tensor:
+        """Each block as its signs times its mean magnitude."""
+        packed = []
+        for block in values.split(BLOCK):
+            mean = block.abs().mean()
+            near = block.abs()[block != 0].min() if bool(mean) else mean + 1
+            self.margin = min(self.margin, float(near / mean) if bool(mean) else math.inf)
+            packed.append(torch.where(torch.signbit(block), -mean, mean))
+        return torch.cat(packed)
 
     def _chunks(self, values: Tensor) -> list[Tensor]:
         return list(values.chunk(self.num_ranks))
@@ -51,7 +58,7 @@ class Reference:
         total = torch.zeros_like(self.master)
         for rank, values in enumerate(sent):
             values = values + self.errors[rank]
-            packed = torch.cat([compressed(chunk) for chunk in self._chunks(values)])
+            packed = torch.cat([self.compressed(chunk) for chunk in self._chunks(values)])
             self.errors[rank] = values - packed
             total += packed / self.num_ranks
         return total
@@ -68,7 +75,7 @@ class Reference:
         elif self.stage == 0:
             momenta = [BETA1 * self.m + (1 - BETA1) * grad for grad in grads]
             total = self._exchanged(momenta) + self.server
-            self.m = torch.cat([compressed(chunk) for chunk in self._chunks(total)])
+            self.m = torch.cat([self.compressed(chunk) for chunk in self._chunks(total)])
             self.server = total - self.m
         else:
             self.m = BETA1 * self.m + (1 - BETA1) * self._exchanged(grads)
@@ -80,7 +87,7 @@ class Reference:
         self.master = self.master - change
         if is_frozen and self.stage > 0:
             difference = self.master - self.copy
-            moved = torch.cat([compressed(chunk) for chunk in self._chunks(difference)])
+            moved = torch.cat([self.compressed(chunk) for chunk in self._chunks(difference)])
             moved[self.v == 0] = 0
             self.copy = self.copy + moved
         else:
@@ -110,7 +117,7 @@ class LambReference(Reference):
         elif self.stage == 0:
             momenta = [BETA1 * self.m + (1 - BETA1) * grad for grad in grads]
             total = self._exchanged(momenta) + self.server
-            self.m = torch.cat([compressed(chunk) for chunk in self._chunks(total)])
+            self.m = torch.cat([self.compressed(chunk) for chunk in self._chunks(total)])
             self.server = total - self.m
         else:
             self.m = BETA1 * self.m + (1 - BETA1) * self._exchanged(grads)
@@ -137,7 +144,7 @@ class LambReference(Reference):
         self.master = self.master - rate * direction
         if is_frozen and self.stage > 0:
             difference = self.master - self.copy
-            moved = torch.cat([compressed(chunk) for chunk in self._chunks(difference)])
+            moved = torch.cat([self.compressed(chunk) for chunk in self._chunks(difference)])
             self.copy = self.copy + moved * moves
         else:
             self.copy = self.master.clone()

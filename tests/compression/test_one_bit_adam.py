@@ -18,6 +18,7 @@ from xds.zero import get_full_param
 CHUNK = 2048
 STEPS, FREEZE = 20, 6
 LR, DECAY = 1e-2, 0.1
+MARGIN = 2e-6  # of a value that is packed; fp32 is wrong by a few 1e-7
 SLOW = pytest.mark.slow
 
 
@@ -33,9 +34,9 @@ class Vector(nn.Module):
         return (self.weight * grad).sum()
 
 
-def grad_of(numel: int, step: int, rank: int, micro: int = 0) -> Tensor:
+def grad_of(numel: int, step: int, rank: int, micro: int = 0, seed: int = 0) -> Tensor:
     """Some elements never have a gradient."""
-    generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
+    generator = torch.Generator().manual_seed(10_000 * seed + 100 * step + 10 * rank + micro)
     grad = torch.randn(numel, generator=generator) + 0.3
     grad[5::97] = 0
     return grad
@@ -51,7 +52,7 @@ def config_of(stage: int, kind: str = "OneBitAdam", **more: Any) -> dict[str, An
     }
 
 
-def train(stage: int, num_micro: int = 1, kind: str = "OneBitAdam") -> Any:
+def train(stage: int, num_micro: int = 1, kind: str = "OneBitAdam", seed: int = 0) -> Any:
     """The parameter after each step, as forward reads it; and the bytes of each step, by kind."""
     numel = CHUNK * dist.get_world_size()
     engine = xds.initialize(
@@ -61,7 +62,7 @@ def train(stage: int, num_micro: int = 1, kind: str = "OneBitAdam") -> Any:
     for step in range(STEPS):
         before = engine.bytes_sent()
         for micro in range(num_micro):
-            engine.backward(engine(grad_of(numel, step, dist.get_rank(), micro)))
+            engine.backward(engine(grad_of(numel, step, dist.get_rank(), micro, seed)))
             engine.step()
         values.append(engine.module.weight.detach().clone())
         sent.append({k: v - before.get(k, 0) for k, v in engine.bytes_sent().items()})
@@ -69,19 +70,24 @@ def train(stage: int, num_micro: int = 1, kind: str = "OneBitAdam") -> Any:
     return torch.stack(values), sent
 
 
-def wanted(stage: int, num_ranks: int, num_micro: int, kind: str) -> Tensor:
+def wanted(stage: int, num_ranks: int, num_micro: int, kind: str) -> tuple[int, Tensor]:
+    """A seed, and the parameter after each step. Of seeds whose signs fp32 finds as well, the first."""
     numel = CHUNK * num_ranks
     of_kind = LambReference if kind == "OneBitLamb" else Reference
-    reference = of_kind(Vector(numel).weight.detach(), num_ranks, FREEZE, stage, LR, DECAY)
-    values = []
-    for step in range(STEPS):
-        grads = [
-            sum(grad_of(numel, step, rank, micro) for micro in range(num_micro)) / num_micro
-            for rank in range(num_ranks)
-        ]
-        reference.step(grads)
-        values.append(reference.copy)
-    return torch.stack(values)
+    for seed in range(50):
+        reference = of_kind(Vector(numel).weight.detach(), num_ranks, FREEZE, stage, LR, DECAY)
+        values = []
+        for step in range(STEPS):
+            grads = [
+                sum(grad_of(numel, step, rank, micro, seed) for micro in range(num_micro))
+                / num_micro
+                for rank in range(num_ranks)
+            ]
+            reference.step(grads)
+            values.append(reference.copy)
+        if reference.margin > MARGIN:
+            return seed, torch.stack(values)
+    raise AssertionError("no seed with clear signs")
 
 
 @pytest.mark.parametrize(
@@ -104,8 +110,8 @@ def wanted(stage: int, num_ranks: int, num_micro: int, kind: str) -> Tensor:
 def test_steps_are_those_of_the_reference(
     stage: int, num_ranks: int, num_micro: int, kind: str
 ) -> None:
-    found = warm(num_ranks).run(train, stage, num_micro, kind)
-    expected = wanted(stage, num_ranks, num_micro, kind)
+    seed, expected = wanted(stage, num_ranks, num_micro, kind)
+    found = warm(num_ranks).run(train, stage, num_micro, kind, seed)
     for values, _ in found:
         assert values.equal(found[0][0])
         error = (values - expected).norm(dim=1) / expected.norm(dim=1)
