@@ -191,7 +191,7 @@ class Access(Owner):
             stored.write(reader, rank)
             if (place.master is not None and place.master.is_apart) or self._is_apart(place):
                 self.compute(param).write(reader, rank)
-            if place.master is not None and place.master.sends_differences:
+            if place.master is not None and place.master.is_near:
                 place.master.remember()
             if flat.is_sharded and flat.is_unsharded:
                 whole = flat.raw[place.slot.offset : place.slot.stop]

@@ -92,7 +92,8 @@ class OwedRestore:
     def finish_values(self) -> None:
         """Set the values that forward computes with, where they are near the masters. After the states."""
         for one in self._plans:
-            if one.copy is not None and one.master.sends_differences:
+            one.master.is_near = one.copy is not None
+            if one.copy is not None:
                 one.master.compute.copy_(one.copy)
 
     def finish(self) -> None:

@@ -316,7 +316,7 @@ class Snapshot:
                 blocks.append(Block(number, f"{ERROR}{master.rank}", 0, owed.error, is_own=True))
                 if owed.server is not None:
                     blocks.append(Block(number, SERVER, start, owed.server))
-            if master.sends_differences:
+            if master.is_near:
                 blocks.append(Block(number, COPY, start, master.compute))
         return blocks
 

@@ -31,6 +31,7 @@ class Master:
     casts: forward computes in a narrower dtype.
     is_far: one of master and forward's values is on the host, the other one is not; or these are on a disk.
     is_apart: forward's values have memory of their own, because of a cast, a distance, or how they are sent.
+    is_near: forward's values are near the master, and not the master cast: a difference was sent last.
     """
 
     def __init__(self, params: FlatParams, grads: FlatGrads, home: Home) -> None:
@@ -43,6 +44,7 @@ class Master:
         self.is_sharded = is_sharded
         wide = master_dtype(params.dtype)
         self.casts = params.dtype != wide
+        self.is_near = False
         self._settle_in(home)
         self._update: Ticket = Done()
         self._before_read: Callable[[], None] = _nothing
@@ -94,7 +96,7 @@ class Master:
 
     @property
     def sends_differences(self) -> bool:
-        """Forward's values are near the master, and not the master cast: see `ParameterSender.publish`."""
+        """The next update publishes differences: see `ParameterSender.publish`."""
         return self.is_sharded and self.params.sender.sends_differences
 
     @property
@@ -145,7 +147,7 @@ class Master:
 
     def remember(self) -> None:
         """The values that forward computes with are the engine's own: see `written`."""
-        if self.is_far or self.sends_differences:
+        if self.is_far or self.is_near:
             self._published = fingerprint(self.compute)
             self.params.place.settle()
 
@@ -162,7 +164,7 @@ class Master:
         if not self.is_apart:
             return
         stop = self._tensor.numel() if stop is None else stop
-        if not (self.is_far or self.sends_differences):
+        if not (self.is_far or self.is_near):
             take_edits(self.tensor[start:stop], self.compute[start:stop])
         elif int(self.written()):
             self.take_far_edits()
@@ -171,7 +173,7 @@ class Master:
     def take_far_edits(self) -> None:
         """The same where they are far, for all values. A difference that was not sent is lost."""
         values = self.compute.to(self._tensor.device)
-        if self.casts and not self.sends_differences:
+        if self.casts and not self.is_near:
             take_edits(self.tensor, values)
         else:
             self.tensor.copy_(values)
@@ -248,6 +250,14 @@ class Master:
             self._published = fingerprint(compute)
 
         return remember
+
+    def publish(self) -> None:
+        """Start to send this rank's new values, or how they differ from what all ranks hold."""
+        self.is_near = self.sends_differences
+        if self.is_near:
+            self.params.start_publish(near=self._tensor)
+        else:
+            self.params.start_publish()
 
     def write_apart(self) -> None:
         """After an update: set the values that forward computes with if it has not, and if they are sent."""

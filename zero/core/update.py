@@ -170,7 +170,7 @@ class Updater:
             optimizer.step()
         self._model.wait_published()
         for master in self.masters:
-            if master.sends_differences:
+            if master.is_near:
                 master.remember()
 
     @contextmanager
@@ -204,7 +204,7 @@ class Updater:
             UsageError: a write to a parameter on the host was lost; nothing is updated.
         """
         lost = self._model.take_lost_writes()
-        far = [m for m in self.masters if m.is_far or m.sends_differences]
+        far = [m for m in self.masters if m.is_far or m.is_near]
         on_host = [master for master in far if master.params.is_on_host]
         on_device = [master for master in far if not master.params.is_on_host]
         # what is on the device is read together, because each read waits for it
@@ -218,8 +218,9 @@ class Updater:
             if is_written:
                 master.take_far_edits()
         for master in self.masters:
-            by_update = master.casts and not also_near  # the optimizer compares them with `out`
-            if not (master.is_far or master.sends_differences or by_update):
+            # the optimizer compares them with `out`
+            by_update = master.casts and not (also_near or master.sends_differences)
+            if not (master.is_far or master.is_near or by_update):
                 master.take_edits()
 
     def _step_elementwise(self, optimizer: ShardOptimizer, scale: float) -> None:
@@ -295,7 +296,7 @@ class Updater:
             out = torch.empty(grad.numel(), dtype=master.params.dtype, device=master.raw.device)
         elif master.casts and not master.sends_differences:
             out = master.compute
-        return master.updates(groups, grad, out, has_old=not master.is_far)
+        return master.updates(groups, grad, out, has_old=not (master.is_far or master.is_near))
 
     def _step_at_once(self, optimizer: ShardOptimizer, scale: float) -> None:
         self._take_edits_into_masters(also_near=not optimizer.takes_edits)
@@ -416,10 +417,8 @@ class Updater:
                     yield tensor, place[1]
 
     def _publish(self, master: Master) -> None:
-        if master.sends_differences:
-            master.params.start_publish(near=master.raw)
-        elif master.is_sharded or master.params.is_sharded:
-            master.params.start_publish()
+        if master.is_sharded or master.params.is_sharded:
+            master.publish()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
