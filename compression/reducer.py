@@ -37,6 +37,11 @@ class GradientReducer(ABC):
     def is_lossy(self) -> bool:
         """What is sent now is not exact; the rest is kept, and sent later."""
 
+    @property
+    @abstractmethod
+    def is_silent(self) -> bool:
+        """In this step nothing is reduced: each rank uses its own gradients."""
+
     @abstractmethod
     def reduce(self, flat: Tensor, out: Tensor, *, add: bool) -> Handle:
         """Start to set `out` to this rank's shard of the sum of `flat` over ranks, or to add it (`add`).
@@ -95,6 +100,7 @@ class ExactReducer(GradientReducer):
     """The exact sum in rank order. Sends (world_size - 1) / world_size of `flat`'s bytes per rank."""
 
     is_lossy = False
+    is_silent = False
     keeps_owed = False
     owed = None
     held_bytes = 0

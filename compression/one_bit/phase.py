@@ -1,6 +1,8 @@
-"""Whether messages have one bit per element now, and what they need to know of the optimizer.
+"""What messages carry now, and what they need to know of the optimizer.
 
-exact messages, the variance is updated  --freeze-->  one bit per element, the variance stays
+1-bit Adam, LAMB   exact gradients  --freeze-->  one bit per element, the variance stays
+0/1 Adam           exact gradients where the variance is updated, else one bit per element  --freeze-->  one bit,
+                   or nothing between two synchronisations
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, final
 
 from torch import Tensor
+
+from ...ops.optim.one_bit import Carried
 
 
 class MomentumRange(NamedTuple):
@@ -24,8 +28,13 @@ class OneBitState(ABC):
 
     @property
     @abstractmethod
-    def is_compressed(self) -> bool:
-        """The variance is frozen: messages have one bit per element."""
+    def carried(self) -> Carried:
+        """What the messages of this step carry."""
+
+    @property
+    @abstractmethod
+    def variance_steps(self) -> int:
+        """How many steps the variance has seen."""
 
     @property
     @abstractmethod
@@ -58,8 +67,14 @@ class Phase:
         self._state = state
 
     @property
+    def carried(self) -> Carried:
+        """What the messages of this step carry."""
+        return Carried.EXACT if self._state is None else self._state.carried
+
+    @property
     def is_compressed(self) -> bool:
-        return self._state is not None and self._state.is_compressed
+        """The messages of this step have one bit per element."""
+        return self.carried in (Carried.GRADIENT, Carried.MOMENTUM)
 
     @property
     def state(self) -> OneBitState:

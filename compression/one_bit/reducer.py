@@ -6,6 +6,8 @@
 - At stages 1 and 2 the message is the gradient: momentum is linear, so the owner forms it from the sum.
 - At stage 0 the message is the momentum b m + (1 - b) g. All ranks hold m, and the sum of the messages takes
   the gradient's place. The worker's error is kept divided by (1 - b), in the unit of gradients.
+- Where the momentum is not sent at stage 0 (0/1 Adam), the message is the gradient. Sums are sent times
+  (1 - b) all the same, so that server errors have one unit.
 - A skipped step adds its messages to the errors again. So nothing that is owed is lost.
 
 Source: Tang et al., 1-bit Adam, 2021, algorithm 1, https://arxiv.org/abs/2102.02888. Differs: a magnitude
@@ -23,6 +25,7 @@ from torch import Tensor
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
 from ...ops.flat import overlap
+from ...ops.optim.one_bit import Carried
 from ..legs import Buffer
 from ..reducer import ExactReducer, GradientReducer, Owed
 from .packets import Packets, finite, zero_ranges
@@ -34,7 +37,7 @@ SUM_KIND = "one-bit sums"
 
 @final
 class OneBitReducer(GradientReducer):
-    """Exact until the variance is frozen, then one bit per element.
+    """Exact, or one bit per element, or silent, as the optimizer says.
 
     error: what this rank owes to all, [world_size * n] fp32, in the unit of gradients; None: nothing yet.
     server_error: what this rank owes of its part of the sums, [n] fp32: at stage 0.
@@ -51,7 +54,7 @@ class OneBitReducer(GradientReducer):
         self._exact = ExactReducer(collectives, buffer.index, num_copies)
         self._packets = Packets(buffer.numel // collectives.world_size)
         self._own_gaps = _gaps_in(buffer, collectives.rank, collectives.world_size)
-        self._sends_momentum = not buffer.is_sharded
+        self._has_server = not buffer.is_sharded
         self.error: Tensor | None = None
         self.server_error: Tensor | None = None
         self._unit = math.nan  # in which the errors are
@@ -64,6 +67,14 @@ class OneBitReducer(GradientReducer):
     @property
     def is_lossy(self) -> bool:
         return self._phase.is_compressed
+
+    @property
+    def is_silent(self) -> bool:
+        return self._phase.carried is Carried.NOTHING
+
+    @property
+    def _sends_momentum(self) -> bool:
+        return self._has_server and self._phase.carried is Carried.MOMENTUM
 
     @property
     def held_bytes(self) -> int:
@@ -84,6 +95,10 @@ class OneBitReducer(GradientReducer):
         if self._sends_momentum and not self._has_momentum:
             self._add_momentum(error, 1.0)
             self._has_momentum = True
+        return self._start_worker(flat, error, out, add=add)
+
+    def _start_worker(self, flat: Tensor, error: Tensor, out: Tensor, *, add: bool) -> Handle:
+        """Start to send flat + error [world_size * n], and to set `out` [n] to the sum of this rank's part."""
         world_size = self._collectives.world_size
         mine = self._packets.empty(world_size, flat.device)
         shard_of = self._collectives.shard_of
@@ -105,13 +120,12 @@ class OneBitReducer(GradientReducer):
     @torch.no_grad()
     def _receive(self, packets: Tensor, out: Tensor, *, add: bool) -> None:
         total = torch.empty_like(out) if add else out
-        # the sum of what the ranks sent, which is divided by (1 - b) at stage 0
-        factor = 1.0 - self._phase.state.beta if self._sends_momentum else 1.0
+        factor = 1.0 - self._phase.state.beta if self._has_server else 1.0
         self._packets.unpack(packets, total, factor)
         zero_ranges(total, self._own_gaps)
         if add:
             out.add_(total)
-        if self._sends_momentum:
+        if self._has_server:
             self._received.append(packets)
 
     @torch.no_grad()
@@ -153,6 +167,11 @@ class OneBitReducer(GradientReducer):
     def gather(self, total: Tensor, flat: Tensor) -> Handle:
         if not self.is_lossy:
             return self._exact.gather(total, flat)
+        factor = 1.0 if self._sends_momentum else 1.0 / (1.0 - self._phase.state.beta)
+        return self._start_server(total, flat, factor)
+
+    def _start_server(self, total: Tensor, flat: Tensor, factor: float) -> Handle:
+        """Start to send `total` [n] plus its error, and to set `flat` [world_size * n] to factor * the sums."""
         if self.server_error is None:
             self.server_error = torch.zeros(total.numel(), dtype=torch.float32, device=total.device)
         world_size, rank = self._collectives.world_size, self._collectives.rank
@@ -167,10 +186,22 @@ class OneBitReducer(GradientReducer):
 
         def finish() -> None:
             for peer, packet in enumerate(packets):
-                self._packets.unpack(packet[None], self._collectives.shard_of(flat, peer))
+                self._packets.unpack(packet[None], self._collectives.shard_of(flat, peer), factor)
             zero_ranges(flat, self._buffer.gaps)
 
         return Then(handle, finish)
+
+    @torch.no_grad()
+    def average(self, values: Tensor) -> None:
+        """Set `values` [world_size * n] fp32 to their mean over the ranks, with errors as for a momentum."""
+        state = self._phase.state
+        error = self._in_unit(values.device)
+        share = 1.0 / (state.unit * self._collectives.world_size)  # as `_add_momentum`
+        flat = values * (share / (1.0 - state.beta))
+        total = flat.new_empty(flat.numel() // self._collectives.world_size)
+        self._start_worker(flat, error, total, add=False).wait()
+        self._start_server(total, values, state.unit).wait()
+        self.end_step()
 
     # -- the end of a step ------------------------------------------------------------------------------
 
@@ -213,7 +244,7 @@ class OneBitReducer(GradientReducer):
     @torch.no_grad()
     def restore(self, owed: Owed | None) -> None:
         self.error, self.server_error, self._unit = owed or (None, None, math.nan)
-        if self.error is None or self.server_error is None or self._sends_momentum:
+        if self.error is None or self.server_error is None or self._has_server:
             return
         # saved at stage 0: there is no server here, and momenta are sums of (1 - b) times gradients
         full = torch.empty_like(self.error)

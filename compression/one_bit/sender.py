@@ -6,6 +6,7 @@ What a message loses stays in the difference, so there is no error to keep. The 
 that forward computes with. It is equal on all ranks, and follows the masters.
 
 Elements that never had a gradient do not move: at the first message each rank says which ones of its part.
+After the variance has seen another step, they say it again if that has changed on some rank.
 
 Source of the scheme: Tang et al., 1-bit Adam, 2021, algorithm 1, https://arxiv.org/abs/2102.02888, whose server
 sends the momentum. Differs: the server has the variance here, and sends what it computes with both.
@@ -31,7 +32,7 @@ STILL_KIND = "elements that do not move"
 
 @final
 class OneBitSender(ParameterSender):
-    """Exact until the variance is frozen, then one bit per element."""
+    """Exact, or one bit per element, as the optimizer says."""
 
     def __init__(self, collectives: Collectives, buffer: Buffer, phase: Phase) -> None:
         self._collectives = collectives
@@ -40,7 +41,8 @@ class OneBitSender(ParameterSender):
         self._exact = ExactSender(collectives, buffer.index)
         self._packets = Packets(buffer.numel // collectives.world_size)
         self._still: Tensor | None = None  # bits, uint8 [world_size * n / 8]; None: all move
-        self._knows_still = False
+        self._own_still: Tensor | None = None  # this rank's; None: nothing was sent yet
+        self._still_at = 0  # the steps that the variance had seen
 
     @property
     def keeps_master(self) -> bool:
@@ -55,9 +57,7 @@ class OneBitSender(ParameterSender):
 
     @torch.no_grad()
     def publish(self, flat: Tensor, values: Tensor) -> Handle:
-        if not self._knows_still:
-            self._still = self._gather_still(flat.device)
-            self._knows_still = True
+        self._agree_on_still(flat.device)
         world_size, rank = self._collectives.world_size, self._collectives.rank
         packets = self._packets.empty(world_size, flat.device)
         own = packets[rank].clone()
@@ -80,10 +80,22 @@ class OneBitSender(ParameterSender):
             self._collectives.shard_of(flat, rank).add_(change)
         zero_ranges(flat, self._buffer.gaps)
 
-    def _gather_still(self, device: torch.device) -> Tensor | None:
-        """The elements of all parts that do not move; None where that is none but gaps."""
+    def _agree_on_still(self, device: torch.device) -> None:
+        """Learn which elements do not move, if that may have changed."""
+        state, before = self._phase.state, self._own_still
+        if before is not None and self._still_at == state.variance_steps:
+            return
         numel = self._buffer.numel // self._collectives.world_size
-        own = _bits(self._phase.state.still(self._buffer.index, numel))
+        own = _bits(state.still(self._buffer.index, numel))
+        self._own_still, self._still_at = own, state.variance_steps
+        if before is not None:
+            flag = torch.tensor([not own.equal(before)], dtype=torch.uint8, device=device)
+            if not bool(self._collectives.gather_small(flag, what=STILL_KIND).any()):
+                return
+        self._still = self._gather_still(own, device)
+
+    def _gather_still(self, own: Tensor, device: torch.device) -> Tensor | None:
+        """The elements of all parts that do not move; None where that is none but gaps. own: uint8 [n / 8]."""
         bits = torch.empty(self._buffer.numel // 8, dtype=torch.uint8, device=device)
         index = self._buffer.index
         self._collectives.all_gather(bits, own, buffer=index, kind=STILL_KIND).wait()

@@ -13,7 +13,7 @@ from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...compression.legs import BuildLegs, ExactLegs
 from ...compression.one_bit.legs import OneBitLegs
 from ...compression.one_bit.phase import MomentumRange, OneBitState, Phase
-from ...ops.optim.one_bit import OneBitOptimizer
+from ...ops.optim.one_bit import Averager, Carried, OneBitOptimizer
 from ...ops.optim.shard_optimizer import states_of
 from ...utils.errors import UsageError
 from ...zero.core.master import Master
@@ -72,8 +72,12 @@ class EngineState(OneBitState):
         self._unit = unit
 
     @property
-    def is_compressed(self) -> bool:
-        return self._optimizer.is_frozen
+    def carried(self) -> Carried:
+        return self._optimizer.carried
+
+    @property
+    def variance_steps(self) -> int:
+        return self._optimizer.variance_steps
 
     @property
     def beta(self) -> float:

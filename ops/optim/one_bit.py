@@ -1,13 +1,14 @@
-"""The base class of one-bit optimizers: when their variance stays, and what they share.
+"""The base class of one-bit optimizers: when their variance stays, what a step sends, and what they share.
 
-What is sent is not decided here: see compression/one_bit.
+How it is sent is not decided here: see compression/one_bit.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple, final
 
 import torch
@@ -22,8 +23,37 @@ FROZEN = "frozen_step"  # how many steps the variance has seen, after the last o
 NORM = "variance_norm"  # see VarianceRule
 
 
+class Carried(Enum):
+    """What the ranks send of their gradients in a step."""
+
+    EXACT = "the gradients as they are"
+    GRADIENT = "the gradients, one bit per element"
+    MOMENTUM = "where each rank has the whole momentum, what it is with the gradients, one bit per element"
+    NOTHING = "nothing: each rank steps with its own"
+
+
+class Averager(ABC):
+    """Averages vectors over the ranks that hold a flat buffer."""
+
+    @abstractmethod
+    def average(self, buffer: int, values: Tensor) -> None:
+        """Set `values` [world_size * n] fp32 to their mean, with one bit per element.
+
+        What the messages lose is kept and sent later, in the unit of a momentum.
+        """
+
+    @abstractmethod
+    def average_exactly(self, buffer: int, values: Tensor) -> None:
+        """Set `values` [world_size * n] fp32 to their mean."""
+
+
 class OneBitOptimizer(ShardOptimizer, ABC):
-    """Its variance stays after some steps."""
+    """Its variance stays after some steps.
+
+    averager: averages over the ranks; None: nothing binds it to an engine that does.
+    """
+
+    averager: Averager | None = None
 
     def __init__(
         self,
@@ -55,6 +85,17 @@ class OneBitOptimizer(ShardOptimizer, ABC):
         """The variance stays from the next step on."""
         self._read_states()
         return self._frozen_at is not None
+
+    @property
+    def carried(self) -> Carried:
+        """What the ranks send of their gradients in the next step."""
+        return Carried.MOMENTUM if self.is_frozen else Carried.EXACT
+
+    @property
+    def variance_steps(self) -> int:
+        """How many steps the variance has seen, while messages have one bit per element."""
+        self._read_states()
+        return self._frozen_at or 0
 
     def states_changed(self) -> None:
         self._steps = self._frozen_at = None
@@ -158,4 +199,12 @@ class _Variances:
         return float(collectives.gather_small(own, what="the norm of the variance").sum())
 
 
-__all__ = ["FROZEN", "Corrections", "Moment", "OneBitOptimizer", "gets_momentum"]
+__all__ = [
+    "FROZEN",
+    "Averager",
+    "Carried",
+    "Corrections",
+    "Moment",
+    "OneBitOptimizer",
+    "gets_momentum",
+]
