@@ -68,6 +68,10 @@ class GradientReducer(ABC):
         """Keep the gradients `flat` of a micro-batch for the next `reduce`. Only where `is_lossy`."""
 
     @abstractmethod
+    def average(self, values: Tensor, num_steps: int) -> None:
+        """Set `values` [world_size * n] fp32 to their mean over the ranks. num_steps: that they stand for."""
+
+    @abstractmethod
     def undo(self) -> None:
         """The step is skipped: what this rank has sent in it is owed again."""
 
@@ -136,6 +140,11 @@ class ExactReducer(GradientReducer):
 
     def keep(self, flat: Tensor) -> None:
         raise AssertionError("exact sums keep nothing")
+
+    def average(self, values: Tensor, num_steps: int = 1) -> None:
+        total = values.new_empty(values.numel() // self._collectives.world_size)
+        self.reduce(values, total, add=False).wait()
+        self.gather(total.div_(self._collectives.world_size), values).wait()
 
     def undo(self) -> None:
         return

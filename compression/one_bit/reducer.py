@@ -95,6 +95,7 @@ class OneBitReducer(GradientReducer):
         if self._sends_momentum and not self._has_momentum:
             self._add_momentum(error, 1.0)
             self._has_momentum = True
+        self._collectives.count_exact(GRADIENT_KIND, self._collectives.shard_of(flat, 0))
         return self._start_worker(flat, error, out, add=add)
 
     def _start_worker(self, flat: Tensor, error: Tensor, out: Tensor, *, add: bool) -> Handle:
@@ -107,7 +108,6 @@ class OneBitReducer(GradientReducer):
         zero_ranges(error, self._buffer.gaps)  # a checkpoint does not have them
         theirs = torch.empty_like(mine)
         self._sent.append(mine)
-        self._collectives.count_exact(GRADIENT_KIND, shard_of(flat, 0))
         handle = self._collectives.all_to_all(
             list(theirs),
             list(mine),
@@ -168,6 +168,7 @@ class OneBitReducer(GradientReducer):
         if not self.is_lossy:
             return self._exact.gather(total, flat)
         factor = 1.0 if self._sends_momentum else 1.0 / (1.0 - self._phase.state.beta)
+        self._collectives.count_exact(SUM_KIND, self._collectives.shard_of(flat))
         return self._start_server(total, flat, factor)
 
     def _start_server(self, total: Tensor, flat: Tensor, factor: float) -> Handle:
@@ -179,7 +180,6 @@ class OneBitReducer(GradientReducer):
         self._packets.pack(total, self.server_error, packets[rank])
         zero_ranges(self.server_error, self._own_gaps)
         self._published = packets[rank].clone()
-        self._collectives.count_exact(SUM_KIND, self._collectives.shard_of(flat))
         handle = self._collectives.all_gather(
             packets.view(-1), self._published, buffer=self._buffer.index, kind=SUM_KIND
         )
@@ -192,13 +192,17 @@ class OneBitReducer(GradientReducer):
         return Then(handle, finish)
 
     @torch.no_grad()
-    def average(self, values: Tensor) -> None:
-        """Set `values` [world_size * n] fp32 to their mean over the ranks, with errors as for a momentum."""
+    def average(self, values: Tensor, num_steps: int) -> None:
+        """As in the base class, with the errors that a momentum has."""
         state = self._phase.state
+        numel = self._buffer.numel // self._collectives.world_size
+        exact = torch.empty(numel, dtype=self._buffer.dtype, device="meta")
+        for kind in (GRADIENT_KIND, SUM_KIND) * num_steps:
+            self._collectives.count_exact(kind, exact)
         error = self._in_unit(values.device)
         share = 1.0 / (state.unit * self._collectives.world_size)  # as `_add_momentum`
         flat = values * (share / (1.0 - state.beta))
-        total = flat.new_empty(flat.numel() // self._collectives.world_size)
+        total = flat.new_empty(numel)
         self._start_worker(flat, error, total, add=False).wait()
         self._start_server(total, values, state.unit).wait()
         self.end_step()

@@ -13,6 +13,7 @@ from ...compression.config import ONE_BIT_OPTIMIZERS
 from ...compression.legs import BuildLegs, ExactLegs
 from ...compression.one_bit.legs import OneBitLegs
 from ...compression.one_bit.phase import MomentumRange, OneBitState, Phase
+from ...compression.reducer import ExactReducer
 from ...ops.optim.one_bit import Averager, Carried, OneBitOptimizer
 from ...ops.optim.shard_optimizer import states_of
 from ...utils.errors import UsageError
@@ -57,6 +58,7 @@ class Messages:
                 "groups; give all groups the same betas, or use stage 1 or 2"
             )
         self._phase.bind(EngineState(optimizer, updater, unit))
+        optimizer.averager = RankAverager(updater.masters)
 
 
 @final
@@ -105,4 +107,18 @@ class EngineState(OneBitState):
         return [(item.start, states[item.master][key]) for item in master.items]
 
 
-__all__ = ["EngineState", "Messages"]
+@final
+class RankAverager(Averager):
+    """Averages over the ranks of each master's flat buffer."""
+
+    def __init__(self, masters: Sequence[Master]) -> None:
+        self._grads = {master.params.index: master.grads for master in masters}
+
+    def average(self, buffer: int, values: Tensor, num_steps: int) -> None:
+        self._grads[buffer].reducer.average(values, num_steps)
+
+    def average_exactly(self, buffer: int, values: Tensor) -> None:
+        ExactReducer(self._grads[buffer].group.collectives, buffer).average(values)
+
+
+__all__ = ["EngineState", "Messages", "RankAverager"]

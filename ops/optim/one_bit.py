@@ -36,10 +36,10 @@ class Averager(ABC):
     """Averages vectors over the ranks that hold a flat buffer."""
 
     @abstractmethod
-    def average(self, buffer: int, values: Tensor) -> None:
+    def average(self, buffer: int, values: Tensor, num_steps: int) -> None:
         """Set `values` [world_size * n] fp32 to their mean, with one bit per element.
 
-        What the messages lose is kept and sent later, in the unit of a momentum.
+        What the messages lose is kept and sent later, in the unit of a momentum. num_steps: they stand for.
         """
 
     @abstractmethod

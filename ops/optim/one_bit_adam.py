@@ -12,10 +12,10 @@ from typing import Any, final
 
 import torch
 
-from ..kernels.frozen_adam import frozen_adam_
 from .adam import AdamRule
-from .one_bit import Moment, OneBitOptimizer, gets_momentum
-from .shard_optimizer import Update, World, factor, mark_written
+from .frozen_step import frozen_step
+from .one_bit import OneBitOptimizer, gets_momentum
+from .shard_optimizer import Update, World
 
 
 @final
@@ -58,31 +58,13 @@ class OneBitAdam(OneBitOptimizer):
             if moment.frozen_at is None:
                 self._rule.step(update, self._states[update.item.master], scale, world)
             else:
-                self._frozen_step(update, scale, moment, is_momentum=gets_momentum(update, world))
-
-    def _frozen_step(
-        self, update: Update, scale: float, moment: Moment, *, is_momentum: bool
-    ) -> None:
-        group, state = update.group, self._states[update.item.master]
-        corrections, lr = moment.corrections(group), float(group["lr"])
-        frozen_adam_(
-            update.item.master,
-            update.grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            update.out,
-            factor(scale, update.grad.device),
-            None,
-            lr * corrections.mean,
-            group["betas"][0],
-            corrections.root,
-            group["eps"],
-            lr * group["weight_decay"],
-            is_momentum,
-            update.takes_edits,
-            *update.old_values(state, "exp_avg", "exp_avg_sq"),
-        )
-        mark_written(update)
+                frozen_step(
+                    update,
+                    self._states[update.item.master],
+                    scale,
+                    moment,
+                    is_momentum=gets_momentum(update, world),
+                )
 
 
 __all__ = ["OneBitAdam"]

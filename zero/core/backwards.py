@@ -238,10 +238,10 @@ class Backwards:
         """Backward has finished a call of `unit`: gradients that cannot arrive any more are complete."""
         if not self._is_running:  # torch.autograd.grad leaves no gradients
             return
-        missing = [grads for grads in unit.grads if not grads.is_complete]
-        if missing and not any(grads.expects_more() for grads in missing):
+        missing = [grads for grads in unit.grads if not grads.arrivals.is_complete]
+        if missing and not any(grads.arrivals.expects_more() for grads in missing):
             for grads in missing:
-                grads.expect_no_more()
+                grads.arrivals.expect_no_more()
             self._completed(unit)
 
     # -- passes that the script starts ------------------------------------------------------------------

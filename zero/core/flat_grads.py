@@ -33,7 +33,10 @@ from .squares import Squares
 
 @final
 class FlatGrads:
-    """Owns one flat gradient buffer. `is_sent`: its reduction has begun in this backward. `reducer`: how."""
+    """Owns one flat gradient buffer.
+
+    is_sent: its reduction has begun in this backward. reducer: how. arrivals: the gradients of this backward.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class FlatGrads:
         self._collectives = group.collectives
         self.reducer = group.legs.reducer(buffer_of(layout, index, params[0].dtype, group))
         self._pool = pool
-        self._arrivals = Arrivals(self.params)
+        self.arrivals = Arrivals(self.params)
         self._param_dtype = params[0].dtype
         self._sum_dtype = policy.sum_dtype(self._param_dtype)
         self._sent_dtype = policy.sent_dtype(self._param_dtype)
@@ -105,7 +108,7 @@ class FlatGrads:
 
     def begin_backward(self, *, hold: bool) -> None:
         """A backward starts. With `hold` its gradients are not reduced at its end."""
-        self._arrivals.begin_backward()
+        self.arrivals.begin_backward()
         self.is_sent = False
         self._was_held |= hold  # all ranks must send the same dtype
         uses_sum_dtype = self._was_held or self._keeps_local or self._policy.holds_grads
@@ -115,35 +118,17 @@ class FlatGrads:
         """Multiply the following gradients of this backward by `factor`."""
         self._local.scale_by(factor)
 
-    @property
-    def is_complete(self) -> bool:
-        """Every expected gradient of this backward has arrived."""
-        return self._arrivals.is_complete
-
-    @property
-    def has_frozen(self) -> bool:
-        """Some parameters were frozen after `initialize`, so they get no gradient in this backward."""
-        return self._arrivals.has_frozen
-
     def add_grad(self, position: int) -> bool:
         """Add `.grad` of the parameter in slot `position`. True: the buffer is complete now.
 
         The buffer must not be in flight.
         """
         self._local.take(position)
-        return self._arrivals.add(position)
+        return self.arrivals.add(position)
 
     def add_by_call(self, position: int, grad: Tensor) -> None:
         """Add a gradient of slot `position` after its backward. The buffer must not be in flight."""
         self._local.put(position, grad)
-
-    def expect_no_more(self) -> None:
-        """The missing gradients will not arrive: the buffer is complete."""
-        self._arrivals.expect_no_more()
-
-    def expects_more(self) -> bool:
-        """The graph of the running backward still produces some gradient. Call only inside of a backward."""
-        return self._arrivals.expects_more()
 
     def collect(self) -> None:
         """Copy gradients that are still in `param.grad`."""
@@ -172,6 +157,11 @@ class FlatGrads:
     def leaves_alone(self) -> bool:
         """One rank: its gradients leave after every backward, also where several ranks hold them back."""
         return self.is_single_rank and self._home.is_on_host
+
+    @property
+    def _steps_alone(self) -> bool:
+        """The step uses this rank's own sums, where they are."""
+        return self._keeps_local or self.reducer.is_silent
 
     def _total_is_in_local(self) -> bool:
         local = self._local.tensor
@@ -206,6 +196,8 @@ class FlatGrads:
             if self._home.is_on_host:
                 self._leave(local, local)
                 self._local.release()
+            return
+        if self.reducer.is_silent:
             return
         adds = self._has_total and self._total is not None
         assert self._handle is None
@@ -306,8 +298,8 @@ class FlatGrads:
         It is where the sums are. This rank has all shards at stage 0, none before any backward, else its own.
         exact: see `exact_square_sum`.
         """
-        if self._keeps_local and self.has_local:
-            self._local.settle()  # a single rank sends nothing, so no gradient is late
+        if self._steps_alone and self.has_local:
+            self._local.settle()  # nothing is sent, so no gradient is late
         if self._squares is not None and not exact:
             return self._squares
         if self._home.is_on_host:
@@ -329,7 +321,7 @@ class FlatGrads:
     @property
     def is_late(self) -> bool:
         """Gradients have arrived since the reduction, so the ranks must reduce again."""
-        return not self._keeps_local and self.has_local
+        return not self._steps_alone and self.has_local
 
     def shard(self) -> Tensor:
         """This rank's reduced total [n], of which the norm is computed."""
@@ -344,7 +336,7 @@ class FlatGrads:
         """
         self._squares = None
         self._before_change()
-        if self._keeps_local:
+        if self._steps_alone:
             return self._local.settle() if self.has_local else None
         if self.is_single_rank and self.has_local:
             self.start_reduce()

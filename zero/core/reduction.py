@@ -122,7 +122,7 @@ class Reduction:
         """
         while self._next < len(self._running):
             grads = self._running[self._next]
-            if not grads.is_complete:
+            if not grads.arrivals.is_complete:
                 return
             if self._reduces_now(grads):
                 self._start(grads)

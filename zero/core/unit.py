@@ -74,7 +74,7 @@ class Unit:
     @property
     def has_frozen(self) -> bool:
         """Some parameters get no gradient, so gradients cannot show when backward has left the unit."""
-        return len(self.params) > len(self.grads) or any(grads.has_frozen for grads in self.grads)
+        return len(self.params) > len(self.grads) or any(grads.arrivals.has_frozen for grads in self.grads)
 
     @property
     def full_numel(self) -> int:
@@ -83,7 +83,7 @@ class Unit:
     @property
     def is_complete(self) -> bool:
         """Every trainable parameter has its gradient of this backward."""
-        return all(grads.is_complete for grads in self.grads)
+        return all(grads.arrivals.is_complete for grads in self.grads)
 
     def start_unshard(self) -> None:
         for flat in self.params:

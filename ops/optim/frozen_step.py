@@ -1,0 +1,38 @@
+"""A step of Adam on one item whose variance stays: by its gradient, or by the new momentum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..kernels.frozen_adam import frozen_adam_
+from .one_bit import Moment
+from .shard_optimizer import Update, factor, mark_written
+
+
+def frozen_step(
+    update: Update, state: dict[str, Any], scale: float, moment: Moment, *, is_momentum: bool
+) -> None:
+    """Update master, momentum and `out`. is_momentum: scale * grad is the new momentum."""
+    group = update.group
+    corrections, lr = moment.corrections(group), float(group["lr"])
+    frozen_adam_(
+        update.item.master,
+        update.grad,
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        update.out,
+        factor(scale, update.grad.device),
+        None,
+        lr * corrections.mean,
+        group["betas"][0],
+        corrections.root,
+        group["eps"],
+        lr * group["weight_decay"],
+        is_momentum,
+        update.takes_edits,
+        *update.old_values(state, "exp_avg", "exp_avg_sq"),
+    )
+    mark_written(update)
+
+
+__all__ = ["frozen_step"]
