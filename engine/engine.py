@@ -395,6 +395,7 @@ class Engine(Readings):
         if not self._is_destroyed:
             self._parts.preemption.end()
             self.reload_states()
+            self._parts.updater.synchronise()
             self._is_destroyed = True
             self._guards.remove()
             self._batches.close()

@@ -119,7 +119,11 @@ class Access(Owner):
         return self._model.flat_groups.slices.get(id(param))
 
     def _settle(self) -> None:
-        """End what is in flight: its collectives come before those of the access."""
+        """End what is in flight: its collectives come before those of the access. For all ranks."""
+        self._settle_own()
+        self._updater.synchronise()
+
+    def _settle_own(self) -> None:
         self._model.backwards.end_script_backward()
         self._model.publish()
 
@@ -130,7 +134,7 @@ class Access(Owner):
                 "are still being updated, and they arrive on all ranks together; call engine.state_dict() or "
                 "engine.load_state_dict(...) on every rank, or set offload_optimizer.overlap_step to false"
             )
-        self._settle()
+        self._settle_own()
 
     def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
         self._settle()
@@ -246,10 +250,15 @@ class Access(Owner):
         """The sum over ranks as it lies in memory, without any scaling; None: there is none now.
 
         Raises:
-            UsageError: the parameter is frozen, or its gradient is not reduced yet.
+            UsageError: the parameter is frozen, or its gradient is not reduced yet, or not in this step.
         """
         master = self._trained(param, "its gradient")
         grads = master.grads
+        if grads.reducer.is_silent:
+            raise UsageError(
+                f"the gradient of {self.name_of(param)}: this is a local step of the optimizer, so each rank has "
+                "its own and none is reduced; set optimizer.params.local_step_clipper to 1"
+            )
         is_reduced = self._model.reduce_rest(also_held=self._may_reduce())
         if not is_reduced and grads.has_local and not grads.is_single_rank:
             raise UsageError(

@@ -53,6 +53,7 @@ class SameEdits:
         whole = [flat for flat in flats if flat.collectives.world_size > 1]
         self._groups = groups
         self._watched = [_Watched(flat) for flat in whole if not flat.may_be_resharded]
+        self.were_made = False  # by what all ranks agreed on last
         self._versions = 0
         self._base = self._sum()
 
@@ -74,6 +75,7 @@ class SameEdits:
         Raises:
             UsageError: on every rank; a parameter has different values. What is sharded has its old ones again.
         """
+        self.were_made = any(counts)
         if len(set(counts)) > 1:
             messages = [self._compare(one) for one in self._groups.several]
             text = next((message for message in messages if message), "")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from ...offload.homes import Homes
@@ -195,6 +196,17 @@ class ShardedModel:
         """Every gradient is summed over the ranks on return. See `Reduction.finish`."""
         self.backwards.end()  # a loss.backward() of the script's own
         return self._reduction.finish(self._same_edits)
+
+    def agree_on_edits(self) -> None:
+        """Let all ranks know whether a script has written to parameters since they last agreed on it."""
+        mine = torch.tensor([self._same_edits.count()], dtype=torch.uint8)
+        table = self.collectives.gather_small(mine.to(self.collectives.device), what="parameters")
+        self._same_edits.agree(table.view(-1).tolist())
+
+    @property
+    def was_edited(self) -> bool:
+        """A script has written to parameters before the ranks last agreed on it."""
+        return self._same_edits.were_made
 
     def start_held(self, only: Collection[FlatGrads]) -> None:
         """Start to reduce the gradients of `only` that were held back. For all ranks of their groups."""

@@ -18,10 +18,11 @@ from torch import Tensor
 from ...offload.lanes import Ticket
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World, states_of
 from ...utils.errors import UsageError, XdsError
+from .apart import Apart
 from .disk_failures import agree_on_disks
 from .frozen import FrozenValues, Range, clip, frozen_ranges
 from .guesses import Guesses
-from .host_updates import HostUpdate, Olds, start
+from .host_updates import HostUpdate, Olds, copies_of, start
 from .layout import Slot
 from .master import Master, parts_in
 from .sharded_model import ShardedModel
@@ -54,6 +55,7 @@ class Updater:
         self._optimizer: torch.optim.Optimizer | None = None
         self._num_tensors = 0  # in the optimizer's groups
         self._guesses: Guesses | None = None
+        self._apart: Apart | None = None
         # id of an optimizer's tensor -> the tensor, its master, its first element in the master
         self._places: dict[int, tuple[Tensor, Master, int]] = {}
 
@@ -116,6 +118,7 @@ class Updater:
         self._num_tensors = _num_tensors(optimizer)
         if isinstance(optimizer, ShardOptimizer):
             optimizer.bind(self.wait, self.world)
+            self._apart = Apart(optimizer, self._model, self.masters, self._keep_frozen)
             host = self.homes.host
             if host is not None and host.spare is not None and optimizer.is_elementwise:
                 prepare = partial(self._host_update, optimizer)
@@ -156,6 +159,8 @@ class Updater:
             raise UsageError(ADDED_GROUP)
         agree_on_disks(self.world.collectives, self.homes)
         self._model.before_update()
+        if self._apart is not None:
+            self._apart.join_written()
         optimizer = self._optimizer
         if not isinstance(optimizer, ShardOptimizer):
             with self.in_memory():
@@ -231,7 +236,7 @@ class Updater:
             for master in self._in_order_of_use()
             if master.home.is_on_host
         ]
-        groups = _copies_of(optimizer.param_groups)
+        groups = copies_of(optimizer.param_groups)
         if self._guesses is not None:
             tickets = self._guesses.start_rest(updates)
         else:
@@ -271,7 +276,7 @@ class Updater:
 
     def _host_update(self, optimizer: ShardOptimizer, master: Master, scale: float) -> HostUpdate:
         """The update of `master` on the host. The script may change rates and flags while it runs."""
-        groups = _copies_of(optimizer.param_groups)
+        groups = copies_of(optimizer.param_groups)
         frozen = self._frozen_ranges(master)
 
         def run(grad: Tensor, values: Tensor | None, old: Olds) -> None:
@@ -425,6 +430,11 @@ class Updater:
         """What `bind` was given."""
         return self._optimizer
 
+    def synchronise(self) -> None:
+        """Bring ranks together that step alone for a while. For all ranks, outside of forward and backward."""
+        if self._apart is not None:
+            self._apart.synchronise()
+
     def wait(self) -> None:
         """Wait for all updates that run on the host."""
         for master in self.masters:
@@ -436,11 +446,3 @@ class Updater:
 
 def _num_tensors(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _copies_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The hyperparameters of now: a schedule may change them, a rate that is a tensor in place."""
-    return [
-        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-        for group in groups
-    ]
