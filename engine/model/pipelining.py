@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
@@ -43,6 +44,7 @@ from ..steps.training_step import TrainingStep
 
 Runs = Sequence[Sequence[tuple[str, nn.Module]]]
 
+DATA_AXES: tuple[Axis, ...] = ("data", "sequence")
 ALL_OF_A_STAGE: tuple[Axis, ...] = ("data", "sequence", "tensor")
 
 
@@ -204,8 +206,9 @@ def open_flat_groups(
     """
     num_tensor = mesh.mesh.tensor
     is_one = found is None and num_tensor == 1
-    collectives = world if is_one else mesh.along(("data", "sequence"))
-    data = FlatGroup(collectives, legs(collectives), policy(stage, collectives.world_size))
+    collectives = world if is_one else mesh.along(DATA_AXES)
+    own = legs(collectives, split=partial(mesh.blocks, DATA_AXES, collectives))
+    data = FlatGroup(collectives, own, policy(stage, collectives.world_size))
     sliced = Sliced() if sliced is None else sliced
     by_param: dict[int, FlatGroup] = {}
     # all groups drop parameters or none

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ..mesh import Axis, Mesh
 from .collectives import Collectives, PartOf
+from .levels import Levels
 from .opening import open_collectives
 
 _groups: dict[tuple[object, tuple[int, ...], str], Any] = {}
@@ -45,6 +46,10 @@ class AxisGroups(ABC):
     @abstractmethod
     def along(self, axes: Axis | tuple[Axis, ...], use: str = "") -> Collectives:
         """The ranks that differ from this one on `axes` only. `use` tells several groups of one axis apart."""
+
+    @abstractmethod
+    def blocks(self, axes: Axis | tuple[Axis, ...], whole: Collectives, length: int) -> Levels:
+        """The group `whole` along `axes` as blocks of `length` ranks, which divides it."""
 
     @abstractmethod
     def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
@@ -91,6 +96,19 @@ class MeshGroups(AxisGroups):
         for ranks in self.mesh.groups(axes):
             self._make(ranks, use)
         return self._open(self.mesh.ranks_along(axes, self._rank), use)
+
+    def blocks(self, axes: Axis | tuple[Axis, ...], whole: Collectives, length: int) -> Levels:
+        own: list[list[int]] = [[], []]
+        for ranks in self.mesh.groups(axes):
+            inside = [list(ranks[at : at + length]) for at in range(0, len(ranks), length)]
+            across = [list(ranks[at::length]) for at in range(length)]
+            for level, parts in enumerate((inside, across)):
+                for part in parts:
+                    self._make(part, "")
+                    own[level] = part if self._rank in part else own[level]
+        size = whole.world_size
+        inside, across = (whole if len(part) == size else self._open(part, "") for part in own)
+        return Levels(whole, inside, across)
 
     def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
         own: list[int] = []

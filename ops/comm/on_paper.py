@@ -11,6 +11,7 @@ from torch import Tensor
 from ..mesh import Axis, Mesh
 from .collectives import ACTIVATION_BUFFER, CONTROL_BUFFER, Bounds, Collectives
 from .handles import Done, Handle
+from .levels import Levels
 from .mesh_groups import AxisGroups
 
 
@@ -113,6 +114,14 @@ class PaperGroups(AxisGroups):
 
     def along(self, axes: Axis | tuple[Axis, ...], use: str = "") -> Collectives:
         return self._open((axes,) if isinstance(axes, str) else tuple(axes), use)
+
+    def blocks(self, axes: Axis | tuple[Axis, ...], whole: Collectives, length: int) -> Levels:
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        rank, size = whole.rank, whole.world_size
+        inside = PaperCollectives(rank % length, length, names)
+        across = PaperCollectives(rank // length, size // length, names)
+        self.opened += [inside, across]
+        return Levels(whole, inside, across)
 
     def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
         own = next(sorted(places) for places in tensor_sets if self._at["tensor"] in places)
