@@ -107,8 +107,8 @@ class MeshGroups(AxisGroups):
                     self._make(part, "")
                     own[level] = part if self._rank in part else own[level]
         size = whole.world_size
-        inside, across = (whole if len(part) == size else self._open(part, "") for part in own)
-        return Levels(whole, inside, across)
+        found = [whole if len(part) == size else self._open(part, "") for part in own]
+        return Levels(whole, *found)
 
     def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
         own: list[int] = []

@@ -48,7 +48,7 @@ def members() -> Any:
 
 
 def test_the_groups_of_blocks() -> None:
-    ranks = warm(members, 4)
+    ranks = warm(4).run(members)
     assert [found[1] for found in ranks] == [
         [[0, 1], [0, 2]],
         [[0, 1], [1, 3]],
