@@ -29,8 +29,8 @@ from .batch import DATA_RANKS, WORLD_SIZE, solve_batch
 from .checkpoint import Checkpoint
 from .compile import Compile, check_compile
 from .elasticity import Elasticity, check_elasticity, elastic_batch
+from .messages import check_messages
 from .offloading import check_guesses, check_old_names, check_paths
-from .one_bit import check_one_bit
 from .optimizer import OptimizerConfig, check_optimizer
 from .ranks import (
     check_micro_batches,
@@ -341,7 +341,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
         )
     check_guesses(changes.get("optimizer"), zero, report)
     check_paths(zero, report)
-    check_one_bit(changes.get("optimizer"), changes.get("scheduler"), zero, report)
+    check_messages(changes.get("optimizer"), changes.get("scheduler"), zero, report)
     check_compile(config.compile, config.zero_optimization.stage, report)
     check_ops(config.ops, report)
     check_elasticity(config.elasticity, data, report)

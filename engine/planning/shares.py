@@ -182,7 +182,7 @@ class Shares:
             zero.stage,
             found,
             sliced,
-            Messages(self._config).legs,
+            Messages(self._config, groups.world).legs,
         )
         trained = trained_groups(module, self._config).index
         builder = Builder(trained, flat_groups, BufferPool(), Homes(None))

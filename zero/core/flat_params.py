@@ -188,16 +188,13 @@ class FlatParams:
                 return Done()
         own = self.collectives.shard_of(self.raw)
         if not self.is_on_host:
-            return self._gather_from(self.shard)
+            return self.sender.gather(self.raw, self.shard)
         arrival, self._arrival = self._arrival, None
         fetched = self.place.fetch(own, arrival)
         if self.collectives.world_size == 1:
             return Fetched(fetched)
         fetched.order()
-        return self._gather_from(own)
-
-    def _gather_from(self, shard: Tensor) -> Handle:
-        return self.sender.gather(self.raw, shard)
+        return self.sender.gather(self.raw, own)
 
     @property
     def may_start(self) -> bool:
@@ -213,6 +210,7 @@ class FlatParams:
 
     def serve(self, receivers: Sequence[int]) -> None:
         """Take part in a gather to the ranks `receivers` only, which may or may not include this one."""
+        self.sender.forget()
         receives = self.collectives.rank in receivers
         if receives:
             self._check_not_written()
@@ -251,6 +249,7 @@ class FlatParams:
         """Free the full buffer; the shard stays."""
         if self._reshards and self.is_unsharded:
             self.take_edits()
+            self.sender.keep(self.raw)
             self._point_to(self._placeholders)
             self.raw.untyped_storage().resize_(0)
             self.is_unsharded = False
@@ -261,6 +260,7 @@ class FlatParams:
         Earlier writes to the full parameters are lost, unless `take_edits` was called first.
         near: new values of this rank's part, which the buffer moves to: see `ParameterSender.publish`.
         """
+        self.sender.forget()
         if self._reshards:
             return
         self.is_unsharded = False
@@ -339,7 +339,7 @@ class FlatParams:
             start, stop = overlap((slot.offset, slot.stop), (start, stop))
         if start < stop:
             first = self.layout.shard_range(self.collectives.rank)[0]
-            self.shard[start - first : stop - first].copy_(self.raw[start:stop])
+            self.sender.take_written(self.raw, self.shard, start - first, stop - first)
 
     @torch.no_grad()
     def _remember(self) -> None:
