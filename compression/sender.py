@@ -28,6 +28,11 @@ class ParameterSender(ABC):
     def sends_differences(self) -> bool:
         """`publish` sends the difference to what all ranks hold, now."""
 
+    @property
+    @abstractmethod
+    def rounds(self) -> bool:
+        """What `gather` fills in is near the shards, and they stay exact."""
+
     @abstractmethod
     def gather(self, flat: Tensor, shard: Tensor) -> Handle:
         """Start to fill `flat` [world_size * n] with every rank's `shard` [n], which may be part of it."""
@@ -63,6 +68,7 @@ class ExactSender(ParameterSender):
 
     keeps_master = False
     sends_differences = False
+    rounds = False
     held_bytes = 0
 
     def __init__(self, collectives: Collectives, buffer: int) -> None:

@@ -33,6 +33,7 @@ STILL_KIND = "elements that do not move"
 class OneBitSender(ParameterSender):
     """Exact until the variance is frozen, then one bit per element."""
 
+    rounds = False
     held_bytes = 0
 
     def __init__(self, collectives: Collectives, buffer: Buffer, phase: Phase) -> None:

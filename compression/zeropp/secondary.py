@@ -38,6 +38,10 @@ class SecondarySender(ParameterSender):
         self._second: Tensor | None = None  # [world_size * n / P]
         self._may_keep = False  # all ranks have gathered the buffer
 
+    @property
+    def rounds(self) -> bool:
+        return self._first.rounds
+
     def gather(self, flat: Tensor, shard: Tensor) -> Handle:
         self._may_keep = True
         if self._second is None:

@@ -28,6 +28,7 @@ class QuantizedSender(ParameterSender):
 
     keeps_master = False
     sends_differences = False
+    rounds = True
     held_bytes = 0
 
     def __init__(self, levels: Levels, buffer: Buffer) -> None:
