@@ -201,6 +201,12 @@ class ZeroConfig(Section):
         None, description="feeds back what 4-bit gradients lose; {} takes the defaults"
     )
 
+    @property
+    def compresses(self) -> bool:
+        """Some part of ZeRO++ is enabled."""
+        weights = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
+        return weights or self.zero_quantized_gradients or self.zero_hpz_partition_size > 1
+
     def with_old_names(self) -> ZeroConfig:
         """A copy whose offload sections also have the values of the old names."""
         values = {"device": "cpu", "pin_memory": self.cpu_offload_use_pin_memory}

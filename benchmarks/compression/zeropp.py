@@ -136,9 +136,11 @@ def byte_rows(quick: bool) -> list[Row]:
             if part == "qgZ":
                 rows.append(_of_16_bits(name, once, kinds["int4 sums of a host"], 3.88))
             if part == "hpZ":
-                gathered = kinds["all_gather"] / (length * length / (2 * length) * whole)
+                gathered = kinds["all_gather"] / pairwise
                 rows.append(
-                    Row(f"gathers across, {name}", gathered, must=1.0, note="2 without hpZ")
+                    Row(
+                        f"gathers across, {name}", gathered, must=1.0, note=f"{gathers:.2f} without"
+                    )
                 )
     return rows
 

@@ -79,7 +79,7 @@ def _zeropp(config: Config) -> ZeroppChoice | None:
         partition_size=max(zero.zero_hpz_partition_size, 1),
         loco=zero.zeropp_loco_param,
     )
-    return None if found == ZeroppChoice(False, False, False, 1, None) else found
+    return found if zero.compresses else None
 
 
 @final
