@@ -67,6 +67,8 @@ class QuantizedReducer(GradientReducer):
         shard = self._whole.shard_of(flat, 0)
         for _ in range(count):
             self._first.count_exact(KIND, shard)
+        if self._second is not None:
+            self._second.count_exact(SUM_KIND, shard)
         return Then(handle, lambda: self._receive(theirs, out, add=add), kept=mine)
 
     def _exchange(self, group: Collectives, mine: Tensor, kind: str) -> tuple[Tensor, Handle]:
@@ -93,7 +95,6 @@ class QuantizedReducer(GradientReducer):
             start = (host * self._first.world_size + place) * self._numel
             self._errors.pack_again(self._packets, partial, mine[host], start)
         found, handle = self._exchange(second, mine, SUM_KIND)
-        second.count_exact(SUM_KIND, out)
         handle.wait()
         self._add_up(found, out, add=add)
 

@@ -420,3 +420,29 @@ def test_second_shards_that_do_not_fit_are_refused() -> None:
     assert "data ranks 0 to 3 are on 2 hosts" in text
     (text, *_) = warm(2).run(refused, GRADS, 2, torch.float64)
     assert "torch.float64" in text and "zero_quantized_gradients" in text
+
+
+def ratios(zero: dict[str, Any]) -> Any:
+    """What the report says of a step, on 2 hosts of 2 ranks."""
+    more = {"comms_logger": {"enabled": True}, "bf16": {"enabled": True}}
+    with hosts_of(2):
+        engine = xds.initialize(Vector(8 * 4096), config_of(3, zero, **more))
+        engine.backward(engine(grad_of(8 * 4096, 0, dist.get_rank()).bfloat16()))
+        engine.step()
+        found = dict(engine._parts.report._traffic.events())
+    engine.destroy()
+    return found
+
+
+def test_the_report_compares_with_exact_messages() -> None:
+    n = 8 * 4096 // 4
+    (found, *_) = warm(4).run(ratios, WEIGHTS)
+    assert found["compression_ratio"] == pytest.approx(2 / (1 + 4 / 256))
+    assert "not_sent_norm" not in found
+    (found, *_) = warm(4).run(ratios, {**GRADS, **LOCO})
+    assert found["compression_ratio"] == pytest.approx(2 / (1 / 2 + 4 / 256))
+    assert found["not_sent_norm"] > 0
+    assert found["sent_bytes_int4 gradients"] == 2 * (n // 2 + 4 * n // 256)
+    # the gather is exact, to both ranks there
+    across = 2 * 2 * n + (n // 2 + 4 * n // 256)
+    assert across <= found["sent_bytes_to_other_hosts"] <= across + 100
