@@ -35,7 +35,9 @@ class PaperCollectives(Collectives):
         self.stages = tuple(stages)
         self.tensors = tuple(tensors)
 
-    def all_reduce(self, tensor: Tensor, *, what: str, kind: str) -> Handle:
+    def all_reduce(
+        self, tensor: Tensor, *, what: str, kind: str, buffer: int = ACTIVATION_BUFFER
+    ) -> Handle:
         self._count_all_reduce(kind, tensor)
         return Done()
 
