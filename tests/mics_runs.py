@@ -51,7 +51,7 @@ def on_hosts(*numbers: int) -> Iterator[None]:
 
 def plain(feature: str, accumulation: int, steps: int = STEPS) -> dict[str, Any]:
     """Loss, norm and final values of plain PyTorch in fp32, on the batches of all ranks."""
-    model = build(feature)
+    model = build("plain" if feature.startswith("compiled") else feature)
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.1)
     losses, norms = [], []
@@ -63,6 +63,8 @@ def plain(feature: str, accumulation: int, steps: int = STEPS) -> dict[str, Any]
                 loss = model(part, rank) / (accumulation * RANKS)
                 loss.backward()
                 total += loss.item()
+        for param in params:  # the engine decays parameters without gradients as well
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         norms.append(torch.nn.utils.clip_grad_norm_(params, CLIP).item())
         optimizer.step()
         optimizer.zero_grad()
