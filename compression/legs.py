@@ -20,6 +20,7 @@ class Buffer:
     """One flat buffer: its number, its elements on all ranks together, and [start, stop) of its gaps.
 
     dtype: of the parameters. is_sharded: each rank updates a shard of it; else all of it.
+    is_gathered: its parameters are dropped and gathered (stage 3). trains: they are not frozen.
     """
 
     index: int
@@ -27,6 +28,8 @@ class Buffer:
     gaps: tuple[tuple[int, int], ...]
     dtype: torch.dtype
     is_sharded: bool
+    is_gathered: bool = False
+    trains: bool = True
 
 
 class Legs(ABC):

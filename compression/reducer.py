@@ -21,12 +21,14 @@ class Owed(NamedTuple):
     """What a rank has not sent of a flat buffer.
 
     error: [world_size * n] fp32, of its own gradients. server: [n] fp32, of its part of the sums; or None.
-    unit: what the values are multiplied with to be mean gradients of the loss.
+    unit: what the values are multiplied with to be mean gradients of the loss. steps: since they were 0, if
+    that counts.
     """
 
     error: Tensor
     server: Tensor | None
     unit: float
+    steps: int = 0
 
 
 class GradientReducer(ABC):

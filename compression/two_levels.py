@@ -17,7 +17,7 @@ from ..ops.comm.handles import Handle, Then
 from ..ops.comm.levels import Levels
 from .legs import Buffer, Legs
 from .reducer import GradientReducer
-from .sender import ParameterSender
+from .sender import ExactSender, ParameterSender
 
 KIND = "all_gather"
 
@@ -28,11 +28,14 @@ class TwoLevelSender(ParameterSender):
 
     keeps_master = False
     sends_differences = False
+    rounds = False
+    held_bytes = 0
 
     def __init__(self, levels: Levels, buffer: int) -> None:
         """levels: blocks are the ranks of one host. buffer: the number of the flat buffer."""
         self._levels = levels
         self._buffer = buffer
+        self._pairwise = ExactSender(levels.whole, buffer)
 
     def gather(self, flat: Tensor, shard: Tensor) -> Handle:
         across, inside = self._levels.across, self._levels.inside
@@ -53,7 +56,16 @@ class TwoLevelSender(ParameterSender):
         return Then(crossing, spread, kept=shard)
 
     def publish(self, flat: Tensor, values: Tensor) -> Handle:
-        raise AssertionError("exact values are gathered")
+        return self._pairwise.publish(flat, values)
+
+    def take_written(self, flat: Tensor, shard: Tensor, start: int, stop: int) -> None:
+        self._pairwise.take_written(flat, shard, start, stop)
+
+    def keep(self, flat: Tensor) -> None:
+        return
+
+    def forget(self) -> None:
+        return
 
 
 @final

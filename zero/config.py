@@ -73,7 +73,6 @@ _OTHERS: dict[str, Entry] = {
     "save_muon_momentum_buffer_in_memory": _never("offload_optimizer decides where states are"),
     "legacy_stage1": _refused_flag("the legacy stage 1 is not supported; remove the key"),
     **offload.ZERO_KEYS,
-    **compression.ZERO_KEYS,
 }
 
 _PREFIXED = (
@@ -184,6 +183,32 @@ class ZeroConfig(Section):
     cpu_offload_use_pin_memory: Flag = Field(
         True, description="DeepSpeed's old name of offload_optimizer.pin_memory"
     )
+
+    zero_quantized_weights: Flag = Field(
+        False,
+        description="stage 3: parameters are gathered in 8 bits, and computed with as they arrive",
+    )
+    zero_quantized_nontrainable_weights: Flag = Field(
+        False, description="stage 3: the same for parameters that are frozen at `initialize`"
+    )
+    zero_hpz_partition_size: Annotated[int, whole(0)] = Field(
+        1,
+        description="stage 3: so many neighbouring ranks of a host keep the parameters from a gather to "
+        "the update; 0 and 1 do not",
+    )
+    zero_quantized_gradients: Flag = Field(
+        False,
+        description="stages 1 to 3: gradients are sent in 4 bits, inside each host and then across",
+    )
+    zeropp_loco_param: Annotated[compression.Loco | None, AsRead()] = Field(
+        None, description="feeds back what 4-bit gradients lose; {} takes the defaults"
+    )
+
+    @property
+    def compresses(self) -> bool:
+        """Some part of ZeRO++ is enabled."""
+        weights = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
+        return weights or self.zero_quantized_gradients or self.zero_hpz_partition_size > 1
 
     def with_old_names(self) -> ZeroConfig:
         """A copy whose offload sections also have the values of the old names."""

@@ -215,7 +215,7 @@ class OneBitReducer(GradientReducer):
 
     @torch.no_grad()
     def restore(self, owed: Owed | None) -> None:
-        self.error, self.server_error, self._unit = owed or (None, None, math.nan)
+        self.error, self.server_error, self._unit = owed[:3] if owed else (None, None, math.nan)
         if self.error is None or self.server_error is None or self._sends_momentum:
             return
         # saved at stage 0: there is no server here, and momenta are sums of (1 - b) times gradients

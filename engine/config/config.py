@@ -29,9 +29,9 @@ from .batch import DATA_RANKS, WORLD_SIZE, solve_batch
 from .checkpoint import Checkpoint
 from .compile import Compile, check_compile
 from .elasticity import Elasticity, check_elasticity, elastic_batch
+from .messages import check_messages
 from .mics import check_mics, complaints_of_ranks
 from .offloading import check_guesses, check_old_names, check_paths
-from .one_bit import check_one_bit
 from .optimizer import OptimizerConfig, check_optimizer
 from .precision import check_precision
 from .ranks import (
@@ -344,7 +344,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     check_guesses(changes.get("optimizer"), zero, report)
     check_paths(zero, report)
     check_mics(zero, report)
-    check_one_bit(changes.get("optimizer"), changes.get("scheduler"), zero, report)
+    check_messages(changes.get("optimizer"), changes.get("scheduler"), zero, report)
     check_compile(config.compile, config.zero_optimization.stage, report)
     check_ops(config.ops, report)
     check_elasticity(config.elasticity, data, report)

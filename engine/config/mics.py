@@ -23,7 +23,24 @@ def check_mics(zero: ZeroConfig, report: Report) -> None:
         report.notes.append(
             f"{SIZE} = {size} has no effect at stage 0, where every rank holds everything"
         )
-    elif size == 1 and zero.offload_param.device != "none":
+        return
+    if zero.zero_hpz_partition_size > 1:
+        report.complain(
+            "zero_optimization.zero_hpz_partition_size",
+            zero.zero_hpz_partition_size,
+            f"second shards keep what gathers across hosts brought, and shard groups ({SIZE} = {size}) are for "
+            "no such gathers: remove one of the two keys",
+        )
+    if zero.mics_hierarchical_params_gather and (
+        zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
+    ):
+        report.complain(
+            HIERARCHICAL,
+            True,
+            "it gathers exact parameters, and gathers in 8 bits have two levels already: set it to false, or "
+            "remove zero_quantized_weights and zero_quantized_nontrainable_weights",
+        )
+    if size == 1 and zero.offload_param.device != "none":
         report.complain(
             SIZE,
             size,

@@ -140,6 +140,10 @@ class _Planner:
             self._notes.append(
                 f"optimizer = {section.type}: its states are estimated, and messages of its own are not counted"
             )
+        if zero.compresses:
+            self._notes.append(
+                "ZeRO++: the figures are those of exact messages, without second shards and errors"
+            )
         if {zero.offload_optimizer.device, zero.offload_param.device} != {"none"}:
             self._notes.append(
                 "offload: buffers for copies and gradients on the host are not counted"

@@ -199,7 +199,7 @@ class Shares:
             zero.stage,
             found,
             sliced,
-            Messages(self._config).legs,
+            Messages(self._config, groups.world).legs,
             self._shard_groups,
         )
         trained = trained_groups(module, self._config).index

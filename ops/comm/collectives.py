@@ -86,6 +86,11 @@ class Collectives(ABC):
         self._watch.name(CONTROL_BUFFER, "norms and flags")
         self._watch.name(ACCESS_BUFFER, "a parameter")
 
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks of the group, among all ranks of the job."""
+        return self._ranks
+
     def name_buffer(self, buffer: int, name: str) -> None:
         """Set the name of the flat buffer `buffer` in messages, e.g. "unit 'blocks.5'"."""
         self._watch.name(buffer, name)

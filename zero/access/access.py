@@ -188,6 +188,7 @@ class Access(Owner):
             return
         flat = place.flat
         flat.wait()  # a forward that failed has left a gather of the old values
+        flat.sender.forget()
         rank = flat.collectives.rank
         with torch.no_grad():
             stored = self.value(param)

@@ -36,12 +36,13 @@ class _Plan:
 
 @final
 class OwedRestore:
-    """Restores what was owed. `unit` of the checkpoint: what sums were multiplied with to be mean gradients."""
+    """Restores what was owed. `unit`, `steps`: those of the checkpoint, see `Owed`."""
 
-    def __init__(self, snapshot: Snapshot, catalogue: Catalogue, unit: float) -> None:
+    def __init__(self, snapshot: Snapshot, catalogue: Catalogue, unit: float, steps: int) -> None:
         self._snapshot = snapshot
         self._catalogue = catalogue
         self._unit = unit
+        self._steps = steps
         self._plans: list[_Plan] = []
 
     def plan(self) -> list[Target]:
@@ -100,7 +101,7 @@ class OwedRestore:
         """Set the errors. For all ranks: at another number of ranks each sends its part of them."""
         for one in self._plans:
             error = one.error if one.parts is None else _spread(one.master, one.parts)
-            owed = None if error is None else Owed(error, one.server, self._unit)
+            owed = None if error is None else Owed(error, one.server, self._unit, self._steps)
             one.master.grads.reducer.restore(owed)
 
 

@@ -330,6 +330,12 @@ class Snapshot:
         found = (master.grads.reducer.owed for master in self.masters)
         return next((owed.unit for owed in found if owed is not None), None)
 
+    @property
+    def owed_steps(self) -> int:
+        """The steps since the errors were 0, see `Owed`."""
+        found = (master.grads.reducer.owed for master in self.masters)
+        return next((owed.steps for owed in found if owed is not None), 0)
+
     # -- gradients in the middle of an accumulation -----------------------------------------------------
 
     def grad_totals(self) -> list[Block]:

@@ -197,7 +197,9 @@ class Builder:
             index=index,
             is_sharded=group.policy.shards_params,
             home=self._homes.shards,
-            sender=group.legs.sender(buffer_of(layout, index, kind.dtype, group)),
+            sender=group.legs.sender(
+                buffer_of(layout, index, kind.dtype, group, trains=kind.trains)
+            ),
         )
         if kind.is_single and group.policy.shards_params:
             params.keep_gathered()

@@ -124,10 +124,20 @@ class FlatGroups:
         return self.several + ([] if levels is None else [levels.inside, levels.across])
 
 
-def buffer_of(layout: FlatLayout, index: int, dtype: torch.dtype, group: FlatGroup) -> Buffer:
+def buffer_of(
+    layout: FlatLayout, index: int, dtype: torch.dtype, group: FlatGroup, *, trains: bool = True
+) -> Buffer:
     """What the legs of `group` know of flat buffer `index`, whose parameters have this dtype."""
-    gaps = tuple(layout.gaps())
-    return Buffer(index, layout.numel, gaps, dtype, group.policy.shards_optimizer)
+    policy = group.policy
+    return Buffer(
+        index,
+        layout.numel,
+        tuple(layout.gaps()),
+        dtype,
+        is_sharded=policy.shards_optimizer,
+        is_gathered=policy.shards_params,
+        trains=trains,
+    )
 
 
 __all__ = ["FlatGroup", "FlatGroups", "buffer_of"]

@@ -265,7 +265,7 @@ class ShardedModel:
         bool []; if one is true, call its buffer's `refuse_lost_writes`.
         """
         flats = [flat for unit in self.units for flat in unit.params]
-        lost = [(flat, flat.take_lost_writes()) for flat in flats]
+        lost = [(flat, flat.writes.take_lost()) for flat in flats]
         return [(flat, flag) for flat, flag in lost if flag is not None]
 
     def publish(self) -> None:
@@ -323,7 +323,8 @@ class ShardedModel:
         try:
             agree_on_disks(self.collectives, self.homes)
             for unit in self.units:
-                unit.unshard()
+                for flat in unit.params:
+                    flat.gather_exactly()
         except XdsError as error:
             if not self.homes.are_on_disk:
                 raise
