@@ -70,6 +70,45 @@ def gathered(hosts: tuple[int, ...]) -> Any:
     return values[0] == values[1], *across
 
 
+def three_replicas(stage: int) -> Any:
+    """Ranks use different blocks, and every second step has two backward passes: gradients are late."""
+    runs = []
+    for size in (0, 2):
+        config = config_of(stage, size, accumulation=2)
+        engine = xds.initialize(build("divergent" if stage < 3 else "plain"), config)
+        norms = []
+        for step in range(5):
+            for micro in range(2):
+                seed = torch.Generator().manual_seed(100 * step + 10 * micro + engine.global_rank)
+                tokens = torch.randint(0, 61, (2, 9), generator=seed)
+                loss = engine(tokens, engine.global_rank)
+                if step % 2 and micro:
+                    engine.backward(loss * 0.5, retain_graph=True)
+                    loss = loss * 0.5
+                engine.backward(loss)
+                engine.step()
+            norms.append(engine.get_global_grad_norm())
+        values = engine.full_state_dict(rank0_only=False, full_precision=True)
+        sent = engine.bytes_sent()
+        sizes = [flat.layout.shard_numel for flat in engine._sharded.flat_grads]
+        engine.destroy()
+        runs.append((norms, values, sent, sizes))
+    return runs
+
+
+@pytest.mark.parametrize("stage", [2, *(pytest.param(s, marks=SLOW) for s in (1, 3))])
+def test_three_replicas(stage: int) -> None:
+    ranks = warm(6).run(three_replicas, stage)
+    for zero, mics in ranks:
+        assert mics[0] == ranks[0][1][0]
+        for one, two in zip(mics[0], zero[0], strict=True):
+            assert abs(one - two) <= 1e-5 * two
+        for name, value in mics[1].items():
+            assert torch.equal(value, ranks[0][1][1][name]), name
+            assert (value - zero[1][name]).norm() <= 1e-5 * value.norm() + 1e-6, name
+        assert mics[2]["all_reduce"] >= 5 * sum(2 * 2 * numel * 4 // 3 for numel in mics[3])
+
+
 def started(config: dict[str, Any], hosts: tuple[int, ...]) -> tuple[str, list[str]]:
     """The error of an engine, and rank 0's notes about gathers in two levels."""
     lines: list[str] = []
