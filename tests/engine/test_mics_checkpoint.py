@@ -134,3 +134,38 @@ def test_a_save_is_spread_over_all_ranks_and_each_element_is_written_once(tmp_pa
     loaded = xds.get_fp32_state_dict(str(tmp_path), "here")
     for name, value in ranks[0].items():
         assert torch.equal(loaded[name], value)
+
+
+def in_a_mesh(folder: str, more: dict[str, Any], does_save: bool) -> Any:
+    """The whole model after two steps and a save, or after a load; and the loss of the next step."""
+    from feature_pairs import config_of
+    from tensor_cases import batches, build
+
+    config = config_of(()) | more
+    engine = xds.initialize(build("llama"), config)
+    if does_save:
+        for step in range(2):
+            engine.train_batch(batches("llama", step, engine.dp_rank))
+        engine.save_checkpoint(folder, "here")
+    else:
+        engine.load_checkpoint(folder, "here")
+    values = engine.full_state_dict(rank0_only=False, full_precision=True)
+    loss = engine.train_batch(batches("llama", 2, engine.dp_rank)).item()
+    engine.destroy()
+    return values, loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axis", "stage"),
+    [({"pipeline": {"stages": 2}}, 1), ({"tensor_parallel": {"tp_size": 2}}, 3)],
+)
+def test_other_axes_are_saved_and_loaded(tmp_path: Path, axis: dict[str, Any], stage: int) -> None:
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    saved = warm(8).run(in_a_mesh, str(tmp_path), of(stage, 2) | axis, True)
+    for world_size, more in ((8, of(stage, 2) | axis), (4, of(3, 2)), (4, of(2, 0))):
+        for values, loss in warm(world_size).run(in_a_mesh, str(tmp_path), more, False):
+            assert values.keys() == saved[0][0].keys()
+            for name, value in values.items():
+                assert torch.equal(value, saved[0][0][name]), name
+            assert abs(loss - saved[0][1]) <= 1e-5 * loss
