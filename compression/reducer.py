@@ -47,6 +47,14 @@ class GradientReducer(ABC):
         """
 
     @abstractmethod
+    def complete(self, total: Tensor) -> Handle | None:
+        """Start to add to `total` [n] what `reduce` has left out: once, after the last `reduce` of a step.
+
+        None: nothing has started; `total` is the sum over all ranks. More gradients may still be reduced, and
+        are completed by another call.
+        """
+
+    @abstractmethod
     def reduce_whole(self, flat: Tensor) -> Handle | None:
         """Start to set `flat` [world_size * n] to its sum over ranks, on every rank, with the bits of `reduce`.
 
@@ -116,6 +124,9 @@ class ExactReducer(GradientReducer):
         return self._collectives.reduce_scatter(
             flat, out, add=add, buffer=self._buffer, kind="reduce_scatter"
         )
+
+    def complete(self, total: Tensor) -> Handle | None:
+        return None
 
     def reduce_whole(self, flat: Tensor) -> Handle | None:
         if not self._collectives.sums_whole(flat):

@@ -290,7 +290,7 @@ def _loader(
 
 def _give_values(model: nn.Module, weights: Any, groups: FlatGroups, policy: Policy) -> None:
     """Values for what is on the meta device, and `weights` for everything."""
-    collectives = groups.data.collectives
+    collectives = groups.data.everyone
     store = SliceStore(collectives) if policy.shards_params else None
     if weights is not None:
         load_weights(model, weights, store=store, remedy=_LOAD_LATER, groups=groups)

@@ -44,6 +44,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "qwZ": {"zero_optimization": {**PARAM, "zero_quantized_weights": True}},
     "qgZ": {"zero_optimization": {"stage": 1, "zero_quantized_gradients": True}},
     "hpZ": {"zero_optimization": {**PARAM, "zero_hpz_partition_size": 2}},
+    "MiCS": {"zero_optimization": {"stage": 1, "mics_shard_size": 2}},
 }
 EXCLUDE = {frozenset(("pipeline", "zero-bubble")), frozenset(("bf16", "fp16"))}
 NEAR = {"fp32": 1e-5, "bf16": 0.05, "fp16": 0.01}
@@ -79,8 +80,11 @@ def ranks_of(config: Mapping[str, Any]) -> tuple[int, int]:
     model_ranks *= config.get("tensor_parallel", {}).get("tp_size", 1)
     model_ranks *= config.get("sequence_parallel_size", 1)
     data = 2 if model_ranks < 4 else 1
-    if config.get("zero_optimization", {}).get("zero_hpz_partition_size") and model_ranks == 1:
+    zero = config.get("zero_optimization", {})
+    if zero.get("zero_hpz_partition_size") and model_ranks == 1:
         data = 4
+    if zero.get("mics_shard_size"):  # two shard groups of two ranks
+        data = 4 // config.get("sequence_parallel_size", 1)
     return model_ranks * data, data
 
 
@@ -128,7 +132,7 @@ def page() -> str:
     lines = [
         "# Combinations of features",
         "",
-        "Each cell is the outcome of a test. A small Llama trains five steps with both features, on 2 to 4 "
+        "Each cell is the outcome of a test. A small Llama trains five steps with both features, on 2 to 8 "
         "ranks.",
         "",
         "- `=`: losses and gradient norms are those of one process without these features, within 1e-5.",

@@ -72,14 +72,6 @@ _OTHERS: dict[str, Entry] = {
     "enable_sanity_checks": _never("the checks are cheap and always enabled"),
     "save_muon_momentum_buffer_in_memory": _never("offload_optimizer decides where states are"),
     "legacy_stage1": _refused_flag("the legacy stage 1 is not supported; remove the key"),
-    "mics_shard_size": Refused(
-        whole(-1),
-        "sharding inside sub-groups (MiCS) is not supported yet; remove the key",
-        harmless=(-1, 0),
-    ),
-    "mics_hierarchical_params_gather": _refused_flag(
-        "sharding inside sub-groups (MiCS) is not supported yet; remove the key"
-    ),
     **offload.ZERO_KEYS,
 }
 
@@ -153,6 +145,17 @@ class ZeroConfig(Section):
         False,
         description="stage 3: ranks may call different units. They exchange requests before each gather, and "
         "each rank keeps full gradients until the end of backward",
+    )
+    mics_shard_size: Annotated[int, whole(-1)] = Field(
+        -1,
+        description="MiCS: so many neighbouring data-parallel ranks share one copy of the model states, and "
+        "gradients are summed over the copies once in a step; -1 or 0: all ranks share one. No effect at "
+        "stage 0. DeepSpeed reads it at stage 3 only",
+    )
+    mics_hierarchical_params_gather: Flag = Field(
+        False,
+        description="where the ranks of mics_shard_size are on several hosts, parameters are gathered across "
+        "hosts first, then inside each host",
     )
     units: Names = Field(
         (), description="class names or dotted-name globs of the modules that are one unit each"

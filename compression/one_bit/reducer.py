@@ -146,6 +146,9 @@ class OneBitReducer(GradientReducer):
 
     # -- the server -------------------------------------------------------------------------------------
 
+    def complete(self, total: Tensor) -> Handle | None:
+        return None
+
     def reduce_whole(self, flat: Tensor) -> Handle | None:
         return None if self.is_lossy else self._exact.reduce_whole(flat)
 

@@ -190,7 +190,7 @@ def _prepare(
             "incomplete; call step() first"
         )
     training.sharded.backwards.end_checked()
-    training.sharded.settle_reductions()
+    training.sharded.complete_sums()
     training.updater.take_edits()
     snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)
     if options.exclude_frozen_parameters:

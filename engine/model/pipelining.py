@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, final
 
 import torch
@@ -41,10 +40,10 @@ from ..steps.batch_loop import Loop
 from ..steps.counters import Counters
 from ..steps.pipeline_loop import Pipeline, PipelineLoop, Sequences
 from ..steps.training_step import TrainingStep
+from .shard_groups import ALL_RANKS, DATA_AXES, ShardGroups
 
 Runs = Sequence[Sequence[tuple[str, nn.Module]]]
 
-DATA_AXES: tuple[Axis, ...] = ("data", "sequence")
 ALL_OF_A_STAGE: tuple[Axis, ...] = ("data", "sequence", "tensor")
 
 
@@ -199,16 +198,19 @@ def open_flat_groups(
     found: Cut | None,
     sliced: Sliced | None = None,
     legs: BuildLegs = ExactLegs,
+    shard_groups: ShardGroups = ALL_RANKS,
 ) -> FlatGroups:
     """The group of every flat buffer. For all ranks.
 
-    sliced: what the tensor ranks have cut; None: nothing. legs: how gradients and parameters are sent.
+    Args:
+        sliced: what the tensor ranks have cut; None: nothing.
+        legs: how gradients and parameters are sent.
+        shard_groups: which data-parallel ranks a buffer is sharded over.
     """
     num_tensor = mesh.mesh.tensor
     is_one = found is None and num_tensor == 1
     collectives = world if is_one else mesh.along(DATA_AXES)
-    own = legs(collectives, split=partial(mesh.blocks, DATA_AXES, collectives))
-    data = FlatGroup(collectives, own, policy(stage, collectives.world_size))
+    data = shard_groups.open(mesh, collectives, policy, stage, legs)
     sliced = Sliced() if sliced is None else sliced
     by_param: dict[int, FlatGroup] = {}
     # all groups drop parameters or none

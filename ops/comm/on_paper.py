@@ -20,6 +20,7 @@ class PaperCollectives(Collectives):
     """The collectives of rank `rank` of `world_size`. Sums and exchanges of activations are counted.
 
     stages, tensors: the pipeline stages and tensor ranks that its ranks are on, if not all along `axes`.
+    places: of its ranks among all along `axes`, if they are not all.
     """
 
     def __init__(
@@ -29,13 +30,17 @@ class PaperCollectives(Collectives):
         axes: tuple[Axis, ...],
         stages: Sequence[int] = (),
         tensors: Sequence[int] = (),
+        places: Sequence[int] = (),
     ) -> None:
         super().__init__(None, torch.device("cpu"), rank, world_size)
         self.axes = axes
         self.stages = tuple(stages)
         self.tensors = tuple(tensors)
+        self.places = tuple(places)
 
-    def all_reduce(self, tensor: Tensor, *, what: str, kind: str) -> Handle:
+    def all_reduce(
+        self, tensor: Tensor, *, what: str, kind: str, buffer: int = ACTIVATION_BUFFER
+    ) -> Handle:
         self._count_all_reduce(kind, tensor)
         return Done()
 
@@ -118,8 +123,12 @@ class PaperGroups(AxisGroups):
     def blocks(self, axes: Axis | tuple[Axis, ...], whole: Collectives, length: int) -> Levels:
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         rank, size = whole.rank, whole.world_size
-        inside = PaperCollectives(rank % length, length, names)
-        across = PaperCollectives(rank // length, size // length, names)
+        assert isinstance(whole, PaperCollectives)
+        block, place = divmod(rank, length)
+        places = whole.places or range(size)
+        of_block = places[block * length : (block + 1) * length]
+        inside = PaperCollectives(place, length, names, places=of_block)
+        across = PaperCollectives(block, size // length, names, places=places[place::length])
         self.opened += [inside, across]
         return Levels(whole, inside, across)
 

@@ -68,8 +68,9 @@ class OwedRestore:
             return into
 
         error = parts = server = copy = None
-        if len(keys) == layout.world_size:
-            key = f"{ERROR}{master.rank}"
+        everyone = master.grads.group.everyone
+        if len(keys) == everyone.world_size:
+            key = f"{ERROR}{everyone.rank}"
             error = read(key, 0, layout.numel, torch.empty(layout.numel, device=device))
         elif keys:
             parts = torch.empty((len(keys), layout.shard_numel), device=device)
@@ -108,7 +109,7 @@ def _spread(master: Master, parts: Tensor) -> Tensor:
     """An equal part of the sum of the errors `parts` [ranks, n], of all elements."""
     collectives, layout = master.params.collectives, master.params.layout
     full = torch.empty(layout.numel, device=parts.device)
-    own = parts.sum(0).div_(layout.world_size)
+    own = parts.sum(0).div_(master.grads.group.everyone.world_size)
     collectives.all_gather(full, own, buffer=master.params.index, kind="access").wait()
     return full
 

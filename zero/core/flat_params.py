@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from ...compression.sender import ExactSender, ParameterSender
 from ...offload.lanes import Ticket
 from ...offload.shards import Fetched, Shard, ShardHome, ShardInMemory
-from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Done, Handle
 from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ..access.owners import find_owner
 from .gathered_writes import GatheredWrites
+from .groups import FlatGroup
 from .layout import FlatLayout
-from .placeholders import placeholder_like
+from .placeholders import bytes_of, placeholder_like
 
 # the engine's own operations on parameters are hidden from any mode that surrounds a forward
 _NoTorchFunction = torch._C.DisableTorchFunction
@@ -48,7 +48,7 @@ class FlatParams:
         layout: FlatLayout,
         params: Sequence[nn.Parameter],
         dtype: torch.dtype,
-        collectives: Collectives,
+        group: FlatGroup,
         *,
         index: int,
         is_sharded: bool,
@@ -64,7 +64,8 @@ class FlatParams:
         self.params = tuple(params)
         self.index = index
         self.is_sharded = is_sharded
-        self.collectives = collectives
+        self.group = group
+        self.collectives = collectives = group.collectives
         self.sender = sender
         self._handle: Handle | None = None
         self._reshards = is_sharded
@@ -75,7 +76,7 @@ class FlatParams:
         ]
         self._fill()
         self._placeholder = placeholder_like((), dtype, collectives.device)
-        self._placeholder_bytes = bytes(_bytes_of(self._placeholder).tolist())
+        self._placeholder_bytes = bytes(bytes_of(self._placeholder).tolist())
         self._placeholders = [self._placeholder.expand(slot.shape) for slot in layout.slots]
         own = collectives.shard_of(self.raw)
         self.writes = GatheredWrites()
@@ -99,7 +100,7 @@ class FlatParams:
                 owner.move_into(param, view)
             param.data = view
         for part in [self.raw] if len(own) == len(self.params) else own:
-            self.collectives.broadcast(part)
+            self.group.everyone.broadcast(part)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -401,7 +402,7 @@ class FlatParams:
         if assigned:
             shown = ", ".join(assigned[:3]) + (", ..." if len(assigned) > 3 else "")
             raise UsageError(f".data of {shown} was assigned while dropped (stage 3): {_REMEDY}")
-        bits = _bytes_of(self._placeholder)
+        bits = bytes_of(self._placeholder)
         if bits.device.type == "cpu" and bytes(bits.tolist()) != self._placeholder_bytes:
             names = self.layout.slots[0].name, self.layout.slots[-1].name
             bits.copy_(bits.new_tensor(list(self._placeholder_bytes)))
@@ -420,7 +421,3 @@ _REMEDY = (
 def _is_same(param: Tensor, value: Tensor) -> bool:
     """`.data` of `param` is `value`: the same dtype, memory, shape and strides."""
     return param.dtype is value.dtype and param.is_set_to(value)
-
-
-def _bytes_of(scalar: Tensor) -> Tensor:
-    return scalar.view(1).view(torch.uint8)

@@ -82,4 +82,4 @@ class Memory:
 
     def _scratch_bytes(self) -> int:
         """Bytes of the receive buffers of all groups."""
-        return sum(collectives.scratch_bytes for collectives in self._groups.several)
+        return sum(collectives.scratch_bytes for collectives in self._groups.opened)

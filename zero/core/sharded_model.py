@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
@@ -217,10 +217,21 @@ class ShardedModel:
         if also_held:
             self._reduction.reduce_held()
         self._reduction.settle()
+        self._reduction.complete()
         if self._reduction.holds:
             return False
         self._reduction.reduce_late()
+        self._reduction.complete()
         return True
+
+    def expect_ends(self, ends_step: Callable[[], bool]) -> None:
+        """See `Reduction.expect_ends`."""
+        self._reduction.expect_ends(ends_step)
+
+    def complete_sums(self) -> None:
+        """What is reduced is summed over all ranks on return, also over replicas. For all ranks."""
+        self._reduction.settle()
+        self._reduction.complete()
 
     @property
     def reduces_each_backward(self) -> bool:
