@@ -196,7 +196,7 @@ def loss_rows(quick: bool) -> list[Row]:
     seeds, steps = (range(2), 20) if quick else (range(SEEDS), STEPS)
     kinds = [("AdamW", 1), *(("OneBitAdam", stage) for stage in (0, 1, 2))]
     cases = [(optimizer, stage, seed) for optimizer, stage in kinds for seed in seeds]
-    losses = run_ranks(train, 2, cases, steps)[0]
+    losses = run_ranks(train, 2, cases, steps, timeout_seconds=7200)[0]
     by_kind = {
         kind: losses[at * len(seeds) : (at + 1) * len(seeds)] for at, kind in enumerate(kinds)
     }
