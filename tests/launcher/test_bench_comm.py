@@ -213,6 +213,8 @@ def test_its_own_words_are_taken_out_and_the_rest_is_the_launchers():
         (["--trials", "0"], "--trials = 0"),
         (["--dtype", "float64"], "--dtype"),
         (["--seconds", "0"], "--seconds = 0"),
+        (["--compression", "--op", "barrier"], "--op = barrier with --compression"),
+        (["--compression", "--dtype", "int8"], "--dtype = int8 with --compression"),
     ],
 )
 def test_wrong_use_is_told(words, told):
