@@ -1,10 +1,10 @@
 """Measure one-bit messages: bytes, memory, speed of packing, and the loss of the GPT example.
 
-    python benchmarks/compression/main.py [--only PATTERN] [--quick]
+    python benchmarks/compression/main.py [--only PATTERN] [--quick]    # links.py: steps over slow links
 
 - `bytes`: what a rank sends in a compressed step, over 2 x 0.1289 bytes an element and (N - 1) / N.
 - `memory`: model states of 1-bit Adam less those of AdamW, bytes a parameter, on the rank that has the most.
-- `pack`: bytes that `sign_pack_` reads and writes in a second, over those of a copy.
+- `pack`: bytes that a kernel reads and writes in a second of processor time, over those of a copy.
 - `loss`: the final validation loss of 1-bit Adam at each stage and seed, against the spread of AdamW's seeds.
 """
 
@@ -15,6 +15,7 @@ import fnmatch
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,40 +126,71 @@ def size_rows(quick: bool) -> list[Row]:
 # -- packing ---------------------------------------------------------------------------------------------
 
 
+def over_copy(call: Any, moved: float, source: Any, target: Any) -> list[float]:
+    """Bytes a second of `call`, which moves `moved` bytes, over those of a copy; in turns.
+
+    Seconds are the processor time of this thread: other processes do not count.
+    """
+    ratios = []
+    for _ in range(16):
+        start = time.thread_time()
+        target.copy_(source)
+        middle = time.thread_time()
+        call()
+        spent = time.thread_time() - middle
+        ratios.append(moved / spent / (2 * source.nbytes / (middle - start)))
+    return ratios[1:]
+
+
 def pack_rows() -> list[Row]:
-    """The row `pack`: turns of a copy and of the kernel."""
+    """The rows `pack`: turns of a copy and of a kernel, one thread."""
     import torch
 
-    from xds.ops.kernels.signs import sign_pack_
+    from xds.ops.kernels.quantize import dequantize_, quantize_
+    from xds.ops.kernels.signs import sign_pack_, sign_unpack_
     from xds.ops.libraries import load
 
     load("cpu", require=True)
     torch.set_num_threads(1)
     numel = 1 << 24
     value, error, out = torch.randn(numel), torch.zeros(numel), torch.empty(numel)
-    signs = torch.empty(numel // 8, dtype=torch.uint8)
-    scales = torch.empty(numel // 1024)
-    ratios = []
-    for _ in range(16):
-        start = time.perf_counter()
-        out.copy_(value)
-        middle = time.perf_counter()
-        sign_pack_(value, error, signs, scales, 1024, False)
-        packed = time.perf_counter() - middle
-        ratios.append((12 + AN_ELEMENT) * numel / packed / (8 * numel / (middle - start)))
-    ratios = ratios[1:]
-    found = statistics.median(ratios)
-    return [
-        Row(
-            "pack with error over memcpy, 16.8M elements, one thread",
-            found,
-            min(ratios),
-            max(ratios),
-            must=0.5,
-            aim=0.8,
-            more_is_better=True,
+    signs = torch.empty((1, numel // 8), dtype=torch.uint8)
+    scales = torch.empty((1, numel // 1024))
+    calls = {
+        "pack with error": (
+            lambda: sign_pack_(value, error, signs[0], scales[0], 1024, False),
+            12 + AN_ELEMENT,
+        ),
+        "unpack": (lambda: sign_unpack_(signs, scales, out, 1024, 1.0), 4 + AN_ELEMENT),
+    }
+    for bits in (8, 4):
+        values = torch.empty((1, numel * bits // 8), dtype=torch.uint8)
+        absmax = torch.empty((1, numel // 256))
+        moved = 4 + bits / 8 + 4 / 256
+        calls[f"quantize int{bits}"] = (
+            partial(quantize_, value, values[0], absmax[0], None, bits, 256),
+            moved,
         )
-    ]
+        calls[f"dequantize int{bits}"] = (
+            partial(dequantize_, values, absmax, out, bits, 256, 1.0),
+            moved,
+        )
+    rows = []
+    for name, (call, moved) in calls.items():
+        ratios = over_copy(call, moved * numel, value, out)
+        bars = (0.5, 0.8) if name == "pack with error" else (None, None)
+        rows.append(
+            Row(
+                f"{name} over memcpy, 16.8M elements, one thread",
+                statistics.median(ratios),
+                min(ratios),
+                max(ratios),
+                must=bars[0],
+                aim=bars[1],
+                more_is_better=True,
+            )
+        )
+    return rows
 
 
 # -- the loss --------------------------------------------------------------------------------------------
