@@ -88,7 +88,9 @@ class Link:
 
     def __str__(self) -> str:
         latency = f", {time_text(self.latency_seconds)} one way" if self.latency_seconds else ""
-        return f"{self.what}: {self.bytes_per_second / 1e9:.2f} GB/s{latency}"
+        speed = self.bytes_per_second
+        shown = f"{speed / 1e9:.2f} GB/s" if speed >= 1e8 else f"{speed / 1e6:.1f} MB/s"
+        return f"{self.what}: {shown}{latency}"
 
 
 @final

@@ -61,6 +61,11 @@ def test_a_row_compares_with_what_the_link_alone_would_take():
     ]
 
 
+def test_a_slow_link_is_shown_in_its_own_unit():
+    assert str(Link("wire", 11.9e6)) == "wire: 11.9 MB/s"
+    assert str(Link("wire", 3.271e9, 1e-5)) == "wire: 3.27 GB/s, 10 us one way"
+
+
 def test_sizes_grow_fourfold_and_end_where_they_are_told_to():
     assert sizes(1024, 65536) == [1024, 4096, 16384, 65536]
     assert sizes(1024, 5000) == [1024, 4096, 5000] and sizes(8, 8) == [8]
