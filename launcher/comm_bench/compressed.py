@@ -93,7 +93,17 @@ def _measured(
         pack = sum(timed(context, case, plan)[0] for case in alone)
     total = sum(seconds)
     speed_up = (exact_seconds or total) / total
-    return Result(scheme.name, scheme.is_exact, size_bytes, *seconds, *sent, pack, speed_up)
+    return Result(
+        scheme.name,
+        scheme.is_exact,
+        size_bytes,
+        reduce_seconds=seconds[0],
+        gather_seconds=seconds[1],
+        reduce_bytes=sent[0],
+        gather_bytes=sent[1],
+        pack_seconds=pack,
+        speed_up=speed_up,
+    )
 
 
 def _sent(collectives: Collectives) -> int:
@@ -119,17 +129,17 @@ def _cases(
         return torch.equal(out, want)
 
     def gathered() -> bool:
-        return all(
-            torch.equal(got, _signs(0, got, peer)) for peer, got in enumerate(full.split(part))
-        )
+        parts = [(peer, collectives.shard_of(full, peer)) for peer in range(world_size)]
+        return all(torch.equal(got, _signs(0, got, peer)) for peer, got in parts)
+
+    def fill_reduce() -> None:
+        flat.copy_(_signs(0, flat, rank))
 
     def fill_gather() -> None:
         own.copy_(_signs(0, own, rank))
         full.zero_()
 
-    reduce = Case(
-        lambda: flat.copy_(_signs(0, flat, rank)), lambda: exchanges.reduce(flat, out), summed
-    )
+    reduce = Case(fill_reduce, lambda: exchanges.reduce(flat, out), summed)
     return reduce, Case(fill_gather, lambda: exchanges.gather(own, full), gathered)
 
 
