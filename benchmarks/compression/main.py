@@ -5,6 +5,7 @@
 - `bytes`: what a rank sends in a compressed step, over 2 x 0.1289 bytes an element and (N - 1) / N.
 - `memory`: model states of 1-bit Adam less those of AdamW, bytes a parameter, on the rank that has the most.
 - `pack`: bytes that a kernel reads and writes in a second of processor time, over those of a copy.
+- `parts`: the same where only gradients, only parameters or nothing has one bit after the freeze.
 - `loss`: the final validation loss of 1-bit Adam at each stage and seed, against the spread of AdamW's seeds.
 """
 
@@ -208,7 +209,10 @@ def train(rank: int, world_size: int, cases: list[tuple[str, int, int]], steps: 
     pairs = [held_out[at * every] for at in range(64)]
     wanted = torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
     found = []
-    for optimizer, stage, seed in cases:
+    for kind, stage, seed in cases:
+        optimizer, _, compressed = kind.partition(", one bit for ")
+        if compressed:
+            compress_only(compressed)
         torch.manual_seed(seed)
         freeze = max(1, steps * FREEZE // STEPS)
         engine = xds.initialize(gpt(64, 2), config_of(stage, optimizer, freeze, "bf16"))
@@ -221,6 +225,40 @@ def train(rank: int, world_size: int, cases: list[tuple[str, int, int]], steps: 
             found.append(float(engine(*wanted)))
         engine.destroy()
     return found
+
+
+def compress_only(what: str) -> None:
+    """From now on "gradients", "parameters" or "nothing" has one bit an element at stages 1 and 2."""
+    from xds.compression.legs import Buffer
+    from xds.compression.one_bit.legs import OneBitLegs
+    from xds.compression.reducer import ExactReducer
+    from xds.compression.sender import ExactSender
+
+    def exact_reducer(self: Any, buffer: Buffer) -> Any:
+        return ExactReducer(self._collectives, buffer.index)
+
+    def exact_sender(self: Any, buffer: Buffer) -> Any:
+        return ExactSender(self._collectives, buffer.index)
+
+    if what != "gradients":
+        OneBitLegs.reducer = exact_reducer
+    if what != "parameters":
+        OneBitLegs.sender = exact_sender
+
+
+def part_rows(quick: bool) -> list[Row]:
+    """The rows `parts`: which part of 1-bit Adam the loss comes from."""
+    rows = []
+    seeds, steps = (range(2), 20) if quick else (range(SEEDS), STEPS)
+    for what in ("nothing", "gradients", "parameters"):
+        kind = f"OneBitAdam, one bit for {what}"
+        cases = [(kind, 1, seed) for seed in seeds]
+        found = run_ranks(train, 2, cases, steps, timeout_seconds=7200)[0]
+        name = f"loss, {kind}, stage 1, {len(seeds)} seeds, {steps} steps"
+        shown = ", ".join(f"{loss:.3f}" for loss in found)
+        middle, kept = statistics.mean(found), {"loss": found}
+        rows.append(Row(name, middle, min(found), max(found), unit="", note=shown, samples=kept))
+    return rows
 
 
 def loss_rows(quick: bool) -> list[Row]:
@@ -257,13 +295,16 @@ PARTS = {
     "bytes": lambda quick: size_rows(quick),
     "pack": lambda quick: pack_rows(),
     "loss": lambda quick: loss_rows(quick),
+    "parts": lambda quick: part_rows(quick),
 }
 
 
 def main() -> int:
     """Run the chosen parts; 1 if a row misses its target."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="*", help="parts whose name matches: bytes, pack, loss")
+    parser.add_argument(
+        "--only", default="*", help="parts whose name matches: bytes, pack, loss, parts"
+    )
     parser.add_argument("--quick", action="store_true", help="small; keeps nothing")
     options = parser.parse_args()
     rows: list[Row] = []
