@@ -31,8 +31,11 @@ class PaperCollectives(Collectives):
         stages: Sequence[int] = (),
         tensors: Sequence[int] = (),
         places: Sequence[int] = (),
+        device: torch.device | None = None,
     ) -> None:
-        super().__init__(None, torch.device("cpu"), rank, world_size)
+        """device: of values that are exchanged. Each peer then sends what this rank does; None: no values."""
+        super().__init__(None, device or torch.device("cpu"), rank, world_size)
+        self._has_values = device is not None
         self.axes = axes
         self.stages = tuple(stages)
         self.tensors = tuple(tensors)
@@ -56,10 +59,15 @@ class PaperCollectives(Collectives):
         for peer, part in enumerate(parts):
             if peer != self.rank:
                 self._count_parts(kind, part)
+        for out, part in zip(outs, parts, strict=True):
+            if self._has_values:
+                out.copy_(part)
         return Done()
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
         self._count(kind, shard)
+        if self._has_values:
+            flat.view(self.world_size, -1).copy_(shard.clone())
         return Done()
 
     def reduce_scatter(
