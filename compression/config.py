@@ -1,31 +1,36 @@
-"""The compression keys of the config: 1-bit optimizers, quantised collectives, compressed training.
+"""The compression keys of the config: 1-bit optimizers, LoCo, and the keys of compressed training.
 
-None of these is supported yet, so every key that would enable one is refused.
+Compressed training is not supported yet, so every key that would enable it is refused.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, final
+
+from pydantic import Field
+
 from ..utils.schema.keys import Detail, Entry, Group, Refused, details
-from ..utils.schema.rules import ANYTHING, FLAG, LIST, NUMBER, TEXT, whole
+from ..utils.schema.rules import ANYTHING, FLAG, LIST, NUMBER, TEXT, number, whole
+from ..utils.schema.section import Section
 
 ONE_BIT_OPTIMIZERS = ("OneBitAdam", "OneBitLamb")
 ONE_BIT_NOT_YET = {
     "ZeroOneAdam": "0/1 Adam is not supported yet; use OneBitAdam",
 }
 
-_ZEROPP = "quantised and hierarchical collectives (ZeRO++) are not supported yet; remove the key"
 
-ZERO_KEYS: dict[str, Entry] = {
-    "zero_quantized_weights": Refused(FLAG, _ZEROPP, harmless=(False,)),
-    "zero_quantized_nontrainable_weights": Refused(FLAG, _ZEROPP, harmless=(False,)),
-    "zero_quantized_gradients": Refused(FLAG, _ZEROPP, harmless=(False,)),
-    "zero_hpz_partition_size": Refused(whole(0), _ZEROPP, harmless=(0, 1)),
-    "zeropp_loco_param": Group(
-        {"err_beta": Detail(NUMBER), "reset_T": Detail(whole(1))},
-        "error feedback of quantised gradients",
-        present=_ZEROPP,
-    ),
-}
+@final
+class Loco(Section):
+    """Feeds back what 4-bit gradients lose: zeropp_loco_param."""
+
+    err_beta: Annotated[float, number(0, 1)] = Field(
+        0.8,
+        description="the weight of the earlier error in the running mean; 0 keeps the last error only",
+    )
+    reset_T: Annotated[int, whole(1)] = Field(  # noqa: N815 (DeepSpeed's name)
+        1024, description="steps after which the error is set to 0"
+    )
+
 
 _COMPRESSED = "compressed training is not supported yet; set it to false or remove the section"
 

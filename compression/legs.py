@@ -9,6 +9,7 @@ from typing import Protocol, final
 import torch
 
 from ..ops.comm.collectives import Collectives
+from ..ops.comm.levels import Split
 from .reducer import ExactReducer, GradientReducer
 from .sender import ExactSender, ParameterSender
 
@@ -19,6 +20,7 @@ class Buffer:
     """One flat buffer: its number, its elements on all ranks together, and [start, stop) of its gaps.
 
     dtype: of the parameters. is_sharded: each rank updates a shard of it; else all of it.
+    is_gathered: its parameters are dropped and gathered (stage 3). trains: they are not frozen.
     """
 
     index: int
@@ -26,6 +28,8 @@ class Buffer:
     gaps: tuple[tuple[int, int], ...]
     dtype: torch.dtype
     is_sharded: bool
+    is_gathered: bool = False
+    trains: bool = True
 
 
 class Legs(ABC):
@@ -41,17 +45,25 @@ class Legs(ABC):
 
 
 class BuildLegs(Protocol):
-    """Makes the legs of a group. num_copies: so many of its ranks compute the same gradient."""
+    """Makes the legs of a group.
 
-    def __call__(self, collectives: Collectives, num_copies: int = 1) -> Legs: ...
+    num_copies: so many of its ranks compute the same gradient. split: opens blocks of its ranks; None: the
+    group has no blocks. For all ranks.
+    """
+
+    def __call__(
+        self, collectives: Collectives, num_copies: int = 1, split: Split | None = None
+    ) -> Legs: ...
 
 
 @final
 class ExactLegs(Legs):
     """Exact sums and values."""
 
-    def __init__(self, collectives: Collectives, num_copies: int = 1) -> None:
-        """num_copies: so many ranks compute the same gradient, which counts once."""
+    def __init__(
+        self, collectives: Collectives, num_copies: int = 1, split: Split | None = None
+    ) -> None:
+        """num_copies: so many ranks compute the same gradient, which counts once. split: not needed."""
         self._collectives = collectives
         self._num_copies = num_copies
 

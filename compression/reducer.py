@@ -21,12 +21,14 @@ class Owed(NamedTuple):
     """What a rank has not sent of a flat buffer.
 
     error: [world_size * n] fp32, of its own gradients. server: [n] fp32, of its part of the sums; or None.
-    unit: what the values are multiplied with to be mean gradients of the loss.
+    unit: what the values are multiplied with to be mean gradients of the loss. steps: since they were 0, if
+    that counts.
     """
 
     error: Tensor
     server: Tensor | None
     unit: float
+    steps: int = 0
 
 
 class GradientReducer(ABC):
@@ -47,6 +49,14 @@ class GradientReducer(ABC):
         """Start to set `out` to this rank's shard of the sum of `flat` over ranks, or to add it (`add`).
 
         Shapes:  flat [world_size * n], out [n]. `flat` must not be written before the handle's wait.
+        """
+
+    @abstractmethod
+    def complete(self, total: Tensor) -> Handle | None:
+        """Start to add to `total` [n] what `reduce` has left out: once, after the last `reduce` of a step.
+
+        None: nothing has started; `total` is the sum over all ranks. More gradients may still be reduced, and
+        are completed by another call.
         """
 
     @abstractmethod
@@ -124,6 +134,9 @@ class ExactReducer(GradientReducer):
         return self._collectives.reduce_scatter(
             flat, out, add=add, buffer=self._buffer, kind="reduce_scatter"
         )
+
+    def complete(self, total: Tensor) -> Handle | None:
+        return None
 
     def reduce_whole(self, flat: Tensor) -> Handle | None:
         if not self._collectives.sums_whole(flat):

@@ -28,6 +28,11 @@ class ParameterSender(ABC):
     def sends_differences(self) -> bool:
         """`publish` sends the difference to what all ranks hold, now."""
 
+    @property
+    @abstractmethod
+    def rounds(self) -> bool:
+        """What `gather` fills in is near the shards, and they stay exact."""
+
     @abstractmethod
     def gather(self, flat: Tensor, shard: Tensor) -> Handle:
         """Start to fill `flat` [world_size * n] with every rank's `shard` [n], which may be part of it."""
@@ -39,6 +44,23 @@ class ParameterSender(ABC):
         `flat` has equal values on all ranks before and after it.
         """
 
+    @abstractmethod
+    def take_written(self, flat: Tensor, shard: Tensor, start: int, stop: int) -> None:
+        """Set elements [start, stop) of `shard` [n] to what a script wrote to this rank's part of `flat`."""
+
+    @abstractmethod
+    def keep(self, flat: Tensor) -> None:
+        """The gathered `flat` is about to be dropped."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """The shards have changed, or a gather was not for all ranks: for all ranks between two gathers."""
+
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Bytes that are kept between gathers."""
+
 
 @final
 class ExactSender(ParameterSender):
@@ -46,6 +68,8 @@ class ExactSender(ParameterSender):
 
     keeps_master = False
     sends_differences = False
+    rounds = False
+    held_bytes = 0
 
     def __init__(self, collectives: Collectives, buffer: int) -> None:
         """buffer: the number of the flat buffer."""
@@ -57,6 +81,15 @@ class ExactSender(ParameterSender):
 
     def publish(self, flat: Tensor, values: Tensor) -> Handle:
         raise AssertionError("exact values are gathered")
+
+    def take_written(self, flat: Tensor, shard: Tensor, start: int, stop: int) -> None:
+        shard[start:stop].copy_(self._collectives.shard_of(flat)[start:stop])
+
+    def keep(self, flat: Tensor) -> None:
+        return
+
+    def forget(self) -> None:
+        return
 
 
 __all__ = ["ExactSender", "ParameterSender"]

@@ -84,7 +84,7 @@ MISSING: dict[str, str] = {
     **dict.fromkeys(
         ("TiledLinear", "TiledLinearReturnBias"), "stage 3 shards a linear layer whole"
     ),
-    "MiCS_Init": "sharding in sub-groups is not supported yet (DeepSpeed removed it too); use zero.Init",
+    "MiCS_Init": "zero_optimization.mics_shard_size needs no Init of its own; use zero.Init",
     "DeepSpeedConfig": "use xds.Config.load, which takes the same JSON",
     "OnDevice": "build the model under `with torch.device('meta')` or `with zero.Init(config)`",
     **dict.fromkeys(("FlopsProfiler", "get_model_profile"), _PROFILER),

@@ -15,6 +15,12 @@ from ..zero.access.gathered import GatheredParameters as GatheredParameters
 from ..zero.core.outside import register_external_parameter as register_external_parameter
 from .missing import placeholder
 
+ZEROPP_KEYS = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_hpz_partition_size",
+)
+
 
 @final
 class Init:
@@ -46,7 +52,7 @@ class Init:
             mem_efficient_linear, pin_memory: without effect.
             remote_device: None, "none", "cpu" or "cuda"; slices are on the device of the engine.
         Raises:
-            UsageError: an argument asks for slices on a disk or for ZeRO++.
+            UsageError: an argument asks for slices on a disk, or for ZeRO++, which the config chooses.
         """
         if remote_device == "nvme":
             raise UsageError(
@@ -54,6 +60,11 @@ class Init:
                 'disk; leave it out, and set offload_param.device = "nvme" in the config'
             )
         asked = sorted(name for name, value in others.items() if value)
+        if asked and asked[0] in ZEROPP_KEYS:
+            raise UsageError(
+                f"zero.Init({asked[0]}=...): the config decides; leave it out, and set zero_optimization."
+                f"{asked[0]} there"
+            )
         if asked:
             raise UsageError(
                 f"zero.Init({asked[0]}=...): is not covered by xds.deepspeed; leave it out"

@@ -159,7 +159,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     keeps_a_part = is_cut(model, config) or config.tensor_parallel.size > 1
     if keeps_a_part or config.zero_optimization.stage == 3:
         return_freed_blocks()  # what other ranks hold leaves this process
-    messages = Messages(config)
+    messages = Messages(config, collectives)
     divided = divide(model, config, mesh, collectives, partial(policy_of, config), messages.legs)
     model, runs, found, flat_groups = divided.model, divided.runs, divided.found, divided.groups
     groups = groups or _groups(model, config, given)
@@ -290,7 +290,7 @@ def _loader(
 
 def _give_values(model: nn.Module, weights: Any, groups: FlatGroups, policy: Policy) -> None:
     """Values for what is on the meta device, and `weights` for everything."""
-    collectives = groups.data.collectives
+    collectives = groups.data.everyone
     store = SliceStore(collectives) if policy.shards_params else None
     if weights is not None:
         load_weights(model, weights, store=store, remedy=_LOAD_LATER, groups=groups)

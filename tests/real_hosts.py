@@ -14,7 +14,6 @@ import contextlib
 import functools
 import os
 import pwd
-import random
 import re
 import shlex
 import shutil
@@ -27,13 +26,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-HEAD = "head"
-NOWHERE = "nowhere"  # resolves to an unused address
+from real_links import HEAD, NOWHERE, Links
+
 _START_SECONDS = 30.0
 _END_SECONDS = 10.0
 _PREFIX = "xds-hosts-"
 _SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin:/usr/bin")
-_TOOLS = ("ip", "unshare", "nsenter", "mount", "env", "bash", "ssh", "ssh-keygen")
+_TOOLS = ("ip", "unshare", "nsenter", "mount", "env", "bash")
+_SSH_TOOLS = ("ssh", "ssh-keygen")
 
 # The first process of a host. It also adopts and reaps what loses its parent there.
 _BEGIN = """
@@ -82,14 +82,15 @@ Host *
 
 
 @functools.cache
-def why_not() -> str:
-    """Why there can be no such hosts here; "" where there can."""
+def why_not(needs_ssh: bool = True) -> str:
+    """Why there can be no such hosts here; "" where there can. needs_ssh: as `has_ssh` of Hosts."""
     if sys.platform != "linux":
         return "hosts are made of Linux namespaces"
     if os.geteuid() != 0:
         return "making hosts takes root"
-    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
-    missing += [] if _SSHD else ["sshd (Debian: openssh-server)"]
+    tools = (*_TOOLS, *_SSH_TOOLS) if needs_ssh else _TOOLS
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    missing += [] if _SSHD or not needs_ssh else ["sshd (Debian: openssh-server)"]
     if missing:
         return f"not installed: {', '.join(missing)}"
     trial = (
@@ -108,22 +109,22 @@ def _unshare(has_pids: bool) -> list[str]:
     return [*words, "--pid", "--fork", "--kill-child", "--mount-proc"] if has_pids else words
 
 
-class Hosts:
+class Hosts(Links):
     """`count` hosts named host0, host1, ..., and a head that reaches them by ssh, as a context.
 
     Each host has folders of its own for temporary files and caches (TMPDIR, XDG_CACHE_HOME), and its own
     process ids. All share the file system otherwise, as a cluster shares its home.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, has_ssh: bool = True) -> None:
+        """has_ssh: each host has an sshd; without, `popen` and `run` still start processes on it."""
         self.names = [f"host{number}" for number in range(count)]
-        self._places = [HEAD, *self.names]
-        self._subnet = f"10.{random.randrange(64, 250)}.{random.randrange(250)}"
-        self._first: dict[str, subprocess.Popen[str]] = {}  # each namespace's first process
+        super().__init__([HEAD, *self.names])
+        self._has_ssh = has_ssh
         self._begun: list[subprocess.Popen[Any]] = []
 
     def __enter__(self) -> Hosts:
-        reason = why_not()
+        reason = why_not(self._has_ssh)
         if reason:
             raise RuntimeError(reason)
         _remove_stale_folders()
@@ -285,20 +286,7 @@ class Hosts:
         """The cache folder of `place` (XDG_CACHE_HOME there)."""
         return self.folder / place / "cache"
 
-    # -- the network --------------------------------------------------------------------------------------
-
-    def address(self, place: str) -> str:
-        """The IPv4 address of a host, of the head, or of NOWHERE."""
-        number = 250 if place == NOWHERE else 10 + self._places.index(place)
-        return f"{self._subnet}.{number}"
-
-    def cut(self, place: str) -> None:
-        """Cut the link of `place` to the others."""
-        self._switch(f"link set {self._port(place)} down")
-
-    def mend(self, place: str) -> None:
-        """Undo `cut`."""
-        self._switch(f"link set {self._port(place)} up")
+    # -- what is refused or hidden --------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
@@ -325,18 +313,6 @@ class Hosts:
         if done.returncode:
             raise RuntimeError(f"{words} on {name}: {done.stderr.strip()}")
 
-    def delay(self, place: str, milliseconds: float) -> str:
-        """Delay what is sent to `place`; why that cannot be here, "" when it is done."""
-        first = str(self._first["switch"].pid)
-        port = self._port(place)
-        words = ["tc", "qdisc", "add", "dev", port, "root", "netem", "delay", f"{milliseconds}ms"]
-        if shutil.which("tc") is None:
-            return "not installed: tc"
-        done = subprocess.run(
-            ["nsenter", "-t", first, "-n", *words], capture_output=True, text=True
-        )
-        return f"tc netem: {done.stderr.strip()}" if done.returncode else ""
-
     # -- how they are made --------------------------------------------------------------------------------
 
     def _write_files(self) -> None:
@@ -351,6 +327,8 @@ class Hosts:
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
         user = pwd.getpwuid(os.geteuid()).pw_name
         (folder / "shadow").write_text(f"{user}:*:19000:0:99999:7:::\nsshd:*:19000::::::\n")
+        if not self._has_ssh:
+            return
         (folder / "ssh_config").write_text(_SSH_CONFIG.format(folder=folder, user=user))
         _make_key(folder / "key")
         known = []
@@ -364,7 +342,8 @@ class Hosts:
     def _make(self) -> None:
         self._start("switch", ["unshare", "--net"], "echo made\n" + _STAY)
         for place in self._places:
-            text = _BEGIN + (_REACH if place == HEAD else _SERVE) + _STAY
+            reach = _REACH if place == HEAD else _SERVE
+            text = _BEGIN + (reach if self._has_ssh else "") + _STAY
             quoted = {"folder": self.folder, "own": self.folder / place, "sshd": _SSHD}
             words = {key: shlex.quote(str(value)) for key, value in quoted.items()}
             self._start(place, _unshare(place != HEAD), text.format(name=place, **words))
@@ -411,19 +390,6 @@ class Hosts:
         if place == HEAD:
             return first
         return int(Path(f"/proc/{first}/task/{first}/children").read_text().split()[0])
-
-    def _port(self, place: str) -> str:
-        return f"port{self._places.index(place)}"
-
-    def _switch(self, *lines: str) -> None:
-        self._ip("switch", *lines)
-
-    def _ip(self, place: str, *lines: str) -> None:
-        words = ["nsenter", "-t", str(self._first[place].pid), "-n", "ip", "-batch", "-"]
-        text = "\n".join(lines) + "\n"
-        done = subprocess.run(words, input=text, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"ip in {place}: {done.stderr.strip()}")
 
 
 def _expect(name: str, first: subprocess.Popen[str], word: str) -> None:

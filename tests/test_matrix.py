@@ -105,11 +105,15 @@ def _values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def engine_run(feature: str, stage: int, precision: str, accumulation: int) -> dict[str, Any]:
-    """The same three steps on this rank of an engine."""
+def engine_run(
+    feature: str, stage: int, precision: str, accumulation: int, **zero: Any
+) -> dict[str, Any]:
+    """The same three steps on this rank of an engine. zero: more keys of zero_optimization."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build(feature)
-    engine = xds.initialize(model, config_of(stage, precision, accumulation, world_size))
+    config = config_of(stage, precision, accumulation, world_size)
+    config["zero_optimization"] |= zero
+    engine = xds.initialize(model, config)
     losses, norms = [], []
     for step in range(STEPS):
         total = torch.zeros((), dtype=torch.float64)

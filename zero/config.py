@@ -72,16 +72,7 @@ _OTHERS: dict[str, Entry] = {
     "enable_sanity_checks": _never("the checks are cheap and always enabled"),
     "save_muon_momentum_buffer_in_memory": _never("offload_optimizer decides where states are"),
     "legacy_stage1": _refused_flag("the legacy stage 1 is not supported; remove the key"),
-    "mics_shard_size": Refused(
-        whole(-1),
-        "sharding inside sub-groups (MiCS) is not supported yet; remove the key",
-        harmless=(-1, 0),
-    ),
-    "mics_hierarchical_params_gather": _refused_flag(
-        "sharding inside sub-groups (MiCS) is not supported yet; remove the key"
-    ),
     **offload.ZERO_KEYS,
-    **compression.ZERO_KEYS,
 }
 
 _PREFIXED = (
@@ -155,6 +146,17 @@ class ZeroConfig(Section):
         description="stage 3: ranks may call different units. They exchange requests before each gather, and "
         "each rank keeps full gradients until the end of backward",
     )
+    mics_shard_size: Annotated[int, whole(-1)] = Field(
+        -1,
+        description="MiCS: so many neighbouring data-parallel ranks share one copy of the model states, and "
+        "gradients are summed over the copies once in a step; -1 or 0: all ranks share one. No effect at "
+        "stage 0. DeepSpeed reads it at stage 3 only",
+    )
+    mics_hierarchical_params_gather: Flag = Field(
+        False,
+        description="where the ranks of mics_shard_size are on several hosts, parameters are gathered across "
+        "hosts first, then inside each host",
+    )
     units: Names = Field(
         (), description="class names or dotted-name globs of the modules that are one unit each"
     )
@@ -181,6 +183,32 @@ class ZeroConfig(Section):
     cpu_offload_use_pin_memory: Flag = Field(
         True, description="DeepSpeed's old name of offload_optimizer.pin_memory"
     )
+
+    zero_quantized_weights: Flag = Field(
+        False,
+        description="stage 3: parameters are gathered in 8 bits, and computed with as they arrive",
+    )
+    zero_quantized_nontrainable_weights: Flag = Field(
+        False, description="stage 3: the same for parameters that are frozen at `initialize`"
+    )
+    zero_hpz_partition_size: Annotated[int, whole(0)] = Field(
+        1,
+        description="stage 3: so many neighbouring ranks of a host keep the parameters from a gather to "
+        "the update; 0 and 1 do not",
+    )
+    zero_quantized_gradients: Flag = Field(
+        False,
+        description="stages 1 to 3: gradients are sent in 4 bits, inside each host and then across",
+    )
+    zeropp_loco_param: Annotated[compression.Loco | None, AsRead()] = Field(
+        None, description="feeds back what 4-bit gradients lose; {} takes the defaults"
+    )
+
+    @property
+    def compresses(self) -> bool:
+        """Some part of ZeRO++ is enabled."""
+        weights = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
+        return weights or self.zero_quantized_gradients or self.zero_hpz_partition_size > 1
 
     def with_old_names(self) -> ZeroConfig:
         """A copy whose offload sections also have the values of the old names."""

@@ -7,6 +7,7 @@ from typing import final
 import torch
 
 from ...ops.comm.collectives import Collectives
+from ...ops.comm.levels import Split
 from ...utils.errors import UsageError
 from ..legs import Buffer, Legs
 from ..reducer import ExactReducer, GradientReducer
@@ -22,8 +23,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class OneBitLegs(Legs):
     """One bit per element after the freeze of `phase`."""
 
-    def __init__(self, phase: Phase, collectives: Collectives, num_copies: int = 1) -> None:
-        """num_copies: so many ranks compute the same gradient, which counts once."""
+    def __init__(
+        self,
+        phase: Phase,
+        collectives: Collectives,
+        num_copies: int = 1,
+        split: Split | None = None,
+    ) -> None:
+        """num_copies: so many ranks compute the same gradient, which counts once. split: not needed."""
         self._phase = phase
         self._collectives = collectives
         self._num_copies = num_copies

@@ -160,6 +160,9 @@ class OneBitReducer(GradientReducer):
 
     # -- the server -------------------------------------------------------------------------------------
 
+    def complete(self, total: Tensor) -> Handle | None:
+        return None
+
     def reduce_whole(self, flat: Tensor) -> Handle | None:
         return None if self.is_lossy else self._exact.reduce_whole(flat)
 
@@ -247,7 +250,7 @@ class OneBitReducer(GradientReducer):
 
     @torch.no_grad()
     def restore(self, owed: Owed | None) -> None:
-        self.error, self.server_error, self._unit = owed or (None, None, math.nan)
+        self.error, self.server_error, self._unit = owed[:3] if owed else (None, None, math.nan)
         if self.error is None or self.server_error is None or self._has_server:
             return
         # saved at stage 0: there is no server here, and momenta are sums of (1 - b) times gradients

@@ -34,6 +34,9 @@ STILL_KIND = "elements that do not move"
 class OneBitSender(ParameterSender):
     """Exact, or one bit per element, as the optimizer says."""
 
+    rounds = False
+    held_bytes = 0
+
     def __init__(self, collectives: Collectives, buffer: Buffer, phase: Phase) -> None:
         self._collectives = collectives
         self._buffer = buffer
@@ -68,6 +71,15 @@ class OneBitSender(ParameterSender):
             packets.view(-1), own, buffer=self._buffer.index, kind=KIND
         )
         return Then(handle, lambda: self._apply(packets, flat), kept=own)
+
+    def take_written(self, flat: Tensor, shard: Tensor, start: int, stop: int) -> None:
+        self._exact.take_written(flat, shard, start, stop)
+
+    def keep(self, flat: Tensor) -> None:
+        return
+
+    def forget(self) -> None:
+        return
 
     @torch.no_grad()
     def _apply(self, packets: Tensor, flat: Tensor) -> None:

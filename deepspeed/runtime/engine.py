@@ -147,7 +147,7 @@ class DeepSpeedEngine(ABC):
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._engine._sharded.flat_groups.data.collectives.group
+        return self._engine._sharded.flat_groups.data.everyone.group
 
     def get_data_parallel_rank(self) -> int:
         return self._engine.dp_rank

@@ -228,7 +228,9 @@ def _prepare(  # noqa: PLR0913
     plan.targets = restore.plan_values()
     if options.with_optimizer:
         plan.targets += restore.plan_states()
-        plan.targets += restore.plan_owed(plan.state.get("owed_unit") or 1.0)
+        plan.targets += restore.plan_owed(
+            plan.state.get("owed_unit") or 1.0, plan.state.get("owed_steps") or 0
+        )
         if plan.state["counters"]["is_accumulating"]:
             plan.targets += restore.plan_grads()
             any_held = any(f.own.get("grads") for f in manifest.files)

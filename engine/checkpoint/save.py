@@ -190,7 +190,7 @@ def _prepare(
             "incomplete; call step() first"
         )
     training.sharded.backwards.end_checked()
-    training.sharded.settle_reductions()
+    training.sharded.complete_sums()
     training.updater.take_edits()
     snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)
     if options.exclude_frozen_parameters:
@@ -201,7 +201,7 @@ def _prepare(
         content.add(block)
     is_accumulating = bool(totals or snapshot.grad_locals())
     state = _engine_state(training, counters, is_accumulating)
-    state["owed_unit"] = snapshot.owed_unit
+    state |= {"owed_unit": snapshot.owed_unit, "owed_steps": snapshot.owed_steps}
     put = partial(content.put, "engine")
     packed = {key: pack(value, key, put) for key, value in state.items()}
     packed["client_state"] = pack(dict(client_state or {}), "client_state", put)

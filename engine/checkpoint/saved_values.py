@@ -77,7 +77,7 @@ class SchedulerState:
 
 @dataclass(frozen=True)
 class EngineState:
-    """The manifest's `state`. owed_unit: see `Owed`; older checkpoints do not contain it."""
+    """The manifest's `state`. owed_*: see `Owed`; older checkpoints do not contain them."""
 
     counters: Counters
     loss_scale: dict[Text, Any]
@@ -86,6 +86,7 @@ class EngineState:
     data: dict[Text, Size] | None
     client_state: dict[Any, Any]
     owed_unit: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
+    owed_steps: Size = 0
 
 
 @dataclass(frozen=True)

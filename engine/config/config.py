@@ -29,9 +29,11 @@ from .batch import DATA_RANKS, WORLD_SIZE, solve_batch
 from .checkpoint import Checkpoint
 from .compile import Compile, check_compile
 from .elasticity import Elasticity, check_elasticity, elastic_batch
+from .messages import check_messages
+from .mics import check_mics, complaints_of_ranks
 from .offloading import check_guesses, check_old_names, check_paths
-from .one_bit import check_one_bit
 from .optimizer import OptimizerConfig, check_optimizer
+from .precision import check_precision
 from .ranks import (
     check_micro_batches,
     check_sequence_ranks,
@@ -331,7 +333,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
         changes["optimizer"] = check_optimizer(config.optimizer, report)
     if config.scheduler is not None:
         changes["scheduler"] = check_scheduler(config.scheduler, report)
-    _check_precision(config, report)
+    check_precision(config, config.data_types.param_dtype, report)
     if zero.offload_param.device != "none" and zero.stage < 3:
         report.complain(
             "zero_optimization.offload_param.device",
@@ -341,7 +343,8 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
         )
     check_guesses(changes.get("optimizer"), zero, report)
     check_paths(zero, report)
-    check_one_bit(changes.get("optimizer"), changes.get("scheduler"), zero, report)
+    check_mics(zero, report)
+    check_messages(changes.get("optimizer"), changes.get("scheduler"), zero, report)
     check_compile(config.compile, config.zero_optimization.stage, report)
     check_ops(config.ops, report)
     check_elasticity(config.elasticity, data, report)
@@ -379,34 +382,17 @@ def _check_stages(config: Config, report: Report) -> None:
     )
 
 
-def _check_precision(config: Config, report: Report) -> None:
-    enabled = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
-    if len(enabled) > 1:
-        pair = " and ".join(f"{name}.enabled" for name in enabled)
-        report.complain(
-            f"{enabled[0]}.enabled", True, f"{pair} exclude one another; switch on one of them"
-        )
-    wanted = config.data_types.param_dtype
-    actual = enabled[0] if enabled and enabled[0] != "torch_autocast" else "fp32"
-    if wanted is not None and len(enabled) < 2 and wanted != actual:
-        report.complain(
-            "data_types.param_dtype",
-            wanted,
-            f"must be {actual}, the precision that the config switches on; remove it "
-            f"or set fp16.enabled or bf16.enabled to match",
-        )
-
-
 def _batch(config: Config, world_size: int) -> tuple[list[str], dict[str, int]]:
     if world_size < 1:
         return [f"world size = {world_size}: must be at least 1"], {}
     model_ranks = config.model_ranks
     try:
-        ranks = mesh_of(
+        mesh = mesh_of(
             config.pipeline, config.tensor_parallel, world_size, config.sequence_parallel_size
-        ).data
+        )
     except ValueError as error:
         return [str(error)], {}
+    ranks = mesh.data
     if config.elasticity.enabled:
         (train, micro, steps), complaints = elastic_batch(config.elasticity, ranks)
     else:
@@ -419,6 +405,7 @@ def _batch(config: Config, world_size: int) -> tuple[list[str], dict[str, int]]:
             named=WORLD_SIZE if model_ranks == 1 else DATA_RANKS,
         )
     complaints += check_micro_batches(config.pipeline, steps)
+    complaints += complaints_of_ranks(config.zero_optimization, mesh)
     wanted = config.data_parallel_size
     if wanted is not None and wanted != ranks:
         complaints.append(

@@ -36,6 +36,13 @@ def check_one_bit(optimizer: Any, scheduler: Any, zero: ZeroConfig, report: Repo
             f"{name} sends gradients of one bit; two thirds of what stage 3 sends are parameters, which stay "
             "exact: set stage to 0, 1 or 2, or choose AdamW",
         )
+    if zero.mics_shard_size > 0 and zero.stage > 0:
+        report.complain(
+            "zero_optimization.mics_shard_size",
+            zero.mics_shard_size,
+            f"{name} keeps for each rank what its messages have lost, and sums over replicas are exact fp32 "
+            "numbers, so nothing would be saved there: remove the key, or choose AdamW",
+        )
     for key in ("offload_optimizer", "offload_param"):
         device = getattr(zero, key).device
         if device != "none":

@@ -14,6 +14,10 @@ from ...compression.legs import BuildLegs, ExactLegs
 from ...compression.one_bit.legs import OneBitLegs
 from ...compression.one_bit.phase import MomentumRange, OneBitState, Phase
 from ...compression.reducer import ExactReducer
+from ...compression.unit import GradientUnit
+from ...compression.zeropp.legs import ZeroppChoice, ZeroppLegs
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.hosts import host_numbers
 from ...ops.optim.one_bit import Averager, Carried, OneBitOptimizer
 from ...ops.optim.shard_optimizer import states_of
 from ...utils.errors import UsageError
@@ -29,9 +33,14 @@ class Messages:
     legs: makes what a group sends. One-bit messages need `bind` before training.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, world: Collectives) -> None:
+        """world: all ranks. Those of ZeRO++ tell each other their hosts."""
         self._phase: Phase | None = None
+        self._unit = GradientUnit()
         self.legs: BuildLegs = ExactLegs
+        choice = _zeropp(config)
+        if choice is not None:
+            self.legs = partial(ZeroppLegs, choice, self._unit, host_numbers(world))
         if config.optimizer is not None and config.optimizer.type in ONE_BIT_OPTIMIZERS:
             self._phase = Phase()
             self.legs = partial(OneBitLegs, self._phase)
@@ -47,6 +56,7 @@ class Messages:
         Raises:
             UsageError: groups have momenta of different decay, and one message has all of them.
         """
+        self._unit.bind(unit)
         if self._phase is None or not isinstance(optimizer, OneBitOptimizer):
             return
         betas = {group["betas"][0] for group in optimizer.param_groups}
@@ -59,6 +69,19 @@ class Messages:
             )
         self._phase.bind(EngineState(optimizer, updater, unit))
         optimizer.averager = RankAverager(updater.masters)
+
+
+def _zeropp(config: Config) -> ZeroppChoice | None:
+    """What the config asks of ZeRO++; None: nothing."""
+    zero = config.zero_optimization
+    found = ZeroppChoice(
+        weights=zero.zero_quantized_weights,
+        frozen_weights=zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights,
+        gradients=zero.zero_quantized_gradients,
+        partition_size=max(zero.zero_hpz_partition_size, 1),
+        loco=zero.zeropp_loco_param,
+    )
+    return found if zero.compresses else None
 
 
 @final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 from torch import nn
@@ -17,6 +18,7 @@ from ...zero.core.discover import found_blocks
 from ...zero.core.groups import FlatGroups
 from ..config.config import Config
 from .pipelining import BuildPolicy, Cut, Runs, cut, is_cut, is_part, open_flat_groups
+from .shard_groups import build_shard_groups, hosts_of
 from .slicing import plan_slices, slice_layers
 
 
@@ -66,8 +68,10 @@ def divide(
     legs: how gradients and parameters are sent.
 
     Raises:
-        UsageError: the model cannot be divided as the config says.
+        UsageError: the model cannot be divided as the config says; before anything is cut where hosts decide.
     """
+    hosts = partial(hosts_of, world)
+    shard_groups = build_shard_groups(config, mesh.mesh, hosts, is_first=world.rank == 0)
     runs: Runs = [[] if is_part(model) else found_blocks(model, config.zero_optimization.units)]
     plan = plan_slices(model, runs[0], config)
     found = cut(model, runs[0], config, mesh) if is_cut(model, config) else None
@@ -75,7 +79,7 @@ def divide(
         model, runs = found.part.module, found.runs
     sliced, proof = slice_layers(model, runs, plan, config, mesh, found)
     stage = config.zero_optimization.stage
-    groups = open_flat_groups(mesh, world, policy, stage, found, sliced, legs)
+    groups = open_flat_groups(mesh, world, policy, stage, found, sliced, legs, shard_groups)
     return Divided(model, runs, found, sliced, proof, groups)
 
 

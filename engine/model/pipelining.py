@@ -40,6 +40,7 @@ from ..steps.batch_loop import Loop
 from ..steps.counters import Counters
 from ..steps.pipeline_loop import Pipeline, PipelineLoop, Sequences
 from ..steps.training_step import TrainingStep
+from .shard_groups import ALL_RANKS, DATA_AXES, ShardGroups
 
 Runs = Sequence[Sequence[tuple[str, nn.Module]]]
 
@@ -197,15 +198,19 @@ def open_flat_groups(
     found: Cut | None,
     sliced: Sliced | None = None,
     legs: BuildLegs = ExactLegs,
+    shard_groups: ShardGroups = ALL_RANKS,
 ) -> FlatGroups:
     """The group of every flat buffer. For all ranks.
 
-    sliced: what the tensor ranks have cut; None: nothing. legs: how gradients and parameters are sent.
+    Args:
+        sliced: what the tensor ranks have cut; None: nothing.
+        legs: how gradients and parameters are sent.
+        shard_groups: which data-parallel ranks a buffer is sharded over.
     """
     num_tensor = mesh.mesh.tensor
     is_one = found is None and num_tensor == 1
-    collectives = world if is_one else mesh.along(("data", "sequence"))
-    data = FlatGroup(collectives, legs(collectives), policy(stage, collectives.world_size))
+    collectives = world if is_one else mesh.along(DATA_AXES)
+    data = shard_groups.open(mesh, collectives, policy, stage, legs)
     sliced = Sliced() if sliced is None else sliced
     by_param: dict[int, FlatGroup] = {}
     # all groups drop parameters or none

@@ -35,10 +35,12 @@ def peers_on_host(
     ranks_per_host: int,
     stages: Sequence[int] = (),
     tensors: Sequence[int] = (),
+    places: Sequence[int] = (),
 ) -> int:
     """Other ranks of the group of `rank` along `axes` that are on its host.
 
     stages, tensors: where not empty, the group has the ranks of these pipeline stages or tensor ranks only.
+    places: where not empty, it has these of the ranks along `axes`, counted in their order.
 
     >>> peers_on_host(Mesh(pipe=1, data=4, tensor=2), 0, ["data"], 4)
     1
@@ -53,6 +55,7 @@ def peers_on_host(
             for axis, here, there in zip(own._fields, own, at, strict=True)
         )
         is_in = (not stages or at.pipe in stages) and (not tensors or at.tensor in tensors)
+        is_in = is_in and (not places or mesh.ranks_along(axes, other).index(other) in places)
         found += other != rank and same and is_in
     return found
 

@@ -1,15 +1,21 @@
 """The bytes that a rank sends for a flat buffer in one step. Pure arithmetic.
 
 With n ranks in the group of the buffer and its shard of s bytes, a reduction and a gather send (n - 1) s each.
-Kinds are those of `engine.bytes_sent()`.
+With R replicas of a shard whose sum has t bytes, 2 (R - 1) / R t more are sent once in a step. Kinds are those
+of `engine.bytes_sent()`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+import torch
+
+from ...ops.comm.collectives import Collectives
 from ...zero.core.building import PlannedFlat
+from ...zero.core.groups import buffer_of
 
 REDUCE, GATHER = "reduce_scatter", "all_gather"
 
@@ -28,12 +34,16 @@ class Repeats:
     root_reductions: int
     gathers: int
 
+    def of(self, unit: str) -> int:
+        """The reductions of `unit`; "" is the root."""
+        return self.reductions if unit else self.root_reductions
+
 
 def reduced_bytes(flat: PlannedFlat, repeats: Repeats) -> int:
     """Bytes of gradients that one rank sends."""
     if not flat.trains:
         return 0
-    times = repeats.reductions if flat.unit else repeats.root_reductions
+    times = repeats.of(flat.unit)
     if flat.group.is_shared:
         times = 1
     size = flat.group.policy.sent_dtype(flat.dtype).itemsize
@@ -56,9 +66,41 @@ def gathered_bytes(flat: PlannedFlat, repeats: Repeats, persistent_numel: int) -
     return _to_others(flat) * (wide if policy.holds_grads else flat.dtype).itemsize
 
 
+def crossed_bytes(flat: PlannedFlat, times: int) -> int:
+    """Bytes of sums that one rank sends to replicas, `times` in a step."""
+    levels = flat.group.levels
+    if levels is None or not flat.trains:
+        return 0
+    count = levels.across.world_size
+    size = flat.group.policy.sum_dtype(flat.dtype).itemsize
+    return 2 * (count - 1) * flat.layout.shard_numel * size // count * times
+
+
+def gathers(flat: PlannedFlat, opened: Sequence[Collectives]) -> list[tuple[Collectives, int]]:
+    """The groups of `opened` in which a gather of parameters sends, and the bytes of one gather in each."""
+    before = [sum(group.sent_bytes.values()) for group in opened]
+    whole = torch.empty(flat.layout.numel, dtype=flat.dtype, device="meta")
+    sender = flat.group.legs.sender(buffer_of(flat.layout, 0, flat.dtype, flat.group))
+    sender.gather(whole, flat.group.collectives.shard_of(whole)).wait()
+    after = [sum(group.sent_bytes.values()) for group in opened]
+    return [
+        (group, now - then)
+        for group, then, now in zip(opened, before, after, strict=True)
+        if now > then
+    ]
+
+
 def _to_others(flat: PlannedFlat) -> int:
     """Elements of a shard, once for every other rank."""
     return (flat.group.collectives.world_size - 1) * flat.layout.shard_numel
 
 
-__all__ = ["GATHER", "REDUCE", "Repeats", "gathered_bytes", "reduced_bytes"]
+__all__ = [
+    "GATHER",
+    "REDUCE",
+    "Repeats",
+    "crossed_bytes",
+    "gathered_bytes",
+    "gathers",
+    "reduced_bytes",
+]

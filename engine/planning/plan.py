@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from ...compression.config import ONE_BIT_OPTIMIZERS
+from ...compression.replicas import ACROSS
+from ...ops.comm.collectives import Collectives
 from ...ops.comm.on_paper import PaperCollectives
 from ...ops.mesh import Mesh
 from ...pipe.channel import JOINS
@@ -22,7 +24,7 @@ from ..model.pipelining import is_part, with_model
 from ..optim.state_count import count_states
 from .activations import Activations, held_by, sent_by
 from .links import Link, peers_on_host, spread
-from .messages import GATHER, REDUCE, Repeats, gathered_bytes, reduced_bytes
+from .messages import GATHER, REDUCE, Repeats, crossed_bytes, gathered_bytes, gathers, reduced_bytes
 from .models import ModelSource
 from .observing import Observations
 from .shares import Share, Shares
@@ -82,7 +84,8 @@ def make_plan(source: ModelSource, config: Config, world_size: int, ranks_per_ho
     mesh = mesh_of(config.pipeline, config.tensor_parallel, world_size, sequence)
     if is_part(model):
         model = source.on_meta()
-    planner = _Planner(source, Shares(source, model, config, mesh), config, mesh, ranks_per_host)
+    shares = Shares(source, model, config, mesh, ranks_per_host)
+    planner = _Planner(source, shares, config, mesh, ranks_per_host)
     return planner.plan(world_size)
 
 
@@ -136,6 +139,10 @@ class _Planner:
         elif section.type not in EXACT:
             self._notes.append(
                 f"optimizer = {section.type}: its states are estimated, and messages of its own are not counted"
+            )
+        if zero.compresses:
+            self._notes.append(
+                "ZeRO++: the figures are those of exact messages, without second shards and errors"
             )
         if {zero.offload_optimizer.device, zero.offload_param.device} != {"none"}:
             self._notes.append(
@@ -258,16 +265,24 @@ class _Planner:
         repeats = self._repeats(share, line)
         threshold = self._config.zero_optimization.param_persistence_threshold
         found: dict[str, Link] = {}
-        for flat in share.flats:
-            group = flat.group.collectives
+
+        def add(kind: str, size: int, group: Collectives) -> None:
             assert isinstance(group, PaperCollectives)
-            for kind, size in (
-                (REDUCE, reduced_bytes(flat, repeats[flat.unit])),
-                (GATHER, gathered_bytes(flat, repeats[flat.unit], threshold)),
-            ):
-                if size:
-                    link = self._spread(rank, size, group.axes, group)
-                    found[kind] = found.get(kind, Link()) + link
+            if size:
+                found[kind] = found.get(kind, Link()) + self._spread(rank, size, group.axes, group)
+
+        for flat in share.flats:
+            times = repeats[flat.unit]
+            add(REDUCE, reduced_bytes(flat, times), flat.group.collectives)
+            if flat.group.levels is not None:
+                leaves = host_ratio(self._config) > 0  # a sum crosses before it leaves for the host
+                crossed = times.of(flat.unit) if leaves else 1
+                add(ACROSS, crossed_bytes(flat, crossed), flat.group.levels.across)
+            size = gathered_bytes(flat, times, threshold)
+            parts = gathers(flat, share.opened) if size else []
+            whole = sum(part for _, part in parts)
+            for group, part in parts:
+                add(GATHER, size * part // whole, group)
         return found
 
     def _flow_messages(
@@ -316,7 +331,7 @@ class _Planner:
         group: PaperCollectives | None = None,
     ) -> Link:
         """`group`: of some of the ranks along `axes`; None: all of them."""
-        some = ((), ()) if group is None else (group.stages, group.tensors)
+        some = () if group is None else (group.stages, group.tensors, group.places)
         key: tuple[Any, ...] = (rank, axes, *some)
         if key not in self._on_host:
             self._on_host[key] = peers_on_host(self._mesh, rank, axes, self._ranks_per_host, *some)

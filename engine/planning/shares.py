@@ -16,6 +16,7 @@ from typing import final
 from torch import nn
 
 from ...offload.homes import Homes
+from ...ops.comm.collectives import Collectives
 from ...ops.comm.on_paper import PaperGroups
 from ...ops.comm.pool import BufferPool
 from ...ops.mesh import Mesh
@@ -43,6 +44,7 @@ from ..model.pipelining import (
     plan_schedule,
 )
 from ..model.policies import policy_of
+from ..model.shard_groups import Host, build_shard_groups
 from ..model.slicing import plan_slices, ways_here
 from ..optim.optimizers import Groups, read_groups, split_for_muon
 from .models import ModelSource, meta_device
@@ -56,7 +58,7 @@ class Share:
 
     stages: the virtual stages. blocks: the names of the blocks of each of them.
     flats: the flat buffers in order. num_sliced: parameters of which these ranks have a slice.
-    policy: of the data ranks.
+    policy: of the data ranks. opened: the groups of their first rank.
     """
 
     pipe: int
@@ -66,6 +68,7 @@ class Share:
     flats: tuple[PlannedFlat, ...]
     num_sliced: int
     policy: Policy
+    opened: tuple[Collectives, ...]
 
     @property
     def outside(self) -> tuple[str, ...]:
@@ -92,7 +95,14 @@ class Shares:
         schedule: of the pipeline; None: the model is not cut.
     """
 
-    def __init__(self, source: ModelSource, model: nn.Module, config: Config, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        model: nn.Module,
+        config: Config,
+        mesh: Mesh,
+        ranks_per_host: int,
+    ) -> None:
         """`config` is resolved for the ranks of `mesh`.
 
         Raises:
@@ -102,6 +112,10 @@ class Shares:
         self._source = source
         self._config = config
         self._mesh = mesh
+        hosts = [
+            Host(number, str(number)) for number in (r // ranks_per_host for r in range(mesh.size))
+        ]
+        self._shard_groups = build_shard_groups(config, mesh, lambda: hosts, is_first=False)
         self.blocks: list[tuple[str, nn.Module]] = (
             [] if is_part(model) else found_blocks(model, config.zero_optimization.units)
         )
@@ -140,8 +154,11 @@ class Shares:
                 here = self._at(pipe, left[0])
                 with sliced_here(module, runs, found, self.ways, self._config, here) as cut:
                     flats, policy = self._flats(module, runs, found, cut, here)
+                    opened = tuple(here.opened)
                     equal = [rank for rank in left if _widths(cut, rank) == _widths(cut, left[0])]
-                    yield Share(pipe, tuple(equal), stages, names, flats, len(cut.slices), policy)
+                    yield Share(
+                        pipe, tuple(equal), stages, names, flats, len(cut.slices), policy, opened
+                    )
                 left = [rank for rank in left if rank not in equal]
 
     def _at(self, pipe: int, tensor: int) -> PaperGroups:
@@ -182,7 +199,8 @@ class Shares:
             zero.stage,
             found,
             sliced,
-            Messages(self._config).legs,
+            Messages(self._config, groups.world).legs,
+            self._shard_groups,
         )
         trained = trained_groups(module, self._config).index
         builder = Builder(trained, flat_groups, BufferPool(), Homes(None))

@@ -274,7 +274,7 @@ class PipelineLoop(Loop):
         if problem is not None:
             raise problem
         differs = (columns != columns[0]).any(0)
-        if differs[self._parts.sharded.flat_groups.data.collectives.rank]:
+        if differs[self._parts.sharded.flat_groups.data.everyone.rank]:
             raise self._other_shapes(inputs)
         unread = (table.view(-1) < 0).nonzero().view(-1).tolist()
         if unread or bool(differs.any()):

@@ -51,6 +51,7 @@ class TrainingStep:
         parts.sharded.backwards.set_script_callbacks(
             self._own_backward_begins, self._factor_of_own_backward
         )
+        parts.sharded.expect_ends(self._ends_step)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's output, under autocast where the config says so."""
@@ -194,6 +195,11 @@ class TrainingStep:
         limit = self._parts.config.gradient_clipping
         plain = ends and not self._accumulation.in_no_sync and self._forecast.is_plain(limit)
         self._parts.updater.expect(self.gradient_factor() if plain else None)
+
+    def _ends_step(self) -> bool:
+        """The backward that begins is likely to be the last of its step."""
+        accumulation = self._accumulation
+        return accumulation.is_managed and accumulation.is_last() and not accumulation.in_no_sync
 
     def _own_backward_begins(self) -> bool:
         """The script started a backward itself: whether its gradients are reduced before it ends."""

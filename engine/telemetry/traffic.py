@@ -76,7 +76,8 @@ class SentBytes(Traffic):
             parts.append(f"{size_text(found['across'].total())} of it to other hosts")
         if found["exact"]:
             parts.append(f"{_ratio(found):.1f}x fewer than exact")
-            parts.append(f"not sent yet {self._owed_norm():.3e}")
+            if self._keeps_owed:
+                parts.append(f"not sent yet {self._owed_norm():.3e}")
         return ", ".join(parts)
 
     def events(self) -> list[tuple[str, float]]:
@@ -84,8 +85,14 @@ class SentBytes(Traffic):
         events = [(f"sent_bytes_{kind}", float(size)) for kind, size in found["sent"].items()]
         events.append(("sent_bytes_to_other_hosts", float(found["across"].total())))
         if found["exact"]:
-            events += [("compression_ratio", _ratio(found)), ("not_sent_norm", self._owed_norm())]
+            events.append(("compression_ratio", _ratio(found)))
+            if self._keeps_owed:
+                events.append(("not_sent_norm", self._owed_norm()))
         return events
+
+    @property
+    def _keeps_owed(self) -> bool:
+        return any(grads.reducer.keeps_owed for grads in self._sharded.flat_grads)
 
     def _owed_norm(self) -> float:
         """The norm of what this rank owes, as a mean gradient."""

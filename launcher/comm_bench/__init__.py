@@ -1,1 +1,1 @@
-"""`xds bench comm`: start.py starts ranks.py, which checks and times every case; link.py measures the link."""
+"""`xds bench comm`: start.py starts ranks.py, which times collectives or schemes; link.py measures the link."""

@@ -8,6 +8,9 @@ from typing import final
 
 FIRST_BYTES = 1024
 FACTOR = 4
+# of compressed messages: smaller buffers are all latency, larger ones have the ratio of the last
+FIRST_COMPRESSED_BYTES, LAST_COMPRESSED_BYTES = 64 << 10, 16 << 20
+COMPRESSED_DTYPES = ("float32", "bfloat16", "float16")
 DTYPES = ("float32", "float16", "bfloat16", "int8")
 OPS = (
     *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"),
@@ -22,6 +25,7 @@ class Plan:
 
     max_bytes: the largest size; 0 means 1 GiB on GPUs and 64 MiB on CPUs.
     trials: consecutive calls that are timed together, three times; fewer if they take longer than `seconds`.
+    compares: schemes of compressed messages, instead of collectives.
     """
 
     ops: tuple[str, ...] = OPS
@@ -31,6 +35,7 @@ class Plan:
     trials: int = 20
     seconds: float = 0.5
     is_json: bool = False
+    compares: bool = False
 
     def as_text(self) -> str:
         """The plan as one argument of a command line."""
@@ -83,7 +88,9 @@ class Link:
 
     def __str__(self) -> str:
         latency = f", {time_text(self.latency_seconds)} one way" if self.latency_seconds else ""
-        return f"{self.what}: {self.bytes_per_second / 1e9:.2f} GB/s{latency}"
+        speed = self.bytes_per_second
+        shown = f"{speed / 1e9:.2f} GB/s" if speed >= 1e8 else f"{speed / 1e6:.1f} MB/s"
+        return f"{self.what}: {shown}{latency}"
 
 
 @final

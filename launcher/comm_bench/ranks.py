@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -18,12 +16,12 @@ from ...engine.process.process import join, pick_device
 from ...ops.comm.hosts import host_numbers
 from ...ops.comm.opening import open_collectives
 from ...utils.available_memory import available_bytes
-from ...utils.errors import XdsError
-from .cases import CASES, Case, RankContext, largest_bytes
+from . import compressed
+from .cases import CASES, RankContext, largest_bytes
 from .link import measure
 from .plan import HEADING, Baseline, Link, Plan, Row, binary, row, row_text, sizes
+from .timing import check, gather_values, note, timed
 
-_ROUNDS = 3
 _DEFAULT_GPU_BYTES, _DEFAULT_CPU_BYTES = 1 << 30, 64 << 20
 _COPIES = 5  # input, output, receive buffer, the backend's buffer, the check's buffer
 _SHARE = 0.8  # of the memory that is free
@@ -36,23 +34,49 @@ def main(text: str) -> None:
     device = torch.device("cpu") if is_cpu else pick_device()
     group = join(device)
     context = RankContext(open_collectives(group, device), group, getattr(torch, plan.dtype))
-    rows = []
     link = measure(context.collectives, group)
     facts = describe(context, plan)
-    prints_table = context.rank == 0 and not plan.is_json
-    if prints_table:
+    shows = context.rank == 0 and not plan.is_json
+    if shows:
         print("\n".join(heading(facts, link)), flush=True)
-    for found in rows_of(context, plan, link):
-        rows.append(found)
-        if prints_table:
-            print(row_text(found), flush=True)
+    found = (_compare_schemes if plan.compares else _time_collectives)(context, plan, link, shows)
     if context.rank == 0 and plan.is_json:
-        result = {
-            **facts,
-            "link": asdict(link) if link else None,
-            "rows": [asdict(one) for one in rows],
-        }
-        print(json.dumps(result), flush=True)
+        shown = asdict(link) if link else None
+        print(json.dumps({**facts, "link": shown, **found}), flush=True)
+
+
+def _time_collectives(
+    context: RankContext, plan: Plan, link: Link | None, shows: bool
+) -> dict[str, Any]:
+    """Times every collective, with its line of the table."""
+    rows = []
+    if shows:
+        print(HEADING, flush=True)
+    for found in rows_of(context, plan, link):
+        rows.append(asdict(found))
+        if shows:
+            print(row_text(found), flush=True)
+    return {"rows": rows}
+
+
+def _compare_schemes(
+    context: RankContext, plan: Plan, link: Link | None, shows: bool
+) -> dict[str, Any]:
+    """Times every scheme of compressed messages, with a sentence for each size."""
+    rows, sentences = [], []
+    if shows and context.world_size > 1:
+        print(compressed.HEADING, flush=True)
+    for found in compressed.results_of(context, plan, _largest(context, plan)):
+        sentences.append(compressed.sentence(found))
+        rows += [asdict(one) for one in found]
+        if shows:
+            lines = [*map(compressed.row_text, found), sentences[-1]]
+            print("\n".join(lines), flush=True)
+    if not sentences:
+        sentences.append("one rank sends nothing: no scheme pays")
+        if shows:
+            print(sentences[0], flush=True)
+    return {"rows": rows, "sentences": sentences}
 
 
 def describe(context: RankContext, plan: Plan) -> dict[str, Any]:
@@ -86,7 +110,6 @@ def heading(facts: dict[str, Any], link: Link | None) -> Iterator[str]:
     yield f"{facts['world_size']} ranks, {facts['backend']}, {hosts}: {facts['device']}"
     yield f"link: {link}" if link else "link: nothing to measure"
     yield f"{facts['dtype']}; GB/s of 10^9 bytes, time of the slowest rank"
-    yield HEADING
 
 
 def rows_of(context: RankContext, plan: Plan, link: Link | None) -> Iterator[Row]:
@@ -101,78 +124,24 @@ def rows_of(context: RankContext, plan: Plan, link: Link | None) -> Iterator[Row
             for asked_bytes in sizes(min(plan.min_bytes, last), last):
                 numel = max(asked_bytes // whole, op != "barrier") * context.world_size
                 case = make(context, numel)
-                if not _check(context, case, f"{op} by {by}, {binary(asked_bytes)}"):
+                if not check(context, case, f"{op} by {by}, {binary(asked_bytes)}"):
                     break
                 size_bytes = numel * context.dtype.itemsize
                 yield row(op, by, size_bytes, timed(context, case, plan), where)
                 del case
 
 
-def _check(context: RankContext, case: Case, what: str) -> bool:
-    """Whether the backend supports the op. Raises XdsError if the result is wrong on a rank."""
-    case.fill()
-    error = ""
-    try:
-        case.call()
-        _finish(context)
-        state = 0 if case.is_right() else 1
-    except (RuntimeError, NotImplementedError) as failure:
-        error, state = f"{type(failure).__name__}: {failure}", 2
-    states = _gather_values(context, float(state))
-    if all(found == 2 for found in states):
-        _note(context, f"{what}: skipped, {error.splitlines()[0]}")
-        return False
-    if 2 in states:
-        raise XdsError(f"{what}: failed on rank {states.index(2)}{': ' * bool(error)}{error}")
-    wrong = [str(rank) for rank, found in enumerate(states) if found]
-    if wrong:
-        raise XdsError(
-            f"{what}: a wrong result on rank {', '.join(wrong)} of {context.world_size}; data that these ranks"
-            " send cannot be trusted: check for faulty memory, network adapters or a broken backend"
-        )
-    return True
-
-
-def timed(context: RankContext, case: Case, plan: Plan) -> tuple[float, int]:
-    """(seconds of one call, consecutive calls): of the slowest rank, the median of three rounds."""
-    first = max(_gather_values(context, _seconds(context, case, 1)))
-    trials = max(1, min(plan.trials, int(plan.seconds / max(first, 1e-9))))
-    rounds = [max(_gather_values(context, _seconds(context, case, trials))) for _ in range(_ROUNDS)]
-    return statistics.median(rounds), trials
-
-
-def _seconds(context: RankContext, case: Case, trials: int) -> float:
-    context.collectives.barrier()
-    _finish(context)
-    start = time.perf_counter()
-    for _ in range(trials):
-        case.call()
-    _finish(context)
-    return (time.perf_counter() - start) / trials
-
-
-def _finish(context: RankContext) -> None:
-    if context.collectives.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _gather_values(context: RankContext, value: float) -> list[float]:
-    """Every rank's value, on every rank."""
-    own = torch.tensor([value], dtype=torch.float64, device=context.collectives.device)
-    return [float(found) for found in context.collectives.gather_small(own).flatten().tolist()]
-
-
 def _largest(context: RankContext, plan: Plan) -> int:
     """The largest size: as requested, or less if the ranks' memory is too small."""
     is_gpu = context.collectives.device.type == "cuda"
     requested = plan.max_bytes or (_DEFAULT_GPU_BYTES if is_gpu else _DEFAULT_CPU_BYTES)
-    allowed = int(min(_gather_values(context, float(_free_bytes(context)))) * _SHARE / _COPIES)
+    allowed = int(min(gather_values(context, float(_free_bytes(context)))) * _SHARE / _COPIES)
     largest = max(requested, plan.min_bytes)
     if largest <= allowed:
         return largest
     while largest > max(allowed, plan.min_bytes):
         largest //= 4
-    _note(
+    note(
         context,
         f"sizes end at {binary(largest)}: the ranks do not have enough memory for larger ones",
     )
@@ -185,11 +154,6 @@ def _free_bytes(context: RankContext) -> int:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(context.world_size)))
     available = available_bytes() or 1 << 62  # 0: not Linux, no limit is known
     return available // ranks_here
-
-
-def _note(context: RankContext, text: str) -> None:
-    if context.rank == 0:
-        print(f"xds bench comm: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,15 @@ from typing import NoReturn, final
 from ...utils.errors import UsageError
 from ...utils.quoting import printable
 from ...utils.sizes import parse_bytes
-from .plan import DTYPES, FIRST_BYTES, OPS, Plan
+from .plan import (
+    COMPRESSED_DTYPES,
+    DTYPES,
+    FIRST_BYTES,
+    FIRST_COMPRESSED_BYTES,
+    LAST_COMPRESSED_BYTES,
+    OPS,
+    Plan,
+)
 
 MODULE = "xds.launcher.comm_bench.ranks"
 
@@ -18,7 +26,12 @@ All other options are those of the launcher: --nproc-per-node, --hostfile, --inc
 Results are checked before anything is timed. Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md):
 algbw is size / time, busbw is the traffic of each rank's link in one direction. "of link" is the time that
 the link alone needs for the same bytes, divided by the measured time. The link's speed is measured in the
-same run: a TCP connection between two ranks with gloo, a copy or a message between GPUs with NCCL."""
+same run: a TCP connection between two ranks with gloo, a copy or a message between GPUs with NCCL.
+
+--compression times the two exchanges of a step, gradients to their owners and what comes back to all ranks:
+exact, with one bit an element (OneBitAdam, OneBitLamb), and with 8 and 4 bits. "pack" is the part of the time
+that computes the messages. A scheme pays if it is at least 1.1 times as fast as exact messages. What a scheme
+does to the loss is not measured, nor what a step hides behind its computation."""
 
 
 @final
@@ -50,15 +63,30 @@ def read(argv: Sequence[str]) -> tuple[Plan, list[str]]:
         raise UsageError(f"--trials = {args.trials}: must be a number from 1")
     if not 0 < args.seconds < 3600:
         raise UsageError(f"--seconds = {args.seconds:g}: must be above 0 and below 3600")
-    smallest = parse_bytes("--min-size", args.min_size)
-    largest = parse_bytes("--max-size", args.max_size) if args.max_size else 0
+    if args.compression and ops:
+        raise UsageError(
+            f"--op = {printable(','.join(ops))} with --compression: it times schemes and no single "
+            "collectives; leave out one of the two"
+        )
+    if args.compression and args.dtype not in COMPRESSED_DTYPES:
+        raise UsageError(
+            f"--dtype = {args.dtype} with --compression: gradients must be "
+            f"{', '.join(COMPRESSED_DTYPES[:-1])} or {COMPRESSED_DTYPES[-1]}; choose one of them"
+        )
+    first, last = (FIRST_COMPRESSED_BYTES, LAST_COMPRESSED_BYTES) if args.compression else (0, 0)
+    smallest = parse_bytes("--min-size", args.min_size) if args.min_size else first or FIRST_BYTES
+    largest = (
+        parse_bytes("--max-size", args.max_size)
+        if args.max_size
+        else max(last, smallest * bool(last))
+    )
     if largest and largest < smallest:
         raise UsageError(
             f"--max-size = {printable(args.max_size)}: is below --min-size = "
             f"{printable(args.min_size)}; raise it"
         )
-    plan = Plan(ops or OPS, smallest, largest, args.dtype, args.trials, args.seconds, args.json)
-    return plan, launcher_args
+    timing = (args.dtype, args.trials, args.seconds)
+    return Plan(ops or OPS, smallest, largest, *timing, args.json, args.compression), launcher_args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,13 +105,17 @@ def _parser() -> argparse.ArgumentParser:
         help=f"one or more of {', '.join(OPS)} (default: all)",
     )
     add(
-        "--min-size", default=f"{FIRST_BYTES}", metavar="SIZE", help="smallest size (default: 1KiB)"
+        "--min-size",
+        default="",
+        metavar="SIZE",
+        help="smallest size (default: 1KiB; 64KiB with --compression)",
     )
     add(
         "--max-size",
         default="",
         metavar="SIZE",
-        help="largest size (default: 1GiB on GPUs, 64MiB on CPUs, less if memory is short)",
+        help="largest size (default: 1GiB on GPUs, 64MiB on CPUs, 16MiB with --compression;"
+        " less if memory is short)",
     )
     add("--dtype", choices=DTYPES, default="float32")
     add(
@@ -99,6 +131,11 @@ def _parser() -> argparse.ArgumentParser:
         default=0.5,
         metavar="S",
         help="do fewer trials if they take longer than this (default: 0.5); a row takes at most 3 times it",
+    )
+    add(
+        "--compression",
+        action="store_true",
+        help="time exact and compressed messages of gradients, and say for each size which pays",
     )
     add("--json", action="store_true", help="print one line of JSON instead of the table")
     return parser

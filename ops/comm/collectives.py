@@ -86,6 +86,11 @@ class Collectives(ABC):
         self._watch.name(CONTROL_BUFFER, "norms and flags")
         self._watch.name(ACCESS_BUFFER, "a parameter")
 
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks of the group, among all ranks of the job."""
+        return self._ranks
+
     def name_buffer(self, buffer: int, name: str) -> None:
         """Set the name of the flat buffer `buffer` in messages, e.g. "unit 'blocks.5'"."""
         self._watch.name(buffer, name)
@@ -242,11 +247,14 @@ class Collectives(ABC):
         """
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, *, what: str, kind: str) -> Handle:
+    def all_reduce(
+        self, tensor: Tensor, *, what: str, kind: str, buffer: int = ACTIVATION_BUFFER
+    ) -> Handle:
         """tensor = the sum over ranks of `tensor`, of any shape, contiguous; the same bits on every rank.
 
         Args:
             what: the subject in messages about a failure, e.g. "the output of blocks.0.mlp.down".
+            buffer: the number of the flat buffer that it is of, if any.
         Sums run in rank order where the backend has messages of its own (gloo). Counts 2 (world_size - 1) /
         world_size of its bytes as `kind`, which every algorithm sends: the lower bound. Neither read nor write
         it before `wait`.

@@ -19,9 +19,20 @@ import torch.distributed as dist
 
 from ..mesh import Axis, Mesh
 from .collectives import Collectives, PartOf
+from .levels import Levels
 from .opening import open_collectives
 
 _groups: dict[tuple[object, tuple[int, ...], str], Any] = {}
+
+
+def blocks_of(mesh: Mesh, axes: Axis | tuple[Axis, ...], length: int) -> list[tuple[int, ...]]:
+    """The ranks of every group along `axes`, in blocks of `length` neighbours.
+
+    >>> blocks_of(Mesh(pipe=1, data=4, tensor=2), "data", 2)
+    [(0, 2), (4, 6), (1, 3), (5, 7)]
+    """
+    groups = mesh.groups(axes)
+    return [ranks[at : at + length] for ranks in groups for at in range(0, len(ranks), length)]
 
 
 class AxisGroups(ABC):
@@ -45,6 +56,13 @@ class AxisGroups(ABC):
     @abstractmethod
     def along(self, axes: Axis | tuple[Axis, ...], use: str = "") -> Collectives:
         """The ranks that differ from this one on `axes` only. `use` tells several groups of one axis apart."""
+
+    @abstractmethod
+    def blocks(self, axes: Axis | tuple[Axis, ...], whole: Collectives, length: int) -> Levels:
+        """The group `whole` as blocks of `length` ranks, which divides it.
+
+        whole: the group along `axes`, or one of its equal blocks.
+        """
 
     @abstractmethod
     def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
@@ -92,6 +110,19 @@ class MeshGroups(AxisGroups):
             self._make(ranks, use)
         return self._open(self.mesh.ranks_along(axes, self._rank), use)
 
+    def blocks(self, axes: Axis | tuple[Axis, ...], whole: Collectives, length: int) -> Levels:
+        own: list[list[int]] = [[], []]
+        size = whole.world_size
+        for ranks in blocks_of(self.mesh, axes, size):
+            inside = [list(ranks[at : at + length]) for at in range(0, size, length)]
+            across = [list(ranks[at::length]) for at in range(length)]
+            for level, parts in enumerate((inside, across)):
+                for part in parts:
+                    self._make(part, "")
+                    own[level] = part if self._rank in part else own[level]
+        found = [whole if len(part) == size else self._open(part, "") for part in own]
+        return Levels(whole, *found)
+
     def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
         own: list[int] = []
         for ranks in self.mesh.groups(axes):
@@ -128,4 +159,4 @@ class MeshGroups(AxisGroups):
         return _groups[key]
 
 
-__all__ = ["AxisGroups", "MeshGroups"]
+__all__ = ["AxisGroups", "MeshGroups", "blocks_of"]

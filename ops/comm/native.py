@@ -105,8 +105,10 @@ class Native(Collectives):
         work = dist.irecv(tensor, group=self.group, group_src=peer)
         return InFlight(self._watch, mark, [(self._ranks[peer], work)])
 
-    def all_reduce(self, tensor: Tensor, *, what: str, kind: str) -> Handle:
-        mark = self._record(kind, ACTIVATION_BUFFER, what, tensor)
+    def all_reduce(
+        self, tensor: Tensor, *, what: str, kind: str, buffer: int = ACTIVATION_BUFFER
+    ) -> Handle:
+        mark = self._record(kind, buffer, what, tensor)
         self._count_all_reduce(kind, tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return InFlight(self._watch, mark, [(None, work)])

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..mesh import Axis, Mesh
 from .collectives import ACTIVATION_BUFFER, CONTROL_BUFFER, Bounds, Collectives
 from .handles import Done, Handle
+from .levels import Levels
 from .mesh_groups import AxisGroups
 
 
@@ -19,6 +20,7 @@ class PaperCollectives(Collectives):
     """The collectives of rank `rank` of `world_size`. Sums and exchanges of activations are counted.
 
     stages, tensors: the pipeline stages and tensor ranks that its ranks are on, if not all along `axes`.
+    places: of its ranks among all along `axes`, if they are not all.
     """
 
     def __init__(
@@ -28,13 +30,20 @@ class PaperCollectives(Collectives):
         axes: tuple[Axis, ...],
         stages: Sequence[int] = (),
         tensors: Sequence[int] = (),
+        places: Sequence[int] = (),
+        device: torch.device | None = None,
     ) -> None:
-        super().__init__(None, torch.device("cpu"), rank, world_size)
+        """device: of values that are exchanged. Each peer then sends what this rank does; None: no values."""
+        super().__init__(None, device or torch.device("cpu"), rank, world_size)
+        self._has_values = device is not None
         self.axes = axes
         self.stages = tuple(stages)
         self.tensors = tuple(tensors)
+        self.places = tuple(places)
 
-    def all_reduce(self, tensor: Tensor, *, what: str, kind: str) -> Handle:
+    def all_reduce(
+        self, tensor: Tensor, *, what: str, kind: str, buffer: int = ACTIVATION_BUFFER
+    ) -> Handle:
         self._count_all_reduce(kind, tensor)
         return Done()
 
@@ -50,10 +59,15 @@ class PaperCollectives(Collectives):
         for peer, part in enumerate(parts):
             if peer != self.rank:
                 self._count_parts(kind, part)
+        for out, part in zip(outs, parts, strict=True):
+            if self._has_values:
+                out.copy_(part)
         return Done()
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
         self._count(kind, shard)
+        if self._has_values:
+            flat.view(self.world_size, -1).copy_(shard.clone())
         return Done()
 
     def reduce_scatter(
@@ -113,6 +127,18 @@ class PaperGroups(AxisGroups):
 
     def along(self, axes: Axis | tuple[Axis, ...], use: str = "") -> Collectives:
         return self._open((axes,) if isinstance(axes, str) else tuple(axes), use)
+
+    def blocks(self, axes: Axis | tuple[Axis, ...], whole: Collectives, length: int) -> Levels:
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        rank, size = whole.rank, whole.world_size
+        assert isinstance(whole, PaperCollectives)
+        block, place = divmod(rank, length)
+        places = whole.places or range(size)
+        of_block = places[block * length : (block + 1) * length]
+        inside = PaperCollectives(place, length, names, places=of_block)
+        across = PaperCollectives(block, size // length, names, places=places[place::length])
+        self.opened += [inside, across]
+        return Levels(whole, inside, across)
 
     def within(self, axes: tuple[Axis, ...], tensor_sets: Sequence[Sequence[int]]) -> Collectives:
         own = next(sorted(places) for places in tensor_sets if self._at["tensor"] in places)

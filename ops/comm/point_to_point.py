@@ -172,13 +172,16 @@ class PeerToPeer(Collectives):
             self._count_parts("access", part, peer)
         InFlight(self._watch, mark, works).wait()
 
-    def all_reduce(self, tensor: Tensor, *, what: str, kind: str) -> Handle:
-        mark = self._record(kind, ACTIVATION_BUFFER, what, tensor)
+    def all_reduce(
+        self, tensor: Tensor, *, what: str, kind: str, buffer: int = ACTIVATION_BUFFER
+    ) -> Handle:
+        mark = self._record(kind, buffer, what, tensor)
         self._count_all_reduce(kind, tensor)
         flat = tensor.view(-1)
+        tag = self._small_tag(buffer, flat) if buffer < 0 else self._tag(buffer) + 1
         if self.world_size == 2:  # one exchange of everything sends as much as two of halves
-            return self._exchange_whole(mark, flat, self._small_tag(ACTIVATION_BUFFER, flat))
-        return self._reduce_parts(mark, flat)
+            return self._exchange_whole(mark, flat, tag)
+        return self._reduce_parts(mark, flat, tag)
 
     def sums_whole(self, flat: Tensor) -> bool:
         # each rank adds all elements instead of half of them: less than a message costs, up to this size
@@ -229,11 +232,11 @@ class PeerToPeer(Collectives):
         finish = partial(self._add_of_peer, flat, other)
         return InFlight(self._watch, mark, works, finish)
 
-    def _reduce_parts(self, mark: Mark, flat: Tensor) -> Handle:
+    def _reduce_parts(self, mark: Mark, flat: Tensor, tag: int) -> Handle:
         """Every rank sums its part, then sends the sum to all."""
         ends = [flat.numel() * rank // self.world_size for rank in range(self.world_size + 1)]
         of = [flat[start:stop] for start, stop in pairwise(ends)]
-        own, tag = of[self.rank], self._small_tag(ACTIVATION_BUFFER, flat)
+        own = of[self.rank]
         parts = {self.rank: own}
         for peer in self._peers:
             parts[peer] = self._scratch.take(own.numel(), flat.dtype, flat.device)

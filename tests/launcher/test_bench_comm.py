@@ -61,6 +61,11 @@ def test_a_row_compares_with_what_the_link_alone_would_take():
     ]
 
 
+def test_a_slow_link_is_shown_in_its_own_unit():
+    assert str(Link("wire", 11.9e6)) == "wire: 11.9 MB/s"
+    assert str(Link("wire", 3.271e9, 1e-5)) == "wire: 3.27 GB/s, 10 us one way"
+
+
 def test_sizes_grow_fourfold_and_end_where_they_are_told_to():
     assert sizes(1024, 65536) == [1024, 4096, 16384, 65536]
     assert sizes(1024, 5000) == [1024, 4096, 5000] and sizes(8, 8) == [8]
@@ -213,6 +218,8 @@ def test_its_own_words_are_taken_out_and_the_rest_is_the_launchers():
         (["--trials", "0"], "--trials = 0"),
         (["--dtype", "float64"], "--dtype"),
         (["--seconds", "0"], "--seconds = 0"),
+        (["--compression", "--op", "barrier"], "--op = barrier with --compression"),
+        (["--compression", "--dtype", "int8"], "--dtype = int8 with --compression"),
     ],
 )
 def test_wrong_use_is_told(words, told):

@@ -63,6 +63,8 @@ def compare(build: str, config: dict[str, Any], world_size: int, num_notes=0) ->
         ("tied", config_of(3, "bf16", pipe=2, count=4), 4),
         ("plain", config_of(1, pipe=2, tensor=2, count=2), 4),
         ("plain", config_of(3, "bf16", tensor=2, count=2, max_reuse_distance=0), 4),
+        ("plain", config_of(3, "bf16", count=2, mics_shard_size=2), 4),
+        ("plain", config_of(1, mics_shard_size=2), 4),
     ],
 )
 def test_bytes_equal_those_of_real_ranks(build, config, world_size):
@@ -83,6 +85,37 @@ def test_bytes_of_every_stage_and_mesh(build, mesh, precision, stage):
     pipe, tensor = mesh
     for count in (pipe, 4):  # 1F1B needs a micro-batch for each stage
         compare(build, config_of(stage, precision, pipe, tensor, count), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "pipe", "tensor", "world_size", "size"),
+    [
+        (2, 1, 1, 4, 2),
+        (1, 2, 1, 8, 2),
+        (3, 2, 1, 8, 2),
+        (3, 1, 2, 8, 2),
+        (2, 1, 1, 4, 1),
+        (3, 1, 1, 4, 4),
+    ],
+)
+def test_bytes_of_shard_groups_with_replicas(stage, pipe, tensor, world_size, size):
+    config = config_of(stage, "bf16", pipe, tensor, 4, mics_shard_size=size)
+    compare("plain", config, world_size)
+
+
+def test_gathers_in_two_levels_send_fewer_bytes_between_hosts():
+    """Four ranks of a group on two hosts: a shard goes to one other host once, not to both of its ranks."""
+    plans = []
+    for is_on in (False, True):
+        zero = {"mics_shard_size": 4, "mics_hierarchical_params_gather": is_on}
+        config = parse_config(config_of(3, count=2, **zero))
+        plans.append(make_plan(FunctionModel("planned_models:plain"), config, 8, 2))
+    one, two = (plan.ranks[0].sent for plan in plans)
+    assert one["all_gather"].total == two["all_gather"].total
+    assert one["all_gather"].between == 2 * two["all_gather"].between > 0
+    assert one["reduce_scatter"] == two["reduce_scatter"]
+    assert one["all_reduce"].inside == 0 and one["all_reduce"] == two["all_reduce"]
 
 
 @pytest.mark.slow

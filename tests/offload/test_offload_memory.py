@@ -11,7 +11,7 @@ from torch import nn
 import xds
 from xds.offload.sender import NUM_BUFFERS
 from xds.utils.errors import ConfigError
-from xds.zero.core import flat_params
+from xds.zero.core import gathered_writes
 
 WIDTH, DEPTH = 64, 6
 
@@ -130,7 +130,7 @@ def test_deepspeeds_old_names() -> None:
 def test_a_write_to_a_gathered_parameter_counts_or_raises(
     drops_to_check: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flat_params, "drops_to_check", lambda device: drops_to_check)
+    monkeypatch.setattr(gathered_writes, "drops_to_check", lambda device: drops_to_check)
     engine = engine_of(3, 1, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
     first = engine.module[0]  # type: ignore[index]
     value = 0.0

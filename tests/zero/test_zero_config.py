@@ -73,8 +73,6 @@ REFUSED = [
     {"zero_quantized_gradients": True},
     {"zero_hpz_partition_size": 8},
     {"zeropp_loco_param": {"err_beta": 0.8}},
-    {"mics_shard_size": 4},
-    {"mics_hierarchical_params_gather": True},
     {"legacy_stage1": True},
 ]
 

@@ -59,7 +59,7 @@ class Access(Owner):
         """
         self.collectives = model.collectives
         self.flat_groups = model.flat_groups
-        self._data = model.flat_groups.data.collectives
+        self._data = model.flat_groups.data.everyone
         self._model = model
         self._updater = updater
         self._factor = gradient_factor
@@ -109,7 +109,10 @@ class Access(Owner):
 
     def together(self, param: nn.Parameter) -> Collectives:
         slices = self._slices_of(param)
-        return self.group_of(param) if slices is None else slices.together
+        return self._model.flat_groups.of(param).everyone if slices is None else slices.together
+
+    def is_first_replica(self, param: nn.Parameter) -> bool:
+        return self._model.flat_groups.of(param).is_first_replica
 
     def full_shape(self, param: nn.Parameter) -> tuple[int, ...]:
         slices = self._slices_of(param)
@@ -189,6 +192,7 @@ class Access(Owner):
             return
         flat = place.flat
         flat.wait()  # a forward that failed has left a gather of the old values
+        flat.sender.forget()
         rank = flat.collectives.rank
         with torch.no_grad():
             stored = self.value(param)

@@ -98,12 +98,16 @@ class Owner(ABC):
     flat_groups: FlatGroups | None = None  # None: no engine owns the parameters
 
     def group_of(self, param: nn.Parameter) -> Collectives:
-        """The ranks that hold `param`, or the same slice of it."""
+        """The ranks that `param` is sharded over, or its slice on this rank."""
         return self.collectives
 
     def together(self, param: nn.Parameter) -> Collectives:
         """The ranks that call every method with `param` together: all that hold it or a slice of it."""
         return self.group_of(param)
+
+    def is_first_replica(self, param: nn.Parameter) -> bool:
+        """The ranks of `group_of` are the first ones that hold all of `param`, if there are several."""
+        return True
 
     def full_shape(self, param: nn.Parameter) -> tuple[int, ...]:
         """The shape of the full tensor."""

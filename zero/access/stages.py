@@ -149,6 +149,8 @@ def _to_first(value: Tensor, full_precision: bool) -> Tensor | None:
         return value.detach()
     param: nn.Parameter = value  # type: ignore[assignment]
     stored = owner.value(param) if full_precision else owner.compute(param)
+    if not owner.is_first_replica(param):
+        return None
     return stored.read(owner.group_of(param), 0)
 
 

@@ -53,6 +53,8 @@ def _on_cpu(value: Tensor, target: int | None, full_precision: bool) -> Tensor |
         return value.detach().to("cpu", copy=True)
     param: nn.Parameter = value  # type: ignore[assignment]
     stored = owner.value(param) if full_precision else owner.compute(param)
+    if target is not None and not owner.is_first_replica(param):
+        return None
     full = stored.read(owner.group_of(param), target)
     return None if full is None else full.cpu()
 

@@ -36,12 +36,13 @@ class _Plan:
 
 @final
 class OwedRestore:
-    """Restores what was owed. `unit` of the checkpoint: what sums were multiplied with to be mean gradients."""
+    """Restores what was owed. `unit`, `steps`: those of the checkpoint, see `Owed`."""
 
-    def __init__(self, snapshot: Snapshot, catalogue: Catalogue, unit: float) -> None:
+    def __init__(self, snapshot: Snapshot, catalogue: Catalogue, unit: float, steps: int) -> None:
         self._snapshot = snapshot
         self._catalogue = catalogue
         self._unit = unit
+        self._steps = steps
         self._plans: list[_Plan] = []
 
     def plan(self) -> list[Target]:
@@ -67,8 +68,9 @@ class OwedRestore:
             return into
 
         error = parts = server = copy = None
-        if len(keys) == layout.world_size:
-            key = f"{ERROR}{master.rank}"
+        everyone = master.grads.group.everyone
+        if len(keys) == everyone.world_size:
+            key = f"{ERROR}{everyone.rank}"
             error = read(key, 0, layout.numel, torch.empty(layout.numel, device=device))
         elif keys:
             parts = torch.empty((len(keys), layout.shard_numel), device=device)
@@ -100,7 +102,7 @@ class OwedRestore:
         """Set the errors. For all ranks: at another number of ranks each sends its part of them."""
         for one in self._plans:
             error = one.error if one.parts is None else _spread(one.master, one.parts)
-            owed = None if error is None else Owed(error, one.server, self._unit)
+            owed = None if error is None else Owed(error, one.server, self._unit, self._steps)
             one.master.grads.reducer.restore(owed)
 
 
@@ -108,7 +110,7 @@ def _spread(master: Master, parts: Tensor) -> Tensor:
     """An equal part of the sum of the errors `parts` [ranks, n], of all elements."""
     collectives, layout = master.params.collectives, master.params.layout
     full = torch.empty(layout.numel, device=parts.device)
-    own = parts.sum(0).div_(layout.world_size)
+    own = parts.sum(0).div_(master.grads.group.everyone.world_size)
     collectives.all_gather(full, own, buffer=master.params.index, kind="access").wait()
     return full
 

@@ -397,3 +397,16 @@ def share(flat: SavedFlat, rank: int, world_size: int, turn: int) -> tuple[int, 
     if flat.numel < SPLIT_NUMEL * world_size:
         return (0, flat.numel) if turn % world_size == rank else (0, 0)
     return cut(flat.numel, world_size)[rank]
+
+
+def share_of_replica(own: tuple[int, int], replica: tuple[int, int], turn: int) -> tuple[int, int]:
+    """[start, stop) of the shard `own` that this rank writes. replica: its number, and how many have the shard.
+
+    Small shards are each written by one replica, in turn by `turn`.
+    """
+    number, count = replica
+    start, stop = own
+    if stop - start < SPLIT_NUMEL * count:
+        return own if turn % count == number else (start, start)
+    low, high = cut(stop - start, count)[number]
+    return start + low, start + high

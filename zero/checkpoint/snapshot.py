@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from ...offload.states import Blocks
-from ...ops.comm.collectives import Collectives
 from ...ops.flat import overlap
 from ...ops.optim.shard_optimizer import PartNumbers, ShardOptimizer
 from ...utils.errors import UsageError
+from ..core.groups import FlatGroup
 from ..core.layout import Box, FlatLayout, Slot
 from ..core.master import Master
 from ..core.sharded_model import ShardedModel
 from ..core.update import Updater
-from .ranges import COPY, ERROR, SERVER, ConstantRange, SavedFlat, share
+from .ranges import COPY, ERROR, SERVER, ConstantRange, SavedFlat, share, share_of_replica
 
 COMPILED = "_orig_mod."  # torch.compile adds it to names; a checkpoint omits it
 STEP = "step"  # for a parameter of one element its shape does not show that it is a constant
@@ -107,7 +107,7 @@ class Snapshot:
             UsageError: the optimizer has a state that is neither a number nor a tensor of a known kind.
         """
         self.rank = sharded.collectives.rank
-        self._data = sharded.flat_groups.data.collectives
+        self._data = sharded.flat_groups.data
         self.mesh = sharded.flat_groups.mesh
         self.place = self.mesh.coordinates(self.rank)
         self._updater = updater
@@ -123,7 +123,7 @@ class Snapshot:
         self.states: list[Block] = []
         self.constants: list[ConstantRange] = []
         self._layouts: list[FlatLayout] = []
-        self._groups: list[Collectives] = []  # of each flat: the ranks that hold it
+        self._groups: list[FlatGroup] = []  # of each flat
         self._slots: list[dict[int, Slot]] = []  # of a flat buffer, by offset
         self._numbers: dict[int, int] = {}  # id(FlatParams) -> number
         self._add_flats()
@@ -139,10 +139,13 @@ class Snapshot:
         """
         group = self._groups[flat]
         if flat < len(self._layouts):
-            return self._layouts[flat].shard_range(group.rank)
+            own = self._layouts[flat].shard_range(group.collectives.rank)
+            return share_of_replica(own, group.replica, flat)
+        everyone = group.everyone
         # stages number a flat that they share differently
-        turn = flat if group is self._data else zlib.crc32(self.flats[flat].slots[0].name.encode())
-        return share(self.flats[flat], group.rank, group.world_size, turn)
+        is_data = everyone is self._data.everyone
+        turn = flat if is_data else zlib.crc32(self.flats[flat].slots[0].name.encode())
+        return share(self.flats[flat], everyone.rank, everyone.world_size, turn)
 
     def leave_out_frozen(self) -> None:
         """The values of frozen parameters are not saved; their names stay."""
@@ -164,7 +167,7 @@ class Snapshot:
                 number = self._numbers[id(flat)] = len(self.flats)
                 master = masters.get(id(flat))
                 self._layouts.append(flat.layout)
-                self._groups.append(flat.collectives)
+                self._groups.append(flat.group)
                 self.flats.append(_saved(flat.layout, trains=master is not None, dtype=flat.dtype))
                 self._slots.append({slot.offset: slot for slot in self.flats[-1].slots})
                 is_part = flat.is_sharded if master is None else master.is_sharded
@@ -182,7 +185,7 @@ class Snapshot:
             if id(param) not in inside:
                 box = groups.box_of(param)
                 flat = _alone("param", plain(groups.name_of(param, name)), param.data, box)
-                self._append(flat, param.data, "value", self.values, groups.of(param).collectives)
+                self._append(flat, param.data, "value", self.values, groups.of(param))
         for name, buffer in _buffers(module):
             flat = _alone("buffer", plain(name), buffer)
             self._append(flat, buffer, "value", self.values, self._data)
@@ -203,7 +206,7 @@ class Snapshot:
             self.flats[number] = replace(flat, tied=tied)
 
     def _append(
-        self, flat: SavedFlat, tensor: Tensor, key: str, blocks: list[Block], group: Collectives
+        self, flat: SavedFlat, tensor: Tensor, key: str, blocks: list[Block], group: FlatGroup
     ) -> None:
         blocks.append(Block(len(self.flats), key, 0, tensor))
         self.flats.append(flat)
@@ -312,9 +315,10 @@ class Snapshot:
         blocks = []
         for master in self.masters:
             number, owed = self.number_of(master), master.grads.reducer.owed
+            rank = master.grads.group.everyone.rank
             start = master.params.layout.shard_range(master.rank)[0]
             if owed is not None:
-                blocks.append(Block(number, f"{ERROR}{master.rank}", 0, owed.error, is_own=True))
+                blocks.append(Block(number, f"{ERROR}{rank}", 0, owed.error, is_own=True))
                 if owed.server is not None:
                     blocks.append(Block(number, SERVER, start, owed.server))
             if master.is_near:
@@ -326,6 +330,12 @@ class Snapshot:
         """The unit of the errors; None: there are none."""
         found = (master.grads.reducer.owed for master in self.masters)
         return next((owed.unit for owed in found if owed is not None), None)
+
+    @property
+    def owed_steps(self) -> int:
+        """The steps since the errors were 0, see `Owed`."""
+        found = (master.grads.reducer.owed for master in self.masters)
+        return next((owed.steps for owed in found if owed is not None), 0)
 
     # -- gradients in the middle of an accumulation -----------------------------------------------------
 

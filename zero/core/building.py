@@ -82,7 +82,7 @@ class Builder:
         """The units of `model`, the root last. `runs`, `min_numel`: see `plan_units`."""
         blocks, root = plan_units(model, runs, min_numel, self._flat_groups.in_several_stages)
         for buffer in model.buffers():
-            buffer.data = broadcast_whole(self._flat_groups.data.collectives, buffer.data)
+            buffer.data = broadcast_whole(self._flat_groups.data.everyone, buffer.data)
         self._cast_empty(model)
         self._reserve([*blocks, root])
         units = [self._build(plan, is_root=False) for plan in blocks]
@@ -126,7 +126,7 @@ class Builder:
             else:
                 for _, param in entries:
                     value = param.data.to(kind.dtype)
-                    param.data = broadcast_whole(group.collectives, value)
+                    param.data = broadcast_whole(group.everyone, value)
         return unit
 
     def _reserve(self, plans: Sequence[UnitPlan]) -> None:
@@ -193,11 +193,13 @@ class Builder:
             layout,
             ordered,
             kind.dtype,
-            group.collectives,
+            group,
             index=index,
             is_sharded=group.policy.shards_params,
             home=self._homes.shards,
-            sender=group.legs.sender(buffer_of(layout, index, kind.dtype, group)),
+            sender=group.legs.sender(
+                buffer_of(layout, index, kind.dtype, group, trains=kind.trains)
+            ),
         )
         if kind.is_single and group.policy.shards_params:
             params.keep_gathered()

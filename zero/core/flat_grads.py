@@ -96,14 +96,6 @@ class FlatGrads:
         self.release()
         self._settle_in(home.sums(self._sum_dtype))
 
-    @property
-    def bytes_on_device(self) -> int:
-        """The most bytes that sums of a step take if they stay on the device."""
-        is_whole = self.is_single_rank or not self._policy.shards_grads
-        numel = self.layout.numel if is_whole else 0
-        numel += 0 if self.is_single_rank else self.layout.shard_numel
-        return numel * self._sum_dtype.itemsize
-
     # -- gradients from autograd ------------------------------------------------------------------------
 
     def begin_backward(self, *, hold: bool) -> None:
@@ -257,6 +249,9 @@ class FlatGrads:
         """This rank's part of the sum leaves; `local` is free, unless it contains that part."""
         total, local = self._total, self._local.tensor
         assert total is not None and local is not None
+        rest = self.reducer.complete(total)  # what leaves is not summed again on the device
+        if rest is not None:
+            rest.wait()
         if self._total_is_in_local():
             self._leave(total, local)
             self._local.release()
@@ -264,6 +259,13 @@ class FlatGrads:
             self._local.give_back()
             self._leave(total, total)
         self._total = None
+
+    @torch.no_grad()
+    def complete(self) -> Handle | None:
+        """Start to add what the reductions of a step left out; see `GradientReducer.complete`."""
+        if self._total is None or not self._has_total:
+            return None
+        return self.reducer.complete(self._total)
 
     @torch.no_grad()
     def start_gather(self) -> None:

@@ -17,34 +17,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from ...compression.sender import ParameterSender
+from ...compression.sender import ExactSender, ParameterSender
 from ...offload.lanes import Ticket
 from ...offload.shards import Fetched, Shard, ShardHome, ShardInMemory
-from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Done, Handle
-from ...ops.fingerprint import fingerprint
 from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ..access.owners import find_owner
+from .gathered_writes import GatheredWrites
+from .groups import FlatGroup
 from .layout import FlatLayout
-from .placeholders import placeholder_like
-
-CHECKED_DROPS = 8
+from .placeholders import bytes_of, placeholder_like
 
 # the engine's own operations on parameters are hidden from any mode that surrounds a forward
 _NoTorchFunction = torch._C.DisableTorchFunction
-
-
-def drops_to_check(device: torch.device) -> float:
-    """With offload_param: the number of drops of a buffer that look for a script's writes at once."""
-    return math.inf if device.type == "cpu" else CHECKED_DROPS
 
 
 @final
@@ -56,7 +48,7 @@ class FlatParams:
         layout: FlatLayout,
         params: Sequence[nn.Parameter],
         dtype: torch.dtype,
-        collectives: Collectives,
+        group: FlatGroup,
         *,
         index: int,
         is_sharded: bool,
@@ -72,7 +64,8 @@ class FlatParams:
         self.params = tuple(params)
         self.index = index
         self.is_sharded = is_sharded
-        self.collectives = collectives
+        self.group = group
+        self.collectives = collectives = group.collectives
         self.sender = sender
         self._handle: Handle | None = None
         self._reshards = is_sharded
@@ -83,13 +76,10 @@ class FlatParams:
         ]
         self._fill()
         self._placeholder = placeholder_like((), dtype, collectives.device)
-        self._placeholder_bytes = bytes(_bytes_of(self._placeholder).tolist())
+        self._placeholder_bytes = bytes(bytes_of(self._placeholder).tolist())
         self._placeholders = [self._placeholder.expand(slot.shape) for slot in layout.slots]
         own = collectives.shard_of(self.raw)
-        self._gathered: Tensor | None = None  # the fingerprint of the part that was fetched
-        self._num_checked = 0  # drops whose fingerprint was read
-        self._was_written = False
-        self._lost: Tensor | None = None
+        self.writes = GatheredWrites()
         self.place: Shard = home.store(index, own) if is_sharded else ShardInMemory(own)
         self._arrival: Ticket | None = None
         self._is_deferred = False  # not sharded, and its next use waits for new values
@@ -110,7 +100,7 @@ class FlatParams:
                 owner.move_into(param, view)
             param.data = view
         for part in [self.raw] if len(own) == len(self.params) else own:
-            self.collectives.broadcast(part)
+            self.group.everyone.broadcast(part)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,6 +130,7 @@ class FlatParams:
 
     def expect(self, arrival: Ticket) -> None:
         """New values of the shard are complete when `arrival` is."""
+        self.sender.forget()
         self._arrival = arrival
 
     def defer(self, arrival: Ticket, *, gathers: bool) -> None:
@@ -188,16 +179,13 @@ class FlatParams:
                 return Done()
         own = self.collectives.shard_of(self.raw)
         if not self.is_on_host:
-            return self._gather_from(self.shard)
+            return self.sender.gather(self.raw, self.shard)
         arrival, self._arrival = self._arrival, None
         fetched = self.place.fetch(own, arrival)
         if self.collectives.world_size == 1:
             return Fetched(fetched)
         fetched.order()
-        return self._gather_from(own)
-
-    def _gather_from(self, shard: Tensor) -> Handle:
-        return self.sender.gather(self.raw, shard)
+        return self.sender.gather(self.raw, own)
 
     @property
     def may_start(self) -> bool:
@@ -213,6 +201,7 @@ class FlatParams:
 
     def serve(self, receivers: Sequence[int]) -> None:
         """Take part in a gather to the ranks `receivers` only, which may or may not include this one."""
+        self.sender.forget()
         receives = self.collectives.rank in receivers
         if receives:
             self._check_not_written()
@@ -251,6 +240,7 @@ class FlatParams:
         """Free the full buffer; the shard stays."""
         if self._reshards and self.is_unsharded:
             self.take_edits()
+            self.sender.keep(self.raw)
             self._point_to(self._placeholders)
             self.raw.untyped_storage().resize_(0)
             self.is_unsharded = False
@@ -261,6 +251,7 @@ class FlatParams:
         Earlier writes to the full parameters are lost, unless `take_edits` was called first.
         near: new values of this rank's part, which the buffer moves to: see `ParameterSender.publish`.
         """
+        self.sender.forget()
         if self._reshards:
             return
         self.is_unsharded = False
@@ -332,52 +323,39 @@ class FlatParams:
     def _write_back(self, only: int | None) -> None:
         """Copy this rank's part of the full buffer, or of one slot of it, into the shard."""
         start, stop = self.layout.shard_range(self.collectives.rank)
-        if self.is_on_host and not self._is_written(checks_now=only is not None):
+        own = self.collectives.shard_of(self.raw)
+        if self.is_on_host and not self.writes.are_in(own, checks_now=only is not None):
             return
         if only is not None:
             slot = self.layout.slots[only]
             start, stop = overlap((slot.offset, slot.stop), (start, stop))
         if start < stop:
             first = self.layout.shard_range(self.collectives.rank)[0]
-            self.shard[start - first : stop - first].copy_(self.raw[start:stop])
+            self.sender.take_written(self.raw, self.shard, start - first, stop - first)
 
     @torch.no_grad()
     def _remember(self) -> None:
-        """The gathered values are those of the shard: see `_is_written`."""
+        """The gathered values are those of the shard."""
         if self.is_on_host:
-            self._gathered = fingerprint(self.collectives.shard_of(self.raw))
-
-    def _is_written(self, *, checks_now: bool) -> bool:
-        """A script has written to this rank's part of the gathered values: copies to the host are rare.
-
-        On a device, asking at each drop would wait for it each time. So only the first drops ask, and all
-        later ones of a buffer that a script writes to; for the others see `take_lost_writes`.
-        """
-        now = fingerprint(self.collectives.shard_of(self.raw))
-        if self._gathered is None:
-            return True
-        if checks_now or self._was_written or self._num_checked < drops_to_check(now.device):
-            self._num_checked += 1
-            is_written = bool(now != self._gathered)
-            self._was_written |= is_written
-            return is_written
-        lost = now != self._gathered
-        self._lost = lost if self._lost is None else self._lost | lost
-        return False
-
-    def take_lost_writes(self) -> Tensor | None:
-        """Whether a script's write was dropped since the last call, bool []; None: no drop went unchecked."""
-        lost, self._lost = self._lost, None
-        return lost
+            self.writes.remember(self.collectives.shard_of(self.raw))
 
     def refuse_lost_writes(self) -> None:
-        """Raises UsageError: `take_lost_writes` was true. From now on each drop looks for writes."""
-        self._was_written = True
+        """Raises UsageError: a dropped write was not seen in time. From now on each drop looks for writes."""
+        self.writes.check_always()
         names = self.layout.slots[0].name, self.layout.slots[-1].name
         raise UsageError(
             f"a parameter between {names[0]} and {names[1]} was written while it was gathered, and with "
             f"offload_param it was dropped before that was seen: {_REMEDY}"
         )
+
+    def gather_exactly(self) -> None:
+        """From now on the buffer stays gathered, with exact values. For all ranks."""
+        if self.sender.rounds:
+            self.wait()
+            self.take_edits()
+            self.sender = ExactSender(self.collectives, self.index)
+            self.is_unsharded = False
+        self.unshard()
 
     def _copy_assigned(self, position: int) -> None:
         param, view, slot = (
@@ -424,7 +402,7 @@ class FlatParams:
         if assigned:
             shown = ", ".join(assigned[:3]) + (", ..." if len(assigned) > 3 else "")
             raise UsageError(f".data of {shown} was assigned while dropped (stage 3): {_REMEDY}")
-        bits = _bytes_of(self._placeholder)
+        bits = bytes_of(self._placeholder)
         if bits.device.type == "cpu" and bytes(bits.tolist()) != self._placeholder_bytes:
             names = self.layout.slots[0].name, self.layout.slots[-1].name
             bits.copy_(bits.new_tensor(list(self._placeholder_bytes)))
@@ -443,7 +421,3 @@ _REMEDY = (
 def _is_same(param: Tensor, value: Tensor) -> bool:
     """`.data` of `param` is `value`: the same dtype, memory, shape and strides."""
     return param.dtype is value.dtype and param.is_set_to(value)
-
-
-def _bytes_of(scalar: Tensor) -> Tensor:
-    return scalar.view(1).view(torch.uint8)

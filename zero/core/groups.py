@@ -2,6 +2,7 @@
 
     data group     the data-parallel ranks of this rank's pipeline stage and slice: most flat buffers
     whole group    the data-parallel and tensor ranks of a stage: what no tensor rank cuts
+                   with replicas (MiCS): a block of these ranks, each of which has a copy in every other block
     copied group   the data-parallel ranks and some tensor ranks: slices that these have in common
     shared group   the data-parallel ranks of several stages: weights that these stages tie; where they are
                    cut, the ranks with the same slice
@@ -21,6 +22,7 @@ from torch import nn
 
 from ...compression.legs import Buffer, Legs
 from ...ops.comm.collectives import Collectives
+from ...ops.comm.levels import Levels
 from ...ops.mesh import Mesh
 from .layout import Box, FlatLayout
 from .policy import Policy
@@ -32,9 +34,11 @@ from .slices import Slices
 class FlatGroup:
     """The ranks of a flat buffer.
 
+    collectives: of the ranks that it is sharded over.
     legs: how gradients and parameters are sent.
     number: 0 for the data group; the others by one order on all ranks.
     is_shared: ranks of several pipeline stages hold the buffer.
+    levels: `collectives` is a block of these ranks, and the other blocks have replicas; None: there are none.
     """
 
     collectives: Collectives
@@ -42,6 +46,24 @@ class FlatGroup:
     policy: Policy
     number: int = 0
     is_shared: bool = False
+    levels: Levels | None = None
+
+    @property
+    def everyone(self) -> Collectives:
+        """All ranks that hold the buffer, or a part of it."""
+        return self.collectives if self.levels is None else self.levels.whole
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """The number of this rank's replica of the buffer, and how many there are."""
+        if self.levels is None:
+            return 0, 1
+        return self.levels.across.rank, self.levels.across.world_size
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Each element counts once: on this rank, if it holds it."""
+        return self.replica[0] == 0
 
 
 @final
@@ -91,15 +113,31 @@ class FlatGroups:
 
     @property
     def several(self) -> list[Collectives]:
-        """The collectives of all groups of this rank, without `world`, by number."""
+        """For each group of this rank all ranks that hold its buffers, by number."""
         found = {group.number: group for group in [self.data, *self.shared.values()]}
-        return [found[number].collectives for number in sorted(found)]
+        return [found[number].everyone for number in sorted(found)]
+
+    @property
+    def opened(self) -> list[Collectives]:
+        """`several`, and the blocks of those that have replicas."""
+        levels = self.data.levels
+        return self.several + ([] if levels is None else [levels.inside, levels.across])
 
 
-def buffer_of(layout: FlatLayout, index: int, dtype: torch.dtype, group: FlatGroup) -> Buffer:
+def buffer_of(
+    layout: FlatLayout, index: int, dtype: torch.dtype, group: FlatGroup, *, trains: bool = True
+) -> Buffer:
     """What the legs of `group` know of flat buffer `index`, whose parameters have this dtype."""
-    gaps = tuple(layout.gaps())
-    return Buffer(index, layout.numel, gaps, dtype, group.policy.shards_optimizer)
+    policy = group.policy
+    return Buffer(
+        index,
+        layout.numel,
+        tuple(layout.gaps()),
+        dtype,
+        is_sharded=policy.shards_optimizer,
+        is_gathered=policy.shards_params,
+        trains=trains,
+    )
 
 
 __all__ = ["FlatGroup", "FlatGroups", "buffer_of"]

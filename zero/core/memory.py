@@ -75,11 +75,11 @@ class Memory:
             if flat.is_sharded and flat.raw.untyped_storage().nbytes()
         )
         return {
-            "param": params,
+            "param": params + sum(flat.sender.held_bytes for flat in self._params),
             "grad": sum(grads.held_bytes for grads in self._grads),
             "buckets": self._pool.allocated_bytes + gathered + self._scratch_bytes(),
         }
 
     def _scratch_bytes(self) -> int:
         """Bytes of the receive buffers of all groups."""
-        return sum(collectives.scratch_bytes for collectives in self._groups.several)
+        return sum(collectives.scratch_bytes for collectives in self._groups.opened)

@@ -22,4 +22,9 @@ def placeholder_like(shape: Sequence[int], dtype: torch.dtype, device: torch.dev
     return one[0].expand(tuple(shape))
 
 
-__all__ = ["placeholder_like"]
+def bytes_of(scalar: Tensor) -> Tensor:
+    """The bytes of one element, as a view."""
+    return scalar.view(1).view(torch.uint8)
+
+
+__all__ = ["bytes_of", "placeholder_like"]

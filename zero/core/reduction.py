@@ -9,13 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from ...ops.comm.handles import Handle
 from ...ops.kernels.square_sum import is_in_range
 from .flat_grads import FlatGrads
 from .groups import FlatGroups
@@ -66,7 +67,7 @@ class Reduction:
         self.order = sorted(order, key=lambda g: g.group.number if g.group.is_shared else 0)
         self._groups = groups
         self._world = groups.world
-        self._spans_stages = groups.world.world_size > groups.data.collectives.world_size
+        self._spans_stages = groups.world.world_size > groups.data.everyone.world_size
         everywhere = [
             g for g in self.order if g.group.collectives.world_size == self._world.world_size
         ]
@@ -81,6 +82,10 @@ class Reduction:
         self._scope: Scope | None = None
         self._next = 0
         self._in_flight: list[FlatGrads] = []
+        self._with_replicas = [g for g in self.order if g.group.levels is not None]
+        self._completing: list[tuple[FlatGrads, Handle]] = []  # on their way over the replicas
+        self._ends_step: Callable[[], bool] = lambda: False
+        self._completes = False  # the running backward is expected to be the last of its step
         self._reduces = True
         self._held: set[FlatGrads] = set()  # gradients of whole backward passes are not reduced yet
         self.has_sums = False  # a backward has brought gradients since the last step
@@ -107,9 +112,18 @@ class Reduction:
                 self.settle(grads)
         self._reduces = reduces
         self._scope = scope
+        self._completes = scope is None and self._ends_step()
         self._next = 0
         for grads in self._running:
             grads.begin_backward(hold=not self._reduces_now(grads))
+
+    def expect_ends(self, ends_step: Callable[[], bool]) -> None:
+        """Where there are replicas, sums cross to them during the last backward of a step.
+
+        ends_step: the backward that begins is the last one; the same on all ranks. If it is wrong sums cross
+        later or more often, and are the same.
+        """
+        self._ends_step = ends_step
 
     def _reduces_now(self, grads: FlatGrads) -> bool:
         """`grads` is reduced at the end of the running backward."""
@@ -170,10 +184,12 @@ class Reduction:
         Raises UsageError: see `SameEdits.agree`; the gradients are kept.
         """
         self.reduce_held()
+        self.complete()
         agreed = self._agree(exact=False, edits=edits.count())
         edits.agree(agreed.edits)
         if agreed.is_late:
             self.reduce_late()
+            self.complete()
             agreed = self._agree(exact=False)
         if is_in_range(agreed.square, self._numel):
             return agreed.square
@@ -242,7 +258,8 @@ class Reduction:
         own = torch.zeros((), dtype=torch.float64, device=world.device)
         found = self._squares(sent, exact=exact)
         for grads, one in zip(sent, found, strict=True):  # each element on one rank only
-            own += one[grads.group.collectives.rank]
+            if grads.group.is_first_replica:
+                own += one[grads.group.collectives.rank]
         table, handle = world.start_gather_small(torch.stack([own, own.new_full((), said)]))
         self._drain()
         found = self._squares(known, exact=exact)
@@ -262,7 +279,7 @@ class Reduction:
         """Reduce buffers again that got late gradients on any rank. Sends one byte per buffer to each rank."""
         self.settle()
         for collectives in self._groups.several:
-            inside = [grads for grads in self.order if grads.group.collectives is collectives]
+            inside = [grads for grads in self.order if grads.group.everyone is collectives]
             flags = [grads.is_late for grads in inside]
             mine = torch.tensor(flags, dtype=torch.uint8, device=collectives.device)
             late = collectives.gather_small(mine).amax(0).tolist() if inside else []
@@ -279,6 +296,27 @@ class Reduction:
             self._end(self._in_flight.pop(0))
         for grads in self.order if only is None else [only]:
             grads.finish_gather()
+        self._end_completing(self.order if only is None else [only])
+
+    def complete(self) -> None:
+        """Wait until all totals are summed over all replicas. For all ranks."""
+        if self._with_replicas:
+            self._drain()
+            for grads in self._with_replicas:
+                self._complete(grads)
+            self._end_completing(self._with_replicas)
+
+    def _complete(self, grads: FlatGrads) -> None:
+        """Start to sum over the replicas, and end the sums before the last one."""
+        rest = grads.complete()
+        if rest is not None:
+            self._completing.append((grads, rest))
+        while len(self._completing) > min(self._depth, 2):
+            self._completing.pop(0)[1].wait()
+
+    def _end_completing(self, only: Sequence[FlatGrads]) -> None:
+        while any(grads in only for grads, _ in self._completing):
+            self._completing.pop(0)[1].wait()
 
     @property
     def is_lossy(self) -> bool:
@@ -310,6 +348,8 @@ class Reduction:
         grads.finish_reduce()
         if not grads.group.policy.shards_optimizer:  # stage 0: every rank gets the whole total
             grads.start_gather()
+        elif self._completes:
+            self._complete(grads)
 
     def _drain(self) -> None:
         while self._in_flight:

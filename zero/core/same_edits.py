@@ -50,7 +50,7 @@ class SameEdits:
 
     def __init__(self, flats: Sequence[FlatParams], groups: FlatGroups) -> None:
         """`flats`: those that stay whole are watched; they are known by now."""
-        whole = [flat for flat in flats if flat.collectives.world_size > 1]
+        whole = [flat for flat in flats if flat.group.everyone.world_size > 1]
         self._groups = groups
         self._watched = [_Watched(flat) for flat in whole if not flat.may_be_resharded]
         self.were_made = False  # by what all ranks agreed on last
@@ -81,7 +81,7 @@ class SameEdits:
             text = next((message for message in messages if message), "")
             if (
                 len(self._groups.several) > 1
-                or self._groups.world is not self._groups.data.collectives
+                or self._groups.world is not self._groups.data.everyone
             ):
                 agree(self._groups.world, text, UsageError, "the comparison of parameters")
             elif text:
@@ -90,7 +90,7 @@ class SameEdits:
 
     def _compare(self, collectives: Collectives) -> str:
         """What differs in the buffers of one group; "" if nothing does."""
-        inside = [watched for watched in self._watched if watched.flat.collectives is collectives]
+        inside = [one for one in self._watched if one.flat.group.everyone is collectives]
         own = [value for watched in inside for value in watched.fingerprints()]
         if not own:
             return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
@@ -229,10 +229,21 @@ class ShardedModel:
         if also_held:
             self._reduction.reduce_held()
         self._reduction.settle()
+        self._reduction.complete()
         if self._reduction.holds:
             return False
         self._reduction.reduce_late()
+        self._reduction.complete()
         return True
+
+    def expect_ends(self, ends_step: Callable[[], bool]) -> None:
+        """See `Reduction.expect_ends`."""
+        self._reduction.expect_ends(ends_step)
+
+    def complete_sums(self) -> None:
+        """What is reduced is summed over all ranks on return, also over replicas. For all ranks."""
+        self._reduction.settle()
+        self._reduction.complete()
 
     @property
     def reduces_each_backward(self) -> bool:
@@ -266,7 +277,7 @@ class ShardedModel:
         bool []; if one is true, call its buffer's `refuse_lost_writes`.
         """
         flats = [flat for unit in self.units for flat in unit.params]
-        lost = [(flat, flat.take_lost_writes()) for flat in flats]
+        lost = [(flat, flat.writes.take_lost()) for flat in flats]
         return [(flat, flag) for flat, flag in lost if flag is not None]
 
     def publish(self) -> None:
@@ -324,7 +335,8 @@ class ShardedModel:
         try:
             agree_on_disks(self.collectives, self.homes)
             for unit in self.units:
-                unit.unshard()
+                for flat in unit.params:
+                    flat.gather_exactly()
         except XdsError as error:
             if not self.homes.are_on_disk:
                 raise

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ops.optim.state_places import scalars_are_beside
+from .flat_grads import FlatGrads
 from .master import Master
 from .update import Updater
 
@@ -48,7 +49,7 @@ class StateMemory:
     def bytes_on_device(self, master: Master) -> int:
         """Bytes that `master`, its states and the sum of its gradients would take on the device."""
         states = sum(value.nbytes for value in self._states(master))
-        return master.apart_bytes + states + master.grads.bytes_on_device
+        return master.apart_bytes + states + _most_bytes_of_sums(master.grads)
 
     @torch.no_grad()
     def move_to_device(self, master: Master) -> None:
@@ -86,6 +87,14 @@ class StateMemory:
         host = self._updater.homes.host
         found["host"] += 0 if host is None else host.buffer_bytes
         return found
+
+
+def _most_bytes_of_sums(grads: FlatGrads) -> int:
+    """The most bytes that sums of a step take if they stay on the device."""
+    policy, layout = grads.group.policy, grads.layout
+    numel = layout.numel if grads.is_single_rank or not policy.shards_grads else 0
+    numel += 0 if grads.is_single_rank else layout.shard_numel
+    return numel * policy.sum_dtype(grads.params[0].dtype).itemsize
 
 
 __all__ = ["StateMemory"]

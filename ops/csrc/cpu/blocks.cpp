@@ -200,6 +200,25 @@ inline float largest_of(const float* buffer, int64_t count, bool& all_finite) {
   return float_of(largest);
 }
 
+inline void integers_of(const float* __restrict from, int8_t* __restrict to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<int8_t>(static_cast<int32_t>(from[i]));
+}
+
+// Two int4 are a byte, the earlier in the low half.
+inline void join_pairs(const int8_t* __restrict from, uint8_t* __restrict to, int64_t pairs) {
+  for (int64_t i = 0; i < pairs; ++i) {
+    to[i] = static_cast<uint8_t>((from[2 * i] & 15) | (from[2 * i + 1] & 15) << 4);
+  }
+}
+
+// The opposite. (x ^ 8) - 8 extends the sign of 4 bits.
+inline void split_pairs(const uint8_t* __restrict from, int8_t* __restrict to, int64_t pairs) {
+  for (int64_t i = 0; i < pairs; ++i) {
+    to[2 * i] = static_cast<int8_t>(((from[i] & 15) ^ 8) - 8);
+    to[2 * i + 1] = static_cast<int8_t>(((from[i] >> 4) ^ 8) - 8);
+  }
+}
+
 float quantize(const void* flat, Kind kind, uint8_t* values, float* error, int bits, int64_t begin, int64_t end) {
   alignas(64) float tile[TILE], buffer[TILE], whole[TILE];
   const int64_t count = end - begin;
@@ -221,15 +240,12 @@ float quantize(const void* flat, Kind kind, uint8_t* values, float* error, int b
     for (int64_t i = 0; i < count; ++i) whole[i] = 0.0f;
   }
   if (bits == 8) {
-    int8_t* to = reinterpret_cast<int8_t*>(values) + begin;
-    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<int8_t>(static_cast<int32_t>(whole[i]));
+    integers_of(whole, reinterpret_cast<int8_t*>(values) + begin, count);
   } else {
-    uint8_t* to = values + begin / 2;
-    for (int64_t i = 0; i < count; i += 2) {
-      const uint32_t low = static_cast<uint32_t>(static_cast<int32_t>(whole[i])) & 15u;
-      const uint32_t high = i + 1 < count ? static_cast<uint32_t>(static_cast<int32_t>(whole[i + 1])) & 15u : 0u;
-      to[i / 2] = static_cast<uint8_t>(low | high << 4);
-    }
+    alignas(64) int8_t small[TILE];
+    if (count % 2) small[count] = 0;
+    integers_of(whole, small, count);
+    join_pairs(small, values + begin / 2, (count + 1) / 2);
   }
   if (error != nullptr && all_finite) {
     for (int64_t i = 0; i < count; ++i) error[begin + i] = buffer[i] - largest * (whole[i] * step);
@@ -240,17 +256,14 @@ float quantize(const void* flat, Kind kind, uint8_t* values, float* error, int b
 inline void add_integers(float* __restrict total, const uint8_t* values, int bits, float magnitude, int64_t at,
                          int64_t count) {
   const float step = bits == 8 ? static_cast<float>(1.0 / 127.0) : static_cast<float>(1.0 / 7.0);
-  if (bits == 8) {
-    const int8_t* from = reinterpret_cast<const int8_t*>(values) + at;
-    for (int64_t i = 0; i < count; ++i) {
-      total[i] = total[i] + static_cast<float>(from[i]) * step * magnitude;
-    }
-    return;
+  alignas(64) int8_t small[TILE];
+  const int8_t* from = reinterpret_cast<const int8_t*>(values) + at;
+  if (bits == 4) {
+    split_pairs(values + at / 2, small, (count + 1) / 2);
+    from = small;
   }
-  const uint8_t* from = values + at / 2;
   for (int64_t i = 0; i < count; ++i) {
-    const int32_t pair = static_cast<int8_t>(i % 2 == 0 ? from[i / 2] << 4 : from[i / 2]);
-    total[i] = total[i] + static_cast<float>(pair >> 4) * step * magnitude;
+    total[i] = total[i] + static_cast<float>(from[i]) * step * magnitude;
   }
 }
 

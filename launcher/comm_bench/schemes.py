@@ -1,0 +1,169 @@
+"""The ways to send gradients and what comes back, each as two exchanges that can be checked and timed.
+
+    reduce   gradients of all ranks [world_size * n] ---> this rank's part of their sum [n]
+    gather   this rank's part [n] ----------------------> all parts [world_size * n], on every rank
+
+All inputs are 1 or -1: every scheme sends them without loss, so results can be checked. A new scheme is a
+line of SCHEMES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from ...compression.legs import Buffer
+from ...compression.one_bit.phase import MomentumRange, OneBitState, Phase
+from ...compression.one_bit.reducer import OneBitReducer
+from ...compression.one_bit.sender import OneBitSender
+from ...compression.reducer import ExactReducer
+from ...ops.comm.collectives import Collectives
+from ...ops.kernels.quantize import (
+    BLOCK_NUMEL,
+    block_count,
+    dequantize_,
+    quantize_,
+    value_bytes,
+)
+
+PART_NUMEL = 1024  # every part is a multiple of it: no scheme has padding
+
+
+class Exchanges(NamedTuple):
+    """reduce: (flat, own part of the sum). gather: (own part, flat). Both are complete on return."""
+
+    reduce: Callable[[Tensor, Tensor], None]
+    gather: Callable[[Tensor, Tensor], None]
+
+
+@final
+@dataclass(frozen=True)
+class Scheme:
+    """make: the exchanges of a flat buffer. dtype: of its tensors; None: that of the run."""
+
+    name: str
+    make: Callable[[Collectives, Buffer], Exchanges]
+    dtype: torch.dtype | None = None
+    is_exact: bool = False
+
+
+def _exact(collectives: Collectives, buffer: Buffer) -> Exchanges:
+    reducer = ExactReducer(collectives, buffer.index)
+    return Exchanges(
+        lambda flat, out: reducer.reduce(flat, out, add=False).wait(),
+        lambda own, flat: reducer.gather(own, flat).wait(),
+    )
+
+
+@final
+class _Frozen(OneBitState):
+    """The variance is frozen, and there is no momentum yet."""
+
+    is_compressed = True
+    beta = 0.0
+    unit = 1.0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def momentum_of(self, buffer: int) -> Sequence[MomentumRange]:
+        return []
+
+    def still(self, buffer: int, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=torch.bool, device=self._device)
+
+
+def _one_bit(collectives: Collectives, buffer: Buffer, *, is_sharded: bool) -> Exchanges:
+    phase = Phase()
+    phase.bind(_Frozen(collectives.device))
+    buffer = Buffer(buffer.index, buffer.numel, buffer.gaps, buffer.dtype, is_sharded)
+    reducer = OneBitReducer(collectives, buffer, phase)
+    sender = OneBitSender(collectives, buffer, phase)
+
+    def reduce(flat: Tensor, out: Tensor) -> None:
+        reducer.reduce(flat, out, add=False).wait()
+        reducer.end_step()
+
+    def gather(own: Tensor, flat: Tensor) -> None:
+        if is_sharded:
+            sender.publish(flat, own).wait()
+            return
+        reducer.gather(own, flat).wait()
+        reducer.end_step()
+
+    return Exchanges(reduce, gather)
+
+
+@final
+class _Integers:
+    """Small integers with a magnitude for each 256 elements: quantised, sent, and summed in fp32."""
+
+    def __init__(self, collectives: Collectives, buffer: Buffer, bits: int) -> None:
+        self._collectives = collectives
+        self._buffer = buffer
+        self._bits = bits
+        self._numel = buffer.numel // collectives.world_size
+        self._value_bytes = value_bytes(self._numel, bits)
+        self._blocks = block_count(self._numel, BLOCK_NUMEL)
+
+    def _empty(self, count: int, like: Tensor) -> Tensor:
+        size = (count, self._value_bytes + 4 * self._blocks)
+        return torch.empty(size, dtype=torch.uint8, device=like.device)
+
+    def _pack(self, part: Tensor, message: Tensor) -> None:
+        absmax = torch.empty(self._blocks, device=part.device)
+        quantize_(part, message[: self._value_bytes], absmax, None, self._bits, BLOCK_NUMEL)
+        message[self._value_bytes :].copy_(absmax.view(torch.uint8))
+
+    def _unpack(self, messages: Tensor, out: Tensor) -> None:
+        values = messages[:, : self._value_bytes].contiguous()
+        absmax = messages[:, self._value_bytes :].contiguous().view(torch.float32)
+        dequantize_(values, absmax, out, self._bits, BLOCK_NUMEL, 1.0)
+
+    def reduce(self, flat: Tensor, out: Tensor) -> None:
+        mine = self._empty(self._collectives.world_size, flat)
+        theirs = torch.empty_like(mine)
+        for rank, message in enumerate(mine):
+            self._pack(self._collectives.shard_of(flat, rank), message)
+        kind, index = f"int{self._bits} gradients", self._buffer.index
+        self._collectives.all_to_all(
+            list(theirs), list(mine), what="gradients", kind=kind, buffer=index
+        ).wait()
+        self._unpack(theirs, out)
+
+    def gather(self, own: Tensor, flat: Tensor) -> None:
+        messages, mine = self._empty(self._collectives.world_size, flat), self._empty(1, flat)[0]
+        self._pack(own, mine)
+        kind, index = f"int{self._bits} parameters", self._buffer.index
+        self._collectives.all_gather(messages.view(-1), mine, buffer=index, kind=kind).wait()
+        for rank in range(self._collectives.world_size):
+            self._unpack(messages[rank : rank + 1], self._collectives.shard_of(flat, rank))
+
+
+def _integers(collectives: Collectives, buffer: Buffer, *, bits: int) -> Exchanges:
+    both = _Integers(collectives, buffer, bits)
+    return Exchanges(both.reduce, both.gather)
+
+
+# the first one is what the others are compared with
+SCHEMES = (
+    Scheme("exact", _exact, is_exact=True),
+    Scheme("exact, bfloat16", _exact, torch.bfloat16, is_exact=True),
+    Scheme("one bit, stage 0", partial(_one_bit, is_sharded=False)),
+    Scheme("one bit, stages 1, 2", partial(_one_bit, is_sharded=True)),
+    Scheme("int8", partial(_integers, bits=8)),
+    Scheme("int4", partial(_integers, bits=4)),
+)
+
+
+def schemes_for(dtype: torch.dtype) -> list[Scheme]:
+    """The schemes for buffers of `dtype`: exact messages of another one only where it is narrower."""
+    return [s for s in SCHEMES if s.dtype is None or s.dtype.itemsize < dtype.itemsize]
+
+
+__all__ = ["PART_NUMEL", "SCHEMES", "Exchanges", "Scheme", "schemes_for"]

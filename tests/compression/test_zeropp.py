@@ -1,0 +1,448 @@
+"""ZeRO++: sums against a reference, bytes inside and across hosts, second shards, writes, resume, bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from warm_ranks import warm
+from zeropp_reference import Adam, Sums
+
+import xds
+from xds.ops.comm import hosts
+from xds.zero import GatheredParameters, get_full_param, set_full_param
+
+SLOW = pytest.mark.slow
+LR, DECAY, STEPS = 1e-2, 0.1, 20
+WEIGHTS, GRADS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+SECOND = {"zero_hpz_partition_size": 2}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+LOCO = {"zeropp_loco_param": {"err_beta": 0.6, "reset_T": 7}}
+
+
+@contextmanager
+def hosts_of(length: int) -> Iterator[None]:
+    """Each `length` ranks say that they are on a host of their own."""
+    before = hosts._host_id
+    hosts._host_id = lambda: f"host {dist.get_rank() // length}"
+    try:
+        yield
+    finally:
+        hosts._host_id = before
+
+
+def config_of(stage: int, zero: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
+        "zero_optimization": {
+            "stage": stage,
+            "unit_min_numel": 1,
+            "max_reuse_distance": 0,
+            "param_persistence_threshold": 0,
+            **zero,
+        },
+        **more,
+    }
+
+
+class Vector(nn.Module):
+    """One parameter [n], whose gradient is the input."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(numel, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, grad: Tensor) -> Tensor:
+        return (self.weight * grad).sum()
+
+
+def grad_of(numel: int, step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(numel, generator=generator) * 10.0 ** (rank % 3)
+
+
+def train_vector(
+    stage: int, zero: dict[str, Any], length: int, numel: int, more: dict[str, Any]
+) -> Any:
+    """The parameter after each step, and the bytes of the last one."""
+    with hosts_of(length):
+        engine = xds.initialize(Vector(numel), config_of(stage, zero, **more))
+    found = []
+    dtype = engine.module.weight.dtype
+    for step in range(STEPS):
+        before = engine.bytes_sent()
+        engine.backward(engine(grad_of(numel, step, dist.get_rank()).to(dtype)))
+        engine.step()
+        found.append(get_full_param(engine.module.weight))
+    after = engine.bytes_sent()
+    engine.destroy()
+    return found, {kind: after[kind] - before.get(kind, 0) for kind in after}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "length", "beta", "numel", "precision"),
+    [
+        (4, 2, None, 4 * 1024, "fp32"),
+        (2, 2, 0.6, 2 * 1024, "bf16"),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in (
+                (4, 2, 0.6, 4 * 1024, "fp32"),
+                (4, 4, None, 4 * 1024, "fp32"),
+                (4, 1, 0.6, 4 * 1024, "fp32"),
+                (6, 2, 0.6, 6 * 1024, "bf16"),
+                (6, 3, None, 6 * 320, "fp32"),
+                (3, 1, None, 3 * 1024, "bf16"),
+                (4, 3, None, 4 * 1024, "fp32"),
+            )
+        ),
+    ],
+)
+def test_quantised_gradients_are_those_of_the_reference_at_every_stage(
+    num_ranks: int, length: int, beta: float | None, numel: int, precision: str
+) -> None:
+    more = {} if precision == "fp32" else {precision: {"enabled": True}}
+    loco = {} if beta is None else {"zeropp_loco_param": {"err_beta": beta, "reset_T": 1000}}
+    sums = Sums(num_ranks, length if num_ranks % length == 0 else 1, beta)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    adam = Adam(Vector(numel).weight.detach().to(dtype), LR, DECAY)
+    values = []
+    for step in range(STEPS):
+        grads = [grad_of(numel, step, rank).to(dtype) for rank in range(num_ranks)]
+        adam.step(sums.of(grads) / num_ranks)
+        values.append(adam.value)
+    runs = {
+        stage: warm(num_ranks).run(train_vector, stage, {**GRADS, **loco}, length, numel, more)
+        for stage in (1, 2, 3)
+    }
+    for stage, ranks in runs.items():
+        for found, _ in ranks:
+            for one, other in zip(found, runs[1][0][0], strict=True):
+                assert one.equal(other), stage
+            for one, want in zip(found, values, strict=True):
+                assert (one - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+class Blocks(nn.Module):
+    """Blocks of odd sizes, one of them frozen, with an embedding that is used twice."""
+
+    def __init__(self, *, freezes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(50, 37)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(37), nn.Linear(37, 71), nn.GELU(), nn.Linear(71, 37))
+            for _ in range(3)
+        )
+        if freezes:
+            self.blocks[1].requires_grad_(False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(
+            (x @ self.embed.weight.T).flatten(0, 1), targets.flatten()
+        )
+
+
+def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(0, 50, (2, 9), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What differs between runs. start: the first step."""
+
+    zero: dict[str, Any]
+    stage: int = 3
+    freezes: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+    num_micro: int = 1
+
+
+def train(run: Run, steps: int = 6, start: int = 0, load: str = "", save: str = "") -> Any:
+    """Losses and norms of `steps`, the parameters at the end, and the bytes of the last step by kind."""
+    num_micro = run.num_micro
+    more = {"gradient_accumulation_steps": num_micro, "gradient_clipping": 1.0, **run.more}
+    with hosts_of(2):
+        engine = xds.initialize(Blocks(freezes=run.freezes), config_of(run.stage, run.zero, **more))
+    if load:
+        engine.load_checkpoint(load)
+    seen, before = [], {}
+    for step in range(start, start + steps):
+        before = engine.bytes_sent()
+        for micro in range(num_micro):
+            loss = engine(*tokens_of(1000 * micro + step, dist.get_rank()))
+            engine.backward(loss)
+            engine.step()
+        seen.append((loss.item(), engine.get_global_grad_norm()))
+    if save:
+        engine.save_checkpoint(save)
+    params = {name: get_full_param(p) for name, p in engine.module.named_parameters()}
+    after = engine.bytes_sent()
+    engine.destroy()
+    return seen, params, {kind: after[kind] - before.get(kind, 0) for kind in after}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one[0] == other[0]
+    assert all(value.equal(other[1][name]) for name, value in one[1].items())
+
+
+@pytest.mark.parametrize(
+    ("zero", "more"),
+    [
+        ({}, {}),
+        pytest.param({}, {"bf16": {"enabled": True}}, marks=SLOW),
+        pytest.param(WEIGHTS, FP16, marks=SLOW),
+        pytest.param({**WEIGHTS, **GRADS, **LOCO}, {"bf16": {"enabled": True}}, marks=SLOW),
+        pytest.param({"offload_param": {"device": "cpu"}, **WEIGHTS}, {}, marks=SLOW),
+        pytest.param({"offload_optimizer": {"device": "cpu"}, **GRADS}, {}, marks=SLOW),
+    ],
+)
+def test_second_shards_change_no_bit_and_send_nothing_across_hosts_in_backward(
+    zero: dict[str, Any], more: dict[str, Any]
+) -> None:
+    for freezes in (False, True):
+        plain = warm(4).run(train, Run(zero, 3, freezes, more))
+        second = warm(4).run(train, Run({**zero, **SECOND}, 3, freezes, more))
+        for one, other in zip(plain, second, strict=True):
+            assert_same(one, other)
+            inside = other[2].pop("parameters inside a host")
+            assert inside > 0
+            kind = "int8 parameters" if WEIGHTS.items() <= zero.items() else "all_gather"
+            assert other[2][kind] < one[2][kind]
+
+
+def gathered(zero: dict[str, Any]) -> Any:
+    """What each rank computes with, and the exact values."""
+    with hosts_of(2):
+        engine = xds.initialize(Blocks(), config_of(3, zero))
+    seen: dict[str, Tensor] = {}
+
+    def look(module: nn.Module, _: Any) -> None:
+        for name, param in module.named_parameters(recurse=False):
+            seen[f"{id(module)}.{name}"] = param.detach().clone()
+
+    for module in engine.module.modules():
+        module.register_forward_pre_hook(look)
+    engine(*tokens_of(0, 0))
+    exact = [
+        get_full_param(p) for m in engine.module.modules() for p in m.parameters(recurse=False)
+    ]
+    names = [
+        f"{id(m)}.{n}"
+        for m in engine.module.modules()
+        for n, _ in m.named_parameters(recurse=False)
+    ]
+    found = [seen[name] for name in names]
+    engine.destroy()
+    return found, exact, [p.detach().clone() for p in engine.module.parameters()]
+
+
+def test_all_ranks_compute_with_the_same_rounded_weights_and_keep_exact_ones() -> None:
+    ranks = warm(4).run(gathered, WEIGHTS)
+    plain = [p.detach() for p in Blocks().parameters()]
+    largest = max(p.abs().max() for p in plain)  # a block may have several parameters
+    for found, exact, after in ranks:
+        for value, first, kept, given, left in zip(
+            found, ranks[0][0], exact, plain, after, strict=True
+        ):
+            assert value.equal(first) and kept.equal(given) and left.equal(given)
+            assert (value - given).abs().max() <= largest / 127 / 2 + 1e-6
+        assert any(not value.equal(given) for value, given in zip(found, plain, strict=True))
+
+
+def write_in_forward(zero: dict[str, Any], how: str) -> Any:
+    """A script's write counts at once, and only what was written changes in the exact values."""
+    with hosts_of(2):
+        engine = xds.initialize(Blocks(), config_of(3, zero))
+    weight = engine.module.blocks[1][1].weight
+    before = get_full_param(weight)
+    seen = []
+
+    def hook(module: nn.Module, _: Any) -> None:
+        seen.append(weight.detach().clone())
+        if how == "forward" and len(seen) == 1:
+            weight.data[3] = 0.25
+
+    handle = engine.module.blocks[1][1].register_forward_pre_hook(hook)
+    engine(*tokens_of(0, 0))
+    if how == "set":
+        value = before.clone()
+        value[3] = 0.25
+        set_full_param(weight, value)
+    elif how == "gathered":
+        with GatheredParameters(weight, modifier_rank=1):
+            if dist.get_rank() == 1:
+                weight.data[3] = 0.25
+    elif how == "load":
+        state = {name: torch.full(p.shape, 0.25) for name, p in Blocks().named_parameters()}
+        engine.load_state_dict(state)
+    engine(*tokens_of(0, 0))
+    after = get_full_param(weight)
+    handle.remove()
+    engine.destroy()
+    return before, after, seen[-1]
+
+
+@pytest.mark.parametrize("how", ["forward", "set", "gathered", "load"])
+def test_what_a_script_writes_is_computed_with_and_nothing_else_changes(how: str) -> None:
+    for before, after, seen in warm(4).run(write_in_forward, {**WEIGHTS, **SECOND}, how):
+        if how == "load":
+            assert (after == 0.25).all() and (seen == 0.25).all()
+            continue
+        changed = (before != after).any(1)
+        assert changed.nonzero().flatten().tolist() == [3]
+        assert (after[3] == 0.25).all()
+        assert (seen[3] - 0.25).abs().max() <= 1 / 127
+
+
+@pytest.mark.parametrize(
+    ("zero", "stage", "num_micro", "precision"),
+    [
+        ({**WEIGHTS, **GRADS, **SECOND, **LOCO}, 3, 2, "bf16"),
+        pytest.param({**GRADS, **LOCO}, 1, 1, "fp32", marks=SLOW),
+        pytest.param({**GRADS, **LOCO}, 2, 3, "fp16", marks=SLOW),
+        pytest.param({**WEIGHTS, **GRADS, **SECOND}, 3, 1, "fp32", marks=SLOW),
+    ],
+)
+def test_a_resumed_run_has_the_same_bits(
+    zero: dict[str, Any], stage: int, num_micro: int, precision: str, tmp_path: Any
+) -> None:
+    more = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": FP16}[precision]
+    folder = str(tmp_path)
+    run = Run(zero, stage, False, more, num_micro)
+    whole = warm(4).run(train, run, 12)
+    warm(4).run(train, run, 5, 0, "", folder)
+    resumed = warm(4).run(train, run, 7, 5, folder)
+    for one, two in zip(whole, resumed, strict=True):
+        assert one[0][5:] == two[0]
+        assert all(value.equal(two[1][name]) for name, value in one[1].items())
+    plain = Run(
+        {key: value for key, value in zero.items() if "hpz" not in key},
+        stage,
+        False,
+        more,
+        num_micro,
+    )
+    for num_ranks in (2, 3):
+        for seen, *_ in warm(num_ranks).run(train, plain, 3, 5, folder):
+            assert all(loss < 40 and norm < 40 for loss, norm in seen)
+
+
+def errors(kind: str) -> Any:
+    """The error of each step; in step 4 a gradient of rank 1 is infinite."""
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 6}
+    more = {"fp16": fp16} if kind == "skip" else {}
+    numel = 2048
+    engine = xds.initialize(Vector(numel), config_of(2, {**GRADS, **LOCO}, **more))
+    (master,) = engine._parts.updater.masters
+    found = []
+    for step in range(16):
+        grad = grad_of(numel, step, 0).to(engine.module.weight.dtype)
+        if kind == "skip" and step == 4 and dist.get_rank() == 1:
+            grad[7] = float("inf")
+        engine.backward(engine(grad))
+        engine.step()
+        owed = master.grads.reducer.owed
+        found.append(float((owed.error * owed.unit).abs().max()))
+    skipped = engine.skipped_steps
+    engine.destroy()
+    return found, skipped
+
+
+def test_errors_are_reset_on_time_and_after_a_skipped_step() -> None:
+    found, _ = warm(2).run(errors, "plain")[0]
+    assert [at for at, value in enumerate(found) if value == 0] == [6, 13]
+    found, skipped = warm(2).run(errors, "skip")[0]
+    assert skipped == 1 and [at for at, value in enumerate(found) if value == 0] == [4, 10]
+    assert max(found) < 1
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_bytes_are_those_of_the_formula(length: int) -> None:
+    numel, num_ranks = 8 * 4096, 4
+    n = numel // num_ranks
+    eight, four = n + 4 * n // 256, n // 2 + 4 * n // 256
+    hosts_, peers = num_ranks // length, num_ranks - 1
+    zero = {**WEIGHTS, **GRADS}
+    for _, sent in warm(num_ranks).run(train_vector, 3, zero, length, numel, {}):
+        gathers = 2 if sent["int8 parameters"] > peers * eight else 1
+        if length == 2:
+            assert sent["int4 gradients"] == (length - 1) * hosts_ * four
+            assert sent["int4 sums of a host"] == (hosts_ - 1) * four
+            once = (hosts_ - 1) * eight + (length - 1) * hosts_ * eight
+        else:
+            assert sent["int4 gradients"] == peers * four
+            once = peers * eight
+        assert sent["int8 parameters"] == gathers * once
+
+
+BAD = [
+    (2, WEIGHTS, "zero_quantized_weights = true: only stage 3 gathers"),
+    (1, {"zero_quantized_nontrainable_weights": True}, "only stage 3 gathers"),
+    (2, SECOND, "zero_hpz_partition_size = 2: only stage 3"),
+    (0, GRADS, "zero_quantized_gradients = true: stage 0 sends sums"),
+    (3, {"zeropp_loco_param": {}}, "set zero_quantized_gradients to true"),
+    (3, {**WEIGHTS, "divergent_graphs": True}, "set divergent_graphs to false"),
+    (3, {**GRADS, "zeropp_loco_param": {"err_beta": 2}}, "zeropp_loco_param.err_beta"),
+    (3, {**GRADS, "zeropp_loco_param": {"reset_T": 0}}, "zeropp_loco_param.reset_T"),
+]
+
+
+@pytest.mark.parametrize(("stage", "zero", "words"), BAD)
+def test_bad_settings_are_refused(stage: int, zero: dict[str, Any], words: str) -> None:
+    with pytest.raises(xds.ConfigError, match=words):
+        xds.Config.load(config_of(stage, zero))
+
+
+def refused(zero: dict[str, Any], length: int, dtype: torch.dtype) -> str:
+    with hosts_of(length), pytest.raises(xds.UsageError) as caught:
+        xds.initialize(Vector(4096).to(dtype), config_of(3, zero))
+    return str(caught.value)
+
+
+def test_second_shards_that_do_not_fit_are_refused() -> None:
+    (text, *_) = warm(4).run(refused, {"zero_hpz_partition_size": 3}, 4, torch.float32)
+    assert "zero_hpz_partition_size = 3: 4 data ranks are not a whole number" in text
+    (text, *_) = warm(4).run(refused, {"zero_hpz_partition_size": 4}, 2, torch.float32)
+    assert "data ranks 0 to 3 are on 2 hosts" in text
+    (text, *_) = warm(2).run(refused, GRADS, 2, torch.float64)
+    assert "torch.float64" in text and "zero_quantized_gradients" in text
+
+
+def ratios(zero: dict[str, Any]) -> Any:
+    """What the report says of a step, on 2 hosts of 2 ranks."""
+    more = {"comms_logger": {"enabled": True}, "bf16": {"enabled": True}}
+    with hosts_of(2):
+        engine = xds.initialize(Vector(8 * 4096), config_of(3, zero, **more))
+        engine.backward(engine(grad_of(8 * 4096, 0, dist.get_rank()).bfloat16()))
+        engine.step()
+        found = dict(engine._parts.report._traffic.events())
+    engine.destroy()
+    return found
+
+
+def test_the_report_compares_with_exact_messages() -> None:
+    n = 8 * 4096 // 4
+    (found, *_) = warm(4).run(ratios, WEIGHTS)
+    assert found["compression_ratio"] == pytest.approx(2 / (1 + 4 / 256))
+    assert "not_sent_norm" not in found
+    (found, *_) = warm(4).run(ratios, {**GRADS, **LOCO})
+    assert found["compression_ratio"] == pytest.approx(2 / (1 / 2 + 4 / 256))
+    assert found["not_sent_norm"] > 0
+    assert found["sent_bytes_int4 gradients"] == 2 * (n // 2 + 4 * n // 256)
+    # the gather is exact, to both ranks there
+    across = 2 * 2 * n + (n // 2 + 4 * n // 256)
+    assert across <= found["sent_bytes_to_other_hosts"] <= across + 100

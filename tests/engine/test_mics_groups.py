@@ -1,0 +1,311 @@
+"""MiCS: gathers in two levels, meshes with other axes, what is refused and why, the plan."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mics_runs import RANKS, check_near, config_of, on_hosts, plain, same_bits, train_each
+from tiny_models import build
+from warm_ranks import warm
+
+import xds
+from xds.engine.config.config import parse_config
+from xds.engine.model.shard_groups import Host, ranks_of_host
+from xds.ops.mesh import Mesh
+
+SLOW = pytest.mark.slow
+TWO_LEVELS = {"mics_hierarchical_params_gather": True}
+
+
+# -- gathers in two levels ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(3, "fp32"), (1, "bf16"), *(pytest.param(s, "bf16", marks=SLOW) for s in (2, 3))],
+)
+def test_two_levels_send_one_lth_across_hosts_and_the_same_bits(stage: int, precision: str) -> None:
+    places = (0, 0, 1, 1)
+    pairwise = config_of(stage, 4, precision, 2)
+    levels = config_of(stage, 4, precision, 2, **TWO_LEVELS)
+    cases = [(one, "plain", 3, places) for one in (pairwise, levels)]
+    for one, two in warm(4).run(train_each, *cases):
+        same_bits(one, two)
+        assert two["sent"] == one["sent"]
+        across = one["across"]["all_gather"]
+        assert across > 0 and two["across"]["all_gather"] * 2 == across
+        assert two["across"]["reduce_scatter"] == one["across"]["reduce_scatter"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1, 2, 2), (0, 0, 0, 1, 1, 1)])
+def test_two_levels_on_six_ranks(hosts: tuple[int, ...]) -> None:
+    found = warm(6).run(gathered, hosts)
+    length = hosts.count(0)
+    for same, one, two in found:
+        assert same and two["all_gather"] * length == one["all_gather"] > 0
+
+
+def gathered(hosts: tuple[int, ...]) -> Any:
+    values, across = [], []
+    for more in ({}, TWO_LEVELS):
+        config = config_of(3, 6, **more)
+        with on_hosts(*hosts):
+            engine = xds.initialize(build("plain"), config)
+        for group in engine._parts.opened:
+            group.set_hosts(hosts)
+        with torch.no_grad():
+            loss = engine(torch.arange(18).view(2, 9), 0)
+        values.append(float(loss))
+        counts: dict[str, int] = {}
+        for group in engine._parts.opened:
+            for kind, size in group.sent_across_bytes.items():
+                counts[kind] = counts.get(kind, 0) + size
+        across.append(counts)
+        engine.destroy()
+    return values[0] == values[1], *across
+
+
+def three_replicas(stage: int) -> Any:
+    """Ranks use different blocks, and every second step has two backward passes: gradients are late."""
+    runs = []
+    for size in (0, 2):
+        config = config_of(stage, size, accumulation=2)
+        engine = xds.initialize(build("divergent" if stage < 3 else "plain"), config)
+        norms = []
+        for step in range(5):
+            for micro in range(2):
+                seed = torch.Generator().manual_seed(100 * step + 10 * micro + engine.global_rank)
+                tokens = torch.randint(0, 61, (2, 9), generator=seed)
+                loss = engine(tokens, engine.global_rank)
+                if step % 2 and micro:
+                    engine.backward(loss * 0.5, retain_graph=True)
+                    loss = loss * 0.5
+                engine.backward(loss)
+                engine.step()
+            norms.append(engine.get_global_grad_norm())
+        values = engine.full_state_dict(rank0_only=False, full_precision=True)
+        sent = engine.bytes_sent()
+        sizes = [flat.layout.shard_numel for flat in engine._sharded.flat_grads]
+        engine.destroy()
+        runs.append((norms, values, sent, sizes))
+    return runs
+
+
+@pytest.mark.parametrize("stage", [2, *(pytest.param(s, marks=SLOW) for s in (1, 3))])
+def test_three_replicas(stage: int) -> None:
+    ranks = warm(6).run(three_replicas, stage)
+    for zero, mics in ranks:
+        assert mics[0] == ranks[0][1][0]
+        for one, two in zip(mics[0], zero[0], strict=True):
+            assert abs(one - two) <= 1e-5 * two
+        for name, value in mics[1].items():
+            assert torch.equal(value, ranks[0][1][1][name]), name
+            assert (value - zero[1][name]).norm() <= 1e-5 * value.norm() + 1e-6, name
+        assert mics[2]["all_reduce"] >= 5 * sum(2 * 2 * numel * 4 // 3 for numel in mics[3])
+
+
+def started(config: dict[str, Any], hosts: tuple[int, ...]) -> tuple[str, list[str]]:
+    """The error of an engine, and rank 0's notes about gathers in two levels."""
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    log, handler = logging.getLogger("xds"), Kept()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    text = ""
+    try:
+        with on_hosts(*hosts):
+            xds.initialize(build("plain"), config).destroy()
+    except xds.XdsError as error:
+        text = str(error)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        dist.barrier()
+    return text, [line for line in lines if "mics" in line]
+
+
+@pytest.mark.parametrize(
+    ("size", "hosts", "why"),
+    [(2, (0, 0, 1, 1), "in one host"), (4, (0, 1, 2, 3), "with one rank on each host")],
+)
+def test_two_levels_without_effect_are_noted(size: int, hosts: tuple[int, ...], why: str) -> None:
+    ranks = warm(4).run(started, config_of(3, size, **TWO_LEVELS), hosts)
+    assert [text for text, _ in ranks] == [""] * 4
+    assert any(line.endswith(why) and "has no effect" in line for line in ranks[0][1])
+    assert not ranks[1][1]
+
+
+def test_hosts_that_a_group_cuts_unevenly_are_named_on_all_ranks() -> None:
+    for text, _ in warm(4).run(started, config_of(3, 4, **TWO_LEVELS), (0, 0, 0, 1)):
+        assert "mics_hierarchical_params_gather = true" in text and "mics_shard_size = 4" in text
+        assert "ranks 0, 1, 2 on host" in text and "and 3 on host" in text
+        assert "; set mics_shard_size to" in text
+
+
+def test_ranks_of_a_host_in_a_mesh() -> None:
+    mesh = Mesh(pipe=2, data=4, tensor=2)
+    hosts = [Host(rank // 8, "") for rank in range(16)]
+    assert ranks_of_host(mesh, 4, hosts) == 4
+    assert ranks_of_host(mesh, 4, [Host(rank // 4, "") for rank in range(16)]) == 2
+    assert ranks_of_host(mesh, 4, [Host(rank // 2, "") for rank in range(16)]) == 1
+    with pytest.raises(
+        xds.UsageError, match=r"the group of rank 0 has ranks 0, 2, 4 on host a and 6 on host b"
+    ):
+        ranks_of_host(mesh, 4, [Host(rank // 6, "ab"[rank // 6 % 2]) for rank in range(16)])
+
+
+# -- other axes -----------------------------------------------------------------------------------------
+
+
+AXES: dict[str, dict[str, Any]] = {
+    "pipeline": {"pipeline": {"stages": 2}},
+    "zero-bubble": {"pipeline": {"stages": 2, "schedule": "zero_bubble", "reduce": "micro_batch"}},
+    "tensor": {"tensor_parallel": {"tp_size": 2}},
+    "sequence": {"sequence_parallel_size": 2},
+}
+
+
+def llama_steps(config: dict[str, Any]) -> Any:
+    from tensor_cases import STEPS, batches
+    from tensor_cases import build as build_llama
+
+    engine = xds.initialize(build_llama("llama"), config)
+    found = []
+    for step in range(STEPS):
+        loss = engine.train_batch(batches("llama", step, engine.dp_rank))
+        found.append((loss.item(), float(engine.get_global_grad_norm() or 0)))
+    values = engine.full_state_dict(rank0_only=False)
+    sent = engine.bytes_sent()
+    engine.destroy()
+    return found, values, sent
+
+
+def mesh_case(axis: str, stage: int, size: int) -> dict[str, Any]:
+    from feature_pairs import config_of as config_of_features
+
+    zero = {"stage": stage, "unit_min_numel": 0, "stage3_param_persistence_threshold": 0}
+    zero["mics_shard_size"] = size
+    return (
+        config_of_features((axis,) if axis in AXES else ())
+        | AXES[axis]
+        | {"zero_optimization": zero}
+    )
+
+
+@pytest.mark.parametrize(
+    ("axis", "stage", "world_size", "size"),
+    [
+        ("sequence", 3, 4, 2),  # two data ranks of two sequence ranks: a group is one data rank
+        *(pytest.param(axis, stage, 8, 2, marks=SLOW) for axis in AXES for stage in (1, 2, 3)),
+    ],
+)
+def test_other_axes_train_the_same(axis: str, stage: int, world_size: int, size: int) -> None:
+    pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    from pipeline_runs import worst
+    from tensor_cases import one_process
+
+    ranks = warm(world_size).run(llama_steps, mesh_case(axis, stage, size))
+    for found, values, sent in ranks:
+        assert found == ranks[0][0] and sent["all_reduce"] > 0
+        for name, value in values.items():
+            assert torch.equal(value, ranks[0][1][name]), name
+    assert worst(ranks[0][0], one_process("llama", world_size // 2)) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Lamb", "Muon", "SGD", "Lion", "Adagrad"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_other_optimizers_are_those_of_plain_zero(kind: str, stage: int) -> None:
+    cases = []
+    for size in (0, 2):
+        config = config_of(stage, size)
+        config["optimizer"] = {"type": kind, "params": {"lr": 1e-3}}
+        cases.append(config)
+    ranks = warm(4).run(train_each, *cases)
+    for zero, mics in ranks:
+        same_bits(mics, ranks[0][1])
+        tolerance = 2e-2 if kind == "Muon" else 1e-5  # Muon computes in bf16
+        check_near(mics, zero, tolerance)
+
+
+@pytest.mark.slow
+def test_divergent_graphs() -> None:
+    config = config_of(3, 2, divergent_graphs=True)
+    ranks = warm(4).run(train_each, (config, "divergent"))
+    wanted = plain("divergent", 1)
+    for (found,) in ranks:
+        same_bits(found, ranks[0][0])
+        check_near(found, wanted, 1e-5)
+
+
+# -- what is refused ------------------------------------------------------------------------------------
+
+
+def complaints(zero: dict[str, Any], world_size: int | None = None, **more: Any) -> list[str]:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **more}
+    with pytest.raises(xds.ConfigError) as caught:
+        parse_config(config, world_size=world_size)
+    return list(caught.value.complaints)
+
+
+def test_the_groups_must_divide_the_ranks() -> None:
+    (text,) = complaints({"stage": 3, "mics_shard_size": 4}, 6)
+    assert text == (
+        "zero_optimization.mics_shard_size = 4: must divide the number of data-parallel ranks (6), so that "
+        "every shard group has as many ranks; set it to 1 or 2 or 3 or 6, or start a multiple of 4"
+    )
+    assert "(3)" in complaints({"stage": 1, "mics_shard_size": 2}, 6, pipeline={"stages": 2})[-1]
+    (text,) = complaints({"stage": 1, "mics_shard_size": 4}, 6, sequence_parallel_size=2)
+    assert "data-parallel and sequence ranks (6)" in text
+    parse_config(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 0, "mics_shard_size": 4},
+        },
+        world_size=6,
+    )
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb"])
+def test_one_bit_optimizers_are_refused(kind: str) -> None:
+    optimizer = {"type": kind, "params": {"lr": 1e-3, "freeze_step": 10}}
+    (text,) = complaints({"stage": 2, "mics_shard_size": 2}, optimizer=optimizer)
+    assert text.startswith("zero_optimization.mics_shard_size = 2: ") and "choose AdamW" in text
+    zero = {"stage": 0, "mics_shard_size": 2}
+    parse_config(
+        {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": optimizer}
+    )
+
+
+def test_groups_of_one_rank_have_no_sharded_parameters_to_offload() -> None:
+    zero = {"stage": 3, "mics_shard_size": 1, "offload_param": {"device": "cpu"}}
+    (text,) = complaints(zero)
+    assert text.startswith("zero_optimization.mics_shard_size = 1: ") and "offload_param" in text
+
+
+@pytest.mark.parametrize(
+    ("zero", "note"),
+    [
+        ({"stage": 0, "mics_shard_size": 2}, "mics_shard_size = 2 has no effect at stage 0"),
+        ({"stage": 3, **TWO_LEVELS}, "mics_hierarchical_params_gather has no effect without"),
+    ],
+)
+def test_keys_without_effect_are_noted(zero: dict[str, Any], note: str) -> None:
+    config = parse_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
+    assert any(note in line for line in config.notes)
+
+
+def test_stage_0_is_unchanged() -> None:
+    for one, two in warm(RANKS).run(train_each, config_of(0, 0), config_of(0, 2)):
+        same_bits(one, two)
+        assert one["sent"] == two["sent"]

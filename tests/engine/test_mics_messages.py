@@ -1,0 +1,110 @@
+"""MiCS with messages in few bits: inside a shard group only, the same model on all replicas, errors kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mics_runs import config_of, same_bits, train_each
+from test_checkpoint import check_each, resume_each
+from warm_ranks import warm
+
+import xds
+from xds.engine.config.config import parse_config
+
+SLOW = pytest.mark.slow
+WEIGHTS, GRADS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+LOCO = {"zeropp_loco_param": {"err_beta": 0.6, "reset_T": 7}}
+HOSTS = (0, 0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "size", "zero"),
+    [
+        (3, "bf16", 2, WEIGHTS | GRADS | LOCO),
+        pytest.param(1, "fp32", 2, GRADS, marks=SLOW),
+        pytest.param(2, "fp16", 2, GRADS | LOCO, marks=SLOW),
+        pytest.param(3, "fp32", 4, WEIGHTS | GRADS, marks=SLOW),
+        pytest.param(2, "fp32", 1, GRADS, marks=SLOW),
+    ],
+)
+def test_few_bits_inside_a_shard_group(
+    stage: int, precision: str, size: int, zero: dict[str, Any]
+) -> None:
+    exact = config_of(stage, size, precision, 2)
+    few = config_of(stage, size, precision, 2, **zero)
+    ranks = warm(4).run(train_each, *((one, "plain", 12, HOSTS) for one in (exact, few)))
+    for wanted, found in ranks:
+        same_bits(found, ranks[0][1])
+        for one, two in zip(found["losses"], wanted["losses"], strict=True):
+            assert abs(one - two) <= 0.02 * two
+        if size == 2:
+            assert found["sent"]["all_reduce"] == wanted["sent"]["all_reduce"]
+            assert not found["across"].get("int4 gradients")
+
+
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=SLOW) for stage in (1, 3))])
+def test_a_resumed_run_keeps_the_errors_of_each_rank(tmp_path: Path, stage: int) -> None:
+    zero = config_of(stage, 2, **GRADS, **LOCO)["zero_optimization"]
+    more = {"zero_optimization": zero, "bf16": {"enabled": True}}
+    check_each(warm(4).run(resume_each, str(tmp_path), [(stage, more, (3, 6))]))
+
+
+def owed_in_all(folder: str, stage: int, size: int, does_save: bool) -> Any:
+    """The sum of errors over the ranks, per parameter that is named; and whether losses stay finite."""
+    torch.manual_seed(0)
+    config = config_of(stage, size, **GRADS, **LOCO)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 8))
+    engine = xds.initialize(model, config)
+    x = torch.randn(2, 40, generator=torch.Generator().manual_seed(engine.global_rank))
+    if does_save:
+        for _ in range(3):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        engine.save_checkpoint(folder, "here")
+    else:
+        engine.load_checkpoint(folder, "here")
+    found: dict[str, torch.Tensor] = {}
+    for grads in engine._sharded.flat_grads:
+        owed = grads.reducer.owed
+        assert owed is not None
+        for slot in grads.layout.slots:
+            found[slot.name] = owed.error[slot.offset : slot.stop].double() * owed.unit
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [((4, 2), (2, 0)), pytest.param((2, 0), (4, 2), marks=SLOW)]
+)
+def test_what_is_owed_in_all_is_kept_in_other_groups(
+    tmp_path: Path, old: tuple[int, int], new: tuple[int, int]
+) -> None:
+    """Each is the number of ranks and the size. Means over the ranks: their number is in the unit."""
+    sums = []
+    for (world_size, size), does_save in ((old, True), (new, False)):
+        ranks = warm(world_size).run(owed_in_all, str(tmp_path), 2, size, does_save)
+        sums.append({name: sum(found[name] for found in ranks) for name in ranks[0]})
+    for name, value in sums[0].items():
+        assert value.norm() > 0
+        assert (value - sums[1][name]).norm() <= 1e-5 * value.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("zero", "key"),
+    [
+        ({"zero_hpz_partition_size": 2}, "zero_hpz_partition_size = 2"),
+        (
+            WEIGHTS | {"mics_hierarchical_params_gather": True},
+            "mics_hierarchical_params_gather = true",
+        ),
+    ],
+)
+def test_what_does_not_work_is_refused(zero: dict[str, Any], key: str) -> None:
+    section = {"stage": 3, "mics_shard_size": 4, **zero}
+    with pytest.raises(xds.ConfigError) as caught:
+        parse_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
+    (text,) = caught.value.complaints
+    assert text.startswith(f"zero_optimization.{key}: ") and "remove" in text

@@ -1,0 +1,321 @@
+"""MiCS: values, edits and gradients of a script reach all replicas; offload, skipped steps, late gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mics_runs import RANKS, SAMPLES, a_step, check_near, config_of, plain, same_bits, train_each
+from tiny_models import VOCAB, build, micro_batch
+from torch import Tensor, nn
+from warm_ranks import warm
+
+import xds
+from xds.zero import (
+    GatheredParameters,
+    get_full_grad,
+    get_full_param,
+    set_full_grad,
+    set_full_param,
+)
+
+SLOW = pytest.mark.slow
+CPU = {"device": "cpu"}
+STAGES = [1, 2, 3]
+
+
+def all_values(engine: Any) -> dict[str, Tensor]:
+    """What this rank's replica has, gathered inside of it."""
+    return engine.full_state_dict(rank0_only=False, full_precision=True)
+
+
+def check_same(ranks: list[dict[str, Tensor]]) -> None:
+    for found in ranks:
+        assert found.keys() == ranks[0].keys()
+        for name, value in found.items():
+            assert torch.equal(value, ranks[0][name]), name
+
+
+# -- one model on all replicas --------------------------------------------------------------------------
+
+
+def differently_built(stage: int, how: str) -> Any:
+    torch.manual_seed(dist.get_rank())
+    config = config_of(stage, 2, "bf16")
+    if how == "meta":
+        with torch.device("meta"):
+            model: Any = build("plain")
+        torch.manual_seed(dist.get_rank())
+    elif how == "init":
+        with xds.zero.Init(config=config):
+            model = nn.Sequential(nn.Linear(9, 30), nn.LayerNorm(30), nn.Linear(30, 5))
+    else:
+        model = nn.Sequential(nn.Linear(9, 30), nn.BatchNorm1d(30), nn.Linear(30, 5))
+        model[0].requires_grad_(False)
+        model[1].running_mean.fill_(dist.get_rank())
+    given = {}
+    if how == "weights":
+        values = {name: torch.full(p.shape, 3.0) for name, p in model.state_dict().items()}
+        values["1.num_batches_tracked"] = torch.tensor(3)
+        given["weights"] = values
+    engine = xds.initialize(model, config, **given)
+    found = all_values(engine)
+    engine.destroy()
+    first = next(iter(found.values()))
+    return found, first if how != "weights" else float(first.float().mean())
+
+
+@pytest.mark.parametrize(
+    ("stage", "how"),
+    [
+        (1, "built"),
+        (3, "built"),
+        (3, "init"),
+        (3, "meta"),
+        *(
+            pytest.param(stage, how, marks=SLOW)
+            for stage, how in (
+                (2, "built"),
+                (2, "init"),
+                (1, "meta"),
+                (3, "weights"),
+                (2, "weights"),
+            )
+        ),
+    ],
+)
+def test_values_of_rank_0_win_on_all_replicas(stage: int, how: str) -> None:
+    ranks = warm(RANKS).run(differently_built, stage, how)
+    check_same([values for values, _ in ranks])
+    if how == "weights":
+        assert ranks[3][1] == 3.0
+
+
+# -- edits ----------------------------------------------------------------------------------------------
+
+
+def edit(stage: int, precision: str) -> Any:
+    engine = xds.initialize(build("mixed_shapes"), config_of(stage, 2, precision))
+    rank, model = engine.global_rank, engine.module
+    a_step(engine, 0)
+    weight, bias, gain = model.head.weight, model.head.bias, model.gain
+    with GatheredParameters([weight, bias], modifier_rank=3):
+        if rank == 3:
+            weight.data.fill_(0.5)
+            bias.data[2] = 7.0
+    set_full_param(gain, torch.tensor(2.0))
+    before = all_values(engine)
+    batch = micro_batch(1, 0, SAMPLES).chunk(RANKS)[rank]
+    engine.backward(engine(batch, rank))
+    grad = get_full_grad(bias)
+    set_full_grad(weight, torch.zeros(weight.shape))
+    zero = get_full_grad(weight)
+    engine.step()
+    after = all_values(engine)
+    only_first = engine.full_state_dict(rank0_only=True)
+    a_step(engine, 2)
+    found = {"grad": grad, "zero": zero, "value": get_full_param(weight)}
+    engine.destroy()
+    return before, after, found, bool(only_first)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(1, "bf16"), (2, "fp32"), (3, "bf16"), *(pytest.param(s, "fp16", marks=SLOW) for s in STAGES)],
+)
+def test_edits_reach_all_replicas(stage: int, precision: str) -> None:
+    ranks = warm(RANKS).run(edit, stage, precision)
+    for number in range(3):
+        check_same([found[number] for found in ranks])
+    before = ranks[0][0]
+    assert before["head.weight"].unique().tolist() == [0.5]
+    assert before["head.bias"][2] == 7.0 and before["gain"] == 2.0
+    assert ranks[0][2]["zero"].count_nonzero() == 0
+    assert [found[3] for found in ranks] == [True, False, False, False]
+
+
+def write_on_one_replica(stage: int) -> str:
+    engine = xds.initialize(
+        build("plain"), config_of(stage, 2, stage3_param_persistence_threshold=10**6)
+    )
+    a_step(engine, 0)
+    with torch.no_grad():
+        if engine.global_rank >= 2:
+            engine.module.head.weight.add_(1.0)
+    try:
+        a_step(engine, 1)
+    except xds.UsageError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        engine.destroy()
+    return ""
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=SLOW)])
+def test_a_write_on_one_replica_only_is_refused_on_all_ranks(stage: int) -> None:
+    for text in warm(RANKS).run(write_on_one_replica, stage):
+        assert text.startswith("head.weight was written on some ranks only: rank 0 and rank 2 have")
+
+
+# -- gradients between micro-batches, and late ones -----------------------------------------------------
+
+
+def read_between(stage: int) -> Any:
+    """Reading completes the sums early: what comes later is added, and counts once."""
+    runs = []
+    for reads in (False, True):
+        engine = xds.initialize(build("plain"), config_of(stage, 2, accumulation=3))
+        rank, bias, seen = engine.global_rank, engine.module.head.bias, []
+        for step in range(2):
+            for micro in range(3):
+                batch = micro_batch(step, micro, SAMPLES).chunk(RANKS)[rank]
+                engine.backward(engine(batch, rank))
+                if reads and stage > 1:
+                    seen.append(get_full_grad(bias))
+                engine.step()
+        before = engine.bytes_sent()["all_reduce"]
+        runs.append((all_values(engine), engine.get_global_grad_norm(), seen, before))
+        engine.destroy()
+    return runs
+
+
+def bias_grads() -> list[Tensor]:
+    """Of the first step: the sum after each micro-batch, in plain PyTorch."""
+    model, found = build("plain"), []
+    for micro in range(3):
+        for rank, part in enumerate(micro_batch(0, micro, SAMPLES).chunk(RANKS)):
+            (model(part, rank) / (3 * RANKS)).backward()
+        found.append(model.head.bias.grad.clone())
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=SLOW)])
+def test_gradients_read_between_micro_batches_are_those_of_all_ranks(stage: int) -> None:
+    wanted = bias_grads()
+    for (plain_values, norm, _, sent), (values, other, seen, more) in warm(RANKS).run(
+        read_between, stage
+    ):
+        for one, two in zip(seen, wanted, strict=False):
+            assert (one - two).norm() <= 1e-5 * two.norm() and one.numel() == VOCAB
+        assert abs(norm - other) <= 1e-5 * norm
+        for name, value in plain_values.items():
+            assert (value - values[name]).norm() <= 1e-5 * value.norm() + 1e-6, name
+        assert more == 3 * sent  # three hops a step instead of one
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+        self.one, self.two = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, uses_two: bool) -> Tensor:
+        x = self.body(x).tanh()
+        return (self.two if uses_two else self.one)(x).square().mean()
+
+
+def late(stage: int, size: int) -> Any:
+    """The script runs two backwards a step, and the second one brings gradients to what was sent."""
+    torch.manual_seed(0)
+    config = config_of(stage, size)
+    engine = xds.initialize(TwoHeads(), config)
+    norms = []
+    for step in range(3):
+        x = torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        first = engine(x, engine.global_rank % 2 == 0)
+        second = engine(x, engine.global_rank >= 2)
+        first.backward(retain_graph=True)
+        second.backward()
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    found = all_values(engine)
+    engine.destroy()
+    return norms, found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_several_backwards_of_a_step_count_once(stage: int) -> None:
+    zero = warm(RANKS).run(late, stage, 0)[0]
+    ranks = warm(RANKS).run(late, stage, 2)
+    check_same([values for _, values in ranks])
+    for norms, values in ranks:
+        assert norms == ranks[0][0]
+        for one, two in zip(norms, zero[0], strict=True):
+            assert abs(one - two) <= 1e-6 * two
+        for name, value in values.items():
+            assert (value - zero[1][name]).norm() <= 1e-5 * value.norm(), name
+
+
+# -- skipped steps, evaluation, offload -----------------------------------------------------------------
+
+
+def overflow(stage: int) -> Any:
+    """One rank of the second replica has an infinite gradient: all skip the step."""
+    config = config_of(stage, 2, "fp16")
+    engine = xds.initialize(build("plain"), config)
+    applied = []
+    for step in range(4):
+        rank = engine.global_rank
+        loss = engine(micro_batch(step, 0, SAMPLES).chunk(RANKS)[rank], rank)
+        engine.backward(loss * (float("inf") if (step, rank) == (1, 3) else 1.0))
+        engine.step()
+        applied.append(engine.was_step_applied())
+    engine.eval()
+    with torch.no_grad():
+        loss = engine(micro_batch(9, 0, 2), 0)
+    with engine.uneven_forwards(), torch.no_grad():
+        for step in range(rank):
+            engine(micro_batch(step, 0, 2), 0)
+    found = all_values(engine)
+    result = applied, engine.loss_scale, float(loss), found
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("stage", [2, 3, pytest.param(1, marks=SLOW)])
+def test_an_overflow_on_one_replica_skips_the_step_on_all(stage: int) -> None:
+    ranks = warm(RANKS).run(overflow, stage)
+    check_same([found[3] for found in ranks])
+    for applied, scale, loss, _ in ranks:
+        assert applied == [True, False, True, True]
+        assert (scale, loss) == ranks[0][1:3]
+
+
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "optimizer": {"offload_optimizer": CPU},
+    "half": {"offload_optimizer": {**CPU, "ratio": 0.5}},
+    "overlap": {"offload_optimizer": {**CPU, "overlap_step": True}},
+    "super": {"offload_optimizer": {**CPU, "super_offload": True}},
+    "param": {"offload_param": CPU},
+    "both": {"offload_param": CPU, "offload_optimizer": CPU},
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "accumulation", "offload"),
+    [
+        (2, "bf16", 1, "optimizer"),
+        (3, "fp32", 1, "both"),
+        *(
+            pytest.param(stage, precision, accumulation, offload, marks=SLOW)
+            for offload in OFFLOADS
+            for stage in ((3,) if "offload_param" in OFFLOADS[offload] else STAGES)
+            for precision, accumulation in (("bf16", 1), ("fp32", 2))
+        ),
+    ],
+)
+def test_offload_is_the_same_model(
+    stage: int, precision: str, accumulation: int, offload: str
+) -> None:
+    """Bit for bit where each buffer is reduced once in a step; else sums cross before they leave, each time."""
+    config = config_of(stage, 2, precision, accumulation)
+    moved = config_of(stage, 2, precision, accumulation, **OFFLOADS[offload])
+    ranks = warm(RANKS).run(train_each, config, moved)
+    for found, away in ranks:
+        same_bits(away, ranks[0][1])
+        if accumulation == 1 or stage == 1:
+            same_bits(found, away)
+        check_near(away, plain("plain", accumulation), 1e-5 if precision == "fp32" else 0.05)
