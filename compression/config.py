@@ -13,10 +13,7 @@ from ..utils.schema.keys import Detail, Entry, Group, Refused, details
 from ..utils.schema.rules import ANYTHING, FLAG, LIST, NUMBER, TEXT, number, whole
 from ..utils.schema.section import Section
 
-ONE_BIT_OPTIMIZERS = ("OneBitAdam", "OneBitLamb")
-ONE_BIT_NOT_YET = {
-    "ZeroOneAdam": "0/1 Adam is not supported yet; use OneBitAdam",
-}
+ONE_BIT_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 
 
 @final

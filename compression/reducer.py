@@ -40,9 +40,9 @@ class GradientReducer(ABC):
         """What is sent now is not exact; the rest is kept, and sent later."""
 
     @property
-    @abstractmethod
     def is_silent(self) -> bool:
         """In this step nothing is reduced: each rank uses its own gradients."""
+        return False
 
     @abstractmethod
     def reduce(self, flat: Tensor, out: Tensor, *, add: bool) -> Handle:
@@ -77,9 +77,12 @@ class GradientReducer(ABC):
     def keep(self, flat: Tensor) -> None:
         """Keep the gradients `flat` of a micro-batch for the next `reduce`. Only where `is_lossy`."""
 
-    @abstractmethod
     def average(self, values: Tensor, num_steps: int) -> None:
-        """Set `values` [world_size * n] fp32 to their mean over the ranks. num_steps: that they stand for."""
+        """Set `values` [world_size * n] fp32 to their mean over the ranks. num_steps: that they stand for.
+
+        Only where a step may be silent: the gradients of several ranks are whole on each.
+        """
+        raise AssertionError("these ranks never step alone")
 
     @abstractmethod
     def undo(self) -> None:
@@ -114,7 +117,6 @@ class ExactReducer(GradientReducer):
     """The exact sum in rank order. Sends (world_size - 1) / world_size of `flat`'s bytes per rank."""
 
     is_lossy = False
-    is_silent = False
     keeps_owed = False
     owed = None
     held_bytes = 0

@@ -15,10 +15,9 @@ _MOE = (
     "experts on each rank"
 )
 _ONE_BIT_ADAM = (
-    'its messages belong to the engine: set optimizer.type to "OneBitAdam" or "OneBitLamb" in the config, and '
-    "pass no optimizer"
+    'its messages belong to the engine: set optimizer.type to "OneBitAdam", "OneBitLamb" or "ZeroOneAdam" in '
+    "the config, and pass no optimizer"
 )
-_ONE_BIT = 'it is not supported yet; set optimizer.type to "OneBitAdam" in the config'
 _INFERENCE = "xds is for training only; serve the saved weights with an inference library"
 _KERNELS = "xds has no compiled kernels to build; torch's are used"
 _TENSOR = "tensor parallelism is not supported yet; use zero_optimization.stage 3"
@@ -58,8 +57,7 @@ MISSING: dict[str, str] = {
     **dict.fromkeys(("MoE", "Experts", "TopKGate", "MOELayer", "has_moe_layers"), _MOE),
     "split_params_into_different_moe_groups_for_optimizer": _MOE,
     **dict.fromkeys(("is_moe_param", "is_moe_param_group", "configure_moe_param_groups"), _MOE),
-    **dict.fromkeys(("OnebitAdam", "OneBitAdam", "OnebitLamb"), _ONE_BIT_ADAM),
-    **dict.fromkeys(("ZeroOneAdam",), _ONE_BIT),
+    **dict.fromkeys(("OnebitAdam", "OneBitAdam", "OnebitLamb", "ZeroOneAdam"), _ONE_BIT_ADAM),
     **dict.fromkeys(("init_inference", "InferenceEngine", "inference"), _INFERENCE),
     **dict.fromkeys(("DeepSpeedInferenceConfig", "default_inference_config"), _INFERENCE),
     **dict.fromkeys(("module_inject", "replace_transformer_layer", "io"), _INFERENCE),

@@ -1,8 +1,8 @@
 """What messages carry now, and what they need to know of the optimizer.
 
 1-bit Adam, LAMB   exact gradients  --freeze-->  one bit per element, the variance stays
-0/1 Adam           exact gradients where the variance is updated, else one bit per element  --freeze-->  one bit,
-                   or nothing between two synchronisations
+0/1 Adam           exact gradients where the variance is updated, else one bit per element
+                   --freeze-->  one bit per element, or nothing between two synchronisations
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from .elasticity import Elasticity, check_elasticity, elastic_batch
 from .messages import check_messages
 from .mics import check_mics, complaints_of_ranks
 from .offloading import check_guesses, check_old_names, check_paths
+from .one_bit import check_model_ranks
 from .optimizer import OptimizerConfig, check_optimizer
 from .precision import check_precision
 from .ranks import (
@@ -240,6 +241,7 @@ class Config(Section):
         notes = tuple(note for note in self.notes if not note.endswith(ONE_STAGE))
         changed = self.model_copy(update={"pipeline": pipeline, "notes": notes})
         _check_stages(changed, report)
+        check_model_ranks(self.optimizer, changed.model_ranks, report)
         if report.complaints:
             raise ConfigError(report.complaints, self.source)
         return changed
@@ -254,6 +256,7 @@ class Config(Section):
         changed = self.model_copy(update={"sequence_parallel_size": ranks, "sequence": section})
         report = Report()
         _check_sequences(changed, report)
+        check_model_ranks(self.optimizer, changed.model_ranks, report)
         if report.complaints:
             raise ConfigError(report.complaints, self.source)
         return changed
@@ -345,6 +348,7 @@ def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Con
     check_paths(zero, report)
     check_mics(zero, report)
     check_messages(changes.get("optimizer"), changes.get("scheduler"), zero, report)
+    check_model_ranks(changes.get("optimizer"), config.model_ranks, report)
     check_compile(config.compile, config.zero_optimization.stage, report)
     check_ops(config.ops, report)
     check_elasticity(config.elasticity, data, report)

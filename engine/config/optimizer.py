@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, final
 
 from pydantic import Field
 
-from ...compression.config import ONE_BIT_NOT_YET
 from ...utils.schema.keys import Entry, NoEffect, Refused, Report, check_entry
 from ...utils.schema.rules import (
     ANYTHING,
@@ -80,10 +79,15 @@ _ADAM: dict[str, Param] = {
 
 _MESSAGES = "messages are sent by the backend of torch.distributed, on any device"
 _ONE_BIT: dict[str, Param] = {
-    "freeze_step": or_auto(whole(1)),
     "cuda_aware": NoEffect(FLAG, _MESSAGES),
     "comm_backend_name": NoEffect(TEXT, _MESSAGES),
+    "eps": _EPS,
+    "bias_correction": FLAG,
+    "betas": _BETAS,
+    "amsgrad": _AMSGRAD,
+    "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
 }
+_FREEZE_STEP = or_auto(whole(1))
 
 _BUILT_IN: dict[str, dict[str, Param]] = {
     "Adam": {**_ADAM, "adam_w_mode": FLAG},
@@ -126,26 +130,22 @@ _BUILT_IN: dict[str, dict[str, Param]] = {
     "OneBitLamb": {
         **_ALL,
         **_ONE_BIT,
-        "betas": _BETAS,
-        "eps": _EPS,
-        "bias_correction": FLAG,
-        "amsgrad": _AMSGRAD,
+        "freeze_step": _FREEZE_STEP,
         "max_coeff": number(above=0),
         "min_coeff": number(0),
         "coeff_beta": _BETA,
         "factor_max": number(above=0),
         "factor_min": number(0),
         "factor_threshold": number(0, 1),
-        "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
     },
-    "OneBitAdam": {
+    "OneBitAdam": {**_ALL, **_ONE_BIT, "freeze_step": _FREEZE_STEP},
+    "ZeroOneAdam": {
         **_ALL,
         **_ONE_BIT,
-        "betas": _BETAS,
-        "eps": _EPS,
-        "bias_correction": FLAG,
-        "amsgrad": _AMSGRAD,
-        "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
+        "var_freeze_step": whole(1),
+        "var_update_scaler": whole(1),
+        "local_step_scaler": whole(1),
+        "local_step_clipper": whole(1),
     },
 }
 
@@ -161,7 +161,6 @@ OPTIMIZERS = ClassTable(
         *("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"),
     ),
     refused={
-        **ONE_BIT_NOT_YET,
         **dict.fromkeys(
             ("MuAdam", "MuAdamW", "MuSGD"),
             "muP optimizers are not supported yet; give parameter groups their own lr instead",

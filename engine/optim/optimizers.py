@@ -20,6 +20,7 @@ from ...ops.optim.one_bit_adam import OneBitAdam
 from ...ops.optim.one_bit_lamb import OneBitLamb
 from ...ops.optim.sgd import SGD
 from ...ops.optim.shard_optimizer import ShardOptimizer
+from ...ops.optim.zero_one_adam import ZeroOneAdam
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...zero.core.update import Updater
@@ -51,6 +52,7 @@ OWN: dict[str, type[ShardOptimizer]] = {
     "Muon": Muon,
     "OneBitAdam": OneBitAdam,
     "OneBitLamb": OneBitLamb,
+    "ZeroOneAdam": ZeroOneAdam,
 }
 # used where parameters are narrower than their masters; torch's own classes otherwise
 CASTING: dict[str, type[ShardOptimizer]] = {"Adagrad": Adagrad, "SGD": SGD}

@@ -3,9 +3,9 @@
     variance    at steps that are multiples of an interval, which doubles after `var_update_scaler` updates
     ranks       after as many steps as an interval, which doubles after `local_step_scaler` steps
 
-Source: Lu et al., 0/1 Adam, 2022, section 6 (policies of T_v and T_u), https://arxiv.org/abs/2202.06009; intervals
-as in DeepSpeed. Differs: steps since the last synchronisation are counted, so one that a checkpoint causes
-begins an interval.
+Source: Lu et al., 0/1 Adam, 2022, section 6 (policies of T_v and T_u), https://arxiv.org/abs/2202.06009;
+intervals as in DeepSpeed. Differs: steps since the last synchronisation are counted, so one that a
+checkpoint causes begins an interval.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Intervals:
                 self.var_interval *= 2
 
     def count_frozen(self, limits: Limits, *, is_local: bool) -> None:
-        """A step was taken after the freeze. is_local: the ranks took it apart, and were together if it ended."""
+        """A step was taken after the freeze. is_local: each rank took its own."""
         if is_local:
             self.apart_steps = 0 if self.ends_now else self.apart_steps + 1
         self.local_step_counter += 1

@@ -28,7 +28,9 @@ class Carried(Enum):
 
     EXACT = "the gradients as they are"
     GRADIENT = "the gradients, one bit per element"
-    MOMENTUM = "where each rank has the whole momentum, what it is with the gradients, one bit per element"
+    MOMENTUM = (
+        "where each rank has the whole momentum, what it is with the gradients, one bit per element"
+    )
     NOTHING = "nothing: each rank steps with its own"
 
 

@@ -4,7 +4,7 @@
                         the other steps               gradients, one bit per element
     after it            every step synchronises       the momentum, one bit per element: as 1-bit Adam
                         local steps                   nothing; u += rate m, p -= rate m / (sqrt(v) + eps)
-    a synchronisation   mean(u), one bit per element  p = anchor - mean(u) / (sqrt(v) + eps), m = mean(u) / rates
+    a synchronisation   mean(u), one bit per element  p = anchor - mean(u) / (sqrt(v) + eps), m = mean(u)/rates
 
 Source: Lu, Li, Zhang, De Sa, He, 0/1 Adam, 2022, algorithm 1, https://arxiv.org/abs/2202.06009; intervals as in
 DeepSpeed. Differs: moments are corrected for their bias, as in Adam (`bias_correction`), the variance by the

@@ -20,6 +20,7 @@ from xds.ops.optim.lion import Lion
 from xds.ops.optim.muon import Muon
 from xds.ops.optim.one_bit_adam import OneBitAdam
 from xds.ops.optim.one_bit_lamb import OneBitLamb
+from xds.ops.optim.zero_one_adam import ZeroOneAdam
 from xds.utils.schema.rules import Rule
 
 
@@ -58,7 +59,6 @@ def test_optimizer_names_in_any_case(given, canonical):
     [
         ("AdmaW", "did you mean Adam"),
         ("Lmab", "did you mean Lamb"),
-        ("ZeroOneAdam", "not supported yet"),
         ("MuAdam", "muP"),
         ("LBFGS", "several loss evaluations"),
         ("SparseAdam", "use Adam"),
@@ -74,7 +74,7 @@ def test_optimizers_that_are_refused(type_, says):
 @pytest.mark.parametrize("name", OPTIMIZERS.built_in)
 def test_every_argument_that_takes_effect_is_one_of_the_optimizer(name):
     own = {"Adam": Adam, "AdamW": Adam, "Lamb": Lamb, "Lion": Lion, "Muon": Muon}
-    own |= {"OneBitAdam": OneBitAdam, "OneBitLamb": OneBitLamb}
+    own |= {"OneBitAdam": OneBitAdam, "OneBitLamb": OneBitLamb, "ZeroOneAdam": ZeroOneAdam}
     built = own.get(name) or getattr(torch.optim, name)
     table = OPTIMIZERS.built_in[name]
     read = {key for key, entry in table.items() if isinstance(entry, Rule)}

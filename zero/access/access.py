@@ -260,8 +260,8 @@ class Access(Owner):
         grads = master.grads
         if grads.reducer.is_silent:
             raise UsageError(
-                f"the gradient of {self.name_of(param)}: this is a local step of the optimizer, so each rank has "
-                "its own and none is reduced; set optimizer.params.local_step_clipper to 1"
+                f"the gradient of {self.name_of(param)}: this is a local step of the optimizer, so each rank "
+                "has its own and none is reduced; set optimizer.params.local_step_clipper to 1"
             )
         is_reduced = self._model.reduce_rest(also_held=self._may_reduce())
         if not is_reduced and grads.has_local and not grads.is_single_rank:

@@ -144,4 +144,12 @@ def _start_far(update: HostUpdate) -> Arrival:
     return arrival
 
 
-__all__ = ["Arrival", "HostUpdate", "start"]
+def copies_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The hyperparameters of now: a schedule may change them, a rate that is a tensor in place."""
+    return [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+        for group in groups
+    ]
+
+
+__all__ = ["Arrival", "HostUpdate", "copies_of", "start"]

@@ -74,7 +74,9 @@ class Unit:
     @property
     def has_frozen(self) -> bool:
         """Some parameters get no gradient, so gradients cannot show when backward has left the unit."""
-        return len(self.params) > len(self.grads) or any(grads.arrivals.has_frozen for grads in self.grads)
+        return len(self.params) > len(self.grads) or any(
+            grads.arrivals.has_frozen for grads in self.grads
+        )
 
     @property
     def full_numel(self) -> int:
