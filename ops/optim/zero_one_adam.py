@@ -135,6 +135,9 @@ class ZeroOneAdam(OneBitOptimizer):
             else:
                 is_momentum = carried is Carried.MOMENTUM and gets_momentum(update, world)
                 frozen_step(update, state, scale, moment, is_momentum=is_momentum)
+                if carried is Carried.GRADIENT:
+                    # what messages bring there is noise, and the next exact step would divide it by eps
+                    state["exp_avg"].masked_fill_(state["exp_avg_sq"] == 0, 0.0)
         if carried is Carried.NOTHING and self.intervals.ends_now:
             self._join([update.item for update in updates], self.intervals.apart_steps + 1)
             for update in updates:

@@ -1,0 +1,197 @@
+"""0/1 Adam: numbers of a reference in float64, bytes, local steps, checkpoints between synchronisations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_one_bit_adam import (
+    CHUNK,
+    DECAY,
+    LR,
+    MARGIN,
+    SLOW,
+    Table,
+    Vector,
+    grad_of,
+    tokens_of,
+)
+from torch import Tensor
+from warm_ranks import warm
+from zero_one_reference import ZeroOneReference
+
+import xds
+
+STEPS = 22
+# exact steps 1, 2, 4, 6, 8; all synchronise until 11; synchronisations after 13, 17, 21
+INTERVALS = {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 3}
+EXACT = (1, 2, 4, 6, 8)
+
+
+def config_of(stage: int, clipper: int, **more: Any) -> dict[str, Any]:
+    params = {"lr": LR, "weight_decay": DECAY, **INTERVALS, "local_step_clipper": clipper}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "ZeroOneAdam", "params": params},
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+
+
+def train(stage: int, clipper: int, num_micro: int, seed: int) -> Any:
+    """The parameter after each step, as forward reads it; and the bytes of each step, by kind."""
+    numel = CHUNK * dist.get_world_size()
+    more = {"gradient_accumulation_steps": num_micro}
+    engine = xds.initialize(Vector(numel), config_of(stage, clipper, **more))
+    values, sent = [], []
+    for step in range(STEPS):
+        before = engine.bytes_sent()
+        for micro in range(num_micro):
+            engine.backward(engine(grad_of(numel, step, dist.get_rank(), micro, seed)))
+            engine.step()
+        values.append(engine.module.weight.detach().clone())
+        sent.append({k: v - before.get(k, 0) for k, v in engine.bytes_sent().items()})
+    engine.destroy()
+    return torch.stack(values), sent
+
+
+def wanted(stage: int, clipper: int, num_ranks: int, num_micro: int) -> tuple[int, Tensor]:
+    """A seed, and the parameter of each rank after each step [ranks, steps, n]: see test_one_bit_adam."""
+    numel = CHUNK * num_ranks
+    for seed in range(50):
+        start = Vector(numel).weight.detach()
+        reference = ZeroOneReference(start, num_ranks, 8, stage, LR, DECAY)
+        reference.local_step_clipper = clipper
+        values = []
+        for step in range(STEPS):
+            grads = [
+                sum(grad_of(numel, step, rank, micro, seed) for micro in range(num_micro))
+                / num_micro
+                for rank in range(num_ranks)
+            ]
+            reference.step(grads)
+            values.append(torch.stack(reference.copies))
+        if reference.margin > MARGIN:
+            return seed, torch.stack(values, dim=1)
+    raise AssertionError("no seed with clear signs")
+
+
+@pytest.mark.parametrize(
+    ("stage", "clipper", "num_ranks", "num_micro"),
+    [
+        (0, 4, 2, 2),
+        (2, 1, 3, 1),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in ((0, 4, 3, 1), (0, 1, 2, 1), (1, 1, 2, 2), (1, 1, 3, 1), (0, 4, 4, 1))
+        ),
+    ],
+)
+def test_steps_are_those_of_the_reference(
+    stage: int, clipper: int, num_ranks: int, num_micro: int
+) -> None:
+    seed, expected = wanted(stage, clipper, num_ranks, num_micro)
+    found = warm(num_ranks).run(train, stage, clipper, num_micro, seed)
+    for rank, (values, _) in enumerate(found):
+        error = (values - expected[rank]).norm(dim=1) / expected[rank].norm(dim=1)
+        assert float(error.max()) <= 1e-5, error
+        together = [12, 16, 20] if clipper == 4 else range(STEPS)
+        for step in [*range(11), *together]:
+            assert values[step].equal(found[0][0][step])
+
+
+def test_steps_send_what_they_need() -> None:
+    for stage, clipper in ((0, 4), (0, 1), (2, 1)):
+        _, sent = warm(2).run(train, stage, clipper, 1, 0)[0]
+        leg = CHUNK // 8 + 4 * CHUNK // 1024
+        second = "one-bit sums" if stage == 0 else "one-bit parameters"
+        is_local = stage == 0 and clipper == 4
+        for step, one in enumerate(sent, start=1):
+            one.pop("control")
+            one.pop("elements that do not move", None)
+            said = {k: v for k, v in one.items() if v}
+            if step in EXACT:
+                assert said == {"reduce_scatter": 4 * CHUNK, "all_gather": 4 * CHUNK}
+            elif is_local and step > 11 and step not in (13, 17, 21):
+                assert not said
+            else:
+                assert said == {"one-bit gradients": leg, second: leg}, step
+
+
+def train_table(steps: int, start: int, more: dict[str, Any], load: str, save: str) -> Any:
+    """Losses and norms, then the parameters. more: also the stage and the clipper."""
+    options = {"gradient_clipping": 1.0, **more}
+    engine = xds.initialize(
+        Table(), config_of(options.pop("stage"), options.pop("clipper"), **options)
+    )
+    if load:
+        engine.load_checkpoint(load)
+    found = []
+    for step in range(start, start + steps):
+        loss = engine(*tokens_of(step, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        found.append((loss.item(), engine.get_global_grad_norm()))
+    if save:
+        engine.save_checkpoint(save)
+        loss = engine(*tokens_of(start + steps, dist.get_rank()))
+        found.append((loss.item(), 0.0))  # of the synchronised parameters
+    params = torch.cat([param.detach().float().flatten() for param in engine.module.parameters()])
+    engine.destroy()
+    return found, params
+
+
+@pytest.mark.parametrize(
+    ("stage", "clipper", "precision", "at"),
+    [
+        (0, 4, "fp32", 12),  # between two synchronisations
+        (2, 1, "bf16", 7),  # between two updates of the variance
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in (
+                (0, 4, "bf16", 14),
+                (1, 1, "fp16", 10),
+                (0, 4, "fp16", 6),
+                (2, 1, "fp32", 5),
+            )
+        ),
+    ],
+)
+def test_a_resumed_run_has_the_same_bits(
+    stage: int, clipper: int, precision: str, at: int, tmp_path: Any
+) -> None:
+    more: dict[str, Any] = {"stage": stage, "clipper": clipper}
+    if precision != "fp32":
+        more[precision] = {"enabled": True}
+    folder, other = str(tmp_path / "a"), str(tmp_path / "b")
+    first = warm(2).run(train_table, at, 0, more, "", folder)
+    resumed = warm(2).run(train_table, 6, at, more, folder, "")
+    # the same save in a run that goes on
+    whole = warm(2).run(train_and_save_between, at, 6, more, other)
+    for before, one, two in zip(first, whole, resumed, strict=True):
+        assert before[0][:at] == one[0][:at]
+        assert one[0][at:] == two[0]
+        assert one[1].equal(two[1])
+        assert before[0][at][0] == two[0][0][0]
+        assert all(loss < 5 for loss, _ in two[0])
+    assert first[0][1].equal(first[1][1])
+
+
+def train_and_save_between(at: int, more_steps: int, more: dict[str, Any], folder: str) -> Any:
+    options = {"gradient_clipping": 1.0, **more}
+    engine = xds.initialize(
+        Table(), config_of(options.pop("stage"), options.pop("clipper"), **options)
+    )
+    found = []
+    for step in range(at + more_steps):
+        if step == at:
+            engine.save_checkpoint(folder)
+        loss = engine(*tokens_of(step, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        found.append((loss.item(), engine.get_global_grad_norm()))
+    params = torch.cat([param.detach().float().flatten() for param in engine.module.parameters()])
+    engine.destroy()
+    return found, params
