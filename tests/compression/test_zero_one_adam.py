@@ -23,6 +23,7 @@ from warm_ranks import warm
 from zero_one_reference import ZeroOneReference
 
 import xds
+from xds.zero import get_full_grad, get_full_param
 
 STEPS = 22
 # exact steps 1, 2, 4, 6, 8; all synchronise until 11; synchronisations after 13, 17, 21
@@ -195,3 +196,148 @@ def train_and_save_between(at: int, more_steps: int, more: dict[str, Any], folde
     params = torch.cat([param.detach().float().flatten() for param in engine.module.parameters()])
     engine.destroy()
     return found, params
+
+
+def engine_of(clipper: int = 4, **more: Any) -> xds.Engine:
+    numel = CHUNK * dist.get_world_size()
+    return xds.initialize(Vector(numel), config_of(0, clipper, **more))
+
+
+def take(engine: xds.Engine, step: int, grad: Tensor | None = None) -> None:
+    if grad is None:
+        grad = grad_of(CHUNK * dist.get_world_size(), step, dist.get_rank())
+    engine.backward(engine(grad.to(engine.module.weight.dtype)))
+    engine.step()
+
+
+def skip_alone() -> Any:
+    """In a local step the gradients of rank 1 overflow: what each rank has before and after."""
+    engine = engine_of(fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+    for step in range(14):
+        take(engine, step)
+    before = engine.module.weight.detach().clone()
+    grad = grad_of(before.numel(), 14, dist.get_rank())
+    if dist.get_rank() == 1:
+        grad[3] = float("inf")
+    take(engine, 14, grad)
+    skipped, same = engine.skipped_steps, engine.module.weight.equal(before)
+    for step in range(15, 18):  # steps 15 to 17 of those that were taken, and a synchronisation
+        take(engine, step)
+    found = engine.module.weight.detach().clone()
+    engine.destroy()
+    return skipped, same, before, found
+
+
+def test_all_ranks_skip_a_local_step_that_overflows_on_one() -> None:
+    (first, second) = warm(2).run(skip_alone)
+    for skipped, same, _, found in (first, second):
+        assert skipped == 1 and same and bool(found.isfinite().all())
+    assert not first[2].equal(second[2])
+    assert first[3].equal(second[3])
+
+
+def edit_between(change: str) -> Any:
+    engine = engine_of()
+    for step in range(14):
+        take(engine, step)
+    weight = engine.module.weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        if change == "scale":
+            weight.mul_(0.5)
+        else:
+            weight[:7] = 3.0
+    take(engine, 14)
+    after = weight.detach().clone()
+    full = get_full_param(weight).clone()
+    still = weight.detach().clone()
+    engine.destroy()
+    return before, after, full, still
+
+
+def test_a_write_between_two_synchronisations_is_kept() -> None:
+    for change in ("scale", "some"):
+        found = warm(2).run(edit_between, change)
+        mean = (found[0][0] + found[1][0]) / 2
+        written = mean * 0.5 if change == "scale" else torch.cat([torch.full((7,), 3.0), mean[7:]])
+        assert not found[0][0].equal(found[1][0])
+        for _, after, full, still in found:
+            assert float((after - written).abs().max()) < 20 * LR  # one local step from there
+            assert full.equal(found[0][2]) and still.equal(full)
+        assert not found[0][1].equal(found[1][1])
+
+
+def read_gradients() -> str:
+    engine = engine_of()
+    for step in range(14):
+        take(engine, step)
+    engine.backward(engine(grad_of(2 * CHUNK, 14, dist.get_rank())))
+    with pytest.raises(xds.UsageError, match="local_step_clipper to 1") as caught:
+        get_full_grad(engine.module.weight)
+    engine.step()
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_a_local_step_has_no_reduced_gradient() -> None:
+    assert "weight" in warm(2).run(read_gradients)[0]
+
+
+def alone() -> Any:
+    """One rank steps as Adam with a variance that sees few steps."""
+    engine = engine_of()
+    for step in range(STEPS):
+        take(engine, step)
+    found = engine.module.weight.detach().clone(), engine.bytes_sent()
+    engine.destroy()
+    return found
+
+
+def test_one_rank_sends_nothing() -> None:
+    ((found, sent),) = warm(1).run(alone)
+    assert bool(found.isfinite().all()) and not any(sent.values())
+
+
+def move_ranks(load: str) -> Any:
+    """Steps from a checkpoint of another number of ranks."""
+    engine = xds.initialize(Table(), config_of(0, 4))
+    engine.load_checkpoint(load)
+    losses = []
+    for step in range(14, 24):
+        loss = engine(*tokens_of(step, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    found = get_full_param(engine.module.embed.weight).clone()
+    engine.destroy()
+    return losses, found
+
+
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(1, marks=SLOW)])
+def test_a_checkpoint_goes_to_another_number_of_ranks(num_ranks: int, tmp_path: Any) -> None:
+    folder = str(tmp_path)
+    warm(2).run(train_table, 14, 0, {"stage": 0, "clipper": 4}, "", folder)
+    found = warm(num_ranks).run(move_ranks, folder)
+    assert all(max(losses) < 4 and table.equal(found[0][1]) for losses, table in found)
+
+
+REFUSED = [
+    ({"zero_optimization": {"stage": 1}}, "local_step_clipper = 4: .* at stage 1 a rank has"),
+    ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3: ZeroOneAdam"),
+    ({"tensor_parallel": {"tp_size": 2}}, "local_step_clipper = 4: .* 2 ranks train on one batch"),
+    ({"sequence_parallel_size": 2}, "local_step_clipper = 4: .* 2 ranks train on one batch"),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}},
+        "var_freeze_step = 8: the learning rate rises for 9 steps",
+    ),
+    (
+        {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+        "offload_optimizer.device",
+    ),
+]
+
+
+@pytest.mark.parametrize(("more", "says"), REFUSED)
+def test_what_it_cannot_do_is_refused(more: dict[str, Any], says: str) -> None:
+    with pytest.raises(xds.ConfigError, match=says):
+        xds.Config.load(config_of(0, 4, **more))
