@@ -30,6 +30,7 @@ from ...ops.kernels.quantize import (
     quantize_,
     value_bytes,
 )
+from ...ops.optim.one_bit import Carried
 
 PART_NUMEL = 1024  # every part is a multiple of it: no scheme has padding
 
@@ -64,7 +65,8 @@ def _exact(collectives: Collectives, buffer: Buffer) -> Exchanges:
 class _Frozen(OneBitState):
     """The variance is frozen, and there is no momentum yet."""
 
-    is_compressed = True
+    carried = Carried.MOMENTUM
+    variance_steps = 1
     beta = 0.0
     unit = 1.0
 

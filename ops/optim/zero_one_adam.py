@@ -82,7 +82,7 @@ class ZeroOneAdam(OneBitOptimizer):
     def intervals(self) -> Intervals:
         """The counters. The states know them after a load."""
         if self._intervals is None:
-            first = next((state for state in self._states.values() if state), {})
+            first: dict[str, Any] = next((state for state in self._states.values() if state), {})
             self._intervals = Intervals.of(first)
         return self._intervals
 
