@@ -131,6 +131,13 @@ ACCEPTED = {
             },
         },
     },
+    "zero_one_adam": {
+        **SIZES,
+        "optimizer": {
+            "type": "ZeroOneAdam",
+            "params": {"lr": 1e-4, "var_freeze_step": 100, "cuda_aware": False},
+        },
+    },
     "monitors": {
         **SIZES,
         "tensorboard": {"enabled": True, "output_path": "out", "job_name": "a"},
@@ -140,13 +147,6 @@ ACCEPTED = {
 }
 
 REFUSED = {
-    "optimizer.type": {
-        **SIZES,
-        "optimizer": {
-            "type": "ZeroOneAdam",
-            "params": {"lr": 1e-4, "var_freeze_step": 100, "cuda_aware": False},
-        },
-    },
     "eigenvalue.enabled": {
         **SIZES,
         "eigenvalue": {"enabled": True, "verbose": True, "tol": 1e-2, "model_name": "m"},

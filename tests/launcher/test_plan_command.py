@@ -352,4 +352,4 @@ def test_one_bit_optimizers_are_planned_before_their_freeze(stage):
     config["optimizer"] = {"type": "OneBitAdam", "params": {"lr": 1e-2}}
     compare("plain", config, 2, num_notes=1)
     (note,) = plan_of("plain", config, 2).notes
-    assert "before freeze_step" in note
+    assert "After the freeze" in note
