@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
 import statistics
 import sys
 import time
@@ -25,7 +26,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "examples" / 
 from harness import Row, finish, run_ranks  # noqa: E402
 
 AN_ELEMENT = 1 / 8 + 4 / 1024  # bytes of a message
-SEEDS, STEPS, FREEZE = 5, 300, 54  # the warm-up is 18 % of the run
+SEEDS, STEPS, FREEZE = 5, 700, 126  # the warm-up is 18 % of the run
 STATES = ("param", "grad", "master", "optimizer")
 
 
@@ -41,6 +42,19 @@ def config_of(stage: int, optimizer: str, freeze: int, precision: str = "fp32") 
         "bf16": {"enabled": precision == "bf16"},
         "zero_optimization": {"stage": stage},
     }
+
+
+def example_config(stage: int, steps: int, optimizer: str, **params: Any) -> dict[str, Any]:
+    """The JSON of the GPT example at `stage`, in bf16, for so many steps. params: more of the optimizer."""
+    example = HERE.parents[1] / "examples" / "gpt" / f"zero{stage}.json"
+    config: dict[str, Any] = json.loads(example.read_text())
+    config["optimizer"]["type"] = optimizer
+    config["optimizer"]["params"] |= params
+    config["scheduler"]["params"] |= {
+        "total_num_steps": steps,
+        "warmup_num_steps": max(1, steps // 14),
+    }
+    return config | {"bf16": {"enabled": True}}
 
 
 def gpt(width: int, layers: int) -> Any:
@@ -214,8 +228,8 @@ def train(rank: int, world_size: int, cases: list[tuple[str, int, int]], steps: 
         if compressed:
             compress_only(compressed)
         torch.manual_seed(seed)
-        freeze = max(1, steps * FREEZE // STEPS)
-        engine = xds.initialize(gpt(64, 2), config_of(stage, optimizer, freeze, "bf16"))
+        more = {"freeze_step": steps * FREEZE // STEPS} if optimizer == "OneBitAdam" else {}
+        engine = xds.initialize(gpt(64, 2), example_config(stage, steps, optimizer, **more))
         source = batches(seed, rank, world_size)
         for _ in range(steps):
             engine.backward(engine(*next(source)))

@@ -133,7 +133,7 @@ class _Planner:
         elif section.type in ONE_BIT_OPTIMIZERS:
             self._notes.append(
                 f"optimizer = {section.type}: the figures are those of exact steps. After the freeze a message "
-                "has 0.129 bytes an element, and a rank keeps 4 bytes more for each of its elements, at stage 0 "
+                "has 0.129 bytes an element, a rank keeps 4 bytes more for each of its elements, at stage 0 "
                 "4 / (data-parallel ranks) more"
             )
         elif section.type not in EXACT:
