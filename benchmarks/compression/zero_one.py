@@ -5,7 +5,7 @@
 - `stage 0`: with local steps, of at most 16 between two synchronisations; and without.
 - `stage 1`: without, as it must be there.
 
-The variance sees fewer and fewer of the first 18 % of the steps. That of 1-bit Adam in main.py sees all of them.
+The variance sees fewer and fewer of the first 18 % of the steps; that of 1-bit Adam in main.py sees them all.
 The settings are those of the GPT example: its learning rate, schedule and weight decay.
 """
 
