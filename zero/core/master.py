@@ -177,6 +177,7 @@ class Master:
             take_edits(self.tensor, values)
         else:
             self.tensor.copy_(values)
+            self.is_near = False
         self.remember()
 
     # -- an update --------------------------------------------------------------------------------------
@@ -268,6 +269,7 @@ class Master:
     @torch.no_grad()
     def write_compute(self) -> None:
         """Set the values that forward computes with from the masters."""
+        self.is_near = False
         if self.params.place.is_on_disk and not self.home.is_on_host:
             self.send(self.tensor.to("cpu", self.params.dtype), self.begin_send(), None)
             return
