@@ -22,14 +22,12 @@ from ...compression.one_bit.phase import MomentumRange, OneBitState, Phase
 from ...compression.one_bit.reducer import OneBitReducer
 from ...compression.one_bit.sender import OneBitSender
 from ...compression.reducer import ExactReducer
+from ...compression.zeropp.errors import NoErrors
+from ...compression.zeropp.reducer import QuantizedReducer
+from ...compression.zeropp.sender import QuantizedSender
 from ...ops.comm.collectives import Collectives
-from ...ops.kernels.quantize import (
-    BLOCK_NUMEL,
-    block_count,
-    dequantize_,
-    quantize_,
-    value_bytes,
-)
+from ...ops.comm.levels import Levels
+from ...ops.comm.single_rank import SingleRank
 from ...ops.optim.one_bit import Carried
 
 PART_NUMEL = 1024  # every part is a multiple of it: no scheme has padding
@@ -101,55 +99,16 @@ def _one_bit(collectives: Collectives, buffer: Buffer, *, is_sharded: bool) -> E
     return Exchanges(reduce, gather)
 
 
-@final
-class _Integers:
-    """Small integers with a magnitude for each 256 elements: quantised, sent, and summed in fp32."""
+def _zeropp(collectives: Collectives, buffer: Buffer) -> Exchanges:
+    levels = Levels(collectives, collectives, SingleRank(collectives.device))  # all across
+    reducer = QuantizedReducer(levels, buffer, NoErrors())
+    sender = QuantizedSender(levels, buffer)
 
-    def __init__(self, collectives: Collectives, buffer: Buffer, bits: int) -> None:
-        self._collectives = collectives
-        self._buffer = buffer
-        self._bits = bits
-        self._numel = buffer.numel // collectives.world_size
-        self._value_bytes = value_bytes(self._numel, bits)
-        self._blocks = block_count(self._numel, BLOCK_NUMEL)
+    def reduce(flat: Tensor, out: Tensor) -> None:
+        reducer.reduce(flat, out, add=False).wait()
+        reducer.end_step()
 
-    def _empty(self, count: int, like: Tensor) -> Tensor:
-        size = (count, self._value_bytes + 4 * self._blocks)
-        return torch.empty(size, dtype=torch.uint8, device=like.device)
-
-    def _pack(self, part: Tensor, message: Tensor) -> None:
-        absmax = torch.empty(self._blocks, device=part.device)
-        quantize_(part, message[: self._value_bytes], absmax, None, self._bits, BLOCK_NUMEL)
-        message[self._value_bytes :].copy_(absmax.view(torch.uint8))
-
-    def _unpack(self, messages: Tensor, out: Tensor) -> None:
-        values = messages[:, : self._value_bytes].contiguous()
-        absmax = messages[:, self._value_bytes :].contiguous().view(torch.float32)
-        dequantize_(values, absmax, out, self._bits, BLOCK_NUMEL, 1.0)
-
-    def reduce(self, flat: Tensor, out: Tensor) -> None:
-        mine = self._empty(self._collectives.world_size, flat)
-        theirs = torch.empty_like(mine)
-        for rank, message in enumerate(mine):
-            self._pack(self._collectives.shard_of(flat, rank), message)
-        kind, index = f"int{self._bits} gradients", self._buffer.index
-        self._collectives.all_to_all(
-            list(theirs), list(mine), what="gradients", kind=kind, buffer=index
-        ).wait()
-        self._unpack(theirs, out)
-
-    def gather(self, own: Tensor, flat: Tensor) -> None:
-        messages, mine = self._empty(self._collectives.world_size, flat), self._empty(1, flat)[0]
-        self._pack(own, mine)
-        kind, index = f"int{self._bits} parameters", self._buffer.index
-        self._collectives.all_gather(messages.view(-1), mine, buffer=index, kind=kind).wait()
-        for rank in range(self._collectives.world_size):
-            self._unpack(messages[rank : rank + 1], self._collectives.shard_of(flat, rank))
-
-
-def _integers(collectives: Collectives, buffer: Buffer, *, bits: int) -> Exchanges:
-    both = _Integers(collectives, buffer, bits)
-    return Exchanges(both.reduce, both.gather)
+    return Exchanges(reduce, lambda own, flat: sender.gather(flat, own).wait())
 
 
 # the first one is what the others are compared with
@@ -158,8 +117,7 @@ SCHEMES = (
     Scheme("exact, bfloat16", _exact, torch.bfloat16, is_exact=True),
     Scheme("one bit, stage 0", partial(_one_bit, is_sharded=False)),
     Scheme("one bit, stages 1, 2", partial(_one_bit, is_sharded=True)),
-    Scheme("int8", partial(_integers, bits=8)),
-    Scheme("int4", partial(_integers, bits=4)),
+    Scheme("ZeRO++, int4 and int8", _zeropp),
 )
 
 

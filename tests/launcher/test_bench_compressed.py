@@ -19,12 +19,11 @@ from xds.ops.comm.opening import open_collectives
 from xds.utils.errors import XdsError
 
 COMMAND = [sys.executable, "-m", "xds.launcher.cli", "bench", "comm", "--compression"]
-PART = {  # bytes that stand for 2048 elements
+PART = {  # bytes that stand for 2048 elements: (gradients, what comes back), or both
     "exact, bfloat16": 2048 * 2,
     "one bit, stage 0": 2048 // 8 + 2 * 4,
     "one bit, stages 1, 2": 2048 // 8 + 2 * 4,
-    "int8": 2048 + 8 * 4,
-    "int4": 2048 // 2 + 8 * 4,
+    "ZeRO++, int4 and int8": (2048 // 2 + 8 * 4, 2048 + 8 * 4),
 }
 
 
@@ -38,12 +37,16 @@ def results_on_a_rank(text, dtype="float32"):
 
 
 def check_bytes(found, world_size, itemsize):
-    expected = {name: (world_size - 1) * size for name, size in PART.items()}
-    expected["exact"] = (world_size - 1) * 2048 * itemsize
+    expected = {
+        name: size if isinstance(size, tuple) else (size, size) for name, size in PART.items()
+    }
+    expected["exact"] = (2048 * itemsize, 2048 * itemsize)
     if itemsize == 2:
         del expected["exact, bfloat16"]
-    assert {one.scheme: one.reduce_bytes for one in found} == expected
-    assert {one.scheme: one.gather_bytes for one in found} == expected
+    for at, sent in enumerate(("reduce_bytes", "gather_bytes")):
+        peers = world_size - 1
+        sizes = {name: peers * size[at] for name, size in expected.items()}
+        assert {one.scheme: getattr(one, sent) for one in found} == sizes
     assert [one.is_exact for one in found] == [one.pack_seconds is None for one in found]
     exact = found[0]
     for one in found:
