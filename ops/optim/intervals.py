@@ -10,9 +10,8 @@ checkpoint causes begins an interval.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, final
+from typing import final
 
 
 @final
@@ -38,13 +37,12 @@ class Intervals:
     apart_steps: int = 0
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Intervals:
-        """Those in the `state` of an item; before the first step it is empty."""
-        names = [field.name for field in fields(cls)]
-        return cls(**{name: int(state[name]) for name in names if name in state})
+    def names(cls) -> list[str]:
+        """Of the counters, in order."""
+        return [field.name for field in fields(cls)]
 
     def as_state(self) -> dict[str, int]:
-        """The opposite of `of`."""
+        """The counters by name."""
         return asdict(self)
 
     def updates_variance(self, step: int) -> bool:

@@ -77,15 +77,16 @@ class OneBitOptimizer(ShardOptimizer, ABC):
             else FixedStep(freeze_step)
         )
         self._variances = _Variances(self)
-        self._steps: int | None = None  # that were taken; None: not known since a load
+        # equal on all ranks, also on one that has only padding, and so no states
+        self._steps = 0  # that were taken
         self._frozen_at: int | None = (
-            None  # steps that the variance has seen; None: it still sees them
+            None  # steps that the variance has seen; None: sees them still
         )
+        self._norm_before: float | None = None  # see VarianceRule
 
     @property
     def is_frozen(self) -> bool:
         """The variance stays from the next step on."""
-        self._read_states()
         return self._frozen_at is not None
 
     @property
@@ -96,25 +97,28 @@ class OneBitOptimizer(ShardOptimizer, ABC):
     @property
     def variance_steps(self) -> int:
         """How many steps the variance has seen, while messages have one bit per element."""
-        self._read_states()
         return self._frozen_at or 0
 
     def states_changed(self) -> None:
-        self._steps = self._frozen_at = None
+        """Take the numbers from the states. For all ranks: 8 bytes a number."""
+        steps, frozen_at, norm = self.largest_of("step", FROZEN, NORM)
+        self._steps, self._frozen_at = int(steps), int(frozen_at) or None
+        self._norm_before = norm or None
 
-    def _read_states(self) -> int:
-        """The steps that were taken. The states know them after a load."""
-        if self._steps is None:
-            first: dict[str, Any] = next((state for state in self._states.values() if state), {})
-            self._steps = int(first.get("step", 0))
-            self._frozen_at = first.get(FROZEN)
-        return self._steps
+    def largest_of(self, *names: str) -> list[float]:
+        """States that are numbers, at least 0 and equal where there are any. For all ranks."""
+        first: dict[str, Any] = next((state for state in self._states.values() if state), {})
+        own = [first.get(name, 0) for name in names]
+        collectives = self.world.collectives
+        values = torch.tensor(own, dtype=torch.float64, device=collectives.device)
+        table = collectives.gather_small(values, what="the step of the optimizer")
+        found: list[float] = table.amax(0).tolist()
+        return found
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """As in the base class. Freezes the variance after its last step."""
         super().step(closure)
-        steps = self._read_states() + 1
-        self._steps = steps
+        self._steps = steps = self._steps + 1
         if self._frozen_at is None and self._freezes.after(steps, self._variances):
             self._frozen_at = steps
             for state in self._states.values():
@@ -126,11 +130,14 @@ class OneBitOptimizer(ShardOptimizer, ABC):
 
     def begin_update(self, updates: Sequence[Update], world: World) -> Moment:
         """Count the step of each item, and return which step it is."""
-        moment = Moment(self._read_states() + 1, self._frozen_at)
+        moment = Moment(self._steps + 1, self._frozen_at)
         for update in updates:
             state = self._states[update.item.master]
             if not state:
                 state.update(self.new_states(update.item.master))
+                if self._frozen_at is not None:  # a load gave no states to padding
+                    state[FROZEN] = self._frozen_at
+                    self.begin_frozen(state)
             state["step"] += 1
             self._variances.add(update.item.master, world.flat_of(update.item))
         return moment
@@ -183,11 +190,11 @@ class _Variances:
 
     @property
     def norm_before(self) -> float | None:
-        states = self._optimizer._states.values()
-        return next((state.get(NORM) for state in states if state), None)
+        return self._optimizer._norm_before
 
     @norm_before.setter
     def norm_before(self, norm: float) -> None:
+        self._optimizer._norm_before = norm
         for state in self._optimizer._states.values():
             state[NORM] = norm
 

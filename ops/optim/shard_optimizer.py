@@ -220,7 +220,7 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         super().add_param_group(param_group)
 
     def states_changed(self) -> None:  # noqa: B027 (most keep nothing beside their states)
-        """A load has replaced states."""
+        """A load has replaced states. For all ranks."""
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...] | None:
         """The states per element of a parameter of `group`; None: those of every other parameter."""

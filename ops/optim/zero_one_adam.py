@@ -73,22 +73,15 @@ class ZeroOneAdam(OneBitOptimizer):
         super().__init__(params, defaults, var_freeze_step, warmup_steps)
         self._limits = Limits(var_update_scaler, local_step_scaler, local_step_clipper)
         self._rule = AdamRule(adam_w_mode=True)
-        self._intervals: Intervals | None = None  # None: not known since a load
+        self.intervals = Intervals()
         self._items: dict[Tensor, Item] = {}
 
     # -- what a step is ---------------------------------------------------------------------------------
 
-    @property
-    def intervals(self) -> Intervals:
-        """The counters. The states know them after a load."""
-        if self._intervals is None:
-            first: dict[str, Any] = next((state for state in self._states.values() if state), {})
-            self._intervals = Intervals.of(first)
-        return self._intervals
-
     def states_changed(self) -> None:
         super().states_changed()
-        self._intervals = None
+        found = [int(number) for number in self.largest_of(*Intervals.names())]
+        self.intervals = Intervals(*found) if any(found) else Intervals()
 
     @property
     def variance_steps(self) -> int:
@@ -98,7 +91,7 @@ class ZeroOneAdam(OneBitOptimizer):
     def carried(self) -> Carried:
         if self.is_frozen:
             return Carried.NOTHING if self._is_local else Carried.MOMENTUM
-        is_exact = self.intervals.updates_variance(self._read_states() + 1)
+        is_exact = self.intervals.updates_variance(self._steps + 1)
         return Carried.EXACT if is_exact else Carried.GRADIENT
 
     @property
@@ -113,7 +106,7 @@ class ZeroOneAdam(OneBitOptimizer):
         if self.is_frozen:
             self.intervals.count_frozen(self._limits, is_local=self._is_local)
         else:
-            self.intervals.count_before_freeze(self._read_states() + 1, self._limits)
+            self.intervals.count_before_freeze(self._steps + 1, self._limits)
         super().step(closure)
         self._write_intervals()
 

@@ -304,7 +304,7 @@ class Snapshot:
             self.state[held.tensor] = values
 
     def states_changed(self) -> None:
-        """States were replaced."""
+        """States were replaced. For all ranks."""
         if isinstance(self.optimizer, ShardOptimizer):
             self.optimizer.states_changed()
 
