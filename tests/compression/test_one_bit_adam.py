@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from one_bit_reference import LambReference, Reference
+from thinned import pairwise
 from torch import Tensor, nn
 from warm_ranks import warm
 
@@ -99,11 +100,8 @@ def wanted(stage: int, num_ranks: int, num_micro: int, kind: str) -> tuple[int, 
         (0, 2, 1, "OneBitLamb"),
         (2, 3, 1, "OneBitLamb"),
         *(
-            pytest.param(stage, num_ranks, num_micro, kind, marks=SLOW)
-            for stage in (0, 1, 2)
-            for num_ranks in (2, 3, 4)
-            for num_micro in (1, 2)
-            for kind in ("OneBitAdam", "OneBitLamb")
+            pytest.param(*case, marks=SLOW)
+            for case in pairwise((0, 1, 2), (2, 3, 4), (1, 2), ("OneBitAdam", "OneBitLamb"))
         ),
     ],
 )

@@ -206,7 +206,7 @@ def mesh_case(axis: str, stage: int, size: int) -> dict[str, Any]:
     ("axis", "stage", "world_size", "size"),
     [
         ("sequence", 3, 4, 2),  # two data ranks of two sequence ranks: a group is one data rank
-        *(pytest.param(axis, stage, 8, 2, marks=SLOW) for axis in AXES for stage in (1, 2, 3)),
+        *(pytest.param(axis, 1 + at % 3, 8, 2, marks=SLOW) for at, axis in enumerate(AXES)),
     ],
 )
 def test_other_axes_train_the_same(axis: str, stage: int, world_size: int, size: int) -> None:
@@ -223,8 +223,10 @@ def test_other_axes_train_the_same(axis: str, stage: int, world_size: int, size:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Lamb", "Muon", "SGD", "Lion", "Adagrad"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("Lamb", 3), ("Muon", 1), ("Muon", 3), ("SGD", 1), ("Lion", 3), ("Adagrad", 1)],
+)
 def test_other_optimizers_are_those_of_plain_zero(kind: str, stage: int) -> None:
     cases = []
     for size in (0, 2):
