@@ -22,13 +22,14 @@ class Owed(NamedTuple):
 
     error: [world_size * n] fp32, of its own gradients. server: [n] fp32, of its part of the sums; or None.
     unit: what the values are multiplied with to be mean gradients of the loss. steps: since they were 0, if
-    that counts.
+    that counts. holds_momentum: `error` also has b / (1 - b) times the momentum.
     """
 
     error: Tensor
     server: Tensor | None
     unit: float
     steps: int = 0
+    holds_momentum: bool = False
 
 
 class GradientReducer(ABC):

@@ -32,6 +32,7 @@ class Reference:
     steps: int = 0
     copy: Tensor = field(init=False)
     margin: float = math.inf
+    is_handed_over: bool = False
 
     def __post_init__(self) -> None:
         self.master = self.master.double().clone()
@@ -63,6 +64,28 @@ class Reference:
             total += packed / self.num_ranks
         return total
 
+    def _send_momenta(self, grads: list[Tensor]) -> None:
+        """Stages 1 and 2: each rank sends (1 - b) of its buffer, which has its momentum and its error.
+
+        At the freeze the owner of a chunk adds b / (1 - b) times its momentum, as a sum over ranks.
+        """
+        if not self.is_handed_over:
+            self.is_handed_over = True
+            momentum = self._chunks(self.m * (self.num_ranks * BETA1 / (1 - BETA1)))
+            for rank, error in enumerate(self.errors):
+                self._chunks(error)[rank].add_(momentum[rank])
+        self.m = torch.zeros_like(self.master)
+        for rank, grad in enumerate(grads):
+            values = self.errors[rank] + grad
+            packed = torch.cat([self.compressed(chunk) for chunk in self._chunks(values)])
+            self.errors[rank] = values - (1 - BETA1) * packed
+            self.m += (1 - BETA1) * packed / self.num_ranks
+
+    @property
+    def most(self) -> float:
+        """Kingma and Ba, Adam, 2015, section 2.1: the most that a step changes an element, in rates."""
+        return float(max(1.0, (1 - BETA1) / (1 - BETA2) ** 0.5))
+
     def step(self, grads: list[Tensor]) -> None:
         """One step with the gradient [n] of each rank."""
         self.steps += 1
@@ -78,10 +101,13 @@ class Reference:
             self.m = torch.cat([self.compressed(chunk) for chunk in self._chunks(total)])
             self.server = total - self.m
         else:
-            self.m = BETA1 * self.m + (1 - BETA1) * self._exchanged(grads)
+            self._send_momenta(grads)
         seen = min(self.steps, self.freeze_step)
         root = (self.v / (1 - BETA2**seen)).sqrt() + EPS
-        change = self.lr * (self.m / (1 - BETA1**self.steps) / root + self.decay * self.master)
+        change = self.m / (1 - BETA1**self.steps) / root
+        if is_frozen:
+            change.clamp_(-self.most, self.most)
+        change = self.lr * (change + self.decay * self.master)
         if is_frozen:
             change[self.v == 0] = 0
         self.master = self.master - change
@@ -120,11 +146,13 @@ class LambReference(Reference):
             self.m = torch.cat([self.compressed(chunk) for chunk in self._chunks(total)])
             self.server = total - self.m
         else:
-            self.m = BETA1 * self.m + (1 - BETA1) * self._exchanged(grads)
+            self._send_momenta(grads)
         seen = min(self.steps, self.freeze_step)
         moves = self.v > 0 if is_frozen else torch.ones_like(self.v, dtype=torch.bool)
         root = (self.v / (1 - BETA2**seen)).sqrt() + EPS
         plain = self.m / (1 - BETA1**self.steps) / root * moves
+        if is_frozen:
+            plain.clamp_(-self.most, self.most)
         direction = (plain + self.decay * self.master) * moves
         if is_frozen:
             grad = (self.m - BETA1 * before) / (1 - BETA1)

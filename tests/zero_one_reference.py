@@ -53,7 +53,7 @@ class ZeroOneReference(Reference):
         elif self.local_interval > 1:
             self._local_step(grads)
         elif self.stage > 0:
-            self.m = BETA1 * self.m + (1 - BETA1) * self._means(grads)
+            self._send_momenta(grads)
             self._move()
         else:
             momenta = [BETA1 * self.m / (1 - BETA1) + grad for grad in grads]
@@ -83,7 +83,8 @@ class ZeroOneReference(Reference):
             self.counter, self.interval = 0, 2 * self.interval
 
     def _move(self) -> None:
-        change = self.m / (1 - BETA1**self.steps) / self._root() + self.decay * self.master
+        change = (self.m / (1 - BETA1**self.steps) / self._root()).clamp_(-self.most, self.most)
+        change += self.decay * self.master
         change[self.v == 0] = 0
         self.master = self.master - self.lr * change
         if self.stage == 0:
@@ -106,6 +107,7 @@ class ZeroOneReference(Reference):
         for rank, grad in enumerate(grads):
             self.apart[rank] = BETA1 * self.apart[rank] + (1 - BETA1) * grad
             change = rate * self.apart[rank] / self._root()
+            change.clamp_(-self.lr * self.most, self.lr * self.most)
             change += self.lr * self.decay * self.copies[rank]
             change[self.v == 0] = 0
             self.copies[rank] = self.copies[rank] - change
@@ -122,7 +124,8 @@ class ZeroOneReference(Reference):
             return
         factor = self.num_apart / self.rates / (1 - BETA1)
         mean = (1 - BETA1) * self._means([one * factor for one in self.sums]) / self.num_apart
-        moved = self.master * self.kept - self.rates * mean / self._root()
+        change = (mean / self._root()).clamp_(-self.most, self.most)
+        moved = self.master * self.kept - self.rates * change
         self.master = torch.where(self.v == 0, self.master, moved)
         self.m = mean
         self._publish(self.master.clone())

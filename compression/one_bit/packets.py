@@ -35,13 +35,13 @@ class Packets:
         """Memory of `count` messages, uint8 [count, packet_bytes]."""
         return torch.empty((count, self.packet_bytes), dtype=torch.uint8, device=device)
 
-    def pack(self, value: Tensor, error: Tensor, packet: Tensor) -> None:
-        """Write value + error [n] to `packet`, and what is lost to `error`, fp32.
+    def pack(self, value: Tensor, error: Tensor, packet: Tensor, gain: float = 1.0) -> None:
+        """Write gain * (value + error) [n] to `packet`, and what is not sent to `error`, fp32.
 
         Blocks with inf or nan keep their error; their magnitude is inf or nan.
         """
         scales = torch.empty(self._num_scales, dtype=torch.float32, device=packet.device)
-        sign_pack_(value, error, packet[: self._sign_bytes], scales, BLOCK_NUMEL, False)
+        sign_pack_(value, error, packet[: self._sign_bytes], scales, BLOCK_NUMEL, False, gain)
         packet[self._sign_bytes :].copy_(scales.view(torch.uint8))
 
     def unpack(self, packets: Tensor, out: Tensor, factor: float = 1.0) -> None:

@@ -17,7 +17,7 @@ from ...ops.optim.one_bit import Carried
 
 
 class MomentumRange(NamedTuple):
-    """`momentum` [n] fp32 of elements [start, start + n) of a flat buffer."""
+    """`momentum` [n] fp32 of elements [start, start + n) of a flat buffer, or of a rank's part of it."""
 
     start: int
     momentum: Tensor
@@ -48,7 +48,7 @@ class OneBitState(ABC):
 
     @abstractmethod
     def momentum_of(self, buffer: int) -> Sequence[MomentumRange]:
-        """The momentum of flat buffer `buffer`, which each rank has in full."""
+        """The momentum of flat buffer `buffer`: of all of it at stage 0, else of this rank's part."""
 
     @abstractmethod
     def still(self, buffer: int, numel: int) -> Tensor:

@@ -3,15 +3,19 @@
     worker   gradient + error --pack--> N messages ------> each rank adds those of its part
     server   (stage 0) sum + error --pack--> a message --> every rank gets all sums
 
-- At stages 1 and 2 the message is the gradient: momentum is linear, so the owner forms it from the sum.
-- At stage 0 the message is the momentum b m + (1 - b) g. All ranks hold m, and the sum of the messages takes
-  the gradient's place. The worker's error is kept divided by (1 - b), in the unit of gradients.
-- Where the momentum is not sent at stage 0 (0/1 Adam), the message is the gradient. Sums are sent times
-  (1 - b) all the same, so that server errors have one unit.
+- After the freeze the sum of the messages is the new momentum, and takes the gradient's place.
+- At stage 0 the message is b m + (1 - b) g. All ranks hold m. The worker's error is kept divided by (1 - b), in
+  the unit of gradients.
+- At stages 1 and 2 a rank holds m of its part only. So each sends the momentum of its own gradients, from one
+  buffer r that has the momentum and the error: r += g; send (1 - b) r; r -= what was sent. Without loss that is
+  m = (1 - b) (g + b g' + b^2 g'' + ...). At the freeze the owner of a part adds its momentum to its buffer.
+- Before the freeze (0/1 Adam) the message is the gradient. At stage 0 sums are sent times (1 - b) all the same,
+  so that server errors have one unit.
 - A skipped step adds its messages to the errors again. So nothing that is owed is lost.
 
 Source: Tang et al., 1-bit Adam, 2021, algorithm 1, https://arxiv.org/abs/2102.02888. Differs: a magnitude
-for each 1024 elements, which is their mean and not their norm.
+for each 1024 elements, which is their mean and not their norm; at stages 1 and 2 momenta of each rank's own
+gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ SUM_KIND = "one-bit sums"
 class OneBitReducer(GradientReducer):
     """Exact, or one bit per element, or silent, as the optimizer says.
 
-    error: what this rank owes to all, [world_size * n] fp32, in the unit of gradients; None: nothing yet.
+    error: what this rank owes to all, [world_size * n] fp32, in the unit of gradients; None: nothing yet. At
+    stages 1 and 2 it has the momentum too, after the freeze.
     server_error: what this rank owes of its part of the sums, [n] fp32: at stage 0.
     """
 
@@ -59,7 +64,8 @@ class OneBitReducer(GradientReducer):
         self.server_error: Tensor | None = None
         self._unit = math.nan  # in which the errors are
         self._poison: Tensor | None = None  # nan: a micro-batch was not finite
-        self._has_momentum = False  # in this step the momentum was sent
+        self._holds_momentum = False  # `error` has the momentum: at stages 1 and 2 from the freeze on
+        self._has_momentum = False  # stage 0: in this step the momentum was sent
         self._sent: list[Tensor] = []  # messages of this step: to each rank, from each, and to all
         self._received: list[Tensor] = []
         self._published: Tensor | None = None
@@ -74,7 +80,7 @@ class OneBitReducer(GradientReducer):
 
     @property
     def _sends_momentum(self) -> bool:
-        return self._has_server and self._phase.carried is Carried.MOMENTUM
+        return self._phase.carried is Carried.MOMENTUM
 
     @property
     def held_bytes(self) -> int:
@@ -92,19 +98,42 @@ class OneBitReducer(GradientReducer):
         if self._poison is not None:
             flat[:1].add_(self._poison)
             self._poison = None
-        if self._sends_momentum and not self._has_momentum:
+        gain = 1.0
+        if self._sends_momentum:
+            gain = self._bring_momentum(error)
+        self._collectives.count_exact(GRADIENT_KIND, self._collectives.shard_of(flat, 0))
+        return self._start_worker(flat, error, out, add=add, gain=gain)
+
+    def _bring_momentum(self, error: Tensor) -> float:
+        """Bring `error` to what a message of the momentum begins with. Returns how much of it is sent."""
+        if self._holds_momentum and self._has_server:  # saved at stage 1 or 2
+            self._add_momentum(error, -1.0)
+            self._holds_momentum = False
+        if not self._has_server:
+            if not self._holds_momentum:  # the freeze, or saved at stage 0
+                self._add_momentum(error, 1.0)
+                self._holds_momentum = True
+            return 1.0 - self._phase.state.beta
+        if not self._has_momentum:
             self._add_momentum(error, 1.0)
             self._has_momentum = True
-        self._collectives.count_exact(GRADIENT_KIND, self._collectives.shard_of(flat, 0))
-        return self._start_worker(flat, error, out, add=add)
+        return 1.0
 
-    def _start_worker(self, flat: Tensor, error: Tensor, out: Tensor, *, add: bool) -> Handle:
-        """Start to send flat + error [world_size * n], and to set `out` [n] to the sum of this rank's part."""
+    def _start_worker(
+        self, flat: Tensor, error: Tensor, out: Tensor, *, add: bool, gain: float = 1.0
+    ) -> Handle:
+        """Start to send gain * (flat + error) [world_size * n]; the sum of this rank's part goes to `out` [n]."""
         world_size = self._collectives.world_size
         mine = self._packets.empty(world_size, flat.device)
         shard_of = self._collectives.shard_of
+        # all messages of a step together are `gain` times what there was: the earlier ones count
+        earlier = (1.0 - gain) / gain
+        if earlier and self._sent:
+            self._add_sent(error, -earlier)
         for rank in range(world_size):
-            self._packets.pack(shard_of(flat, rank), shard_of(error, rank), mine[rank])
+            self._packets.pack(shard_of(flat, rank), shard_of(error, rank), mine[rank], gain)
+        if earlier and self._sent:
+            self._add_sent(error, earlier)
         zero_ranges(error, self._buffer.gaps)  # a checkpoint does not have them
         theirs = torch.empty_like(mine)
         self._sent.append(mine)
@@ -139,12 +168,26 @@ class OneBitReducer(GradientReducer):
         self._poison = found if self._poison is None else self._poison + found
 
     def _add_momentum(self, error: Tensor, sign: float) -> None:
-        """Add (or subtract) the part of the momentum that every rank sends alike."""
+        """Add (or subtract) this rank's part of b / (1 - b) times the momentum.
+
+        Stage 0: an equal part of all of it. Stages 1 and 2: all of the part that it owns.
+        """
         state = self._phase.state
-        share = 1.0 / (state.unit * self._collectives.world_size)
-        factor = sign * share * state.beta / (1.0 - state.beta)
+        holders = self._collectives.world_size if self._has_server else 1
+        part = error if self._has_server else self._collectives.shard_of(error)
+        factor = sign * state.beta / ((1.0 - state.beta) * state.unit * holders)
         for start, momentum in state.momentum_of(self._buffer.index):
-            error[start : start + momentum.numel()].add_(momentum, alpha=factor)
+            part[start : start + momentum.numel()].add_(momentum, alpha=factor)
+
+    def _add_sent(self, error: Tensor, factor: float) -> None:
+        """Add `factor` times the messages of this step that were finite."""
+        part = torch.empty(
+            self._buffer.numel // self._collectives.world_size, device=error.device
+        )
+        for packets in self._sent:
+            for rank, packet in enumerate(packets):
+                self._packets.unpack(packet[None], part)
+                self._collectives.shard_of(error, rank).add_(finite(part), alpha=factor)
 
     def _in_unit(self, device: torch.device) -> Tensor:
         """The error in the unit of this step's sums."""
@@ -217,23 +260,18 @@ class OneBitReducer(GradientReducer):
         if self.error is None or not (self._sent or self._has_momentum):
             self.end_step()
             return
-        part = torch.empty(
-            self._buffer.numel // self._collectives.world_size, device=self.error.device
-        )
-        for packets in self._sent:
-            for rank, packet in enumerate(packets):
-                self._packets.unpack(packet[None], part)
-                self._collectives.shard_of(self.error, rank).add_(finite(part))
+        self._add_sent(self.error, 1.0)
         if self._has_momentum:
             self._add_momentum(self.error, -1.0)
         zero_ranges(self.error, self._buffer.gaps)
         if self._published is not None and self.server_error is not None:
-            self._undo_server(self._published, self.server_error, part)
+            self._undo_server(self._published, self.server_error)
             zero_ranges(self.server_error, self._own_gaps)
         self.end_step()
 
-    def _undo_server(self, published: Tensor, error: Tensor, part: Tensor) -> None:
+    def _undo_server(self, published: Tensor, error: Tensor) -> None:
         """error + what was published - what had come: the error before. Blocks that were not finite kept it."""
+        part = torch.empty_like(error)
         self._packets.unpack(published[None], part)
         come = torch.empty_like(part)
         for packets in self._received:
@@ -246,11 +284,19 @@ class OneBitReducer(GradientReducer):
 
     @property
     def owed(self) -> Owed | None:
-        return None if self.error is None else Owed(self.error, self.server_error, self._unit)
+        if self.error is None:
+            return None
+        return Owed(
+            self.error,
+            self.server_error,
+            self._unit,
+            holds_momentum=self._holds_momentum,
+        )
 
     @torch.no_grad()
     def restore(self, owed: Owed | None) -> None:
         self.error, self.server_error, self._unit = owed[:3] if owed else (None, None, math.nan)
+        self._holds_momentum = owed is not None and owed.holds_momentum
         if self.error is None or self.server_error is None or self._has_server:
             return
         # saved at stage 0: there is no server here, and momenta are sums of (1 - b) times gradients

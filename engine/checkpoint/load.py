@@ -229,7 +229,9 @@ def _prepare(  # noqa: PLR0913
     if options.with_optimizer:
         plan.targets += restore.plan_states()
         plan.targets += restore.plan_owed(
-            plan.state.get("owed_unit") or 1.0, plan.state.get("owed_steps") or 0
+            plan.state.get("owed_unit") or 1.0,
+            plan.state.get("owed_steps") or 0,
+            holds_momentum=bool(plan.state.get("owed_holds_momentum")),
         )
         if plan.state["counters"]["is_accumulating"]:
             plan.targets += restore.plan_grads()

@@ -201,7 +201,7 @@ def _prepare(
         content.add(block)
     is_accumulating = bool(totals or snapshot.grad_locals())
     state = _engine_state(training, counters, is_accumulating)
-    state |= {"owed_unit": snapshot.owed_unit, "owed_steps": snapshot.owed_steps}
+    state |= snapshot.owed_meaning()
     put = partial(content.put, "engine")
     packed = {key: pack(value, key, put) for key, value in state.items()}
     packed["client_state"] = pack(dict(client_state or {}), "client_state", put)

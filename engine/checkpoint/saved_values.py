@@ -87,6 +87,7 @@ class EngineState:
     client_state: dict[Any, Any]
     owed_unit: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
     owed_steps: Size = 0
+    owed_holds_momentum: bool = False
 
 
 @dataclass(frozen=True)

@@ -60,12 +60,12 @@ class Messages:
         if self._phase is None or not isinstance(optimizer, OneBitOptimizer):
             return
         betas = {group["betas"][0] for group in optimizer.param_groups}
-        if len(betas) > 1 and not (updater.world.is_sharded or updater.world.is_alone):
+        if len(betas) > 1 and not updater.world.is_alone:
             shown = ", ".join(map(str, sorted(betas)))
             name = type(optimizer).__name__
             raise UsageError(
-                f"{name} at stage 0 with several first betas ({shown}): one message has the momenta of all "
-                "groups; give all groups the same betas, or use stage 1 or 2"
+                f"{name} on several ranks with several first betas ({shown}): one message has the momenta of "
+                "all groups; give all groups the same betas"
             )
         self._phase.bind(EngineState(optimizer, updater, unit))
         optimizer.averager = RankAverager(updater.masters)
@@ -127,7 +127,12 @@ class EngineState(OneBitState):
 
     def _states(self, master: Master, key: str) -> list[tuple[int, Tensor]]:
         states = states_of(self._optimizer)
-        return [(item.start, states[item.master][key]) for item in master.items]
+        # after a load an item of padding alone has no states yet
+        return [
+            (item.start, states[item.master][key])
+            for item in master.items
+            if key in states[item.master]
+        ]
 
 
 @final

@@ -1,6 +1,6 @@
 """The ops `sign_pack_` and `sign_unpack_`: one bit per element, one scale per block, with error feedback.
 
-    sign_pack_     buffer = value [n] + error [n]; signs: 8 per byte; scale: the magnitude for the block;
+    sign_pack_     buffer = value [n] + error [n]; signs: 8 per byte; scale: gain * the block's magnitude;
                    error = buffer - scale * sign, all in one read (one scale for all of n: two reads)
     sign_unpack_   signs [parts, bytes] + scales [parts, blocks] -> out [n] = factor * sum of scale * sign
 
@@ -40,6 +40,7 @@ def sign_pack_reference(
     scales: Tensor,
     block_numel: int,
     root_mean_square: bool,
+    gain: float = 1.0,
 ) -> None:
     """Write the signs and scales of value + error, and the remaining difference to `error`.
 
@@ -52,6 +53,7 @@ def sign_pack_reference(
         scales: fp32 [scale_count(n, block_numel)].
         block_numel: 32, 64, ..., 1024, or 0 for one scale in total.
         root_mean_square: the scale keeps the block's norm; else it is the mean magnitude.
+        gain: the scale is multiplied with it: so much of the sum is sent, and the rest stays in `error`.
     """
     numel = value.numel()
     if block_numel:
@@ -63,7 +65,7 @@ def sign_pack_reference(
     counts = torch.full((rows.shape[0],), width, dtype=torch.float64, device=rows.device)
     counts[-1:] -= rows.numel() - numel
     means = sizes.sum(dim=1) / counts
-    scale = (means.sqrt_() if root_mean_square else means).float()
+    scale = (means.sqrt_() if root_mean_square else means).float().mul_(gain)
     scales.zero_()
     scales[: scale.numel()].copy_(scale)  # n = 0 has no row, but one scale
 
@@ -104,7 +106,7 @@ def sign_unpack_reference(
 
 sign_pack_ = define(
     "sign_pack_(Tensor value, Tensor(a!) error, Tensor(b!) signs, Tensor(c!) scales, int block_numel, "
-    "bool root_mean_square) -> ()",
+    "bool root_mean_square, float gain=1.0) -> ()",
     sign_pack_reference,
 )
 sign_unpack_ = define(

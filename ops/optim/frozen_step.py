@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernels.frozen_adam import frozen_adam_
-from .one_bit import Moment
+from .one_bit import Moment, most_rates
 from .shard_optimizer import Update, factor, mark_written
 
 
@@ -28,6 +28,7 @@ def frozen_step(
         corrections.root,
         group["eps"],
         lr * group["weight_decay"],
+        lr * most_rates(group),
         is_momentum,
         update.takes_edits,
         *update.old_values(state, "exp_avg", "exp_avg_sq"),

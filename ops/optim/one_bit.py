@@ -28,9 +28,7 @@ class Carried(Enum):
 
     EXACT = "the gradients as they are"
     GRADIENT = "the gradients, one bit per element"
-    MOMENTUM = (
-        "where each rank has the whole momentum, what it is with the gradients, one bit per element"
-    )
+    MOMENTUM = "their momentum, one bit per element"
     NOTHING = "nothing: each rank steps with its own"
 
 
@@ -171,9 +169,20 @@ class Corrections(NamedTuple):
 
 
 def gets_momentum(update: Update, world: World) -> bool:
-    """After the freeze the new momentum comes in place of a gradient: at stage 0, with several ranks."""
-    flat = world.flat_of(update.item)
-    return not flat.is_sharded and flat.collectives.world_size > 1
+    """After the freeze the new momentum comes in place of a gradient: with several ranks."""
+    return world.flat_of(update.item).collectives.world_size > 1
+
+
+def most_rates(group: dict[str, Any]) -> float:
+    """The most that a step of Adam changes an element, in learning rates.
+
+    With a variance that stays nothing bounds it. An element whose variance is far below those of its block gets
+    the magnitude of the block's message, and would move by thousands of learning rates.
+
+    Source: Kingma and Ba, Adam, 2015, section 2.1, https://arxiv.org/abs/1412.6980.
+    """
+    beta1, beta2 = group["betas"]
+    return max(1.0, (1.0 - float(beta1)) / math.sqrt(max(1.0 - float(beta2), 1e-12)))
 
 
 @final
@@ -216,4 +225,5 @@ __all__ = [
     "Moment",
     "OneBitOptimizer",
     "gets_momentum",
+    "most_rates",
 ]

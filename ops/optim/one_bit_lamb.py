@@ -20,7 +20,7 @@ from torch import Tensor
 from ..kernels.lamb import lamb_apply_, lamb_direction_
 from .adam import new_moments
 from .lamb import clamped
-from .one_bit import Moment, OneBitOptimizer, gets_momentum
+from .one_bit import Moment, OneBitOptimizer, gets_momentum, most_rates
 from .part_tables import PartTables
 from .shard_optimizer import PartNumbers, Update, World, factor, mark_written
 
@@ -188,7 +188,8 @@ class OneBitLamb(OneBitOptimizer):
         root = state["exp_avg_sq"].sqrt().mul_(corrections.root).add_(group["eps"])
         seen = (1.0 - beta2**moment.steps) ** -0.5 if group["bias_correction"] else 1.0
         change = root / fresh.sqrt().mul_(seen).add_(group["eps"])
-        plain = (mean * corrections.mean).div_(root).mul_(moves)
+        most = most_rates(group)
+        plain = (mean * corrections.mean).div_(root).clamp_(-most, most).mul_(moves)
         direction = plain.add(master, alpha=group["weight_decay"]).mul_(moves)
         bounds = self._tables.cuts_of(update.item).bounds.tolist()
         figures = torch.zeros(len(bounds) - 1, 3, dtype=torch.float64, device=master.device)

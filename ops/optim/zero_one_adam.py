@@ -25,7 +25,7 @@ from .adam import AdamRule
 from .edits import take_edits
 from .frozen_step import frozen_step
 from .intervals import Intervals, Limits
-from .one_bit import Carried, Moment, OneBitOptimizer, gets_momentum
+from .one_bit import Carried, Moment, OneBitOptimizer, gets_momentum, most_rates
 from .shard_optimizer import Flat, Item, Update, World
 
 # states between two synchronisations: the values at the last one, the sum of rate * momentum, and numbers:
@@ -225,7 +225,9 @@ class ZeroOneAdam(OneBitOptimizer):
             mean = values[item.start : item.start + item.master.numel()]
             root = Moment(1, self.variance_steps).corrections(group).root
             variance, anchor = state["exp_avg_sq"], state[ANCHOR]
+            most = num_steps * most_rates(group)
             change = mean / variance.sqrt().mul_(root).add_(group["eps"])
+            change.clamp_(-most, most)
             moved = anchor * state[KEPT] - change * (state[RATES] / num_steps)
             item.master.copy_(torch.where(variance > 0, moved, anchor))
             state["exp_avg"].copy_(mean / num_steps)

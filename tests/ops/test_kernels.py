@@ -31,10 +31,10 @@ STEP, SCALE = torch.tensor(3.0), torch.tensor(0.25)
 OPTIMIZERS: dict[str, tuple[Callable[..., None], int, bool, tuple[Any, ...]]] = {
     "adam_": (adam_reference, 2, True, (1e-2, 0.9, 0.99, 1e-8, 0.1, True, True)),
     "adam_ with L2": (adam_reference, 2, True, (1e-2, 0.9, 0.99, 1e-8, 0.1, False, False)),
-    "frozen_adam_": (frozen_adam_reference, 2, False, (1e-2, 0.9, 1.5, 1e-8, 1e-3, False)),
+    "frozen_adam_": (frozen_adam_reference, 2, False, (1e-2, 0.9, 1.5, 1e-8, 1e-3, 8e-3, False)),
     "frozen_adam_ of momenta": (
         *(frozen_adam_reference, 2, False),
-        (1e-2, 0.9, 1.5, 1e-8, 1e-3, True),
+        (1e-2, 0.9, 1.5, 1e-8, 1e-3, 8e-3, True),
     ),
     "lion_": (lion_reference, 1, False, (1e-2, 0.9, 0.99, 0.1)),
     "adagrad_": (adagrad_reference, 1, True, (1e-2, 0.1, 1e-10, 0.1)),

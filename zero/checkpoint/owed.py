@@ -36,13 +36,21 @@ class _Plan:
 
 @final
 class OwedRestore:
-    """Restores what was owed. `unit`, `steps`: those of the checkpoint, see `Owed`."""
+    """Restores what was owed. `unit`, `steps`, `holds_momentum`: those of the checkpoint, see `Owed`."""
 
-    def __init__(self, snapshot: Snapshot, catalogue: Catalogue, unit: float, steps: int) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        catalogue: Catalogue,
+        unit: float,
+        steps: int,
+        holds_momentum: bool,
+    ) -> None:
         self._snapshot = snapshot
         self._catalogue = catalogue
         self._unit = unit
         self._steps = steps
+        self._holds_momentum = holds_momentum
         self._plans: list[_Plan] = []
 
     def plan(self) -> list[Target]:
@@ -102,7 +110,9 @@ class OwedRestore:
         """Set the errors. For all ranks: at another number of ranks each sends its part of them."""
         for one in self._plans:
             error = one.error if one.parts is None else _spread(one.master, one.parts)
-            owed = None if error is None else Owed(error, one.server, self._unit, self._steps)
+            owed = None
+            if error is not None:
+                owed = Owed(error, one.server, self._unit, self._steps, self._holds_momentum)
             one.master.grads.reducer.restore(owed)
 
 

@@ -219,9 +219,9 @@ class Restore:
                 continue
             self._locals.append((master.grads, one["local"], one["filled"]))
 
-    def plan_owed(self, unit: float, steps: int) -> list[Target]:
-        """Targets for what lossy messages have not sent. unit, steps: of the saved errors, see `Owed`."""
-        self._owed = OwedRestore(self._snapshot, self._catalogue, unit, steps)
+    def plan_owed(self, unit: float, steps: int, *, holds_momentum: bool) -> list[Target]:
+        """Targets for what lossy messages have not sent. The arguments: of the saved errors, see `Owed`."""
+        self._owed = OwedRestore(self._snapshot, self._catalogue, unit, steps, holds_momentum)
         return self._owed.plan()
 
     # -- taking effect ----------------------------------------------------------------------------------

@@ -325,17 +325,15 @@ class Snapshot:
                 blocks.append(Block(number, COPY, start, master.compute))
         return blocks
 
-    @property
-    def owed_unit(self) -> float | None:
-        """The unit of the errors; None: there are none."""
+    def owed_meaning(self) -> dict[str, Any]:
+        """What the errors are, for the manifest: the numbers of `Owed`, the same for all buffers."""
         found = (master.grads.reducer.owed for master in self.masters)
-        return next((owed.unit for owed in found if owed is not None), None)
-
-    @property
-    def owed_steps(self) -> int:
-        """The steps since the errors were 0, see `Owed`."""
-        found = (master.grads.reducer.owed for master in self.masters)
-        return next((owed.steps for owed in found if owed is not None), 0)
+        owed = next((owed for owed in found if owed is not None), None)
+        return {
+            "owed_unit": None if owed is None else owed.unit,
+            "owed_steps": 0 if owed is None else owed.steps,
+            "owed_holds_momentum": owed is not None and owed.holds_momentum,
+        }
 
     # -- gradients in the middle of an accumulation -----------------------------------------------------
 

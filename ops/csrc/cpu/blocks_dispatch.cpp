@@ -51,13 +51,14 @@ void spread_tiles(int64_t numel, const Work& work) {
   });
 }
 
-float scale_of(double sum, int64_t count, bool root_mean_square) {
+float scale_of(double sum, int64_t count, bool root_mean_square, float gain) {
   const double mean = sum / static_cast<double>(count);
-  return static_cast<float>(root_mean_square ? std::sqrt(mean) : mean);
+  return static_cast<float>(root_mean_square ? std::sqrt(mean) : mean) * gain;
 }
 
 void sign_pack(const Tensor& value, const Tensor& error, const Tensor& signs, const Tensor& scales, int64_t block,
-               bool root_mean_square) {
+               bool root_mean_square, double gain) {
+  const float share = static_cast<float>(gain);
   const int64_t numel = value.numel();
   Kind kind;
   const void* const from = stream(value, "value", numel, &kind);
@@ -73,7 +74,7 @@ void sign_pack(const Tensor& value, const Tensor& error, const Tensor& signs, co
     });
     double total = 0.0;
     for (const double sum : sums) total += sum;
-    *found = numel == 0 ? 0.0f : scale_of(total, numel, root_mean_square);
+    *found = numel == 0 ? 0.0f : scale_of(total, numel, root_mean_square, share);
     spread_tiles(numel, [&](int64_t begin, int64_t end) {
       chosen.sign_pack(from, kind, kept, bits, *found, begin, end);
     });
@@ -83,7 +84,7 @@ void sign_pack(const Tensor& value, const Tensor& error, const Tensor& signs, co
     for (int64_t at = begin; at < end; at += block) {
       const int64_t stop = std::min(at + block, end);
       const double sum = chosen.sum_sizes(from, kind, kept, root_mean_square, at, stop);
-      found[at / block] = scale_of(sum, stop - at, root_mean_square);
+      found[at / block] = scale_of(sum, stop - at, root_mean_square, share);
       chosen.sign_pack(from, kind, kept, bits, found[at / block], at, stop);
     }
   });

@@ -122,13 +122,13 @@ void adam(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const 
 
 void frozen_adam(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                  const OptionalTensor& out, const OptionalTensor& scale, const OptionalTensor& found_inf,
-                 double rate, double beta1, double root, double eps, double decay, bool is_momentum,
+                 double rate, double beta1, double root, double eps, double decay, double limit, bool is_momentum,
                  bool takes_edits, const OptionalTensor& old_param, const OptionalTensor& old_exp_avg,
                  const OptionalTensor& old_exp_avg_sq) {
   Streams s = streams_of(param, &grad, &exp_avg, &exp_avg_sq, out, takes_edits);
   read_from(s, param.numel(), old_param, old_exp_avg, old_exp_avg_sq);
   const FrozenAdam rule = {scalar(scale, "scale", 1.0f), rounded(decay), is_momentum ? 1.0f : rounded(1.0 - beta1),
-                           rounded(rate), rounded(root), rounded(eps)};
+                           rounded(rate), rounded(root), rounded(eps), rounded(limit)};
   if (!skips(found_inf)) spread(param.numel(), kernels().frozen_adam, s, rule);
 }
 

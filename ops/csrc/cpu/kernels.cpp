@@ -220,7 +220,9 @@ INLINE void frozen_adam_group(const FrozenAdam& a, int64_t count, float* __restr
   for (int64_t i = 0; i < count; ++i) {
     const float g = grad[i] * a.scale;
     const float mean = IS_MOMENTUM ? g : moved(m[i], g, a.gain1);
-    const float change = (mean * a.rate) / (__builtin_sqrtf(v[i]) * a.root + a.eps) + p[i] * a.decay;
+    const float full = (mean * a.rate) / (__builtin_sqrtf(v[i]) * a.root + a.eps);
+    const float below = full > a.limit ? a.limit : full;
+    const float change = (below < -a.limit ? -a.limit : below) + p[i] * a.decay;
     m[i] = mean;
     p[i] = v[i] > 0.0f ? p[i] - change : p[i];
   }

@@ -30,9 +30,9 @@ struct Adam {
   float rate, root, eps;  // p -= rate * m / (root * sqrt(v) + eps)
 };
 
-// The update of Adam whose variance stays. gain1 is 1 where the gradient is the new momentum.
+// The update of Adam whose variance stays. gain1 is 1 where the gradient is the new momentum. limit: of a change.
 struct FrozenAdam {
-  float scale, decay, gain1, rate, root, eps;
+  float scale, decay, gain1, rate, root, eps, limit;
 };
 
 struct Lion {

@@ -132,9 +132,9 @@ XDS_BOTH double size_of(float value, bool root_mean_square) {
   return root_mean_square ? wide * wide : fabs(wide);
 }
 
-XDS_BOTH float scale_of(double sum, int64_t count, bool root_mean_square) {
+XDS_BOTH float scale_of(double sum, int64_t count, bool root_mean_square, float gain) {
   const double mean = sum / static_cast<double>(count);
-  return static_cast<float>(root_mean_square ? sqrt(mean) : mean);
+  return times(static_cast<float>(root_mean_square ? sqrt(mean) : mean), gain);
 }
 
 }  // namespace xds

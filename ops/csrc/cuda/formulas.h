@@ -82,21 +82,26 @@ struct FrozenAdam {
   struct Step {};
 
   float rate, rest1, root, eps, decay;  // rest1: 1 - beta1, or 1 where the gradient is the new momentum
+  float limit;                          // of a change, without weight decay
   bool is_momentum;
 
-  FrozenAdam(double rate, double beta1, double root, double eps, double decay, bool is_momentum)
+  FrozenAdam(
+      double rate, double beta1, double root, double eps, double decay, double limit, bool is_momentum)
       : rate(static_cast<float>(rate)),
         rest1(static_cast<float>(1.0 - beta1)),
         root(static_cast<float>(root)),
         eps(static_cast<float>(eps)),
         decay(static_cast<float>(decay)),
+        limit(static_cast<float>(limit)),
         is_momentum(is_momentum) {}
 
   XDS_BOTH Step at(double) const { return {}; }
 
   XDS_BOTH float operator()(const Step&, float grad, float param, float (&state)[2]) const {
     state[0] = is_momentum ? grad : state[0] + (grad - state[0]) * rest1;
-    const float change = state[0] * rate / (sqrtf(state[1]) * root + eps) + decay * param;
+    const float full = state[0] * rate / (sqrtf(state[1]) * root + eps);
+    const float below = full > limit ? limit : full;  // fminf would drop a nan
+    const float change = (below < -limit ? -limit : below) + decay * param;
     return state[1] > 0.0f ? param - change : param;
   }
 };

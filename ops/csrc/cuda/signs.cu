@@ -20,6 +20,7 @@ struct SignPack {
   int64_t numel;
   Blocks blocks;
   bool root_mean_square;
+  float gain;
   bool takes_packs;
 };
 
@@ -69,7 +70,7 @@ __device__ inline void find_scales(
     const int64_t block = (here.at + row * kRowStep<T>) >> on.blocks.shift;
     const int64_t left = on.numel - (block << on.blocks.shift);
     const int64_t count = left < on.blocks.numel ? left : on.blocks.numel;
-    scales[row] = scale_of(sums[row], count, on.root_mean_square);
+    scales[row] = scale_of(sums[row], count, on.root_mean_square, on.gain);
     if (leads<T>(on.blocks, here, row) && left > 0) on.scales[block] = scales[row];
   }
 }
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) sign_scale_kernel(const SignPack<T> 
   double sum = 0;
   for (int i = threadIdx.x; i < on.partial_count; i += kThreads) sum += on.partials[i];
   sum = sum_of_threads(sum);
-  if (threadIdx.x == 0) *on.scales = scale_of(sum, on.numel, on.root_mean_square);
+  if (threadIdx.x == 0) *on.scales = scale_of(sum, on.numel, on.root_mean_square, on.gain);
 }
 
 template <class T>
@@ -188,7 +189,8 @@ inline Tensor doubles(const Tensor& like, int64_t count) {
 }
 
 void sign_pack_(
-    Tensor value, Tensor error, Tensor signs, Tensor scales, int64_t block_numel, bool root_mean_square) {
+    Tensor value, Tensor error, Tensor signs, Tensor scales, int64_t block_numel, bool root_mean_square,
+    double gain) {
   const Checks check("sign_pack_", "value", value);
   check.flat(value, "value", kFloats);
   check.flat(error, "error", kFloat);
@@ -215,6 +217,7 @@ void sign_pack_(
         numel,
         blocks_of<T>(block_numel == 0 ? kTile : block_numel),
         root_mean_square,
+        static_cast<float>(gain),
         false};
     on.takes_packs = is_aligned(on.value, 16) && is_aligned(on.error, 16);
     std::optional<Tensor> partials;
