@@ -19,8 +19,8 @@ BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 class Reference:
     """The state of all ranks. `master` and `copy` [n]: what is updated, and what all compute with.
 
-    margin: the smallest value that was packed, relative to its block's mean magnitude. Where it is tiny,
-    fp32 may find the other sign.
+    margin: the smallest value that was packed, relative to its block's mean magnitude, or to a tenth of what
+    it is a difference of. Where it is tiny, fp32 may find the other sign.
     """
 
     master: Tensor
@@ -41,18 +41,25 @@ class Reference:
         self.errors = [torch.zeros_like(self.master) for _ in range(self.num_ranks)]
         self.server = torch.zeros_like(self.master)
 
-    def compressed(self, values: Tensor) -> Tensor:
-        """Each block as its signs times its mean magnitude."""
+    def compressed(self, values: Tensor, near: Tensor | None = None) -> Tensor:
+        """Each block as its signs times its mean magnitude. near: the values are differences of such ones."""
         packed = []
-        for block in values.split(BLOCK):
+        near = torch.zeros_like(values) if near is None else near
+        for block, other in zip(values.split(BLOCK), near.split(BLOCK), strict=True):
             mean = block.abs().mean()
-            near = block.abs()[block != 0].min() if bool(mean) else mean + 1
-            self.margin = min(self.margin, float(near / mean) if bool(mean) else math.inf)
+            margins = block.abs() / (mean + other.abs() / 10)
+            if bool(mean):
+                self.margin = min(self.margin, float(margins[block != 0].min()))
             packed.append(torch.where(torch.signbit(block), -mean, mean))
         return torch.cat(packed)
 
     def _chunks(self, values: Tensor) -> list[Tensor]:
         return list(values.chunk(self.num_ranks))
+
+    def _packed(self, difference: Tensor, near: Tensor) -> Tensor:
+        """All chunks of a `difference` of values that are like `near`."""
+        chunks = zip(self._chunks(difference), self._chunks(near), strict=True)
+        return torch.cat([self.compressed(chunk, other) for chunk, other in chunks])
 
     def _exchanged(self, sent: list[Tensor]) -> Tensor:
         """The mean over ranks of what each sends, which keeps its error."""
@@ -113,7 +120,7 @@ class Reference:
         self.master = self.master - change
         if is_frozen and self.stage > 0:
             difference = self.master - self.copy
-            moved = torch.cat([self.compressed(chunk) for chunk in self._chunks(difference)])
+            moved = self._packed(difference, self.master)
             moved[self.v == 0] = 0
             self.copy = self.copy + moved
         else:
@@ -172,7 +179,7 @@ class LambReference(Reference):
         self.master = self.master - rate * direction
         if is_frozen and self.stage > 0:
             difference = self.master - self.copy
-            moved = torch.cat([self.compressed(chunk) for chunk in self._chunks(difference)])
+            moved = self._packed(difference, self.master)
             self.copy = self.copy + moved * moves
         else:
             self.copy = self.master.clone()

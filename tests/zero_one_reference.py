@@ -56,8 +56,7 @@ class ZeroOneReference(Reference):
             self._send_momenta(grads)
             self._move()
         else:
-            momenta = [BETA1 * self.m / (1 - BETA1) + grad for grad in grads]
-            self.m = (1 - BETA1) * self._means(momenta)
+            self._average_momenta(grads)
             self._move()
         if self.steps > self.freeze_step:
             self.local_counter += 1
@@ -65,17 +64,27 @@ class ZeroOneReference(Reference):
                 self.local_counter = 0
                 self.local_interval = min(2 * self.local_interval, self.local_step_clipper)
 
+    def _average_momenta(self, grads: list[Tensor]) -> None:
+        momenta = [BETA1 * self.m / (1 - BETA1) + grad for grad in grads]
+        self.m = (1 - BETA1) * self._means(momenta)
+
     def _step_before_freeze(self, grads: list[Tensor]) -> None:
         if self.steps % self.interval:
-            self.m = BETA1 * self.m + (1 - BETA1) * self._means(grads)
-            self.m[self.v == 0] = 0
+            if self.stage == 0:
+                self._average_momenta(grads)
+            else:
+                self.m = BETA1 * self.m + (1 - BETA1) * self._means(grads)
             self._move()
+            self.m[self.v == 0] = 0
             return
         mean = torch.stack(grads).mean(0)
         self.m = BETA1 * self.m + (1 - BETA1) * mean
         self.v = BETA2 * self.v + (1 - BETA2) * mean**2
         self.seen += 1
         change = self.m / (1 - BETA1**self.steps) / self._root() + self.decay * self.master
+        if self.seen < self.steps:
+            change = (change - self.decay * self.master).clamp(-self.most, self.most)
+            change = (change + self.decay * self.master) * (self.v > 0)
         self.master = self.master - self.lr * change
         self._publish(self.master.clone())
         self.counter += 1
@@ -91,7 +100,7 @@ class ZeroOneReference(Reference):
             self._publish(self.master.clone())
             return
         difference = self.master - self.copies[0]
-        moved = torch.cat([self.compressed(chunk) for chunk in self._chunks(difference)])
+        moved = self._packed(difference, self.master)
         moved[self.v == 0] = 0
         self._publish(self.copies[0] + moved)
 

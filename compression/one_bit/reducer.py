@@ -3,14 +3,13 @@
     worker   gradient + error --pack--> N messages ------> each rank adds those of its part
     server   (stage 0) sum + error --pack--> a message --> every rank gets all sums
 
-- After the freeze the sum of the messages is the new momentum, and takes the gradient's place.
+- Where a message is the momentum, the sum of all is the new momentum, and takes the gradient's place.
 - At stage 0 the message is b m + (1 - b) g. All ranks hold m. The worker's error is kept divided by (1 - b), in
   the unit of gradients.
 - At stages 1 and 2 a rank holds m of its part only. So each sends the momentum of its own gradients, from one
   buffer r that has the momentum and the error: r += g; send (1 - b) r; r -= what was sent. Without loss that is
   m = (1 - b) (g + b g' + b^2 g'' + ...). At the freeze the owner of a part adds its momentum to its buffer.
-- Before the freeze (0/1 Adam) the message is the gradient. At stage 0 sums are sent times (1 - b) all the same,
-  so that server errors have one unit.
+- Where it is the gradient (0/1 Adam before its freeze, stages 1 and 2), the owner forms the momentum.
 - A skipped step adds its messages to the errors again. So nothing that is owed is lost.
 
 Source: Tang et al., 1-bit Adam, 2021, algorithm 1, https://arxiv.org/abs/2102.02888. Differs: a magnitude
@@ -213,11 +212,10 @@ class OneBitReducer(GradientReducer):
     def gather(self, total: Tensor, flat: Tensor) -> Handle:
         if not self.is_lossy:
             return self._exact.gather(total, flat)
-        factor = 1.0 if self._sends_momentum else 1.0 / (1.0 - self._phase.state.beta)
         self._collectives.count_exact(SUM_KIND, self._collectives.shard_of(flat))
-        return self._start_server(total, flat, factor)
+        return self._start_server(total, flat)
 
-    def _start_server(self, total: Tensor, flat: Tensor, factor: float) -> Handle:
+    def _start_server(self, total: Tensor, flat: Tensor, factor: float = 1.0) -> Handle:
         """Start to send `total` [n] plus its error, and to set `flat` [world_size * n] to factor * the sums."""
         if self.server_error is None:
             self.server_error = torch.zeros(total.numel(), dtype=torch.float32, device=total.device)

@@ -1,21 +1,21 @@
 """0/1 Adam on flat shards: its variance sees few steps, and later its ranks step alone between messages.
 
     before the freeze   the variance is updated       exact gradients
-                        the other steps               gradients, one bit per element
+                        the other steps               one bit per element: the momentum; stages 1, 2: gradients
     after it            every step synchronises       the momentum, one bit per element: as 1-bit Adam
                         local steps                   nothing; u += rate m, p -= rate m / (sqrt(v) + eps)
     a synchronisation   mean(u), one bit per element  p = anchor - mean(u) / (sqrt(v) + eps), m = mean(u)/rates
 
 Source: Lu, Li, Zhang, De Sa, He, 0/1 Adam, 2022, algorithm 1, https://arxiv.org/abs/2202.06009; intervals as in
 DeepSpeed. Differs: moments are corrected for their bias, as in Adam (`bias_correction`), the variance by the
-steps that it has seen; weight decay is decoupled, and is no part of u; errors are kept at the freeze; after it
-an element whose variance is 0 does not move, before it not in steps of one bit.
+steps that it has seen; weight decay is decoupled, and is no part of u; errors are kept at the freeze; from the
+first step of one bit on an element whose variance is 0 does not move, and none by more than Adam would
+(`most_rates`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -91,8 +91,10 @@ class ZeroOneAdam(OneBitOptimizer):
     def carried(self) -> Carried:
         if self.is_frozen:
             return Carried.NOTHING if self._is_local else Carried.MOMENTUM
-        is_exact = self.intervals.updates_variance(self._steps + 1)
-        return Carried.EXACT if is_exact else Carried.GRADIENT
+        if self.intervals.updates_variance(self._steps + 1):
+            return Carried.EXACT
+        # owners of a part have its momentum alone: exact steps would not bring it to the others
+        return Carried.GRADIENT if self.world.is_sharded else Carried.MOMENTUM
 
     @property
     def _is_local(self) -> bool:
@@ -128,7 +130,7 @@ class ZeroOneAdam(OneBitOptimizer):
             else:
                 is_momentum = carried is Carried.MOMENTUM and gets_momentum(update, world)
                 frozen_step(update, state, scale, moment, is_momentum=is_momentum)
-                if carried is Carried.GRADIENT:
+                if not self.is_frozen:
                     # what messages bring there is noise, and the next exact step would divide it by eps
                     state["exp_avg"].masked_fill_(state["exp_avg_sq"] == 0, 0.0)
         if carried is Carried.NOTHING and self.intervals.ends_now:
@@ -139,19 +141,14 @@ class ZeroOneAdam(OneBitOptimizer):
 
     def _variance_step(self, update: Update, scale: float, world: World, moment: Moment) -> None:
         """Adam, with a variance that is corrected for the steps that it has seen."""
-        state, seen = self._states[update.item.master], moment.frozen_at
-        if seen == moment.steps or not update.group["bias_correction"]:
+        state = self._states[update.item.master]
+        if moment.frozen_at == moment.steps:
             self._rule.step(update, state, scale, world)
             return
-        # Adam's step number is `seen` here, and the rate corrects the momentum for its own number
-        assert seen is not None
-        group = dict(update.group)
-        rate, beta1 = float(group["lr"]), group["betas"][0]
-        group["lr"] = rate * (1.0 - beta1**seen) / (1.0 - beta1**moment.steps)
-        if rate:
-            group["weight_decay"] *= rate / group["lr"]
-        counted = {**state, "step": torch.full_like(state["step"], seen)}
-        self._rule.step(replace(update, group=group), counted, scale, world)
+        # the momentum has noise of one-bit steps: the variance sees this gradient, then a step of limited size
+        grad, beta2 = update.grad.float() * scale, update.group["betas"][1]
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+        frozen_step(update, state, scale, moment, is_momentum=False)
 
     # -- local steps ------------------------------------------------------------------------------------
 

@@ -284,6 +284,61 @@ def test_a_skipped_step_owes_its_gradients_again(stage: int) -> None:
         assert torch.allclose(after, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
+def sums_around_a_step(stage: int, num_backwards: int, load: str, save: str) -> Any:
+    """b / (1 - b) m and all errors before a step, its gradient, and the same after it; as mean gradients."""
+    numel = CHUNK * dist.get_world_size()
+    engine = xds.initialize(Vector(numel), config_of(stage, gradient_clipping=0))
+    (master,) = engine._parts.updater.masters
+    reducer = master.grads.reducer
+
+    def owed() -> Tensor:
+        total = reducer.error.double() * reducer.owed.unit
+        dist.all_reduce(total)
+        if not stage:
+            server = [torch.empty(CHUNK, dtype=torch.float64) for _ in range(dist.get_world_size())]
+            server_error = reducer.server_error
+            own = server[0] * 0 if server_error is None else server_error.double()
+            dist.all_gather(server, own * (reducer.owed.unit / 0.1))
+            total += torch.cat(server)
+        return total
+
+    def momentum() -> Tensor:
+        return xds.zero.get_full_optimizer_state(engine.module.weight, "exp_avg").double().view(-1)
+
+    if load:
+        engine.load_checkpoint(load)
+    for step in range(engine.global_steps, FREEZE + 3):
+        engine.backward(engine(grad_of(numel, step, dist.get_rank())))
+        engine.step()
+    if save:
+        engine.save_checkpoint(save)
+    holds = reducer.owed.holds_momentum
+    before = owed() if holds else owed() + momentum() * 9
+    grads = [grad_of(numel, 70 + at, dist.get_rank()) for at in range(num_backwards)]
+    for grad in grads:
+        engine.backward(engine(grad))
+    engine.step()
+    found = sum(grads).double() / dist.get_world_size()
+    dist.all_reduce(found)
+    after, sent = owed(), momentum()
+    engine.destroy()
+    return before + found, after, sent
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2])
+@pytest.mark.parametrize(("stage", "to"), [(1, 1), (1, 0), (0, 2)])
+def test_momenta_and_errors_are_kept_by_late_gradients_and_at_another_stage(
+    stage: int, to: int, num_backwards: int, tmp_path: Any
+) -> None:
+    folder = str(tmp_path)
+    warm(2).run(sums_around_a_step, stage, 1, "", folder)
+    wanted, after, momentum = warm(2).run(sums_around_a_step, to, num_backwards, folder, "")[0]
+    assert torch.allclose(after + 10 * momentum * (0.1 if to else 1), wanted, rtol=0, atol=1e-5)
+    # and not much more or less than a tenth was sent
+    share = float((momentum @ wanted) / (wanted @ wanted))
+    assert 0.03 < share < 0.15
+
+
 def auto(scheduler: dict[str, Any]) -> Any:
     config = config_of(1, **scheduler)
     config["optimizer"]["params"] |= {"freeze_step": "auto", "betas": [0.9, 0.8]}

@@ -69,7 +69,8 @@ def packed(pack: Callable[..., Any], numel: int, dtype: torch.dtype, block: int,
     error = values_of(numel, torch.float32, 2).nan_to_num_(0, 0, 0)
     signs = torch.full((sign_bytes(numel),), 99, dtype=torch.uint8)
     scales = torch.full((scale_count(numel, block),), -1.0)
-    pack(values_of(numel, dtype, 1), error, signs, scales, block, rms)
+    gain = 1.0 if rms else 0.1
+    pack(values_of(numel, dtype, 1), error, signs, scales, block, rms, gain)
     return [signs, scales, error]
 
 

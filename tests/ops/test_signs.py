@@ -53,6 +53,13 @@ def test_table_of_signs_and_both_scales() -> None:
     assert scales.item() == pytest.approx(math.sqrt(30 / 10))
 
 
+def test_a_gain_sends_a_share_and_keeps_the_rest() -> None:
+    error, signs = torch.tensor([1.0, 0.0, -1.0]), torch.empty(1, dtype=torch.uint8)
+    scales = torch.empty(1)
+    sign_pack_(torch.tensor([1.0, -3.0, 2.0]), error, signs, scales, 32, False, 0.25)
+    assert scales.tolist() == [0.5] and error.tolist() == [1.5, -2.5, 0.5]  # of 2, -3 and 1
+
+
 def test_table_of_errors() -> None:
     error = torch.tensor([1.0, 0.0, -1.0])
     both = packed(torch.tensor([1.0, -3.0, 2.0]), error)
