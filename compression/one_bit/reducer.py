@@ -63,7 +63,9 @@ class OneBitReducer(GradientReducer):
         self.server_error: Tensor | None = None
         self._unit = math.nan  # in which the errors are
         self._poison: Tensor | None = None  # nan: a micro-batch was not finite
-        self._holds_momentum = False  # `error` has the momentum: at stages 1 and 2 from the freeze on
+        self._holds_momentum = (
+            False  # `error` has the momentum: at stages 1 and 2 from the freeze on
+        )
         self._has_momentum = False  # stage 0: in this step the momentum was sent
         self._sent: list[Tensor] = []  # messages of this step: to each rank, from each, and to all
         self._received: list[Tensor] = []
@@ -121,7 +123,7 @@ class OneBitReducer(GradientReducer):
     def _start_worker(
         self, flat: Tensor, error: Tensor, out: Tensor, *, add: bool, gain: float = 1.0
     ) -> Handle:
-        """Start to send gain * (flat + error) [world_size * n]; the sum of this rank's part goes to `out` [n]."""
+        """Start to send gain * (flat + error) [world_size * n], and to set `out` [n] to the sum of its part."""
         world_size = self._collectives.world_size
         mine = self._packets.empty(world_size, flat.device)
         shard_of = self._collectives.shard_of
@@ -180,9 +182,7 @@ class OneBitReducer(GradientReducer):
 
     def _add_sent(self, error: Tensor, factor: float) -> None:
         """Add `factor` times the messages of this step that were finite."""
-        part = torch.empty(
-            self._buffer.numel // self._collectives.world_size, device=error.device
-        )
+        part = torch.empty(self._buffer.numel // self._collectives.world_size, device=error.device)
         for packets in self._sent:
             for rank, packet in enumerate(packets):
                 self._packets.unpack(packet[None], part)
