@@ -114,3 +114,26 @@ def test_a_write_before_the_first_message_leaves_other_masters_exact(
     for before, written, after in warm(2).run(write_at_the_freeze, stage, precision, folder):
         assert after[0].equal(written)
         assert after[1].equal(before[1])
+
+
+def betas_of_two(stage: int) -> str:
+    """The message for two groups with other first betas."""
+    model = Two()
+    groups = [{"params": [model.one], "betas": (0.8, 0.99)}, {"params": [model.two]}]
+    params = {"lr": 1e-2, "freeze_step": FREEZE}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "OneBitAdam", "params": params},
+        "zero_optimization": {"stage": stage},
+    }
+    try:
+        xds.initialize(model, config, model_parameters=groups)
+    except xds.UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_several_first_betas_are_refused(stage: int) -> None:
+    for message in warm(2).run(betas_of_two, stage):
+        assert "several first betas (0.8, 0.9)" in message and "the same betas" in message
