@@ -199,7 +199,7 @@ def _prepare(
     totals = snapshot.grad_totals()
     for block in (*snapshot.values, *snapshot.states, *totals, *snapshot.owed()):
         content.add(block)
-    is_accumulating = bool(totals or snapshot.grad_locals())
+    is_accumulating = bool(totals or snapshot.grad_locals()) or snapshot.has_kept_grads
     state = _engine_state(training, counters, is_accumulating)
     state |= snapshot.owed_meaning()
     put = partial(content.put, "engine")

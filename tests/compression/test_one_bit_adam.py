@@ -339,6 +339,36 @@ def test_momenta_and_errors_are_kept_by_late_gradients_and_at_another_stage(
     assert 0.03 < share < 0.15
 
 
+def within_a_step(stage: int, kind: str, load: str, save: str) -> Any:
+    """The parameter after step FREEZE + 3, of 3 micro-batches each; saved or loaded within step FREEZE + 2."""
+    numel = CHUNK * dist.get_world_size()
+    engine = xds.initialize(Vector(numel), config_of(stage, kind, gradient_accumulation_steps=3))
+    saved_at = 3 * (FREEZE + 1) + 2
+    if load:
+        engine.load_checkpoint(load)
+        assert engine.micro_steps == saved_at
+    for at in range(engine.micro_steps, 3 * (FREEZE + 3)):
+        if save and at == saved_at:
+            engine.save_checkpoint(save)
+        engine.backward(engine(grad_of(numel, at // 3, dist.get_rank(), at % 3)))
+        engine.step()
+    found = xds.zero.get_full_param(engine.module.weight).clone()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"), [(0, "OneBitAdam"), (1, "OneBitLamb"), (2, "OneBitAdam")]
+)
+def test_a_run_resumed_within_a_step_has_the_same_bits(
+    stage: int, kind: str, tmp_path: Any
+) -> None:
+    folder = str(tmp_path)
+    expected = warm(2).run(within_a_step, stage, kind, "", folder)[0]
+    for found in warm(2).run(within_a_step, stage, kind, folder, ""):
+        assert found.equal(expected)
+
+
 def auto(scheduler: dict[str, Any]) -> Any:
     config = config_of(1, **scheduler)
     config["optimizer"]["params"] |= {"freeze_step": "auto", "betas": [0.9, 0.8]}

@@ -44,6 +44,7 @@ class Restore:
         self._grads: list[tuple[FlatGrads, Tensor]] = []
         self._locals: list[tuple[FlatGrads, Tensor, list[bool]]] = []
         self._any_held = False
+        self._is_within_step = False
         self._owed: OwedRestore | None = None
         self.missing: list[str] = []
         self.problems: list[str] = []
@@ -206,7 +207,7 @@ class Restore:
 
         any_held: some rank has such sums; then all ranks continue as if they had some.
         """
-        self._any_held = any_held
+        self._any_held, self._is_within_step = any_held, True
         for master in self._snapshot.masters:
             number = self._snapshot.number_of(master)
             one = saved.get(str(self._catalogue.number_of(self._snapshot.flats[number])))
@@ -250,6 +251,13 @@ class Restore:
         self._snapshot.states_changed()
         if self._owed is not None:
             self._owed.finish_values()
+        self._finish_gradients()
+        self._publish()
+        for master in self._snapshot.masters:
+            master.remember()
+
+    def _finish_gradients(self) -> None:
+        """Set what no update has used yet: sums of an unfinished step, and what was not sent."""
         for master in self._snapshot.masters if self._any_held else ():
             master.grads.mark_held()
         for grads, local, filled in self._locals:
@@ -258,9 +266,9 @@ class Restore:
             grads.restore(GradSums(None, [], total))
         if self._owed is not None:
             self._owed.finish()
-        self._publish()
-        for master in self._snapshot.masters:
-            master.remember()
+        for master in self._snapshot.masters if self._is_within_step else ():
+            if master.grads.reducer.is_lossy:
+                master.grads.mark_kept()
 
     def _publish(self) -> None:
         sharded = self._snapshot.sharded

@@ -347,6 +347,11 @@ class Snapshot:
                 blocks.append(Block(self.number_of(master), "grad", start, total))
         return blocks
 
+    @property
+    def has_kept_grads(self) -> bool:
+        """What lossy messages have not sent has gradients of an unfinished step."""
+        return any(master.grads.has_kept for master in self.masters)
+
     def grad_locals(self) -> dict[int, tuple[Tensor, list[bool]]]:
         """By flat: this rank's sums that are not reduced yet, and the slots that have values."""
         found = {}

@@ -164,6 +164,11 @@ class FlatGrads:
     # -- the reduction over ranks -----------------------------------------------------------------------
 
     @property
+    def has_kept(self) -> bool:
+        """The reducer has gradients of micro-batches that no message had yet."""
+        return self._is_kept
+
+    @property
     def has_local(self) -> bool:
         """This rank has gradients that are not reduced yet."""
         return self._is_kept or self._local.has_any
@@ -416,6 +421,10 @@ class FlatGrads:
     def mark_held(self) -> None:
         """Some rank held back gradients since the last step, possibly another one than this."""
         self._was_held = True
+
+    def mark_kept(self) -> None:
+        """What the reducer was given by a load has gradients of micro-batches that no message had yet."""
+        self._was_held = self._is_kept = True
 
     def restore(self, saved: GradSums) -> None:
         """Continue from `saved`, directly after `reset`. Keeps `saved.total` and copies `saved.local`."""
