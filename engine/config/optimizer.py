@@ -45,6 +45,8 @@ _FUSED = "there is one implementation, and it is fused"
 _LR = number(0)
 _DECAY = number(0)
 _EPS = number(0)
+# an element without gradients would be 0 / 0, and others share its norm or its message
+_SHARED_EPS = number(above=0)
 _BETA = number(0, 1)
 _BETAS = list_of(_BETA, 2, 2)
 _AMSGRAD = Refused(FLAG, "AMSGrad is not supported; set it to false", harmless=(False,))
@@ -81,7 +83,7 @@ _MESSAGES = "messages are sent by the backend of torch.distributed, on any devic
 _ONE_BIT: dict[str, Param] = {
     "cuda_aware": NoEffect(FLAG, _MESSAGES),
     "comm_backend_name": NoEffect(TEXT, _MESSAGES),
-    "eps": _EPS,
+    "eps": _SHARED_EPS,
     "bias_correction": FLAG,
     "betas": _BETAS,
     "amsgrad": _AMSGRAD,
@@ -107,7 +109,7 @@ _BUILT_IN: dict[str, dict[str, Param]] = {
     "Lamb": {
         **_ALL,
         "betas": _BETAS,
-        "eps": _EPS,
+        "eps": _SHARED_EPS,
         "bias_correction": FLAG,
         "amsgrad": _AMSGRAD,
         "max_coeff": number(above=0),

@@ -184,20 +184,21 @@ class OneBitLamb(OneBitOptimizer):
             grad = arrived
             mean.lerp_(arrived, 1.0 - beta1)
         fresh.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-        moves = state["exp_avg_sq"] > 0
+        stays = ~(state["exp_avg_sq"] > 0)
         root = state["exp_avg_sq"].sqrt().mul_(corrections.root).add_(group["eps"])
         seen = (1.0 - beta2**moment.steps) ** -0.5 if group["bias_correction"] else 1.0
         change = root / fresh.sqrt().mul_(seen).add_(group["eps"])
         most = most_rates(group)
-        plain = (mean * corrections.mean).div_(root).clamp_(-most, most).mul_(moves)
-        direction = plain.add(master, alpha=group["weight_decay"]).mul_(moves)
+        plain = (mean * corrections.mean).div_(root).clamp_(-most, most).masked_fill_(stays, 0.0)
+        direction = plain.add(master, alpha=group["weight_decay"]).masked_fill_(stays, 0.0)
+        change.masked_fill_(stays, 0.0)
         bounds = self._tables.cuts_of(update.item).bounds.tolist()
         figures = torch.zeros(len(bounds) - 1, 3, dtype=torch.float64, device=master.device)
         for row, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
             here = slice(start, stop)
             figures[row, 0] = plain[here].double().square().sum()
             figures[row, 1] = direction[here].double().square().sum()
-            figures[row, 2] = (change[here] * moves[here]).amax()
+            figures[row, 2] = change[here].amax()
         return direction, figures
 
 

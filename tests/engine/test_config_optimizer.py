@@ -348,6 +348,7 @@ ONE_BIT = {"type": "OnebitAdam", "params": {"lr": 1e-4, "freeze_step": 100, "cud
             "the learning rate rises for 2000 steps",
         ),
         ({"optimizer": {**ONE_BIT, "params": {"freeze_step": 0}}}, "freeze_step = 0: must be"),
+        ({"optimizer": {**ONE_BIT, "params": {"eps": 0}}}, "optimizer.params.eps = 0: must be"),
     ],
 )
 def test_one_bit_optimizers_name_what_does_not_fit(more, says):
