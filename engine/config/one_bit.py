@@ -91,6 +91,8 @@ def _check_freeze(params: dict[str, Any], warmup: int, report: Report) -> None:
 def _refuse_local_steps(optimizer: Any, reason: str, report: Report) -> None:
     if optimizer is None or optimizer.type != "ZeroOneAdam":
         return
+    if report.refuses(f"optimizer.params.{LOCAL}"):  # what was written is no number of steps
+        return
     longest = optimizer.params.get(LOCAL, LOCAL_STEPS)
     if longest > 1:
         text = "between two synchronisations each rank has its own parameters, and "

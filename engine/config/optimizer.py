@@ -47,7 +47,7 @@ _DECAY = number(0)
 _EPS = number(0)
 # an element without gradients would be 0 / 0, and others share its norm or its message
 _SHARED_EPS = number(above=0)
-_BETA = number(0, 1)
+_BETA = number(0, below=1)
 _BETAS = list_of(_BETA, 2, 2)
 _AMSGRAD = Refused(FLAG, "AMSGrad is not supported; set it to false", harmless=(False,))
 _MAX_GRAD_NORM = Refused(
@@ -215,8 +215,11 @@ def _check_together(name: str, params: Mapping[str, Any], report: Report) -> Non
                 True,
                 "needs momentum above 0 and dampening 0; set both, or nesterov to false",
             )
-    low, high = params.get("min_coeff"), params.get("max_coeff")
-    if low is not None and high is not None and low > high:
-        report.complain(
-            "optimizer.params.min_coeff", low, f"must not exceed max_coeff ({high:g}); swap the two"
-        )
+    for lowest, highest in (("min_coeff", "max_coeff"), ("factor_min", "factor_max")):
+        low, high = params.get(lowest), params.get(highest)
+        if low is not None and high is not None and low > high:
+            report.complain(
+                f"optimizer.params.{lowest}",
+                low,
+                f"must not exceed {highest} ({high:g}); swap the two",
+            )

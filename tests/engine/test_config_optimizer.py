@@ -106,7 +106,7 @@ def test_a_section_without_type():
         ("Adam", "lr", "1e-3", "must be a number, at least 0, not text: write 1e-3 without quotes"),
         ("Adam", "lr", -1, "at least 0"),
         ("Adam", "betas", [0.9], "must be a list of 2"),
-        ("Adam", "betas", [0.9, 1.5], "at most 1"),
+        ("Adam", "betas", [0.9, 1.5], "below 1"),
         ("Adam", "eps", True, "must be a number"),
         ("Adam", "bias_correction", 1, "must be true or false"),
         ("Adam", "amsgrad", True, "AMSGrad is not supported"),
@@ -349,6 +349,21 @@ ONE_BIT = {"type": "OnebitAdam", "params": {"lr": 1e-4, "freeze_step": 100, "cud
         ),
         ({"optimizer": {**ONE_BIT, "params": {"freeze_step": 0}}}, "freeze_step = 0: must be"),
         ({"optimizer": {**ONE_BIT, "params": {"eps": 0}}}, "optimizer.params.eps = 0: must be"),
+        (
+            {
+                "optimizer": {"type": "ZeroOneAdam", "params": {"local_step_clipper": 0}},
+                "zero_optimization": {"stage": 1},
+            },
+            "local_step_clipper = 0: must be",
+        ),
+        (
+            {"optimizer": {**ONE_BIT, "params": {"betas": [0.9, 1.0]}}},
+            "optimizer.params.betas = [0.9, 1.0]: must be",
+        ),
+        (
+            {"optimizer": {"type": "OneBitLamb", "params": {"factor_min": 4, "factor_max": 0.1}}},
+            "optimizer.params.factor_min = 4.0: must not exceed factor_max (0.1)",
+        ),
     ],
 )
 def test_one_bit_optimizers_name_what_does_not_fit(more, says):

@@ -85,6 +85,10 @@ class Report:
     def complain(self, path: str, value: object, need: str) -> None:
         self.complaints.append(f"{path} = {shown(value)}: {need}")
 
+    def refuses(self, path: str) -> bool:
+        """There is a complaint about this key."""
+        return any(complaint.startswith(f"{path} = ") for complaint in self.complaints)
+
 
 def joined(path: str, key: str) -> str:
     """The path of a key for a message. A key of the file may contain any characters."""

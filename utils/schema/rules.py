@@ -80,11 +80,14 @@ def _finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _bounds(least: float | None, most: float | None, above: float | None) -> str:
+def _bounds(
+    least: float | None, most: float | None, above: float | None, below: float | None = None
+) -> str:
     parts = [
         *([f"at least {least:g}"] if least is not None else []),
         *([f"above {above:g}"] if above is not None else []),
         *([f"at most {most:g}"] if most is not None else []),
+        *([f"below {below:g}"] if below is not None else []),
     ]
     return f", {' and '.join(parts)}" if parts else ""
 
@@ -98,14 +101,19 @@ def _within(found: float, least: float | None, most: float | None, above: float 
 
 
 def number(
-    least: float | None = None, most: float | None = None, *, above: float | None = None
+    least: float | None = None,
+    most: float | None = None,
+    *,
+    above: float | None = None,
+    below: float | None = None,
 ) -> Rule:
     """A finite number within the bounds, read as float."""
-    need = "a number" + _bounds(least, most, above)
+    need = "a number" + _bounds(least, most, above, below)
 
     def read(value: object) -> float:
         found = _finite(value)
-        if found is None or not _within(found, least, most, above):
+        is_low = found is not None and (below is None or found < below)
+        if found is None or not is_low or not _within(found, least, most, above):
             raise _refuse(need, value)
         return found
 
