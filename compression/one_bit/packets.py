@@ -7,7 +7,6 @@ Magnitudes are the mean of a block, which leaves the least error: see ops/kernel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -58,10 +57,4 @@ def finite(values: Tensor) -> Tensor:
     return values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def zero_ranges(flat: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
-    """Set the elements [start, stop) of each range to 0."""
-    for start, stop in ranges:
-        flat[start:stop].zero_()
-
-
-__all__ = ["Packets", "finite", "zero_ranges"]
+__all__ = ["Packets", "finite"]

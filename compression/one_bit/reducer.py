@@ -27,11 +27,11 @@ from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
-from ...ops.flat import overlap
 from ...ops.optim.one_bit import Carried
+from ..gaps import gaps_in, zero_ranges
 from ..legs import Buffer
 from ..reducer import ExactReducer, GradientReducer, Owed
-from .packets import Packets, finite, zero_ranges
+from .packets import Packets, finite
 from .phase import Phase
 
 GRADIENT_KIND = "one-bit gradients"
@@ -57,7 +57,7 @@ class OneBitReducer(GradientReducer):
         self._num_copies = num_copies
         self._exact = ExactReducer(collectives, buffer.index, num_copies)
         self._packets = Packets(buffer.numel // collectives.world_size)
-        self._own_gaps = _gaps_in(buffer, collectives.rank, collectives.world_size)
+        self._own_gaps = gaps_in(buffer, collectives.rank, collectives.world_size)
         self._has_server = not buffer.is_sharded
         self.error: Tensor | None = None
         self.server_error: Tensor | None = None
@@ -308,14 +308,6 @@ class OneBitReducer(GradientReducer):
     def end_step(self) -> None:
         self._sent, self._received, self._published = [], [], None
         self._has_momentum, self._poison = False, None
-
-
-def _gaps_in(buffer: Buffer, rank: int, world_size: int) -> list[tuple[int, int]]:
-    """[start, stop) of the gaps in the part of `rank`, relative to it."""
-    numel = buffer.numel // world_size
-    first = rank * numel
-    found = [overlap(gap, (first, first + numel)) for gap in buffer.gaps]
-    return [(start - first, stop - first) for start, stop in found if start < stop]
 
 
 __all__ = ["GRADIENT_KIND", "SUM_KIND", "OneBitReducer"]

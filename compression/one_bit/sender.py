@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
+from ..gaps import zero_ranges
 from ..legs import Buffer
 from ..sender import ExactSender, ParameterSender
-from .packets import Packets, zero_ranges
+from .packets import Packets
 from .phase import Phase
 
 KIND = "one-bit parameters"

@@ -21,6 +21,7 @@ from torch import Tensor
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.handles import Handle, Then
 from ...ops.comm.levels import Levels
+from ..gaps import gaps_in, zero_ranges
 from ..legs import Buffer
 from ..reducer import ExactReducer, GradientReducer, Owed
 from .errors import Errors
@@ -46,6 +47,7 @@ class QuantizedReducer(GradientReducer):
         self._exact = ExactReducer(levels.whole, buffer.index)
         self._numel = buffer.numel // self._whole.world_size
         self._packets = QuantizedPackets(self._numel, BITS)
+        self._own_gaps = gaps_in(buffer, self._whole.rank, self._whole.world_size)
         one_hop = 1 in (levels.inside.world_size, levels.across.world_size)
         self._first = levels.whole if one_hop else levels.inside
         self._second = None if one_hop else levels.across
@@ -101,6 +103,8 @@ class QuantizedReducer(GradientReducer):
     def _add_up(self, packets: Tensor, out: Tensor, *, add: bool) -> None:
         total = torch.empty_like(out) if add else out
         self._packets.unpack_sum(packets, total)
+        # a block with nan is nan in gaps too, and `out` may be memory that later gradients come to
+        zero_ranges(total, self._own_gaps)
         if add:
             out.add_(total)
 

@@ -446,3 +446,26 @@ def test_the_report_compares_with_exact_messages() -> None:
     # the gather is exact, to both ranks there
     across = 2 * 2 * n + (n // 2 + 4 * n // 256)
     assert across <= found["sent_bytes_to_other_hosts"] <= across + 100
+
+
+def after_nan(stage: int) -> Any:
+    """A model with gaps in its flat buffer: the loss of a step after one whose loss is inf on one rank."""
+    torch.manual_seed(0)
+    engine = xds.initialize(nn.Linear(3, 2), config_of(stage, GRADS | LOCO))
+    refused = 0
+    for step in range(4):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        loss = (engine(x) - x[:, :2]).square().mean()
+        engine.backward(loss * float("inf") if (step, dist.get_rank()) == (1, 1) else loss)
+        try:
+            engine.step()
+        except xds.XdsError:
+            refused += 1
+    engine.destroy()
+    return refused, loss.item()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_nan_in_one_step_does_not_stay_in_the_gaps_of_a_buffer(stage: int) -> None:
+    for refused, loss in warm(2).run(after_nan, stage):
+        assert refused == 1 and loss == loss
