@@ -82,6 +82,14 @@ class OneBitLamb(OneBitOptimizer):
     def new_states(self, master: Tensor) -> dict[str, Any]:
         return {**new_moments(master), COEFF: PartNumbers(), FACTOR: PartNumbers()}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, which makes plain dicts of the numbers by parameter."""
+        super().load_state_dict(state_dict)
+        for state in self._states.values():
+            for key in self.part_states:
+                if key in state:
+                    state[key] = PartNumbers(state[key])
+
     def begin_frozen(self, state: dict[str, Any]) -> None:
         state[FRESH] = state["exp_avg_sq"].clone()
 

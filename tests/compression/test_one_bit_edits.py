@@ -137,3 +137,24 @@ def betas_of_two(stage: int) -> str:
 def test_several_first_betas_are_refused(stage: int) -> None:
     for message in warm(2).run(betas_of_two, stage):
         assert "several first betas (0.8, 0.9)" in message and "the same betas" in message
+
+
+def reloaded_lamb(folder: str) -> None:
+    """Saves after the optimizer was given its own state."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "OneBitLamb", "params": {"lr": 1e-2, "freeze_step": FREEZE}},
+        "zero_optimization": {"stage": 1},
+    }
+    engine = xds.initialize(Two(), config)
+    for number in range(FREEZE + 2):
+        step(engine, number)
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    engine.save_checkpoint(folder)
+    step(engine, FREEZE + 2)
+    engine.destroy()
+
+
+def test_one_bit_lamb_is_saved_after_load_state_dict(tmp_path: Any) -> None:
+    warm(2).run(reloaded_lamb, str(tmp_path))
+    assert (tmp_path / "latest").exists()
