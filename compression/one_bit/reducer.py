@@ -63,9 +63,7 @@ class OneBitReducer(GradientReducer):
         self.server_error: Tensor | None = None
         self._unit = math.nan  # in which the errors are
         self._poison: Tensor | None = None  # nan: a micro-batch was not finite
-        self._holds_momentum = (
-            False  # `error` has the momentum: at stages 1 and 2 from the freeze on
-        )
+        self._holds_momentum = False  # `error` has the momentum: stages 1 and 2, after the freeze
         self._has_momentum = False  # stage 0: in this step the momentum was sent
         self._sent: list[Tensor] = []  # messages of this step: to each rank, from each, and to all
         self._received: list[Tensor] = []

@@ -2,7 +2,8 @@
 
 Source: Tang et al., 1-bit Adam, 2021, algorithm 1, https://arxiv.org/abs/2102.02888. Differs: moments are
 corrected for their bias, as in Adam (`bias_correction`), the variance by the steps that it has seen; weight
-decay is decoupled, as in DeepSpeed; an element whose variance is 0 does not move.
+decay is decoupled, as in DeepSpeed; after the freeze an element whose variance is 0 does not move, and none by
+more than Adam would (`most_rates`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 Source: Li et al., 1-bit LAMB, 2021, algorithm 1, https://arxiv.org/abs/2104.06069; limits and defaults as in
 DeepSpeed. Differs: moments are corrected for their bias, as in LAMB (`bias_correction`); an element whose
-variance is 0 does not move; messages have a magnitude for each 1024 elements, so momenta are not brought to
-one scale.
+variance is 0 does not move, and directions are limited (`most_rates`); messages have a magnitude for each
+1024 elements, so momenta are not brought to one scale.
 """
 
 from __future__ import annotations
