@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -68,12 +67,7 @@ from .parts import LoopFactory, Parts
 from .preemption.policy import NoPreemptionSave, Preemption, SaveOnPreemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
-from .telemetry.monitor import Monitor, build_monitor
-from .telemetry.report import StepReport
-from .telemetry.timers import build_throughput, build_timers
-from .telemetry.traffic import build_traffic
-
-log = logging.getLogger("xds")
+from .telemetry.instruments import build_instruments, log_notes
 
 _LOAD_LATER = (
     "to ignore missing and extra names, leave out weights= and call xds.zero.load_weights(engine.module, "
@@ -148,7 +142,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     device = pick_device()
     group = _group(device, given)
     config = config.resolve(group.size())
-    _log_notes(config, group.rank())
+    log_notes(config, group.rank())
     collectives = _watched(config, open_collectives(group, device))
     mesh = MeshGroups(_mesh(config, group.size()), group, collectives, timeout_seconds())
     if not is_part(model):
@@ -175,11 +169,11 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     undo = undo if cutter is None else _both(cutter.undo, undo)
     if config.compile.enabled:
         compiler.compile()
-    monitor = build_monitor(config, dist.get_rank())
     if device.type == "cpu":
         keep_freed_blocks()  # training takes and frees the same blocks in every step
     loss_scale = build_loss_scale(config.fp16, skips_overflow=config.bf16.skips_overflow)
     messages.bind(optimizer, updater, GradientFactor(config, mesh.mesh, loss_scale))
+    instruments = build_instruments(config, device, mesh.opened, sharded)
     return Parts(
         config=config,
         module=model,
@@ -193,8 +187,8 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
         cast_inputs=torch.float16 if config.fp16.enabled and config.fp16.auto_cast else None,
         device=device,
         local_rank=local_rank(),
-        monitor=monitor,
-        report=_report(config, monitor, device, mesh, sharded),
+        monitor=instruments.monitor,
+        report=instruments.report,
         loader=_loader(given.training_data, given.collate_fn, config, mesh),
         undo=undo,
         compiler=compiler,
@@ -261,14 +255,6 @@ def _sharded(
     return sharded
 
 
-def _report(
-    config: Config, monitor: Monitor, device: torch.device, mesh: MeshGroups, sharded: ShardedModel
-) -> StepReport:
-    timers, throughput = build_timers(config, device), build_throughput(config, device)
-    traffic = build_traffic(mesh.opened, sharded, enabled=config.comms_logger.enabled)
-    return StepReport(config, monitor, timers, throughput, traffic)
-
-
 def _loader(
     data: Any,
     collate_fn: Callable[[list[Any]], Any] | None,
@@ -325,12 +311,6 @@ def _check_optimizer(config: Config, given: ClientOptimizer | None, trains: bool
             ],
             config.source,
         )
-
-
-def _log_notes(config: Config, rank: int) -> None:
-    if rank == 0:
-        for note in config.notes:
-            log.info("%s: %s", config.source, note)
 
 
 def _groups(model: nn.Module, config: Config, given: _Given) -> Groups:
