@@ -67,6 +67,7 @@ from .parts import LoopFactory, Parts
 from .preemption.policy import NoPreemptionSave, Preemption, SaveOnPreemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
+from .telemetry.comms import start_logging
 from .telemetry.instruments import build_instruments, log_notes
 
 _LOAD_LATER = (
@@ -120,6 +121,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     _check_optimizer(config, optimizer, trains)
     parts = _assemble(model, config, given, trains=trains)
     engine = Engine(parts)
+    parts.report.profiler.follow(engine)
     parts.preemption.begin(engine)
     return engine
 
@@ -223,6 +225,7 @@ def _group(device: torch.device, given: _Given) -> dist.ProcessGroup:
 
 
 def _watched(config: Config, collectives: Collectives) -> Collectives:
+    start_logging(config.comms_logger, collectives)
     if config.watch.enabled:
         collectives.start_watching(config.watch, timeout_seconds())
     return collectives

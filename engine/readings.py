@@ -6,13 +6,16 @@ from abc import ABC
 from collections import Counter
 from typing import Any
 
+from ..utils.errors import UsageError
 from .config.config import Config
 from .parts import Parts
+from .profiling.profile import Profile
 from .states import States
 from .steps.accumulation import Accumulation
 from .steps.batch_loop import Loop
 from .steps.counters import Counters
 from .steps.training_step import TrainingStep
+from .telemetry.comms import CommsSummary, summary_of
 
 
 class Readings(ABC):
@@ -87,6 +90,23 @@ class Readings(ABC):
         for collectives in self._parts.opened:
             sent.update(collectives.sent_bytes)
         return dict(sent)
+
+    def comms_summary(self, *, show_straggler: bool = False) -> CommsSummary:
+        """Counts, times and bandwidths of this rank's collectives since the engine was made; print it.
+
+        Needs `comms_logger` of the config. show_straggler: also compare the waits of all ranks; a collective.
+        """
+        log = self._parts.sharded.collectives.message_log
+        if not log.is_on and not log.rows():
+            raise UsageError(
+                "engine.comms_summary(): collectives are not logged; set comms_logger.enabled to true in the "
+                "config"
+            )
+        return summary_of(self._parts.sharded.collectives, show_straggler=show_straggler)
+
+    def flops_profile(self) -> Profile | None:
+        """This rank's part of what `flops_profiler` of the config has counted last; None before that."""
+        return self._parts.report.profiler.last
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes that this rank holds now: param, grad, master, optimizer, buckets; and on "host" and "disk"."""

@@ -35,6 +35,7 @@ from .offloading import check_guesses, check_old_names, check_paths
 from .one_bit import check_model_ranks
 from .optimizer import OptimizerConfig, check_optimizer
 from .precision import check_precision
+from .profiling import FlopsProfiler
 from .ranks import (
     check_micro_batches,
     check_sequence_ranks,
@@ -138,6 +139,9 @@ class Config(Section):
     fp16: Annotated[Fp16, AsRead()] = Field(default_factory=Fp16.model_construct)
     bf16: Annotated[Bf16, AsRead()] = Field(default_factory=Bf16.model_construct)
     comms_logger: Annotated[CommsLog, AsRead()] = Field(default_factory=CommsLog.model_construct)
+    flops_profiler: Annotated[FlopsProfiler, AsRead()] = Field(
+        default_factory=FlopsProfiler.model_construct
+    )
     torch_autocast: Annotated[TorchAutocast, AsRead()] = Field(
         default_factory=TorchAutocast.model_construct
     )

@@ -51,17 +51,6 @@ HYBRID_ENGINE = Group(
     "inference kernels inside training",
 )
 
-FLOPS_PROFILER = Group(
-    {
-        "enabled": _switch("the flops profiler"),
-        "recompute_fwd_factor": Detail(NUMBER),
-        **details(whole(-1), "profile_step", "module_depth", "top_modules"),
-        "detailed": Detail(FLAG),
-        "output_file": Detail(TEXT),
-    },
-    "counts floating-point operations by module",
-)
-
 NEBULA = Group(
     {
         "enabled": _switch("saving to Nebula"),
@@ -155,7 +144,6 @@ TOP_LEVEL_KEYS: dict[str, Entry] = {
     "amp": AMP,
     "autotuning": AUTOTUNING,
     "hybrid_engine": HYBRID_ENGINE,
-    "flops_profiler": FLOPS_PROFILER,
     "nebula": NEBULA,
     "progressive_layer_drop": PROGRESSIVE_LAYER_DROP,
     "curriculum_learning": CURRICULUM_LEARNING,

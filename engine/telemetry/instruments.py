@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ...ops.comm.collectives import Collectives
 from ...zero.core.sharded_model import ShardedModel
 from ..config.config import Config
+from ..profiling.steps import build_profiler
 from .monitor import Monitor, build_monitor
 from .report import StepReport
 from .timers import build_throughput, build_timers
@@ -41,7 +42,9 @@ def build_instruments(
     monitor = build_monitor(config, dist.get_rank())
     timers, throughput = build_timers(config, device), build_throughput(config, device)
     traffic = build_traffic(opened, sharded, enabled=config.comms_logger.enabled)
-    return Instruments(monitor, StepReport(config, monitor, timers, throughput, traffic))
+    profiler = build_profiler(config, sharded.collectives)
+    report = StepReport(config, monitor, timers, throughput, traffic, profiler)
+    return Instruments(monitor, report)
 
 
 def log_notes(config: Config, rank: int) -> None:

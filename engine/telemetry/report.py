@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..config.config import Config
 from ..data.loaders import RepeatingLoader
+from ..profiling.steps import StepProfiler
 from .monitor import Monitor
 from .timers import Throughput, Timers, memory_use
 from .traffic import Traffic
@@ -47,7 +48,9 @@ class StepReport:
         timers: Timers,
         throughput: Throughput,
         traffic: Traffic,
+        profiler: StepProfiler,
     ) -> None:
+        self.profiler = profiler
         self._config = config
         self._monitor = monitor
         self._timers = timers
@@ -57,8 +60,8 @@ class StepReport:
         self._collects = monitor.enabled or config.steps_per_print is not None
 
     def region(self, name: str) -> AbstractContextManager[None]:
-        """Time the `with` block, if the config enables timers."""
-        return self._timers.region(name)
+        """Time and profile the `with` block, as the config says."""
+        return self.profiler.region(name, self._timers.region(name))
 
     def add_loss(self, loss: Tensor) -> None:
         """Add a micro-batch's share of the step's loss."""
@@ -71,6 +74,7 @@ class StepReport:
 
     def step(self, engine: Reported) -> None:
         """Report an optimizer step that has ended, applied or skipped."""
+        self.profiler.step()
         self._throughput.step(engine.train_batch_size())
         losses, self._losses = self._losses, []
         milliseconds = self._timers.take_milliseconds()

@@ -164,7 +164,7 @@ def test_the_callers_dict_is_never_changed():
         ("compile.deepcompile", True, "not supported yet"),
         ("autotuning.enabled", True, "not supported yet"),
         ("hybrid_engine.enabled", True, "not supported yet"),
-        ("flops_profiler.enabled", True, "not supported yet"),
+        ("flops_profiler.profile_step", [3, 1], "the first not above the last"),
         ("nebula.enabled", True, "not supported yet"),
         ("progressive_layer_drop.enabled", True, "not supported yet"),
         ("curriculum_learning.enabled", True, "not supported yet"),
