@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, final
 from pydantic import Field
 
 from ...offload.config import Aio
-from ...ops.config import Ops, check_ops
+from ...ops.config import Ops
 from ...ops.watch.config import WatchConfig
 from ...pipe.config import ONE_STAGE, Pipeline
 from ...tensor.config import LongSequences, TensorParallel
@@ -27,24 +27,15 @@ from ...zero.config import ZeroConfig
 from .auto import COMPUTED, fill_auto, note_auto
 from .batch import DATA_RANKS, WORLD_SIZE, solve_batch
 from .checkpoint import Checkpoint
-from .compile import Compile, check_compile
-from .elasticity import Elasticity, check_elasticity, elastic_batch
-from .messages import check_messages
-from .mics import check_mics, complaints_of_ranks
-from .offloading import check_guesses, check_old_names, check_paths
+from .compile import Compile
+from .elasticity import Elasticity, elastic_batch
+from .mics import complaints_of_ranks
 from .one_bit import check_model_ranks
-from .optimizer import OptimizerConfig, check_optimizer
-from .precision import check_precision
+from .optimizer import OptimizerConfig
 from .profiling import FlopsProfiler
-from .ranks import (
-    check_micro_batches,
-    check_sequence_ranks,
-    check_slices,
-    check_stages,
-    mesh_of,
-)
+from .ranks import check_micro_batches, mesh_of
 from .refused import TOP_LEVEL_KEYS
-from .scheduler import SchedulerConfig, check_scheduler
+from .scheduler import SchedulerConfig
 from .sections import (
     ActivationCheckpointing,
     Bf16,
@@ -59,6 +50,7 @@ from .sections import (
     Wandb,
 )
 from .text import read_source
+from .together import check_sequences_of, check_stages_of, check_together
 
 Flag = Annotated[bool, FLAG]
 Count = Annotated[int, whole(1)]
@@ -244,7 +236,7 @@ class Config(Section):
         pipeline = self.pipeline.model_copy(update={"stages": stages})
         notes = tuple(note for note in self.notes if not note.endswith(ONE_STAGE))
         changed = self.model_copy(update={"pipeline": pipeline, "notes": notes})
-        _check_stages(changed, report)
+        check_stages_of(changed, report)
         check_model_ranks(self.optimizer, changed.model_ranks, report)
         if report.complaints:
             raise ConfigError(report.complaints, self.source)
@@ -259,7 +251,7 @@ class Config(Section):
         section = self.sequence.model_copy(update={"cut_by": "script"})
         changed = self.model_copy(update={"sequence_parallel_size": ranks, "sequence": section})
         report = Report()
-        _check_sequences(changed, report)
+        check_sequences_of(changed, report)
         check_model_ranks(self.optimizer, changed.model_ranks, report)
         if report.complaints:
             raise ConfigError(report.complaints, self.source)
@@ -282,7 +274,7 @@ def parse_config(
         report.complain("config", data, "must be an object {...}")
         raise ConfigError(report.complaints, name)
     fill_auto(_prepare(data, report), auto or {}, canonical_path, report)
-    config = _check_whole(read_section(Config, data, "", report), data, report)
+    config = check_together(read_section(Config, data, "", report), data, report)
     note_auto(report, lambda path: _default_of(config, path))
     config = config.model_copy(update={"auto_keys": tuple(report.auto_keys)})
     sizes: dict[str, int] = {}
@@ -329,65 +321,6 @@ def _prepare(data: dict[str, Any], report: Report) -> dict[str, Any]:
                 "(in DeepSpeed the section alone does nothing)"
             )
     return data
-
-
-def _check_whole(config: Config, data: Mapping[str, Any], report: Report) -> Config:
-    """Check what depends on several sections; make optimizer, scheduler and leaf modules canonical."""
-    check_old_names(config.zero_optimization, report)
-    zero = config.zero_optimization.with_leaf_modules().with_old_names()
-    changes: dict[str, Any] = {"zero_optimization": zero}
-    if config.optimizer is not None:
-        changes["optimizer"] = check_optimizer(config.optimizer, report)
-    if config.scheduler is not None:
-        changes["scheduler"] = check_scheduler(config.scheduler, report)
-    check_precision(config, config.data_types.param_dtype, report)
-    if zero.offload_param.device != "none" and zero.stage < 3:
-        report.complain(
-            "zero_optimization.offload_param.device",
-            zero.offload_param.device,
-            f"parameters are sharded at stage 3 only, and the stage is {zero.stage}: set stage to 3, or the "
-            'device to "none" (offload_optimizer works at every stage)',
-        )
-    check_guesses(changes.get("optimizer"), zero, report)
-    check_paths(zero, report)
-    check_mics(zero, report)
-    check_messages(changes.get("optimizer"), changes.get("scheduler"), zero, report)
-    check_model_ranks(changes.get("optimizer"), config.model_ranks, report)
-    check_compile(config.compile, config.zero_optimization.stage, report)
-    check_ops(config.ops, report)
-    check_elasticity(config.elasticity, data, report)
-    _check_stages(config, report)
-    chosen = changes.get("optimizer")
-    check_slices(config.tensor_parallel, chosen.type if chosen is not None else None, report)
-    _check_sequences(config, report)
-    if data.get("gradient_clipping") is None:
-        report.notes.append(
-            "gradient_clipping is not given: gradients are not clipped "
-            "(DeepSpeed clips at 1.0 since version 0.19)"
-        )
-    return config.model_copy(update=changes)
-
-
-def _check_sequences(config: Config, report: Report) -> None:
-    check_sequence_ranks(
-        config.sequence_parallel_size,
-        cuts=config.sequence.cut_by == "engine",
-        stages=config.pipeline.stages,
-        report=report,
-    )
-
-
-def _check_stages(config: Config, report: Report) -> None:
-    check_stages(
-        config.pipeline,
-        config.elasticity,
-        config.zero_optimization,
-        report,
-        counts_micro_batches=config.managed_gradient_accumulation,
-        recomputes=config.activation_checkpointing.enabled,
-        tensor_ranks=config.tensor_parallel.size,
-        sequence_ranks=config.sequence_parallel_size,
-    )
 
 
 def _batch(config: Config, world_size: int) -> tuple[list[str], dict[str, int]]:
