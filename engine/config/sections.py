@@ -106,22 +106,23 @@ class TorchAutocast(Section):
 
 @final
 class CommsLog(Section):
-    """Bytes of messages in the report of each printed step."""
-
-    others: ClassVar[Mapping[str, Entry]] = {
-        **dict.fromkeys(
-            ("verbose", "debug", "prof_all"),
-            NoEffect(
-                FLAG, "bytes of all kinds are reported together; `watch` records each message"
-            ),
-        ),
-        "prof_ops": NoEffect(list_of(TEXT), "bytes of all kinds are reported"),
-    }
+    """A log of the engine's collectives: `engine.comms_summary()`; and bytes in the report of printed steps."""
 
     enabled: Flag = Field(
         False,
-        description="a step's report has the bytes that rank 0 sent by kind, and how many of them to other "
-        "hosts; with lossy messages also the ratio to exact ones, and the norm of what was not sent",
+        description="collectives are counted and timed; a step's report has the bytes that rank 0 sent by kind "
+        "and how many of them to other hosts; with lossy messages also the ratio to exact ones, and the norm "
+        "of what was not sent",
+    )
+    prof_all: Flag = Field(True, description="all operations are counted and timed")
+    prof_ops: Annotated[tuple[str, ...], list_of(TEXT)] = Field(
+        (),
+        description='the operations that are counted and timed where prof_all is false, e.g. "all_reduce"',
+    )
+    verbose: Flag = Field(False, description="rank 0 logs a line for each collective")
+    debug: Flag = Field(
+        False,
+        description="operations are counted apart by what they are of, e.g. a unit of the model",
     )
 
 

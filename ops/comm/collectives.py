@@ -25,6 +25,7 @@ from ..watch import Mark, Store, Watch
 from ..watch.config import WatchConfig
 from ..watch.sentinel import start_watching, stop_watching
 from .handles import Handle
+from .message_log import MessageLog, clock_of
 
 TAG_BASE = 0x5D000  # above the small tags that a user's own send and recv are likely to use
 TAGS_PER_BUFFER = 2
@@ -80,9 +81,11 @@ class Collectives(ABC):
         self._watch: Watch
         if part_of is not None:
             self._watch = part_of.world._watch
+            self.message_log = part_of.world.message_log  # of all groups of the engine
             self._ranks = self._members = part_of.ranks
             return
         self._watch = Watch(rank, world_size, instance, partial(_store_of, group))
+        self.message_log = MessageLog(rank, clock_of(device))
         self._watch.name(CONTROL_BUFFER, "norms and flags")
         self._watch.name(ACCESS_BUFFER, "a parameter")
 
@@ -101,25 +104,57 @@ class Collectives(ABC):
 
     def _record(
         self,
+        operation: str,
         kind: str,
         buffer: int,
         what: str = "",
         tensor: Tensor | None = None,
         *,
-        is_message: bool = False,
+        peer: int | None = None,
     ) -> Mark:
-        """Record the start of a collective; of a message there is no second start to compare with."""
+        """Record the start of a collective. Of a message there is no second start to compare with.
+
+        operation: one of those in bandwidth.py. peer: of a message, the other rank of this group.
+        """
         mark = self._watch.start(kind, buffer, what, tensor)
-        mark.members = () if is_message else self._members
+        mark.members = self._members if peer is None else ()
+        if self.message_log.is_on:
+            self._time(mark, operation, peer)
         return mark
+
+    def _time(self, mark: Mark, operation: str, peer: int | None = None) -> None:
+        """Let the log measure the collective of `mark`."""
+        of_shards = self.world_size if operation == "all_gather" else 1
+        ranks = self._ranks
+        members = ranks if peer is None else sorted((ranks[self.rank], ranks[peer]))
+        mark.timed = self.message_log.start(
+            operation,
+            mark.size_bytes * of_shards,
+            members,
+            lambda: self._watch.call(mark.key).partition(" of ")[2],
+        )
+
+    def _of_size(self, mark: Mark, numel: int) -> None:
+        """`mark`, whose collective is of `numel` elements in all."""
+        if mark.timed is not None and mark.dtype is not None:
+            mark.timed.size_bytes = numel * mark.dtype.itemsize
+
+    def _of_parts(self, mark: Mark, parts: Sequence[Tensor]) -> None:
+        """`mark`, whose collective is of all `parts`."""
+        if mark.timed is not None:
+            self._of_size(mark, sum(part.numel() for part in parts))
 
     @contextmanager
     def _guard(
-        self, kind: str, buffer: int, what: str = "", tensor: Tensor | None = None
+        self, operation: str, kind: str, buffer: int, what: str = "", tensor: Tensor | None = None
     ) -> Iterator[Mark]:
         with self._watch.guard(kind, buffer, what, tensor) as mark:
             mark.members = self._members
+            if self.message_log.is_on:
+                self._time(mark, operation)
             yield mark
+            if mark.timed is not None:
+                mark.timed.end()
 
     def start_watching(self, section: WatchConfig, timeout_seconds: float) -> None:
         """Let the process's watcher serve this rank until `stop_watching`, where the group has a store.
@@ -314,12 +349,12 @@ class Collectives(ABC):
         what: the subject in the message where a rank does not take part.
         """
         self._count("broadcast", tensor if self.rank == source else tensor.new_empty(0))
-        with self._guard("broadcast", CONTROL_BUFFER, what, tensor):
+        with self._guard("broadcast", "broadcast", CONTROL_BUFFER, what, tensor):
             dist.broadcast(tensor, group=self.group, group_src=source)
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
-        with self._guard("barrier", CONTROL_BUFFER, "all ranks"):
+        with self._guard("barrier", "barrier", CONTROL_BUFFER, "all ranks"):
             dist.barrier(self.group)
 
     def store(self) -> Store | None:

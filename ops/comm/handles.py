@@ -59,7 +59,9 @@ class InFlight(Handle):
         self._finish = finish
 
     def wait(self) -> None:
-        peer = None
+        timed, peer = self._mark.timed, None
+        if timed is not None:
+            timed.begin_wait()
         try:
             for peer, work in self._works:  # noqa: B007 (the message names it)
                 begin_seconds = self._watch.begin_wait(self._mark)  # each has the whole timeout
@@ -71,3 +73,5 @@ class InFlight(Handle):
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
+        if timed is not None:
+            timed.end()

@@ -40,7 +40,9 @@ class Native(Collectives):
             self._watch.probe = Probe(device)
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
-        return self._all_gather(self._record(kind, buffer, tensor=shard), flat, shard, kind)
+        return self._all_gather(
+            self._record("all_gather", kind, buffer, tensor=shard), flat, shard, kind
+        )
 
     def _all_gather(self, mark: Mark, flat: Tensor, shard: Tensor, kind: str) -> Handle:
         self._count(kind, shard)
@@ -50,7 +52,7 @@ class Native(Collectives):
     def reduce_scatter(
         self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
     ) -> Handle:
-        mark = self._record(kind, buffer, tensor=flat)
+        mark = self._record("reduce_scatter", kind, buffer, tensor=flat)
         direct = not add and out.dtype == flat.dtype
         target = out if direct else flat.new_empty(out.numel())
         self._count(kind, target)
@@ -70,7 +72,7 @@ class Native(Collectives):
         for owner, (start, stop) in enumerate(bounds):
             if stop > start:
                 part = mine if owner == self.rank else mine.new_empty(stop - start)
-                with self._guard("access", ACCESS_BUFFER, tensor=part):
+                with self._guard("broadcast", "access", ACCESS_BUFFER, tensor=part):
                     dist.broadcast(part, group=self.group, group_src=owner)
                 if out is not None:
                     out[start:stop] = part
@@ -83,7 +85,8 @@ class Native(Collectives):
         self.all_gather(whole, shard, buffer=buffer, kind="all_gather").wait()
 
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
-        with self._guard("access", ACCESS_BUFFER, tensor=out):
+        with self._guard("scatter", "access", ACCESS_BUFFER, tensor=out) as mark:
+            self._of_size(mark, bounds[-1][1])
             if self.rank == source:
                 assert full is not None
                 for peer, (start, stop) in enumerate(bounds):
@@ -95,20 +98,20 @@ class Native(Collectives):
                 dist.recv(out, group=self.group, group_src=source)
 
     def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
-        mark = self._record("send", MESSAGE_BUFFER, what, tensor, is_message=True)
+        mark = self._record("send", "send", MESSAGE_BUFFER, what, tensor, peer=peer)
         self._count_parts(kind, tensor, peer)
         work = dist.isend(tensor, group=self.group, group_dst=peer)
         return InFlight(self._watch, mark, [(self._ranks[peer], work)])
 
     def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
-        mark = self._record("receive", MESSAGE_BUFFER, what, tensor, is_message=True)
+        mark = self._record("receive", "receive", MESSAGE_BUFFER, what, tensor, peer=peer)
         work = dist.irecv(tensor, group=self.group, group_src=peer)
         return InFlight(self._watch, mark, [(self._ranks[peer], work)])
 
     def all_reduce(
         self, tensor: Tensor, *, what: str, kind: str, buffer: int = ACTIVATION_BUFFER
     ) -> Handle:
-        mark = self._record(kind, buffer, what, tensor)
+        mark = self._record("all_reduce", kind, buffer, what, tensor)
         self._count_all_reduce(kind, tensor)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return InFlight(self._watch, mark, [(None, work)])
@@ -122,7 +125,8 @@ class Native(Collectives):
         kind: str,
         buffer: int = ACTIVATION_BUFFER,
     ) -> Handle:
-        mark = self._record(kind, buffer, what, parts[0])
+        mark = self._record("all_to_all", kind, buffer, what, parts[0])
+        self._of_parts(mark, parts)
         for peer, part in enumerate(parts):
             if peer != self.rank:
                 self._count_parts(kind, part, peer)
@@ -134,6 +138,6 @@ class Native(Collectives):
     ) -> tuple[Tensor, Handle]:
         table = values.new_empty(self.world_size * values.numel())
         kind = "access" if buffer == ACCESS_BUFFER else "exchange"
-        mark = self._record(kind, buffer, what, values)
+        mark = self._record("all_gather", kind, buffer, what, values)
         handle = self._all_gather(mark, table, values.contiguous(), "control")
         return table.view(self.world_size, -1), handle

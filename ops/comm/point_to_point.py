@@ -86,7 +86,7 @@ class PeerToPeer(Collectives):
         return works
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
-        mark = self._record(kind, buffer, tensor=shard)
+        mark = self._record("all_gather", kind, buffer, tensor=shard)
         return self._all_gather(mark, flat, shard, self._tag(buffer), kind)
 
     def _all_gather(self, mark: Mark, flat: Tensor, shard: Tensor, tag: int, kind: str) -> Handle:
@@ -105,7 +105,7 @@ class PeerToPeer(Collectives):
     def reduce_scatter(
         self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
     ) -> Handle:
-        mark = self._record(kind, buffer, tensor=flat)
+        mark = self._record("reduce_scatter", kind, buffer, tensor=flat)
         parts = {self.rank: self.shard_of(flat)}
         for peer in self._peers:
             parts[peer] = self._scratch.take(out.numel(), flat.dtype, flat.device)
@@ -127,7 +127,9 @@ class PeerToPeer(Collectives):
     def collect(
         self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
     ) -> None:
-        mark = self._record("access", ACCESS_BUFFER, tensor=mine)
+        name = "all_gather" if target is None else "gather"
+        mark = self._record(name, "access", ACCESS_BUFFER, tensor=mine)
+        self._of_size(mark, bounds[-1][1])
         receives = []
         for peer in self._peers if target in (None, self.rank) else []:
             start, stop = bounds[peer]
@@ -146,7 +148,7 @@ class PeerToPeer(Collectives):
     def serve(
         self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], *, buffer: int
     ) -> None:
-        mark = self._record("all_gather", buffer, tensor=shard)
+        mark = self._record("all_gather", "all_gather", buffer, tensor=shard)
         receives = []
         if flat is not None:
             receives = [(peer, self.shard_of(flat, peer)) for peer in self._peers]
@@ -158,7 +160,8 @@ class PeerToPeer(Collectives):
         InFlight(self._watch, mark, works).wait()
 
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
-        mark = self._record("access", ACCESS_BUFFER, tensor=out)
+        mark = self._record("scatter", "access", ACCESS_BUFFER, tensor=out)
+        self._of_size(mark, bounds[-1][1])
         receives, sends = [], []
         if self.rank == source:
             assert full is not None
@@ -175,7 +178,7 @@ class PeerToPeer(Collectives):
     def all_reduce(
         self, tensor: Tensor, *, what: str, kind: str, buffer: int = ACTIVATION_BUFFER
     ) -> Handle:
-        mark = self._record(kind, buffer, what, tensor)
+        mark = self._record("all_reduce", kind, buffer, what, tensor)
         self._count_all_reduce(kind, tensor)
         flat = tensor.view(-1)
         tag = self._small_tag(buffer, flat) if buffer < 0 else self._tag(buffer) + 1
@@ -188,7 +191,7 @@ class PeerToPeer(Collectives):
         return self.world_size == 2 and flat.numel() * flat.element_size() <= WHOLE_BYTES
 
     def sum_whole(self, flat: Tensor, *, buffer: int, kinds: tuple[str, str]) -> Handle:
-        mark = self._record(kinds[0], buffer, tensor=flat)
+        mark = self._record("all_reduce", kinds[0], buffer, tensor=flat)
         for kind in kinds:
             self._count(kind, self.shard_of(flat))
         return self._exchange_whole(mark, flat, self._tag(buffer) + 1)
@@ -197,7 +200,7 @@ class PeerToPeer(Collectives):
         if self.world_size > 2:
             self.all_reduce(tensor, what=what, kind=kind).wait()
             return
-        mark = self._record(kind, ACTIVATION_BUFFER, what, tensor)
+        mark = self._record("all_reduce", kind, ACTIVATION_BUFFER, what, tensor)
         self._count_all_reduce(kind, tensor)
         flat = tensor.view(-1)
         other = self._scratch.take(flat.numel(), flat.dtype, flat.device)
@@ -263,7 +266,8 @@ class PeerToPeer(Collectives):
         kind: str,
         buffer: int = ACTIVATION_BUFFER,
     ) -> Handle:
-        mark = self._record(kind, buffer, what, parts[self.rank])
+        mark = self._record("all_to_all", kind, buffer, what, parts[self.rank])
+        self._of_parts(mark, parts)
         outs[self.rank].copy_(parts[self.rank])
         receives = [(peer, outs[peer]) for peer in self._peers if outs[peer].numel()]
         sends = [(peer, parts[peer]) for peer in self._peers if parts[peer].numel()]
@@ -273,13 +277,13 @@ class PeerToPeer(Collectives):
         return InFlight(self._watch, mark, self._start(mark, tag, receives, sends))
 
     def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
-        mark = self._record("send", MESSAGE_BUFFER, what, tensor, is_message=True)
+        mark = self._record("send", "send", MESSAGE_BUFFER, what, tensor, peer=peer)
         works = self._start(mark, self._message_tag(number), [], [(peer, tensor)])
         self._count_parts(kind, tensor, peer)
         return InFlight(self._watch, mark, works)
 
     def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
-        mark = self._record("receive", MESSAGE_BUFFER, what, tensor, is_message=True)
+        mark = self._record("receive", "receive", MESSAGE_BUFFER, what, tensor, peer=peer)
         works = self._start(mark, self._message_tag(number), [(peer, tensor)], [])
         return InFlight(self._watch, mark, works)
 
@@ -306,7 +310,7 @@ class PeerToPeer(Collectives):
     def _table_of(self, values: Tensor, buffer: int, what: str) -> tuple[Mark, Tensor, int]:
         """Of a small gather: its mark, the table with own `values`, its tag."""
         kind = "access" if buffer == ACCESS_BUFFER else "exchange"
-        mark = self._record(kind, buffer, what, values)
+        mark = self._record("all_gather", kind, buffer, what, values)
         table = values.new_empty(self.world_size, values.numel())
         table[self.rank] = values
         return mark, table, self._small_tag(buffer, values)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, final
 if TYPE_CHECKING:
     import torch
 
+    from ..comm.message_log import Timed
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 PACKAGES = (
     "ops",
@@ -44,11 +46,12 @@ class Mark:
 
     members: the ranks that take part; None: all.
     numel, dtype: of this rank's input. Seconds are those of time.monotonic; 0 means not yet.
+    timed: its measurement, where collectives are logged.
     """
 
     __slots__ = (
         *("kind", "buffer", "what", "number", "serial"),
-        *("numel", "dtype", "place", "started_seconds", "ended_seconds", "members"),
+        *("numel", "dtype", "place", "started_seconds", "ended_seconds", "members", "timed"),
     )
 
     def __init__(  # noqa: PLR0913
@@ -65,6 +68,7 @@ class Mark:
         self.started_seconds = started_seconds
         self.ended_seconds = 0.0
         self.members: tuple[int, ...] | None = None
+        self.timed: Timed | None = None
 
     @property
     def key(self) -> tuple[str, int, str]:

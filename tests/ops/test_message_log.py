@@ -1,0 +1,168 @@
+"""Tests of the log of collectives: operations, sizes, counts, bandwidths, and moments of a device."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+
+from xds.ops.comm.bandwidth import ALIASES, OPERATIONS, bus_factor, gbps
+from xds.ops.comm.collectives import Collectives
+from xds.ops.comm.message_log import Clock, LogOptions, MessageLog, binary_size
+from xds.ops.comm.native import Native
+from xds.ops.comm.opening import open_collectives
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("operation", "of_2", "of_8"),
+    [
+        ("all_reduce", 1.0, 1.75),
+        ("all_gather", 0.5, 0.875),
+        ("reduce_scatter", 0.5, 0.875),
+        ("all_to_all", 0.5, 0.875),
+        ("gather", 0.5, 0.875),
+        ("scatter", 0.5, 0.875),
+        ("broadcast", 1.0, 1.0),
+        ("reduce", 1.0, 1.0),
+        ("send", 1.0, 1.0),
+        ("irecv", 1.0, 1.0),
+        ("all_gather_into_tensor", 0.5, 0.875),
+        ("inference_all_reduce", 1.0, 1.75),
+    ],
+)
+def test_bus_factors_of_nccl_tests(operation: str, of_2: float, of_8: float) -> None:
+    assert (bus_factor(operation, 2), bus_factor(operation, 8)) == (of_2, of_8)
+
+
+def test_every_name_has_a_factor() -> None:
+    assert all(bus_factor(name, 3) > 0 for name in (*OPERATIONS, *ALIASES))
+    assert gbps(1e9, 8.0) == 1000.0
+    assert gbps(1e9, 0.0) == 0.0
+
+
+def test_sizes_in_text() -> None:
+    texts = [binary_size(size) for size in (0, 1, 1023, 1024, 1536, 711_639_040)]
+    assert texts == ["0B", "1.0 B", "1023.0 B", "1.0 KB", "1.5 KB", "678.67 MB"]
+
+
+def call_all(collectives: Collectives) -> None:
+    """One call of everything, of fp32 tensors."""
+    rank, world = collectives.rank, collectives.world_size
+    flat, shard = torch.zeros(6 * world), torch.zeros(6)
+    collectives.all_gather(flat, shard, buffer=0, kind="gather").wait()
+    collectives.reduce_scatter(flat, shard, add=False, buffer=0, kind="reduce").wait()
+    collectives.all_reduce(torch.zeros(10), what="x", kind="tensor").wait()
+    collectives.sum(torch.zeros(3), what="x", kind="tensor")
+    uneven = 0 if isinstance(collectives, Native) else 1  # gloo's own takes equal parts alone
+    parts = [torch.zeros(2 + uneven * peer) for peer in range(world)]
+    outs = [torch.zeros(2 + uneven * rank) for _ in range(world)]
+    collectives.all_to_all(outs, parts, what="x", kind="tokens").wait()
+    collectives.gather_small(torch.zeros(2))
+    collectives.broadcast(torch.zeros(5))
+    collectives.barrier()
+    if rank == 0:
+        collectives.send(torch.zeros(7), 1, number=0, what="x", kind="pipe").wait()
+    if rank == 1:
+        collectives.receive(torch.zeros(7), 0, number=0, what="x").wait()
+
+
+def logged(native: bool, options: LogOptions | None) -> dict[tuple[str, int, int], int]:
+    group = dist.group.WORLD
+    assert group is not None
+    collectives = Native(group, CPU) if native else open_collectives(group, CPU)
+    log = collectives.message_log
+    if options is not None:
+        log.configure(options, enabled=True)
+    call_all(collectives)
+    found = {}
+    for key, row in log.rows().items():
+        assert 0 < row.total_milliseconds
+        assert 0 <= row.waited_milliseconds <= row.total_milliseconds
+        found[key.label, key.size_bytes, len(key.members)] = row.count
+    return found
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_operations_and_whole_sizes(native: bool, world: int) -> None:
+    results = run_ranks(logged, world, native, LogOptions())
+    for rank, found in enumerate(results):
+        want = {
+            ("all_gather", 24 * world, world): 1,
+            ("reduce_scatter", 24 * world, world): 1,
+            ("all_reduce", 40, world): 1,
+            ("all_reduce", 12, world): 1,
+            ("all_to_all", 4 * sum(2 + (not native) * peer for peer in range(world)), world): 1,
+            ("all_gather", 8 * world, world): 1,
+            ("broadcast", 20, world): 1,
+            ("barrier", 0, world): 1,
+        }
+        if rank < 2:
+            want["send" if rank == 0 else "receive", 28, 2] = 1
+        assert found == want
+
+
+def test_off_and_chosen() -> None:
+    assert run_ranks(logged, 2, False, None) == [{}, {}]
+    chosen = LogOptions(prof_all=False, prof_ops=("all_gather_into_tensor", "broadcast"))
+    for found in run_ranks(logged, 2, False, chosen):
+        assert {operation for operation, *_ in found} == {"all_gather", "broadcast"}
+
+
+def test_debug_names_the_subject() -> None:
+    labels = {label for label, *_ in run_ranks(logged, 2, False, LogOptions(debug=True))[0]}
+    assert {"all_gather | [flat buffer 0]", "all_gather | [norms and flags]"} <= labels
+    assert "send | [x]" in labels
+
+
+class Ticks(Clock):
+    """Every moment is one after the last; those up to `reached` are over."""
+
+    def __init__(self) -> None:
+        self.count = self.reached = 0
+
+    def now(self) -> Any:
+        self.count += 1
+        return self.count
+
+    def is_over(self, moment: Any) -> bool:
+        return bool(moment <= self.reached)
+
+    def milliseconds(self, start: Any, end: Any) -> float:
+        self.reached = max(self.reached, end)
+        return float(end - start)
+
+
+def test_moments_of_a_device_are_read_when_they_are_over(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Ticks()
+    log = MessageLog(0, clock)
+    log.configure(LogOptions(verbose=True), enabled=True)
+    first = log.start("all_reduce", 2048, (0, 1), lambda: "x")
+    second = log.start("broadcast", 0, (0, 1), lambda: "x")
+    assert first is not None
+    assert second is not None
+    first.begin_wait()
+    first.begin_wait()
+    with caplog.at_level(logging.INFO, "xds"):
+        first.end()
+        first.end()
+        second.end()  # it never waited: all its time counts
+        assert not caplog.records  # the device has not reached their ends
+        found = {key.label: row for key, row in log.rows().items()}
+    assert [record.getMessage() for record in caplog.records] == [
+        "comm op: all_reduce | time (ms): 3.00 | msg size: 2.0 KB | algbw (Gbps): 0.01 | busbw (Gbps): 0.01",
+        "comm op: broadcast | time (ms): 3.00 | msg size: 0B | algbw (Gbps): 0.00 | busbw (Gbps): 0.00",
+    ]
+    assert (found["all_reduce"].total_milliseconds, found["all_reduce"].waited_milliseconds) == (
+        3,
+        1,
+    )
+    assert found["broadcast"].waited_milliseconds == 3
+    log.reset()
+    assert log.rows() == {}
