@@ -1,11 +1,39 @@
 """Build script. The repository root is the package: the folder zero/ is xds.zero."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
+
+# At the start of every Python of the environment: where the variable XDS_AS_DEEPSPEED is set, `import deepspeed`
+# finds xds.deepspeed (see deepspeed/stand_in/). Elsewhere it costs the reading of one variable.
+AS_DEEPSPEED = "xds_as_deepspeed.pth"
+AS_DEEPSPEED_LINE = (
+    "import os; os.environ.get('XDS_AS_DEEPSPEED', '').lower() in ('', '0', 'false') or "
+    "__import__('xds.deepspeed.stand_in', fromlist=['activate']).activate()\n"
+)
+
+
+class EditableWheel(editable_wheel):
+    """Add the file for XDS_AS_DEEPSPEED to an editable installation."""
+
+    def _run_build_commands(self, dist_name, unpacked_wheel, build_lib, tmp_dir):
+        Path(unpacked_wheel, AS_DEEPSPEED).write_text(AS_DEEPSPEED_LINE)
+        return super()._run_build_commands(dist_name, unpacked_wheel, build_lib, tmp_dir)
 
 
 class BuildPy(build_py):
-    """Leave this script out of the wheel: it sits in the package's own folder."""
+    """Leave this script out of the wheel: it sits in the package's own folder. Add the same file to it."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            Path(self.build_lib, AS_DEEPSPEED).write_text(AS_DEEPSPEED_LINE)
+
+    def get_outputs(self, include_bytecode=True):
+        outputs = super().get_outputs(include_bytecode)
+        return outputs if self.editable_mode else [*outputs, str(Path(self.build_lib, AS_DEEPSPEED))]
 
     def find_package_modules(self, package, package_dir):
         modules = super().find_package_modules(package, package_dir)
@@ -33,7 +61,7 @@ setup(
     },
     package_dir={"xds": "."},
     packages=["xds", *(f"xds.{name}" for name in folders)],
-    package_data={"xds": ["py.typed"], "xds.ops": ["csrc/*/*"]},
+    package_data={"xds": ["py.typed"], "xds.ops": ["csrc/*/*"], "xds.deepspeed.stand_in": ["names.json"]},
     entry_points={"console_scripts": ["xds=xds.launcher.cli:main"]},
-    cmdclass={"build_py": BuildPy},
+    cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel},
 )

@@ -21,15 +21,17 @@ if TYPE_CHECKING:
     from .utils.logging import log_dist as log_dist
     from .utils.logging import logger as logger
 
+from .stand_in.finders import VERSION, install_table
+
 if __name__ == "deepspeed":
     raise ImportError(
         "`import deepspeed` found a folder of xds, because the root of the xds checkout is on sys.path: run "
         "from another folder or set PYTHONSAFEPATH=1; xds's version of DeepSpeed's names is xds.deepspeed"
     )
 
-# The DeepSpeed release whose names and defaults are implemented. Scripts compare it; they ignore the text after
-# "+".
-__version__ = "0.19.8+xds"
+# Scripts compare it; they ignore the text after "+".
+__version__ = f"{VERSION}+xds"
+__version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))
 
 _SOURCES = {
     "add_config_arguments": ".arguments",
@@ -45,8 +47,8 @@ _SOURCES = {
     "logger": ".utils.logging",
 }
 _MODULES = (
-    *("accelerator", "checkpointing", "comm", "linear", "moe", "ops", "pipe", "profiling"),
-    *("runtime", "sequence", "utils", "zero"),
+    *("accelerator", "checkpointing", "comm", "ops", "pipe", "profiling", "runtime"),
+    *("sequence", "utils", "zero"),
 )
 
 __all__ = sorted(_SOURCES)
@@ -68,4 +70,4 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_SOURCES, *_MODULES])
 
 
-import_module(".placeholder_modules", __name__).install()
+install_table()

@@ -140,3 +140,6 @@ def get_accelerator() -> Accelerator:
 
 
 __all__ = ["Accelerator", "get_accelerator"]
+
+# DeepSpeed has modules inside, which the table of names creates; not needed where this becomes a folder
+__path__: list[str] = []

@@ -95,3 +95,6 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_") and hasattr(dist, name):
         return getattr(dist, name)
     return placeholder(__name__, name)
+
+# DeepSpeed has modules inside, which the table of names creates; not needed where this becomes a folder
+__path__: list[str] = []

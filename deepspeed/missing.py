@@ -1,15 +1,24 @@
-"""DeepSpeed's names that xds does not implement: each can be imported and inspected, and raises when used.
+"""DeepSpeed's names that xds does not implement: each can be imported, derived from and compared.
 
 Scripts import more names than they use (`MoE` for one isinstance test, an optimizer for one branch).
-So an import alone must not fail.
+So an import alone must not fail. Calling such a name, or reading its attributes, raises one sentence.
+The table stand_in/names.json has every public name of DeepSpeed. Here stand the reasons.
 """
 
 from __future__ import annotations
 
+import builtins
+import enum
+from abc import ABCMeta
+from functools import lru_cache
+from importlib import import_module
 from typing import Any, NoReturn, final
 
 from ..utils.errors import UsageError
+from .stand_in.names import Name, modules, names_of
 
+_PACKAGE = __package__ or ""  # xds.deepspeed
+_WHOLE = ("class", "function", "value", "raises", "enum", "is")
 _MOE = (
     "expert parallelism is not supported yet; experts in a plain nn.ModuleList train at every stage, with all "
     "experts on each rank"
@@ -83,13 +92,11 @@ MISSING: dict[str, str] = {
         ("TiledLinear", "TiledLinearReturnBias"), "stage 3 shards a linear layer whole"
     ),
     "MiCS_Init": "zero_optimization.mics_shard_size needs no Init of its own; use zero.Init",
-    "DeepSpeedConfig": "use xds.Config.load, which takes the same JSON",
     "OnDevice": "build the model under `with torch.device('meta')` or `with zero.Init(config)`",
     **dict.fromkeys(("FlopsProfiler", "get_model_profile"), _PROFILER),
     **dict.fromkeys(("OptimizedLinear", "LoRAConfig", "QuantizationConfig"), _LINEAR),
     **dict.fromkeys(("compression", "init_compression", "redundancy_clean"), _ABSENT),
     **dict.fromkeys(("autotuning", "datastates", "nebula"), _ABSENT),
-    "elasticity": "xds.engine.elastic has compute_elastic_config; `xds elastic` prints its result",
     "compile": "torch.compile the model before initialize, or see the config's section compile",
     **dict.fromkeys(("checkpoint", "ds_to_universal"), _CHECKPOINT_TOOLS),
     "get_cuda_rng_tracker": _TENSOR,
@@ -141,6 +148,21 @@ MISSING_METHODS: dict[str, str] = {
 }
 
 
+# module -> why none of its names is there, for names without a reason above; the longest match counts
+AREAS: dict[str, str] = {
+    "": _ABSENT,
+    **dict.fromkeys(("inference", "module_inject", "model_implementations"), _INFERENCE),
+    "moe": _MOE,
+    "linear": _LINEAR,
+    "compile": "DeepCompile is not supported; see the config's section compile",
+    "ops": _KERNELS,
+    **dict.fromkeys(("nvme", "io", "runtime.swap_tensor"), _OFFLOAD),
+    "runtime.tensor_parallel": _TENSOR,
+    **dict.fromkeys(("runtime", "utils", "comm"), _INNER),
+    "checkpoint": _CHECKPOINT_TOOLS,
+}
+
+
 @final
 class NotCovered(UsageError, AttributeError):
     """An attribute that DeepSpeed has and xds does not implement; `hasattr` is False for it."""
@@ -151,38 +173,80 @@ def _message(name: str, why: str) -> str:
 
 
 @final
-class Missing(type):
-    """The type of a placeholder: nothing is an instance of it, and using it raises its message."""
-
-    def __new__(
-        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any
-    ) -> Missing:
-        for base in bases:
-            raise UsageError(f"class {name}: {base.__doc__}")
-        return super().__new__(mcs, name, bases, namespace)
+class Missing(ABCMeta):
+    """The type of a stand-in. It can be derived from; nothing is an instance; using it raises its message."""
 
     def __call__(cls, *args: object, **options: object) -> NoReturn:
-        raise UsageError(str(cls.__doc__))
+        raise UsageError(cls._text())
 
     def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("__"):
+        if name.startswith("_"):  # Python and its libraries ask for these
             raise AttributeError(name)
-        raise NotCovered(str(cls.__doc__))
+        raise NotCovered(cls._text())
+
+    def _text(cls) -> str:
+        """The message of the stand-in that `cls` is, or derives from."""
+        found = next(base for base in cls.__mro__ if "_why" in vars(base))
+        return str(vars(found)["_why"])
 
 
-def placeholder(module: str, name: str) -> Missing:
-    """The placeholder for `name` of `module`.
+def placeholder(module: str, name: str) -> Any:
+    """`name` of `module`, where no file of the layer has it: a constant, an exception, a module or a stand-in.
 
+    Args:
+        module: the module's own name, `xds.deepspeed.utils`.
     Raises:
-        AttributeError: DeepSpeed has no such name either, or xds does not know it.
+        AttributeError: DeepSpeed has no such name either.
     """
-    shown = module.replace("xds.", "", 1)
-    if name not in MISSING:
+    inside = module.removeprefix(_PACKAGE).lstrip(".")
+    found = names_of(inside).get(name)
+    is_own = found is None or (found.kind == "from" and found.source == inside)
+    if is_own and f"{inside}.{name}".lstrip(".") in modules():
+        return import_module(f"{module}.{name}")
+    if found is None and name in MISSING:
+        found = Name("class")  # an older or newer DeepSpeed has it
+    if found is None:
         raise AttributeError(
-            f"module {module!r} has no attribute {name!r}; docs/design/migration.md lists DeepSpeed's names"
+            f"module {module!r} has no attribute {name!r}; docs/migration.md lists DeepSpeed's names"
         )
-    text = _message(f"{shown}.{name}", MISSING[name])
-    return Missing(name, (), {"__doc__": text, "__module__": module})
+    return _made(inside, name, found.kind) if found.kind in _WHOLE else _elsewhere(inside, name, found)
+
+
+def _elsewhere(inside: str, name: str, found: Name) -> Any:
+    """A name that another module has; a stand-in where that module is not installed."""
+    package = found.source if found.kind == "python" else f"{_PACKAGE}.{found.source}".rstrip(".")
+    try:
+        module = import_module(package)
+        original = found.original if found.kind != "module" else ""
+        return getattr(module, original) if original else module
+    except (ImportError, AttributeError):
+        return _made(inside, name, "class")
+
+
+@lru_cache(maxsize=None)
+def _made(inside: str, name: str, kind: str) -> Any:
+    """The object for a name that no other module has; the same one at each call."""
+    found = names_of(inside).get(name, Name(kind))
+    module = f"{_PACKAGE}.{inside}".rstrip(".")
+    if kind == "is":
+        return found.value
+    if kind == "enum":
+        bases, members = found.value
+        mixin = {"str": str, "int": int}.get("".join(bases))
+        options = {} if mixin is None else {"type": mixin}
+        return enum.Enum(name, members, module=module, **options)  # type: ignore[call-overload]
+    if kind == "raises":
+        base = getattr(builtins, found.source)
+        return type(name, (base,), {"__module__": module, "__doc__": "As in DeepSpeed."})
+    shown = f"{module.replace('xds.', '', 1)}.{name}"
+    text = _message(shown, MISSING.get(name) or _reason(inside))
+    return Missing(name, (), {"__doc__": text, "_why": text, "__module__": module})
+
+
+def _reason(inside: str) -> str:
+    while inside not in AREAS:
+        inside = inside.rpartition(".")[0]
+    return AREAS[inside]
 
 
 def refuse_method(owner: str, name: str) -> None:

@@ -10,11 +10,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine.config.config import Config
+from ..engine.engine import Engine
 from ..engine.initialize import initialize as xds_initialize
 from ..pipe.module import PipelineModule
 from ..tensor.sequence.distributed import DistributedAttention
 from ..utils.errors import UsageError
+from ..utils.version import __version__
+from . import stand_in
 from .comm import init_distributed
+from .errors import raises_theirs
 from .runtime.engine import DeepSpeedEngine, PlainEngine
 from .runtime.pipe.engine import PipelineEngine
 from .sequence.layer import DistributedAttention as TheirAttention
@@ -25,6 +29,7 @@ GRADIENT_CLIPPING = 1.0  # DeepSpeed's default since 0.19; `xds.initialize` does
 Results = tuple[DeepSpeedEngine, Any, Any, Any]
 
 
+@raises_theirs
 def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
     args: Any = None,
     model: nn.Module | None = None,
@@ -84,7 +89,22 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
     is_pipeline = isinstance(model, PipelineModule) or made.num_stages > 1
     engine = (PipelineEngine if is_pipeline else PlainEngine)(made, collate_fn)
     groups.follow(engine.mpu, mpu if num_sequence > 1 else None)
+    _say_who_trains(made)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _say_who_trains(engine: Engine) -> None:
+    """The line of rank 0 that says which engine runs, where the script asked for another."""
+    if not stand_in.is_active() or dist.get_rank() != 0:
+        return
+    config = engine.config
+    precision = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+    ranks = dist.get_world_size()
+    print(
+        f"xds {__version__} stands in for deepspeed; stage {engine.zero_optimization_stage()}, "
+        f"{ranks} rank{'s' if ranks != 1 else ''}, {precision}",
+        flush=True,
+    )
 
 
 def _config_of(args: Any, config: Any, config_params: Any) -> Any:

@@ -70,3 +70,6 @@ def _refuse_amsgrad(name: str, amsgrad: bool) -> None:
 
 def __getattr__(name: str) -> Any:
     return placeholder(__name__, name)
+
+# DeepSpeed has modules inside, which the table of names creates; not needed where this becomes a folder
+__path__: list[str] = []

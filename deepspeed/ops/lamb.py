@@ -49,3 +49,6 @@ def FusedLamb(  # noqa: PLR0913 (DeepSpeed's arguments)
 
 def __getattr__(name: str) -> Any:
     return placeholder(__name__, name)
+
+# DeepSpeed has modules inside, which the table of names creates; not needed where this becomes a folder
+__path__: list[str] = []

@@ -1,0 +1,111 @@
+"""Finders for imports: DeepSpeed's modules that have no file here, and the package name `deepspeed`.
+
+They are plain objects: importlib.abc would take longer to import than all of this.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, final
+
+PACKAGE = __package__.rpartition(".")[0]  # xds.deepspeed
+ALIAS = "deepspeed"
+VERSION = "0.19.8"  # of DeepSpeed, whose names, defaults and meanings are implemented
+
+
+@final
+class TableFinder:
+    """Creates modules of the table of names: `xds.deepspeed.inference.v2`. Files win, see `install_table`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(f"{PACKAGE}."):
+            return None
+        from .names import modules
+
+        if fullname.removeprefix(f"{PACKAGE}.") not in modules():
+            return None
+        return ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        from ..missing import placeholder
+
+        shown = module.__name__.removeprefix(f"{PACKAGE.rpartition('.')[0]}.")
+        module.__doc__ = f"`{shown}`: xds has no such module; its names can be imported, see missing.py."
+        vars(module)["__getattr__"] = partial(placeholder, module.__name__)
+        vars(module)["__dir__"] = partial(_names_in, module.__name__)
+
+
+@final
+class AliasFinder:
+    """Finds `deepspeed` and `deepspeed.x`: the module objects of `xds.deepspeed` and `xds.deepspeed.x`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != ALIAS and not fullname.startswith(f"{ALIAS}."):
+            return None
+        own = _own_spec(PACKAGE + fullname.removeprefix(ALIAS))
+        if own is None:
+            return None
+        spec = ModuleSpec(fullname, self, origin=own.origin)  # type: ignore[arg-type]
+        spec.submodule_search_locations = own.submodule_search_locations
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(PACKAGE + spec.name.removeprefix(ALIAS))
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run under its own name. importlib has set the alias's spec, which is undone here."""
+        if module.__spec__ is not None and module.__spec__.loader_state is not None:
+            module.__spec__ = module.__spec__.loader_state
+
+    def find_distributions(self, context: Any = None) -> Iterator[Any]:
+        """What `importlib.metadata.version("deepspeed")` finds."""
+        name = getattr(context, "name", None)
+        if name is None or name.lower() == ALIAS:
+            from .distribution import Standing
+
+            yield Standing()
+
+
+def _own_spec(fullname: str) -> ModuleSpec | None:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(fullname)
+    except ModuleNotFoundError:  # a parent is missing
+        return None
+
+
+def _names_in(module: str) -> list[str]:
+    from .names import names_of
+
+    return sorted([*vars(sys.modules[module]), *names_of(module.removeprefix(f"{PACKAGE}."))])
+
+
+def install_table() -> None:
+    """Let imports find the modules of the table, after all files. A second call does nothing."""
+    if not any(isinstance(finder, TableFinder) for finder in sys.meta_path):
+        sys.meta_path.append(TableFinder())  # type: ignore[arg-type]
+
+
+def install_alias() -> None:
+    """Let imports find `deepspeed`, before all files. A second call does nothing."""
+    if not is_alias_installed():
+        sys.meta_path.insert(0, AliasFinder())  # type: ignore[arg-type]
+
+
+def is_alias_installed() -> bool:
+    return any(isinstance(finder, AliasFinder) for finder in sys.meta_path)
