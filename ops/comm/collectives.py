@@ -79,9 +79,10 @@ class Collectives(ABC):
         self._ranks: Sequence[int] = range(world_size)  # of this group, among all ranks
         self._members: tuple[int, ...] | None = None
         self._watch: Watch
+        self.message_log: MessageLog  # of all groups of the engine
         if part_of is not None:
             self._watch = part_of.world._watch
-            self.message_log = part_of.world.message_log  # of all groups of the engine
+            self.message_log = part_of.world.message_log
             self._ranks = self._members = part_of.ranks
             return
         self._watch = Watch(rank, world_size, instance, partial(_store_of, group))
