@@ -38,6 +38,10 @@ class StageStates(ABC):
         """Around a backward of a stage; `reduces`: it is the last of the stage before its reduction."""
 
     @abstractmethod
+    def weights(self) -> AbstractContextManager[Any]:
+        """Around the weight gradients of a stage that its backward left for later."""
+
+    @abstractmethod
     def hold(self, stage: int) -> None:
         """Gather the parameters of a stage until `release`."""
 
@@ -169,7 +173,8 @@ class Executor:
             self._of_micro_batches[op](stage, micro_batch)
 
     def _weight(self, stage: int, micro_batch: int) -> None:
-        self._weight_grads.run((stage, micro_batch))
+        with self._states.weights():
+            self._weight_grads.run((stage, micro_batch))
 
     def _send_forward(self, stage: int, micro_batch: int) -> None:
         flow = self._flows.pop((stage, micro_batch))

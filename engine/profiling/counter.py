@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 import torch
+from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -121,10 +122,18 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return flops // 2, flops
 
         def noted(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Work:
-            self.unknown[name] += 1
+            if _has_numbers(args if out is None else out):
+                self.unknown[name] += 1
             return NONE
 
         return noted if found is None else registered
+
+
+def _has_numbers(value: Any) -> bool:
+    """Whether a tensor in it holds floating-point numbers: others count nothing."""
+    if isinstance(value, (tuple, list)):
+        return any(_has_numbers(each) for each in value)
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _in_parts(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Work:

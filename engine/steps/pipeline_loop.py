@@ -95,6 +95,9 @@ class PipelineStates(StageStates):
     def backward(self, stage: int, *, reduces: bool) -> AbstractContextManager[Any]:
         return self._step.stage_backward(self._units.scope(stage, reduces=reduces))
 
+    def weights(self) -> AbstractContextManager[Any]:
+        return self._step.stage_weights()
+
     def hold(self, stage: int) -> None:
         self._units.hold(stage)
 

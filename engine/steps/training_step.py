@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -127,6 +127,10 @@ class TrainingStep:
                 self._sharded.backwards.abandon()
                 raise
             self._sharded.backwards.end()
+
+    def stage_weights(self) -> AbstractContextManager[None]:
+        """Around the weight gradients of one pipeline stage that come after its backward."""
+        return self._report.region("backward")
 
     def scale(self, loss: Tensor, *, divides: bool) -> Tensor:
         """`loss` with the factors that `backward` would multiply it with."""
