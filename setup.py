@@ -6,8 +6,8 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
-# At the start of every Python of the environment: where the variable XDS_AS_DEEPSPEED is set, `import deepspeed`
-# finds xds.deepspeed (see deepspeed/stand_in/). Elsewhere it costs the reading of one variable.
+# Read at the start of every Python of the environment: where the variable XDS_AS_DEEPSPEED is set,
+# `import deepspeed` finds xds.deepspeed (see deepspeed/stand_in/). Elsewhere it reads one variable.
 AS_DEEPSPEED = "xds_as_deepspeed.pth"
 AS_DEEPSPEED_LINE = (
     "import os; os.environ.get('XDS_AS_DEEPSPEED', '').lower() in ('', '0', 'false') or "
@@ -33,7 +33,9 @@ class BuildPy(build_py):
 
     def get_outputs(self, include_bytecode=True):
         outputs = super().get_outputs(include_bytecode)
-        return outputs if self.editable_mode else [*outputs, str(Path(self.build_lib, AS_DEEPSPEED))]
+        return (
+            outputs if self.editable_mode else [*outputs, str(Path(self.build_lib, AS_DEEPSPEED))]
+        )
 
     def find_package_modules(self, package, package_dir):
         modules = super().find_package_modules(package, package_dir)
@@ -61,7 +63,11 @@ setup(
     },
     package_dir={"xds": "."},
     packages=["xds", *(f"xds.{name}" for name in folders)],
-    package_data={"xds": ["py.typed"], "xds.ops": ["csrc/*/*"], "xds.deepspeed.stand_in": ["names.json"]},
+    package_data={
+        "xds": ["py.typed"],
+        "xds.ops": ["csrc/*/*"],
+        "xds.deepspeed.stand_in": ["names.json"],
+    },
     entry_points={"console_scripts": ["xds=xds.launcher.cli:main"]},
     cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel},
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..engine.process.process import local_rank
 from ..engine.telemetry.timers import memory_use
+from .missing import placeholder
 
 
 def _nothing(*_: object) -> None:
@@ -140,6 +141,11 @@ def get_accelerator() -> Accelerator:
 
 
 __all__ = ["Accelerator", "get_accelerator"]
+
+
+def __getattr__(name: str) -> Any:
+    return placeholder(__name__, name)
+
 
 # DeepSpeed has modules inside, which the table of names creates; not needed where this becomes a folder
 __path__: list[str] = []

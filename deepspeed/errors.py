@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, wraps
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 from ..utils.errors import ConfigError, UsageError
@@ -18,10 +18,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _in_their_form(kind: type[UsageError] | type[ConfigError]) -> type:
     bases = [kind, *(base for base in (ValueError, AssertionError) if not issubclass(kind, base))]
-    return type(kind.__name__, tuple(bases), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return type(
+        kind.__name__, tuple(bases), {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import enum
 from abc import ABCMeta
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from typing import Any, NoReturn, final
 
@@ -209,7 +209,9 @@ def placeholder(module: str, name: str) -> Any:
         raise AttributeError(
             f"module {module!r} has no attribute {name!r}; docs/migration.md lists DeepSpeed's names"
         )
-    return _made(inside, name, found.kind) if found.kind in _WHOLE else _elsewhere(inside, name, found)
+    return (
+        _made(inside, name, found.kind) if found.kind in _WHOLE else _elsewhere(inside, name, found)
+    )
 
 
 def _elsewhere(inside: str, name: str, found: Name) -> Any:
@@ -223,7 +225,7 @@ def _elsewhere(inside: str, name: str, found: Name) -> Any:
         return _made(inside, name, "class")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _made(inside: str, name: str, kind: str) -> Any:
     """The object for a name that no other module has; the same one at each call."""
     found = names_of(inside).get(name, Name(kind))

@@ -31,6 +31,7 @@ _SUBCOMMANDS = {
     "ops": ".native_ops",
     "plan": ".plan",
 }
+AS_DEEPSPEED = "XDS_AS_DEEPSPEED"  # read at the start of a process, see deepspeed/stand_in/
 _INTERRUPTED = 130  # 128 + SIGINT
 
 
@@ -75,6 +76,8 @@ def _start(arguments: list[str]) -> int:
     from .command_line.where import where_to_run
 
     notes = check_options(args)
+    if args.has("as_deepspeed"):
+        os.environ[AS_DEEPSPEED] = "1"  # ranks inherit it; other machines get every XDS_ variable
     if own_allocation.is_asked_for(args, os.environ):
         return own_allocation.run(args, os.environ)
     where = where_to_run(args, os.environ)

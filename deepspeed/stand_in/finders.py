@@ -40,7 +40,9 @@ class TableFinder:
         from ..missing import placeholder
 
         shown = module.__name__.removeprefix(f"{PACKAGE.rpartition('.')[0]}.")
-        module.__doc__ = f"`{shown}`: xds has no such module; its names can be imported, see missing.py."
+        module.__doc__ = (
+            f"`{shown}`: xds has no such module; its names can be imported, see missing.py."
+        )
         vars(module)["__getattr__"] = partial(placeholder, module.__name__)
         vars(module)["__dir__"] = partial(_names_in, module.__name__)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, final
 
@@ -29,7 +29,7 @@ class Name:
     value: Any = None
 
 
-@lru_cache(maxsize=1)
+@cache
 def _table() -> dict[str, dict[str, Any]]:
     text = Path(__file__).with_name("names.json").read_text()
     table: dict[str, dict[str, Any]] = json.loads(text)
@@ -41,13 +41,13 @@ def modules() -> frozenset[str]:
     return frozenset(_table())
 
 
-@lru_cache(maxsize=1)
+@cache
 def packages() -> frozenset[str]:
     """The modules that have modules inside."""
     return frozenset(name.rpartition(".")[0] for name in _table() if name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def names_of(module: str) -> dict[str, Name]:
     """The names of a module of DeepSpeed; empty for a module that it does not have."""
     found: dict[str, Name] = {}

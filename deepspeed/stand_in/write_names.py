@@ -5,12 +5,13 @@
 Only names and plain values are read: no code and no text. The sources are parsed; modules that can be imported
 on this machine give the values of their constants.
 
-The table is {module: {kind: names}}, without "deepspeed." before a module. Names are words of one string. Kinds:
+The table is {module: {kind: names}}, without "deepspeed." before a module. Names are words of one string.
+The kinds are
 
     class, function, value              something without a value that JSON can hold
     raises     {"ValueError": names}    exception classes, by the built-in class that each derives from
-    from       {module: names}          the same names of another module of DeepSpeed; "Name=Other": of another name
-    python     {package: names}         names of another package, or "" for the package itself
+    from       {module: names}          names of another module of DeepSpeed; "Name=Other": of its name Other
+    python     {package: names}         names of another package; "Name=": the package itself
     module     {name: module}           a module of DeepSpeed
     enum       {name: [bases, members]} an enumeration: "str" or "int" or nothing, and its members
     is         {name: value}            a constant
@@ -52,7 +53,10 @@ def main() -> None:
     for module, names in table.items():
         _add_values(module, names, table)
     grouped = {module: _grouped(names) for module, names in table.items()}
-    lines = [f"{json.dumps(module)}: {json.dumps(grouped[module], sort_keys=True)}" for module in sorted(grouped)]
+    lines = [
+        f"{json.dumps(module)}: {json.dumps(grouped[module], sort_keys=True)}"
+        for module in sorted(grouped)
+    ]
     output.write("{\n" + ",\n".join(lines) + "\n}")
     output.write("\n")
 
@@ -96,7 +100,9 @@ def _read(node: ast.stmt, module: str, is_package: bool, names: Names) -> None:
         for alias in node.names:
             target = alias.name if alias.asname else alias.name.partition(".")[0]
             bound = alias.asname or target
-            names[bound] = _module(target) if target.partition(".")[0] == ROOT else f"python {target}"
+            names[bound] = (
+                _module(target) if target.partition(".")[0] == ROOT else f"python {target}"
+            )
     elif isinstance(node, ast.ImportFrom):
         _read_from(node, module, is_package, names)
     else:

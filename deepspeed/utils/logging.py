@@ -9,8 +9,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
+
+from ..missing import placeholder
 
 
 def _shown(logger: logging.Logger) -> logging.Logger:
@@ -38,3 +41,7 @@ def print_rank_0(message: str, *, force: bool = False) -> None:
 
 
 __all__ = ["log_dist", "logger", "print_rank_0"]
+
+
+def __getattr__(name: str) -> Any:
+    return placeholder(__name__, name)

@@ -52,6 +52,8 @@ OPTIONS = (
     Option("--module", _RUN, help="the script is a module's name, as for python -m",
         aliases=("-m",), is_torchrun=True),
     Option("--no-python", _RUN, help="the script is a program of any kind", is_torchrun=True),
+    Option("--as-deepspeed", _RUN,
+        help="in each rank `import deepspeed` is xds.deepspeed: scripts for DeepSpeed run unchanged"),
     Option("--python", _RUN, "PATH",
         "the interpreter, a path on the other machines (default: the one that runs xds)"),
     Option("--dry-run", _RUN, help="print every command and the order of each host; start nothing"),

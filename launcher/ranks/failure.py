@@ -120,6 +120,10 @@ def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
         lines.append(
             f"xds: {ranks_text(finished)} had finished; every rank must join each collective"
         )
+    if "No module named 'deepspeed" in first.text:
+        lines.append(
+            "xds: start it with `xds --as-deepspeed`, and xds is what `import deepspeed` finds"
+        )
     lines += _others(failures, first)
     if first.log:
         lines.append(f"xds: full output of rank {first.rank}: {first.log}")

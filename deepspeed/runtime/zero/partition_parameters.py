@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ... import zero
+from ...missing import placeholder
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(zero, name)
+    try:
+        return getattr(zero, name)
+    except AttributeError:
+        return placeholder(__name__, name)

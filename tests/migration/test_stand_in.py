@@ -1,0 +1,170 @@
+"""`import deepspeed` is xds: where it is asked for, what it finds, and how its errors are caught."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import xds
+from xds.deepspeed.errors import in_their_form, methods_raise_theirs
+from xds.deepspeed.missing import Missing
+from xds.deepspeed.stand_in.names import modules, names_of
+from xds.utils.errors import DamagedError
+
+SCRIPT = """
+import os
+import torch
+import deepspeed
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+model = torch.nn.Linear(4, 1)
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "Adam"},
+    "zero_optimization": {"stage": 2},
+}
+engine, *_ = deepspeed.initialize(model=model, config=config)
+engine.backward(engine(torch.ones(2, 4)).mean())
+engine.step()
+try:
+    deepspeed.initialize(model=model, config={**config, "gradient_clipping": -1})
+except AssertionError as error:
+    assert "gradient_clipping" in str(error)
+print("trained", os.environ["RANK"], deepspeed.__version__)
+"""
+
+
+def run_python(code: str, **variables: str) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "XDS_AS_DEEPSPEED"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+ACTIVATE = "from xds.deepspeed.stand_in import activate; activate()\n"
+
+
+def test_every_public_name_of_deepspeed_imports() -> None:
+    """All 750 modules and 12,000 names of the table; nothing that a module has is lost."""
+    missed = []
+    for inside in sorted(modules()):
+        module = import_module(f"xds.deepspeed.{inside}".rstrip("."))
+        for name in names_of(inside):
+            if not (name.startswith("_") or hasattr(module, name)):
+                missed.append(f"{inside}.{name}")
+    assert not missed
+
+
+def test_the_table_gives_constants_exceptions_and_enumerations() -> None:
+    from xds.deepspeed.runtime import constants
+    from xds.deepspeed.runtime.data_pipeline.constants import CURRICULUM_LEARNING
+    from xds.deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    assert (constants.TRAIN_BATCH_SIZE, CURRICULUM_LEARNING) == (
+        "train_batch_size",
+        "curriculum_learning",
+    )
+    with pytest.raises(ZeRORuntimeException):
+        raise ZeRORuntimeException("as there")
+    assert issubclass(import_module("xds.deepspeed").DeepSpeedConfigError, Exception)
+
+
+def test_a_stand_in_can_be_caught_compared_and_derived_from() -> None:
+    moe: Any = import_module("xds.deepspeed.moe.layer").MoE
+    assert isinstance(moe, Missing) and moe is import_module("xds.deepspeed.moe").layer.MoE
+
+    class Mine(moe):  # type: ignore[misc]
+        size = 3
+
+        def __init__(self) -> None:
+            raise RuntimeError("not reached")
+
+    assert Mine.size == 3 and not isinstance(3, moe)
+    with pytest.raises(xds.UsageError, match=r"^deepspeed\.moe\.layer\.MoE is not covered"):
+        Mine()
+
+
+def test_the_alias_is_the_same_module_under_a_second_name() -> None:
+    code = ACTIVATE + (
+        "import importlib.metadata as m, importlib.util as u, json, sys\n"
+        "assert u.find_spec('deepspeed') and 'deepspeed' not in sys.modules and 'torch' not in sys.modules\n"
+        "import deepspeed.runtime.zero.stage3, deepspeed.inference.v2, xds.deepspeed\n"
+        "import xds.deepspeed.runtime.zero.stage3 as own\n"
+        "assert deepspeed is xds.deepspeed and deepspeed.runtime.zero.stage3 is own\n"
+        "assert own.__spec__.name == own.__name__ == 'xds.deepspeed.runtime.zero.stage3'\n"
+        "assert u.find_spec('deepspeed.no_such_module') is None\n"
+        "print(json.dumps([m.version('deepspeed'), m.metadata('deepspeed')['Name'], deepspeed.__version__]))"
+    )
+    assert json.loads(run_python(code)) == ["0.19.8", "deepspeed", "0.19.8+xds"]
+
+
+def test_a_real_deepspeed_wins_unless_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = 'real'")
+    code = "import deepspeed; print(deepspeed.__version__)"
+    assert run_python(code, PYTHONPATH=str(tmp_path)) == "real\n"
+    assert run_python(ACTIVATE + code, PYTHONPATH=str(tmp_path)) == "0.19.8+xds\n"
+    assert (tmp_path / "deepspeed" / "__init__.py").read_text() == "__version__ = 'real'"
+
+
+@pytest.mark.parametrize("value", ["1", "0", ""])
+def test_the_variable_alone_is_enough_in_an_environment_with_xds(value: str) -> None:
+    """Its site-packages have the file xds_as_deepspeed.pth."""
+    code = "import importlib.util as u; print(u.find_spec('deepspeed') is not None)"
+    assert run_python(code, XDS_AS_DEEPSPEED=value) == f"{value == '1'}\n"
+
+
+def test_the_option_starts_ranks_in_which_it_stands_in(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", "2"]
+    with_it = [*command, "--as-deepspeed", str(script)]
+    done = subprocess.run(with_it, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    line = f"xds {xds.__version__} stands in for deepspeed; stage 2, 2 ranks, fp32"
+    assert done.stdout.splitlines().count(line) == 1
+    assert "trained 0 0.19.8+xds" in done.stdout
+
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "start it with `xds --as-deepspeed`" in done.stderr
+
+
+@pytest.mark.parametrize("kind", [xds.UsageError, DamagedError, xds.ConfigError])
+@pytest.mark.parametrize("caught", [ValueError, AssertionError, xds.XdsError])
+def test_errors_are_what_scripts_for_deepspeed_catch(kind: Any, caught: Any) -> None:
+    given = kind(["a = 1: wrong"] if kind is xds.ConfigError else "a = 1: wrong")
+    with pytest.raises(caught, match="a = 1: wrong") as info, in_their_form():
+        raise given
+    assert info.value is given and isinstance(given, kind) and type(given).__name__ == kind.__name__
+    assert not isinstance(kind("text"), AssertionError), "elsewhere it is xds's own"
+
+
+def test_methods_and_properties_of_a_class_raise_them_too() -> None:
+    @methods_raise_theirs
+    class Engine:
+        def step(self) -> None:
+            """Steps."""
+            raise xds.UsageError("step: no")
+
+        @property
+        def loss(self) -> float:
+            raise xds.UsageError("loss: no")
+
+    assert Engine.step.__doc__ == "Steps."
+    with pytest.raises(AssertionError, match="step"):
+        Engine().step()
+    with pytest.raises(ValueError, match="loss"):
+        _ = Engine().loss
