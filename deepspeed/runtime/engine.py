@@ -17,13 +17,16 @@ from torch.utils.data import DataLoader
 from ...engine.data.loaders import build_loader
 from ...engine.engine import Engine
 from ...utils.errors import UsageError
+from ..errors import methods_raise_theirs, raises_theirs
 from ..missing import placeholder, refuse_method
+from ..profiling.flops_profiler.profiler import FlopsProfiler
 from . import queries
 from .optimizer import DeepSpeedOptimizer
 
 ROUTE_TRAIN = "train"
 
 
+@methods_raise_theirs
 class DeepSpeedEngine(ABC):
     """All other attributes are read from and set on the engine, and then the module."""
 
@@ -38,6 +41,10 @@ class DeepSpeedEngine(ABC):
         optimizer = engine.optimizer if is_bare else DeepSpeedOptimizer(engine)
         # not by assignment: __setattr__ sets attributes of the engine
         self.__dict__.update(_engine=engine, _optimizer=optimizer, _collate_fn=collate_fn)
+        profiler = engine.config.flops_profiler
+        if profiler.enabled:
+            own = FlopsProfiler.of_engine(self, profiler.recompute_fwd_factor)
+            self.__dict__["flops_profiler"] = own
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_engine", "_optimizer", "_collate_fn"):  # before __init__ has set them
@@ -45,7 +52,8 @@ class DeepSpeedEngine(ABC):
         if queries.knows(name):
             return partial(queries.answer, self._engine.config, name)
         try:
-            return getattr(self._engine, name)
+            found = getattr(self._engine, name)
+            return raises_theirs(found) if getattr(found, "__self__", None) is self._engine else found
         except AttributeError:  # checked last: the model may have an attribute with a refused name
             refuse_method("engine", name)
             raise
