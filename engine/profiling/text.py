@@ -37,7 +37,7 @@ class Setting:
 
     step: which one. places: numbers of ranks and samples, by name.
     samples: of a step, on all ranks. num_batches: micro-batches of a step on a rank.
-    recompute_factor: forwards that backward runs again, where backward was not counted.
+    recompute_factor: forwards that backward runs again, where backward was not counted; None: no estimate.
     totals: lines about all ranks.
     """
 
@@ -45,7 +45,7 @@ class Setting:
     places: Mapping[str, object] = field(default_factory=dict)
     samples: int = 0
     num_batches: int = 1
-    recompute_factor: float = 0.0
+    recompute_factor: float | None = None
     totals: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -90,6 +90,8 @@ def _summary(profile: Profile, setting: Setting) -> Iterator[tuple[str, object]]
     yield "fwd FLOPS per GPU", _rate(profile.flops, forward)
     flops: Number = profile.flops
     if profile.backward is None:
+        if setting.recompute_factor is None:
+            return
         factor = 2 + setting.recompute_factor
         if seconds:
             yield "bwd flops per GPU", "not counted: the script called backward of the loss itself"
