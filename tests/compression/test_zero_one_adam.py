@@ -267,6 +267,46 @@ def test_a_write_between_two_synchronisations_is_kept() -> None:
         assert not found[0][1].equal(found[1][1])
 
 
+class Two(torch.nn.Module):
+    """Two vectors, of which a script freezes one."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(numel))
+        self.second = torch.nn.Parameter(torch.ones(numel))
+
+    def forward(self, grad: Tensor) -> Tensor:
+        return (grad * (self.first + self.second)).sum()
+
+
+def freeze_between(thawed: int) -> Any:
+    """Freeze `second` where the ranks are apart: whether it moves, and both at the end, on each rank."""
+    numel = CHUNK * dist.get_world_size()
+    engine = xds.initialize(Two(numel), config_of(0, 4))
+    second, values = engine.module.second, []
+    for step in range(20):
+        if step in (14, thawed):
+            second.requires_grad_(step == thawed)
+        engine.backward(engine(grad_of(numel, step, dist.get_rank())))
+        engine.step()
+        values.append(second.detach().clone())
+    found = get_full_param(engine.module.first).clone(), get_full_param(second).clone()
+    engine.destroy()
+    return values, found
+
+
+@pytest.mark.parametrize("thawed", [0, 15, 18])
+def test_a_parameter_frozen_between_two_synchronisations_is_the_same_on_all_ranks(
+    thawed: int,
+) -> None:
+    (one, found), (other, also) = warm(2).run(freeze_between, thawed)
+    assert not one[13].equal(other[13]), "the ranks were apart"
+    assert one[14].equal(other[14]), "all ranks take the common value"
+    if not thawed:
+        assert all(value.equal(one[14]) for value in one[15:])
+    assert found[0].equal(also[0]) and found[1].equal(also[1])
+
+
 def read_gradients() -> str:
     engine = engine_of()
     for step in range(14):

@@ -6,7 +6,7 @@ are saved before the step and restored after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -17,12 +17,17 @@ from .flat_params import FlatParams
 Range = tuple[int, int]
 
 
-def frozen_ranges(params: FlatParams, start: int, stop: int) -> list[Range]:
-    """[from, to) of the frozen parameters' elements in [start, stop) of the buffer, relative to `start`."""
+def frozen_ids(params: FlatParams) -> set[int]:
+    """The `id`s of the parameters that are frozen now."""
+    return {id(param) for param in params.params if not param.requires_grad}
+
+
+def frozen_ranges(params: FlatParams, start: int, stop: int, ids: Container[int]) -> list[Range]:
+    """[from, to) of the parameters `ids` in [start, stop) of the buffer, in elements from `start` on."""
     frozen = {
         slot.offset
         for slot, param in zip(params.layout.slots, params.params, strict=True)
-        if not param.requires_grad
+        if id(param) in ids
     }
     if not frozen:
         return []
@@ -69,4 +74,4 @@ class FrozenValues:
             target.copy_(value)
 
 
-__all__ = ["FrozenValues", "Range", "clip", "frozen_ranges"]
+__all__ = ["FrozenValues", "Range", "clip", "frozen_ids", "frozen_ranges"]

@@ -18,9 +18,9 @@ from torch import Tensor
 from ...offload.lanes import Ticket
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World, states_of
 from ...utils.errors import UsageError, XdsError
-from .apart import Apart
+from .apart import Apart, Ids
 from .disk_failures import agree_on_disks
-from .frozen import FrozenValues, Range, clip, frozen_ranges
+from .frozen import FrozenValues, Range, clip, frozen_ids, frozen_ranges
 from .guesses import Guesses
 from .host_updates import HostUpdate, Olds, copies_of, start
 from .layout import Slot
@@ -160,7 +160,7 @@ class Updater:
         agree_on_disks(self.world.collectives, self.homes)
         self._model.before_update()
         if self._apart is not None:
-            self._apart.join_written()
+            self._apart.before_step()
         optimizer = self._optimizer
         if not isinstance(optimizer, ShardOptimizer):
             with self.in_memory():
@@ -314,11 +314,11 @@ class Updater:
             master.write_apart()
             self._publish(master)
 
-    def _keep_frozen(self, masters: Sequence[Master]) -> FrozenValues:
-        """Save the values and states of parameters that were frozen after `initialize`."""
+    def _keep_frozen(self, masters: Sequence[Master], ids: Ids | None = None) -> FrozenValues:
+        """Save the values and states of the parameters `ids`; None: those that are frozen now."""
         kept = FrozenValues()
         for master in masters:
-            ranges = self._frozen_ranges(master)
+            ranges = self._frozen_ranges(master, ids)
             if not ranges:
                 continue
             kept.keep(master.tensor, ranges)
@@ -327,11 +327,13 @@ class Updater:
             self._keep_states(kept, master, ranges)
         return kept
 
-    def _frozen_ranges(self, master: Master) -> list[Range]:
+    def _frozen_ranges(self, master: Master, ids: Ids | None = None) -> list[Range]:
         layout = master.params.layout
         whole = (0, layout.numel)
         bounds = layout.shard_range(master.rank) if master.is_sharded else whole
-        return frozen_ranges(master.params, *bounds)
+        return frozen_ranges(
+            master.params, *bounds, frozen_ids(master.params) if ids is None else ids
+        )
 
     def _keep_states(self, kept: FrozenValues, master: Master, ranges: Sequence[Range]) -> None:
         assert self._optimizer is not None
