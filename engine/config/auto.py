@@ -1,6 +1,7 @@
 """The value "auto": filled by an integration, computed, or refused.
 
-1. `Config.load(source, auto={"optimizer.params.lr": 1e-4})` fills keys whose value is "auto".
+1. `Config.load(source, auto={"optimizer.params.lr": 1e-4})` fills keys whose value is "auto", and the batch
+   sizes where the file gives none.
 2. The batch sizes are computed from one another and the world size.
 3. `gradient_clipping` becomes 1.0, the value that Trainer and Accelerate fill in by default.
 4. "auto" is an error for keys that only the training script can know (`MUST_BE_FILLED`).
@@ -10,11 +11,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...utils.schema.keys import AUTO, Report, joined, plain
+from ...utils.schema.keys import AUTO, Report, is_auto, is_comment, joined, plain
+from .batch import MICRO, STEPS, TRAIN
 
 MUST_BE_FILLED: dict[str, str] = {
     "optimizer.type": "a name such as AdamW",
@@ -33,7 +35,17 @@ MUST_BE_FILLED: dict[str, str] = {
 }
 OWN_VALUE = "optimizer.params.freeze_step"  # "auto" is a value of its own there
 CLIPPING_OF_INTEGRATIONS = 1.0
-COMPUTED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+COMPUTED = (TRAIN, MICRO, STEPS)
+_ACCELERATOR = (  # what accelerate's plugin or its DummyOptim and DummyScheduler know
+    *("optimizer.params.lr", "optimizer.params.weight_decay", "scheduler.params.warmup_*_lr"),
+    *("scheduler.params.*_num_steps", "fp16.enabled", "bf16.enabled", "zero_optimization.stage"),
+    "zero_optimization.offload_*.device",
+)
+_TRAINER = (  # what TrainingArguments of transformers know
+    *("optimizer.params.lr", "optimizer.params.weight_decay", "scheduler.params.warmup_*_lr"),
+    *("scheduler.params.*_num_steps", "fp16.enabled", "bf16.enabled", "torch_autocast.enabled"),
+    *("optimizer.params.betas", "optimizer.params.eps"),
+)
 
 
 def fill_auto(
@@ -47,35 +59,60 @@ def fill_auto(
     `canonical` maps a key path to its canonical spelling, which is looked up in `given`.
     """
     values = {canonical(path): value for path, value in given.items()}
-
-    def walk(section: dict[str, Any], path: str) -> None:
-        for key, value in list(section.items()):
-            here = joined(path, key)
-            if isinstance(value, dict):
-                walk(value, here)
-            elif isinstance(value, str) and value.casefold() == AUTO:
-                fill(section, key, here, canonical(here))
-
-    def fill(section: dict[str, Any], key: str, here: str, name: str) -> None:
+    for section, key, here in list(_each_auto(data, "")):
+        name = canonical(here)
         if name in values:
             section[key] = plain(values[name])
-            return
-        if name == OWN_VALUE:
-            return
-        if name == "gradient_clipping":
+        elif name == "gradient_clipping":
             section[key] = CLIPPING_OF_INTEGRATIONS
             report.notes.append(
                 'gradient_clipping = "auto": 1.0 is used, as Trainer and Accelerate fill it in'
             )
-            return
-        wanted = [text for glob, text in MUST_BE_FILLED.items() if fnmatchcase(name, glob)]
-        if wanted:
-            report.complain(
-                here, AUTO, f"only an integration such as a Trainer can fill it; write {wanted[0]}"
-            )
-
-    walk(data, "")
+        elif name != OWN_VALUE:
+            _refuse(here, name, report)
+    _fill_batch(data, values)
     return data
+
+
+def _each_auto(section: dict[str, Any], path: str) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """(section, key, path) of each "auto" in the section and below it."""
+    for key, value in section.items():
+        here = joined(path, key)
+        if is_comment(key):
+            continue
+        if isinstance(value, dict):
+            yield from _each_auto(value, here)
+        elif is_auto(value):
+            yield section, key, here
+
+
+def _refuse(here: str, name: str, report: Report) -> None:
+    """Report an "auto" that only the training script can know."""
+    wanted = [text for glob, text in MUST_BE_FILLED.items() if fnmatchcase(name, glob)]
+    if wanted:
+        report.complain(
+            here,
+            AUTO,
+            f"only an integration can fill it{_integrations(name)}; write {wanted[0]}, or try a value with "
+            f"`xds check --auto {here}=VALUE`",
+        )
+
+
+def _integrations(name: str) -> str:
+    """The integrations that know the value of this key, for a message."""
+    known = {"Trainer of transformers": _TRAINER, "Accelerator of accelerate": _ACCELERATOR}
+    found = [who for who, globs in known.items() if any(fnmatchcase(name, glob) for glob in globs)]
+    return f" ({' or '.join(found)})" if found else ""
+
+
+def _fill_batch(data: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Batch sizes that an integration knows, where the file has none, as Trainer adds them."""
+    elastic = data.get("elasticity")
+    is_elastic = isinstance(elastic, dict) and elastic.get("enabled") is True
+    if is_elastic or any(data.get(key) is not None for key in COMPUTED):
+        return
+    first = MICRO if MICRO in values else TRAIN
+    data.update({key: plain(values[key]) for key in (first, STEPS) if key in values})
 
 
 def note_auto(report: Report, shown_default: Callable[[str], str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import Field
@@ -20,15 +20,16 @@ from ...ops.watch.config import WatchConfig
 from ...pipe.config import ONE_STAGE, Pipeline
 from ...tensor.config import LongSequences, TensorParallel
 from ...utils.errors import ConfigError
-from ...utils.schema.keys import Entry, Report
+from ...utils.schema.keys import Entry, Meant, Report
 from ...utils.schema.rules import FLAG, NULL, Rule, dtype_name, either, number, one_of, shown, whole
-from ...utils.schema.section import AsRead, Section, paths_named, read_section, subsection
+from ...utils.schema.section import AsRead, Section, read_section, subsection
 from ...zero.config import ZeroConfig
 from .auto import COMPUTED, fill_auto, note_auto
 from .batch import DATA_RANKS, WORLD_SIZE, solve_batch
 from .checkpoint import Checkpoint
 from .compile import Compile
 from .elasticity import Elasticity, elastic_batch
+from .meanings import Meanings
 from .mics import complaints_of_ranks
 from .one_bit import check_model_ranks
 from .optimizer import OptimizerConfig
@@ -269,7 +270,7 @@ def parse_config(
     if isinstance(source, Config):
         return source if world_size is None else source.resolve(world_size)
     data, name, complaints = read_source(source)
-    report = Report(complaints=complaints, elsewhere=partial(paths_named, Config))
+    report = Report(complaints=complaints, meant=_meant)
     if not isinstance(data, dict):
         report.complain("config", data, "must be an object {...}")
         raise ConfigError(report.complaints, name)
@@ -303,6 +304,15 @@ def canonical_path(path: str) -> str:
         model = subsection(model, name) if known and model is not None else None
         parts.append(name)
     return ".".join(parts)
+
+
+@cache
+def _meanings() -> Meanings:
+    return Meanings(Config)
+
+
+def _meant(section: str, key: str, names: list[str]) -> Meant | None:
+    return _meanings()(section, key, names)  # built only where some key is unknown
 
 
 def _prepare(data: dict[str, Any], report: Report) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, final
 
 from pydantic import Field
 
-from ...utils.schema.keys import AUTO, Entry, NoEffect, Report
+from ...utils.schema.keys import Entry, NoEffect, Report, is_auto
 from ...utils.schema.rules import FLAG, list_of, one_of, whole
 from ...utils.schema.section import Section
 from ..elastic.rules import Limits, Plan, plan
@@ -87,7 +87,7 @@ def check_elasticity(section: Elasticity, data: Mapping[str, Any], report: Repor
         return
     for key in (TRAIN, MICRO, STEPS):
         value = data.get(key)
-        if value is None or value == AUTO:
+        if value is None or is_auto(value):
             continue
         if section.ignore_non_elastic_batch_info:
             report.without_effect.append((key, "elasticity sets the batch sizes"))

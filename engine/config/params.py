@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from ...utils.schema.keys import (
-    AUTO,
     HINT_CHARS,
     NoEffect,
     Refused,
     Report,
     check_entry,
+    is_auto,
+    is_comment,
     joined,
     unknown_key,
 )
+from ...utils.schema.nearest import nearest
 from ...utils.schema.rules import Rule, shown
 
 Param = Rule | NoEffect | Refused
@@ -30,6 +31,7 @@ class ClassTable:
     what: the kind of class, for messages; example: one of them.
     built_in: classes of xds, each with its arguments; from_torch: names of torch's classes.
     refused: other known names, each with the reason.
+    other_names: names of other libraries, in lower case -> the class that does the same.
     """
 
     section: str
@@ -38,13 +40,14 @@ class ClassTable:
     built_in: Mapping[str, Mapping[str, Param]]
     from_torch: tuple[str, ...]
     refused: Mapping[str, str]
+    other_names: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, given: str, report: Report) -> str | None:
         """The canonical spelling of the name `given`, in any case; None, with a complaint, if not usable."""
         path = f"{self.section}.type"
         if not given:
-            if path in report.auto_keys:
-                return None  # `fill_auto` has reported it
+            if path in report.auto_keys or report.doubts(path):
+                return None  # another complaint says so
             report.complaints.append(f"{path}: is missing; write for example {self.example}")
             return None
         refused = {name.casefold(): why for name, why in self.refused.items()}
@@ -54,8 +57,9 @@ class ClassTable:
         names = {name.casefold(): name for name in (*self.built_in, *self.from_torch)}
         if given.casefold() in names:
             return names[given.casefold()]
-        hits = get_close_matches(given[:HINT_CHARS].casefold(), names, n=3, cutoff=0.5)
-        near = " or ".join(names[hit] for hit in hits)
+        hits = [self.other_names[given.casefold()]] if given.casefold() in self.other_names else []
+        hits = hits or nearest(given[:HINT_CHARS], names.values())
+        near = " or ".join(hits[:3])
         hint = f"did you mean {near}?" if near else f"use {', '.join(names.values())}"
         report.complain(path, given, f"no {self.what} has this name; {hint}")
         return None
@@ -70,12 +74,14 @@ def read_params(
     """
     result: dict[str, Any] = {}
     for key, value in params.items():
+        if is_comment(key):
+            continue
         here = joined(path, key)
         entry = table.get(key)
-        if value == AUTO and not (isinstance(entry, Rule) and entry.takes_auto):
+        if is_auto(value) and not (isinstance(entry, Rule) and entry.takes_auto):
             continue  # `fill_auto` has reported it
         if entry is None:
-            unknown_key(here, value, table, report)
+            unknown_key(path, key, value, table, report)
         elif isinstance(entry, Rule):
             try:
                 result[key] = entry.read(value)
@@ -90,7 +96,7 @@ def read_params(
 def require(params: Mapping[str, Any], names: Iterable[str], path: str, report: Report) -> None:
     """Report arguments that have no default and are not given."""
     for name in names:
-        if params.get(name) is None:
+        if params.get(name) is None and not report.doubts(joined(path, name)):
             report.complaints.append(f"{joined(path, name)}: is missing; it has no default")
 
 

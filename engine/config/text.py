@@ -1,7 +1,10 @@
 """Reads the source of a config: a path, JSON text, base64 of it, or a dict.
 
-Files may contain comments (//, #, /* */) and trailing commas. Both are replaced by spaces, so lines and
-columns in a message are those of the file.
+1. The text is read as JSON.
+2. If that fails, comments (//, #, /* */) and trailing commas are replaced by spaces, so lines and columns in a
+   message are those of the file.
+3. If that fails too, it is read as Hjson, which DeepSpeed reads. The message is that of the reader that came
+   further.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from ...utils.quoting import printable
 from ...utils.schema.keys import joined
 from ...utils.schema.rules import shown
 from ...utils.small_files import MOST_BYTES, read_small_file
+from .hjson import Malformed, read_hjson
 
 _EXCERPT_CHARS = 1000  # 100 characters of the file, each escaped
 MAX_DEPTH = 40  # real configs are at most eight levels deep
@@ -113,8 +117,8 @@ def _parse(text: str, name: str) -> tuple[Any, str, list[str]]:
         raise ConfigError([f"is longer than {MOST_BYTES >> 20} MiB; is it a config?"], name)
     try:
         pairs = _pairs(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError([_malformed(text, error)], name) from None
+    except _Unreadable as error:
+        raise ConfigError([str(error)], name) from None
     except RecursionError:
         raise ConfigError([f"is nested deeper than {MAX_DEPTH} levels"], name) from None
     except ValueError:
@@ -125,27 +129,45 @@ def _parse(text: str, name: str) -> tuple[Any, str, list[str]]:
     return _copy(pairs, "", complaints, 0), name, complaints
 
 
+class _Unreadable(Exception):
+    """The text is neither JSON nor Hjson; the message says where."""
+
+
 def _pairs(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_Pairs)
-    except json.JSONDecodeError:  # perhaps comments, which are slower to find
+    except json.JSONDecodeError:
+        pass  # perhaps comments, which are slower to find
+    try:
         return json.loads(blank_comments(text), object_pairs_hook=_Pairs)
+    except json.JSONDecodeError as error:
+        in_json = error
+    try:
+        return read_hjson(text, _Pairs, MAX_DEPTH)
+    except Malformed as error:
+        if not error.is_certain and error.position <= in_json.pos:
+            raise _Unreadable(_malformed(text, in_json.pos, _reason(in_json))) from None
+        raise _Unreadable(_malformed(text, error.position, error.reason)) from None
 
 
-def _malformed(text: str, error: json.JSONDecodeError) -> str:
-    lines = text.split("\n")
-    line = lines[error.lineno - 1] if error.lineno <= len(lines) else ""
-    start = max(0, error.colno - 60)
+def _reason(error: json.JSONDecodeError) -> str:
     reason = error.msg[:1].lower() + error.msg[1:]
     if reason.startswith("expecting property name"):
-        reason = "expecting a key in double quotes"
-    before, after = line[start : error.colno - 1], line[error.colno - 1 : start + 100]
+        return "expecting a key in double quotes"
+    return reason
+
+
+def _malformed(text: str, position: int, reason: str) -> str:
+    number = text.count("\n", 0, position) + 1
+    column = position - text.rfind("\n", 0, position)
+    end = text.find("\n", position)
+    line = text[position - column + 1 : end if end >= 0 else len(text)]
+    start = max(0, column - 60)
+    before, after = line[start : column - 1], line[column - 1 : start + 100]
     shown_before = printable(before.replace("\t", " "), _EXCERPT_CHARS)
     cut = shown_before + printable(after.replace("\t", " ").rstrip("\r"), _EXCERPT_CHARS)
     arrow = " " * len(shown_before) + "^"
-    return (
-        f"line {error.lineno}, column {error.colno}: is not JSON: {reason}\n    {cut}\n    {arrow}"
-    )
+    return f"line {number}, column {column}: is not JSON: {reason}\n    {cut}\n    {arrow}"
 
 
 def _copy(value: Any, path: str, complaints: list[str], depth: int) -> Any:

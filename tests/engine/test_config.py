@@ -55,8 +55,9 @@ def test_comments_and_trailing_commas_are_read():
 @pytest.mark.parametrize(
     ("text", "line", "column", "reason"),
     [
-        ('{\n  "train_batch_size": 8\n  "fp16": {}\n}', 3, 3, "',' delimiter"),
-        ("{\n  train_batch_size: 8\n}", 2, 3, "key in double quotes"),
+        ('{\n  "train_batch_size": 8\n  "fp16" {}\n}', 3, 10, 'expecting ":"'),
+        ("{\n  train_batch_size\n}", 3, 1, 'expecting ":"'),
+        ("{\n  {}: 8\n}", 2, 3, "key in double quotes"),
         ('{"a": 1 /* x */ "b": 2}', 1, 17, "',' delimiter"),
         ('{"a": tru}', 1, 7, "expecting value"),
         ('{"a": 1', 1, 8, "',' delimiter"),

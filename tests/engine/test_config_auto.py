@@ -55,8 +55,8 @@ def test_auto_that_only_a_trainer_knows_is_refused_by_name():
         "scheduler.params.total_num_steps",
     ]
     assert found[1] == (
-        'optimizer.params.lr = "auto": only an integration such as a Trainer can fill it; '
-        "write a number"
+        'optimizer.params.lr = "auto": only an integration can fill it (Trainer of transformers or Accelerator '
+        "of accelerate); write a number, or try a value with `xds check --auto optimizer.params.lr=VALUE`"
     )
 
 

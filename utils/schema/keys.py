@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, final
 
 from ..quoting import printable
+from .nearest import nearest
 from .rules import Rule, shown
 
 AUTO = "auto"
@@ -22,6 +22,17 @@ HINT_CHARS = 64  # a longer key gets no hint
 LISTED_KEYS = (
     8  # in a section of at most so many keys, the message about an unknown key lists them all
 )
+COMMENT = "_"  # a key that begins with it is a comment: JSON has no other
+
+
+def is_auto(value: object) -> bool:
+    """The value is the text "auto", in any case."""
+    return isinstance(value, str) and value.casefold() == AUTO
+
+
+def is_comment(key: str) -> bool:
+    """The key is a comment of the file's author: neither it nor its value is read."""
+    return key.startswith(COMMENT)
 
 
 @final
@@ -71,23 +82,56 @@ Entry = NoEffect | Refused | Detail | Group
 
 
 @final
+@dataclass(frozen=True)
+class Meant:
+    """What somebody who wrote an unknown key may have meant: a sentence, and the paths of the keys."""
+
+    hint: str
+    paths: tuple[str, ...] = ()
+
+
+@final
 @dataclass
 class Report:
-    """The findings of reading one config. `elsewhere(key)` lists the paths of all keys of that name."""
+    """The findings of reading one config.
+
+    `meant(section, key, names)` tells what an unknown key of a section may mean, where that is known;
+    `names` are those of the section. `suspects` are keys that an unknown one may have been meant for.
+    """
 
     complaints: list[str] = field(default_factory=list)
     without_effect: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     auto_keys: list[str] = field(default_factory=list)
-    elsewhere: Callable[[str], list[str]] = field(default=lambda key: [])
+    meant: Callable[[str, str, list[str]], Meant | None] = field(
+        default=lambda section, key, names: None
+    )
     num_unknown: int = 0
+    suspects: set[str] = field(default_factory=set)
 
     def complain(self, path: str, value: object, need: str) -> None:
         self.complaints.append(f"{path} = {shown(value)}: {need}")
 
     def refuses(self, path: str) -> bool:
         """There is a complaint about this key."""
-        return any(complaint.startswith(f"{path} = ") for complaint in self.complaints)
+        starts = (f"{path} = ", f"{path}: ")
+        return any(complaint.startswith(starts) for complaint in self.complaints)
+
+    def doubts(self, *paths: str) -> bool:
+        """What is read for one of these keys may not be what its author meant.
+
+        That is so if it or its section is refused, or if an unknown key may have been meant for it. A check
+        that compares such values would complain about something that goes away with the first complaint.
+        """
+        return any(
+            self.refuses(part) or part in self.suspects for path in paths for part in _outer(path)
+        )
+
+
+def _outer(path: str) -> list[str]:
+    """The path and those of all sections around it."""
+    parts = path.split(".")
+    return [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
 
 
 def joined(path: str, key: str) -> str:
@@ -96,30 +140,35 @@ def joined(path: str, key: str) -> str:
     return f"{path}.{shown_key}" if path else shown_key
 
 
-def unknown_key(path: str, value: object, known: Iterable[str], report: Report) -> None:
-    """Report an unknown key, with a hint such as the nearest known name."""
+def unknown_key(
+    section: str, key: str, value: object, known: Iterable[str], report: Report
+) -> None:
+    """Report an unknown key of `section` (a path), with a hint such as the nearest known name."""
+    path = joined(section, key)
     report.num_unknown += 1
-    key = path.rpartition(".")[2]
     if report.num_unknown > HINTS or len(key) > HINT_CHARS:
         report.complain(path, value, "unknown key; remove it, or see docs/config.md for the keys")
         return
     names = sorted(known)
-    near = get_close_matches(key, names, n=1, cutoff=0.6)
-    places = report.elsewhere(key)
-    if len(places) == 1:
-        hint = f'it belongs to "{places[0]}"'
-    elif near:
-        hint = f'did you mean "{near[0]}"?'
-    elif len(names) <= LISTED_KEYS:
-        hint = f"the keys here are {', '.join(names)}" if names else "no key is known here"
-    else:
-        hint = "remove it, or see docs/config.md for the keys"
-    report.complain(path, value, f"unknown key; {hint}")
+    meant = report.meant(section, key, names)
+    if meant is None:
+        near = nearest(key, names)
+        if near:
+            hint = " or ".join(f'"{name}"' for name in near[:2])
+            meant = Meant(f"did you mean {hint}?", tuple(joined(section, name) for name in near))
+        elif len(names) <= LISTED_KEYS:
+            meant = Meant(
+                f"the keys here are {', '.join(names)}" if names else "no key is known here"
+            )
+        else:
+            meant = Meant("remove it, or see docs/config.md for the keys")
+    report.suspects.update(meant.paths)
+    report.complain(path, value, f"unknown key; {meant.hint}")
 
 
 def check_entry(entry: Entry, value: object, path: str, report: Report) -> None:
     """Check one key of a table and add its problems to `report`. null and "auto" mean unset."""
-    if value is None or (value == AUTO and not isinstance(entry, Group)):
+    if value is None or (is_auto(value) and not isinstance(entry, Group)):
         return
     if isinstance(entry, Group):
         _check_group(entry, value, path, report)
@@ -145,8 +194,8 @@ def _check_group(group: Group, value: object, path: str, report: Report) -> None
         entry = group.keys.get(key)
         if entry is not None:
             check_entry(entry, inner, joined(path, key), report)
-        elif not group.open:
-            unknown_key(joined(path, key), inner, group.keys, report)
+        elif not group.open and not is_comment(key):
+            unknown_key(path, key, inner, group.keys, report)
     for key, entry in group.keys.items():
         if value and key not in value and isinstance(entry, Refused):
             check_entry(entry, entry.missing, joined(path, key), report)

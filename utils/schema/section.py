@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import CoreSchema, core_schema
 
-from .keys import AUTO, Entry, Report, check_entry, joined, unknown_key
+from .keys import Entry, Report, check_entry, is_auto, is_comment, joined, unknown_key
 from .rules import Rule
 
 
@@ -78,6 +78,8 @@ def read_section(model: type[S], data: object, path: str, report: Report) -> S:
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for key, value in data.items():
+        if is_comment(key):
+            continue
         name = model.aliases.get(key, key)
         here = joined(path, key)
         if name in spelled:
@@ -91,7 +93,7 @@ def read_section(model: type[S], data: object, path: str, report: Report) -> S:
         elif name in model.others:
             check_entry(model.others[name], value, here, report)
         else:
-            unknown_key(here, value, _known(model), report)
+            unknown_key(path, key, value, known_names(model), report)
     return model.model_construct(**values)
 
 
@@ -109,7 +111,7 @@ def _read_field(
             values[name] = read_section(inner, value, here, report)
         return
     rule = rule_of(model, name)
-    if isinstance(value, str) and value.casefold() == AUTO and not rule.takes_auto:
+    if is_auto(value) and not rule.takes_auto:
         report.auto_keys.append(here)
     else:
         try:
@@ -124,18 +126,9 @@ def rule_of(model: type[Section], name: str) -> Rule:
     return next(item for item in model.model_fields[name].metadata if isinstance(item, Rule))
 
 
-def _known(model: type[Section]) -> set[str]:
+def known_names(model: type[Section]) -> set[str]:
+    """All keys that a file may have in this section."""
     return {*model.model_fields, *model.others, *model.aliases} - model.results
-
-
-def paths_named(model: type[Section], key: str, path: str = "") -> list[str]:
-    """Paths of all keys called `key` in the model and its subsections."""
-    found = [joined(path, key)] if key in _known(model) else []
-    for name in model.model_fields:
-        inner = subsection(model, name)
-        if inner is not None:
-            found += paths_named(inner, key, joined(path, name))
-    return found
 
 
 def _as_json(value: Any) -> Any:
