@@ -1,16 +1,28 @@
-"""`deepspeed.ops`: the optimizers."""
+"""`deepspeed.ops`: the optimizers, and the builders of native ops."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-_MODULES = ("adagrad", "adam", "lamb", "lion")
+_MODULES = ("adagrad", "adam", "lamb", "lion", "op_builder")
+
+
+@lru_cache(maxsize=1)
+def _compatible_ops() -> dict[str, bool]:
+    """Whether each op of DeepSpeed works on this machine, by the op's name. Scripts may change the dict."""
+    from .op_builder.all_ops import ALL_OPS
+    from .op_builder.builder import probe_is_compatible
+
+    return {name: probe_is_compatible(builder) for name, builder in ALL_OPS.items()}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f".{name}", __name__)
+    if name == "__compatible_ops__":
+        return _compatible_ops()
     from ..missing import placeholder
 
     return placeholder(__name__, name)

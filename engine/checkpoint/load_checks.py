@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
+from ...ops.optim.shard_optimizer import kind_of
 from ...utils.errors import UsageError
 from ...utils.views import holds
 from ...zero.checkpoint.ranges import Catalogue, Differences
@@ -95,7 +96,7 @@ def _check_optimizer(training: Training, saved: dict[str, Any] | None, folder: P
         if training.sharded.collectives.rank == 0:
             log.warning("%s has no optimizer states: they start from zero", folder)
         return
-    here = type(training.optimizer).__name__
+    here = kind_of(training.optimizer)
     # Adam and AdamW have the same states; the class of xds is called Adam in both cases
     if here.removesuffix("W") != saved["type"].removesuffix("W"):
         raise UsageError(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...ops.flat import overlap
 from ...ops.mesh import Mesh
+from ...ops.optim.shard_optimizer import kind_of
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...utils.quoting import quoted
@@ -244,7 +245,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> dict[str, Any] 
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    return {"type": type(optimizer).__name__, "groups": groups}
+    return {"type": kind_of(optimizer), "groups": groups}
 
 
 def _buffer_blocks(snapshot: Snapshot) -> dict[str, Block]:

@@ -6,7 +6,7 @@ The arithmetic and the state are those of torch.optim.Adagrad, with the unscalin
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from ..kernels.adagrad import adagrad_
 from .shard_optimizer import OnePassOptimizer, Update
 
 
-@final
 class Adagrad(OnePassOptimizer):
     """g += decay p; s += g^2; p -= lr / (1 + (step - 1) lr_decay) * g / (sqrt(s) + eps)."""
 

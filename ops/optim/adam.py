@@ -21,7 +21,6 @@ from .edits import take_edits
 from .shard_optimizer import ShardOptimizer, Update, World, factor, mark_written
 
 
-@final
 class Adam(ShardOptimizer):
     """Adam with decoupled (AdamW) or coupled (L2) weight decay.
 
@@ -51,6 +50,7 @@ class Adam(ShardOptimizer):
         }
         super().__init__(params, defaults)
         self._rule = AdamRule(adam_w_mode)
+        self.adam_w_mode = adam_w_mode
 
     def gains_from_kernels(self, *, casts: bool) -> bool:
         return casts or not all(group["bias_correction"] for group in self.param_groups)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from .part_tables import PartTables
 from .shard_optimizer import ShardOptimizer, Update, World, factor, mark_written
 
 
-@final
 class Lamb(ShardOptimizer):
     """Layer-wise adaptive moments: Adam's direction, scaled by |p| / |direction| for each parameter."""
 

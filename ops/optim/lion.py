@@ -8,7 +8,7 @@ defaults are DeepSpeed's; the paper has lr 1e-4 and betas (0.9, 0.99).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from ..kernels.lion import lion_
 from .shard_optimizer import OnePassOptimizer, Update
 
 
-@final
 class Lion(OnePassOptimizer):
     """p -= lr * (sign(beta1 m + (1 - beta1) g) + decay p); m = beta2 m + (1 - beta2) g."""
 

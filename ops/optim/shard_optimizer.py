@@ -151,6 +151,12 @@ def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
     return optimizer._states if isinstance(optimizer, ShardOptimizer) else optimizer.state
 
 
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name by which a checkpoint knows its states: of its class, or of the class that defines them."""
+    named = optimizer.kind if isinstance(optimizer, ShardOptimizer) else ""
+    return named or type(optimizer).__name__
+
+
 def factor(scale: float, device: torch.device) -> Tensor | None:
     """`scale` in the form that the ops of kernels/ take: fp32 [], or None for 1."""
     return None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=device)
@@ -173,6 +179,7 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
     num_states = 2  # tensors of a parameter's size that it keeps for each parameter, at most
     part_states: tuple[str, ...] = ()  # keys of states that are `PartNumbers`
     is_bound = False  # True: an engine steps it, and its groups are complete
+    kind = ""  # the class whose states it has, see `kind_of`
     world: World  # since `bind`
     _states: defaultdict[Tensor, Any]
     _before_access: Callable[[], None] | None = None

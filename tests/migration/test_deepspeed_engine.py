@@ -23,6 +23,9 @@ from xds.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from xds.deepspeed.ops.lamb import FusedLamb
 from xds.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from xds.deepspeed.runtime.zero import estimate
+from xds.ops.optim.adam import Adam
+from xds.ops.optim.lamb import Lamb
+from xds.ops.optim.lion import Lion
 
 DATA = TensorDataset(torch.arange(64.0).view(16, 4) / 64)
 
@@ -196,7 +199,7 @@ def test_lion_and_lamb_step_in_the_engine() -> None:
     run_ranks(lion_and_lamb, 2)
 
 
-@pytest.mark.parametrize("make", [FusedAdam, FusedLion, FusedLamb])
+@pytest.mark.parametrize("make", [Adam, Lion, Lamb])
 def test_an_optimizer_of_shards_refuses_to_be_stepped_alone(make: Any) -> None:
     model = build()
     optimizer = make(model.parameters())
