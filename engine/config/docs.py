@@ -212,7 +212,7 @@ def _types(classes: ClassTable, built: Mapping[str, type], notes: Sequence[str])
     return (
         f"## `{classes.section}.params`\n\nTypes: {', '.join(classes.built_in)}.\n\n{table_text}\n\n"
         f"{notes_text}\n\n"
-        f"Classes of torch, with torch's own arguments: {', '.join(classes.from_torch)}.\n\n"
+        f"Classes of torch, with torch's own arguments and defaults: {', '.join(classes.from_torch)}.\n\n"
         "Refused types:\n\n" + "\n".join(lines) + "\n"
     )
 

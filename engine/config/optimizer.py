@@ -7,9 +7,8 @@ from typing import Annotated, Any, ClassVar, final
 
 from pydantic import Field
 
-from ...utils.schema.keys import Entry, NoEffect, Refused, Report, check_entry
+from ...utils.schema.keys import Entry, NoEffect, Refused, Report
 from ...utils.schema.rules import (
-    ANYTHING,
     FLAG,
     NUMBER,
     OBJECT,
@@ -21,6 +20,7 @@ from ...utils.schema.rules import (
     whole,
 )
 from ...utils.schema.section import Section
+from . import torch_classes
 from .params import ClassTable, Param, read_params
 
 
@@ -159,9 +159,7 @@ OPTIMIZERS = ClassTable(
     what="optimizer",
     example="AdamW",
     built_in=_BUILT_IN,
-    from_torch=(
-        *("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"),
-    ),
+    from_torch=torch_classes.OPTIMIZERS,
     refused={
         **dict.fromkeys(
             ("MuAdam", "MuAdamW", "MuSGD"),
@@ -170,9 +168,14 @@ OPTIMIZERS = ClassTable(
         "LBFGS": "needs several loss evaluations per step, but the engine does one; use AdamW",
         "SparseAdam": "sparse gradients are not supported yet; use Adam",
     },
+    other_names={
+        **dict.fromkeys(("fusedadam", "deepspeedcpuadam", "adamw_torch", "adamw_hf"), "AdamW"),
+        **dict.fromkeys(("adamw_torch_fused", "adamw_apex_fused", "torch_adamw"), "AdamW"),
+        **dict.fromkeys(("fusedlion", "deepspeedcpulion"), "Lion"),
+        "fusedlamb": "Lamb",
+        "deepspeedcpuadagrad": "Adagrad",
+    },
 )
-
-_TORCH_PARAMS: dict[str, Param] = {"lr": ANYTHING, "max_grad_norm": _MAX_GRAD_NORM}
 
 
 def check_optimizer(given: OptimizerConfig, report: Report) -> OptimizerConfig:
@@ -180,12 +183,8 @@ def check_optimizer(given: OptimizerConfig, report: Report) -> OptimizerConfig:
     name = OPTIMIZERS.find(given.type, report)
     if name is None:
         return given
-    table = OPTIMIZERS.built_in.get(name)
-    params = (
-        _torch_params(given.params, report)
-        if table is None
-        else read_params(table, given.params, "optimizer.params", report)
-    )
+    table = OPTIMIZERS.table(name)
+    params = read_params(table, given.params, "optimizer.params", report)
     if name in ("Adam", "AdamW") and given.params.get("torch_adam") is True:
         # DeepSpeed builds torch.optim.AdamW then, and torch.optim.Adam if adam_w_mode is false
         if params.get("adam_w_mode", True):
@@ -194,21 +193,14 @@ def check_optimizer(given: OptimizerConfig, report: Report) -> OptimizerConfig:
     return OptimizerConfig.model_construct(type=name, params=params)
 
 
-def _torch_params(params: Mapping[str, Any], report: Report) -> dict[str, Any]:
-    """A torch.optim class gets the arguments as written; only `lr` and `max_grad_norm` are checked."""
-    path = "optimizer.params"
-    check_entry(_MAX_GRAD_NORM, params.get("max_grad_norm"), f"{path}.max_grad_norm", report)
-    kept = {key: value for key, value in params.items() if key != "max_grad_norm"}
-    return kept | read_params({"lr": _LR}, {"lr": kept.pop("lr", None)}, path, report)
-
-
 def _check_together(name: str, params: Mapping[str, Any], report: Report) -> None:
     if name == "Adam" and params.get("adam_w_mode", True) and params.get("weight_decay"):
         report.notes.append(
             "optimizer.type = Adam: weight decay is decoupled, as in AdamW and as DeepSpeed does; "
             "set adam_w_mode to false for L2"
         )
-    if name == "SGD" and params.get("nesterov"):
+    momenta = ("optimizer.params.momentum", "optimizer.params.dampening")
+    if name == "SGD" and params.get("nesterov") and not report.doubts(*momenta):
         if not params.get("momentum") or params.get("dampening"):
             report.complain(
                 "optimizer.params.nesterov",

@@ -29,7 +29,7 @@ class ClassTable:
     """The classes that the key `type` of a section can name.
 
     what: the kind of class, for messages; example: one of them.
-    built_in: classes of xds, each with its arguments; from_torch: names of torch's classes.
+    built_in, from_torch: classes of xds and of torch, each with its arguments.
     refused: other known names, each with the reason.
     other_names: names of other libraries, in lower case -> the class that does the same.
     """
@@ -38,9 +38,13 @@ class ClassTable:
     what: str
     example: str
     built_in: Mapping[str, Mapping[str, Param]]
-    from_torch: tuple[str, ...]
+    from_torch: Mapping[str, Mapping[str, Param]]
     refused: Mapping[str, str]
     other_names: Mapping[str, str] = field(default_factory=dict)
+
+    def table(self, name: str) -> Mapping[str, Param]:
+        """The arguments of the class that `find` returned."""
+        return self.built_in[name] if name in self.built_in else self.from_torch[name]
 
     def find(self, given: str, report: Report) -> str | None:
         """The canonical spelling of the name `given`, in any case; None, with a complaint, if not usable."""

@@ -21,6 +21,7 @@ from ...utils.schema.rules import (
     whole,
 )
 from ...utils.schema.section import Section
+from . import torch_classes
 from .params import ClassTable, Param, read_params, require
 
 
@@ -82,6 +83,7 @@ _BUILT_IN: dict[str, dict[str, Param]] = {
     },
 }
 REQUIRED = {
+    **torch_classes.REQUIRED,
     "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
     "WarmupDecayLR": ("total_num_steps",),
     "WarmupCosineLR": ("total_num_steps",),
@@ -92,15 +94,17 @@ SCHEDULERS = ClassTable(
     what="schedule",
     example="WarmupLR",
     built_in=_BUILT_IN,
-    from_torch=(
-        *("StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR"),
-        *("CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR"),
-    ),
+    from_torch=torch_classes.SCHEDULERS,
     refused={
         **dict.fromkeys(
             ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"), _PASS_IT
         ),
         "ReduceLROnPlateau": "needs a metric at each step; step it in the script",
+    },
+    other_names={
+        **dict.fromkeys(("linear", "linear_with_warmup"), "WarmupDecayLR"),
+        **dict.fromkeys(("cosine", "cosine_with_warmup", "warmupcosine"), "WarmupCosineLR"),
+        **dict.fromkeys(("warmup", "constant_with_warmup"), "WarmupLR"),
     },
 )
 
@@ -110,16 +114,15 @@ def check_scheduler(given: SchedulerConfig, report: Report) -> SchedulerConfig:
     name = SCHEDULERS.find(given.type, report)
     if name is None:
         return given
-    table = SCHEDULERS.built_in.get(name)
-    if table is None:
-        return SchedulerConfig.model_construct(type=name, params=given.params)
-    params = read_params(table, given.params, "scheduler.params", report)
+    params = read_params(SCHEDULERS.table(name), given.params, "scheduler.params", report)
     require(given.params, REQUIRED.get(name, ()), "scheduler.params", report)
-    _check_together(params, report)
+    _check_together(name, params, report)
     return SchedulerConfig.model_construct(type=name, params=params)
 
 
-def _check_together(params: Mapping[str, Any], report: Report) -> None:
+def _check_together(name: str, params: Mapping[str, Any], report: Report) -> None:
+    if name == "OneCycleLR":
+        _check_length(params, report)
     warmup, total = params.get("warmup_num_steps"), params.get("total_num_steps")
     if warmup is not None and total is not None and warmup > total:
         report.notes.append(
@@ -132,4 +135,14 @@ def _check_together(params: Mapping[str, Any], report: Report) -> None:
             "scheduler.params.cycle_min_mom",
             low,
             f"must not exceed cycle_max_mom ({high:g}); swap the two",
+        )
+
+
+def _check_length(params: Mapping[str, Any], report: Report) -> None:
+    """torch's OneCycleLR needs its length, in one of two ways."""
+    paths = [f"scheduler.params.{key}" for key in ("total_steps", "epochs", "steps_per_epoch")]
+    is_given = [params.get(path.rpartition(".")[2]) is not None for path in paths]
+    if not is_given[0] and not all(is_given[1:]) and not report.doubts(*paths):
+        report.complaints.append(
+            f"{paths[0]}: is missing; write it, or both epochs and steps_per_epoch"
         )

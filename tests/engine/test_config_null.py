@@ -59,7 +59,7 @@ def test_null_is_the_same_as_no_key(path):
         ("optimizer", {"type": "RMSprop", "params": {"lr": None, "max_grad_norm": None}}),
         ("optimizer", {"type": "AdamW", "params": None}),
         ("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": None}}),
-        ("scheduler", {"type": "StepLR", "params": None}),
+        ("scheduler", {"type": "PolynomialLR", "params": None}),
     ],
 )
 def test_arguments_that_are_null_are_left_out(section, given):
