@@ -17,7 +17,7 @@ from ..tensor.sequence.distributed import DistributedAttention
 from ..utils.errors import UsageError
 from ..utils.version import __version__
 from . import stand_in
-from .comm import init_distributed
+from .comm.comm import init_distributed, log_collectives_of
 from .errors import raises_theirs
 from .runtime.engine import DeepSpeedEngine, PlainEngine
 from .runtime.pipe.engine import PipelineEngine
@@ -86,6 +86,7 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         collate_fn=collate_fn,
         group=None if num_sequence > 1 else _group_of(mpu),
     )
+    log_collectives_of(made)
     is_pipeline = isinstance(model, PipelineModule) or made.num_stages > 1
     engine = (PipelineEngine if is_pipeline else PlainEngine)(made, collate_fn)
     groups.follow(engine.mpu, mpu if num_sequence > 1 else None)

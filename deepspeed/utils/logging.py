@@ -29,9 +29,9 @@ logger = _shown(logging.getLogger("xds"))
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log `message` on the given ranks; -1 or None is every rank."""
+    """Log `message` on the given ranks; -1 or None is every rank. Without torch.distributed always."""
     rank = dist.get_rank() if dist.is_initialized() else -1
-    if not ranks or -1 in ranks or rank in ranks:
+    if rank < 0 or not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
 
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, final
 
-from ...ops.comm.bandwidth import bus_factor, gbps
+from ...ops.comm.bandwidth import bus_factor, gbps, trimmed_mean
 from ...ops.comm.collectives import Collectives
 from ...ops.comm.json_values import exchange
 from ...ops.comm.message_log import Key, LogOptions, Row, binary_size
 from ..config.sections import CommsLog
 
-_TRIMMED = 0.1  # the part of the times that an average leaves out, at each end
 _COMPARED = 200  # times of each row that ranks send each other
 _WIDTH = 20
 
@@ -107,18 +106,6 @@ def summary_of(collectives: Collectives, *, show_straggler: bool = False) -> Com
     table = exchange(collectives, mine, "the times of collectives")
     compared = zip(ordered, _least_waits(mine, table), strict=True)
     return CommsSummary(rows, tuple(_straggler(key, found[key], least) for key, least in compared))
-
-
-def trimmed_mean(values: Iterable[float], part: float = _TRIMMED) -> float:
-    """The mean without the least and the greatest `part` of the values; 0 of none.
-
-    >>> trimmed_mean([3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 90.0])
-    2.125
-    """
-    ordered = sorted(values)
-    cut = round(len(ordered) * part)
-    kept = ordered[cut : len(ordered) - cut]
-    return sum(kept) / len(kept) if kept else 0.0
 
 
 def _row(key: Key, row: Row) -> CommsRow:

@@ -8,6 +8,8 @@ Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 _OTHERS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 _WHOLE = ("broadcast", "reduce", "send", "receive", "barrier")
 
@@ -29,6 +31,7 @@ ALIASES = {
     "irecv": "receive",
     "batch_isend_irecv": "send",
 }
+TRIMMED = 0.1  # the part of measured times that an average leaves out, at each end
 OPERATIONS = ("all_reduce", *_OTHERS, *_WHOLE)
 
 
@@ -58,4 +61,16 @@ def gbps(size_bytes: float, milliseconds: float) -> float:
     return size_bytes * 8e-6 / milliseconds if milliseconds > 0 else 0.0
 
 
-__all__ = ["ALIASES", "OPERATIONS", "bus_factor", "gbps"]
+def trimmed_mean(values: Iterable[float], part: float = TRIMMED) -> float:
+    """The mean without the least and the greatest `part` of the values; 0 of none.
+
+    >>> trimmed_mean([3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 90.0])
+    2.125
+    """
+    ordered = sorted(values)
+    cut = round(len(ordered) * part)
+    kept = ordered[cut : len(ordered) - cut]
+    return sum(kept) / len(kept) if kept else 0.0
+
+
+__all__ = ["ALIASES", "OPERATIONS", "bus_factor", "gbps", "trimmed_mean"]

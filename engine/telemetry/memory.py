@@ -1,0 +1,143 @@
+"""Memory in use at the points of a step, where `memory_breakdown` is on, in the form of DeepSpeed's lines."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import final
+
+import torch
+
+from .timers import memory_use
+
+GIB = 2**30
+_REGIONS = ("forward", "backward", "step")
+
+
+def memory_line(message: str, device: torch.device) -> str:
+    """`message`, memory of the device (of the process on a CPU), and memory in use on the host.
+
+    MA is memory in use now, Max_MA its peak since the last call; CA and Max_CA are what torch keeps of the
+    device. On a CPU all four are the process's, and peaks are since its start.
+    """
+    use = memory_use(device)
+    kept = peak_kept = use.now_bytes
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device)
+        peak_kept = torch.cuda.max_memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        peak_kept = use.peak_bytes
+    parts = [
+        message,
+        f"MA {use.now_bytes / GIB:.2f} GB",
+        f"Max_MA {use.peak_bytes / GIB:.2f} GB",
+        f"CA {kept / GIB:.2f} GB",
+        f"Max_CA {peak_kept / GIB:.2f} GB",
+    ]
+    used_bytes, total_bytes = host_memory()
+    if total_bytes:
+        percent = 100 * used_bytes / total_bytes
+        parts.append(
+            f"CPU Virtual Memory: used = {used_bytes / GIB:.2f} GB, percent = {percent:.1f}%"
+        )
+    return " | ".join(parts)
+
+
+def memory_text(device: torch.device) -> str:
+    """Memory in use, in the form of DeepSpeed's timers."""
+    use = memory_use(device)
+    kept, peak_kept = use.now_bytes, use.peak_bytes
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device)
+        peak_kept = torch.cuda.max_memory_reserved(device)
+    named = {
+        "mem_allocated": use.now_bytes,
+        "max_mem_allocated": use.peak_bytes,
+        "cache_allocated": kept,
+        "max_cache_allocated": peak_kept,
+    }
+    return "".join(f" | {name}: {size / GIB:.4f} GB" for name, size in named.items())
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of the machine that are in use, and all; (0, 0) where it has no /proc."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0, 0
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    total = kib["MemTotal"]
+    return 1024 * (total - kib.get("MemAvailable", kib["MemFree"])), 1024 * total
+
+
+class MemoryPoints(ABC):
+    """Memory before and after each forward, backward and step."""
+
+    @abstractmethod
+    def region(
+        self, name: str, inner: AbstractContextManager[None]
+    ) -> AbstractContextManager[None]:
+        """The context around a region, which includes `inner`."""
+
+    @abstractmethod
+    def take_lines(self) -> list[str]:
+        """A line for each point of the last micro-batch, and forget them."""
+
+
+@final
+class NoMemoryPoints(MemoryPoints):
+    """Measures nothing."""
+
+    def region(
+        self, name: str, inner: AbstractContextManager[None]
+    ) -> AbstractContextManager[None]:
+        return inner
+
+    def take_lines(self) -> list[str]:
+        return []
+
+
+@final
+class RegionMemory(MemoryPoints):
+    """Reads the memory at each point; the lines of earlier micro-batches are dropped."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lines: dict[str, str] = {}
+
+    @contextmanager
+    def region(self, name: str, inner: AbstractContextManager[None]) -> Iterator[None]:
+        if name not in _REGIONS:
+            with inner:
+                yield
+            return
+        self._read(f"Engine before {name}")
+        with inner:
+            yield
+        self._read(f"Engine after {name}")
+
+    def take_lines(self) -> list[str]:
+        lines, self._lines = list(self._lines.values()), {}
+        return lines
+
+    def _read(self, point: str) -> None:
+        self._lines[point] = memory_line(point, self._device)
+
+
+def build_memory_points(device: torch.device, *, enabled: bool) -> MemoryPoints:
+    """What reads memory, if it is `enabled`."""
+    return RegionMemory(device) if enabled else NoMemoryPoints()
+
+
+__all__ = [
+    "MemoryPoints",
+    "NoMemoryPoints",
+    "RegionMemory",
+    "build_memory_points",
+    "host_memory",
+    "memory_line",
+    "memory_text",
+]
