@@ -7,6 +7,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -18,7 +19,7 @@ from .sums import Added, Joined
 from .weights import leaves_of, trained, weights_of, without_hooks
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo  # as torch.compiler.disable, which would import torch._dynamo at once: a second
 def run_in_tiles(
     function: Callable[..., Any],
     sequences: Sequence[Tensor | None],

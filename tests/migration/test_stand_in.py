@@ -110,6 +110,16 @@ def test_the_alias_is_the_same_module_under_a_second_name() -> None:
     assert json.loads(run_python(code)) == ["0.19.8", "deepspeed", "0.19.8+xds"]
 
 
+def test_the_import_does_not_load_the_compiler() -> None:
+    """torch._dynamo alone would take a second at each start."""
+    code = ACTIVATE + (
+        "import sys, deepspeed\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert deepspeed.initialize and 'torch._dynamo' not in sys.modules"
+    )
+    run_python(code)
+
+
 def test_a_real_deepspeed_wins_unless_it_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = 'real'")
