@@ -319,7 +319,8 @@ class Engine(Readings):
             the model's own as they are.
         """
         self._check_usable()
-        options = SaveOptions(save_latest, exclude_frozen_parameters)
+        how = self.config.checkpoint.tag_validation
+        options = SaveOptions(save_latest, exclude_frozen_parameters, how)
         self._states.save(save_dir, tag, client_state, options)
         return True
 

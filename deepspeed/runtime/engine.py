@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ...engine.data.loaders import build_loader
@@ -21,13 +19,16 @@ from ..errors import methods_raise_theirs, raises_theirs
 from ..missing import placeholder, refuse_method
 from ..profiling.flops_profiler.profiler import FlopsProfiler
 from . import queries
+from .checkpoints import Checkpoints
+from .given_config import GivenConfig
 from .optimizer import DeepSpeedOptimizer
+from .timing import EngineTiming
 
 ROUTE_TRAIN = "train"
 
 
 @methods_raise_theirs
-class DeepSpeedEngine(ABC):
+class DeepSpeedEngine(Checkpoints):
     """All other attributes are read from and set on the engine, and then the module."""
 
     _engine: Engine
@@ -41,6 +42,7 @@ class DeepSpeedEngine(ABC):
         optimizer = engine.optimizer if is_bare else DeepSpeedOptimizer(engine)
         # not by assignment: __setattr__ sets attributes of the engine
         self.__dict__.update(_engine=engine, _optimizer=optimizer, _collate_fn=collate_fn)
+        self.__dict__.update(EngineTiming(engine).attributes())
         profiler = engine.config.flops_profiler
         if profiler.enabled:
             own = FlopsProfiler.of_engine(self, profiler.recompute_fwd_factor)
@@ -65,6 +67,17 @@ class DeepSpeedEngine(ABC):
         return self._engine.forward(*args, **kwargs)
 
     # -- methods with a different form --------------------------------------------------------------------
+
+    @property
+    def config(self) -> GivenConfig:
+        """The config as it was given, a dict. Its attributes are those of the checked `xds.Config`."""
+        checked = self._engine.config
+        given: GivenConfig = self.__dict__.get("_given_config") or GivenConfig(checked, checked)
+        return given
+
+    def keep_given_config(self, source: Any) -> None:
+        """Let `config` show what `initialize` got."""
+        self.__dict__["_given_config"] = GivenConfig(source, self._engine.config)
 
     @property
     def optimizer(self) -> Any:
@@ -200,107 +213,6 @@ class DeepSpeedEngine(ABC):
             shuffle=route == ROUTE_TRAIN,
             num_workers=workers,
         )
-
-    # -- weights and checkpoints --------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: object = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """`xds.Engine.save_checkpoint`."""
-        name = None if tag is None else str(tag)
-        return self._engine.save_checkpoint(
-            save_dir, name, client_state, save_latest, exclude_frozen_parameters
-        )
-
-    def load_checkpoint(  # noqa: PLR0913 (DeepSpeed's arguments)
-        self,
-        load_dir: str | Path,
-        tag: object = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """`xds.Engine.load_checkpoint`."""
-        if custom_load_fn is not None:
-            raise UsageError(
-                "load_checkpoint(custom_load_fn=...): not covered; load with load_module_only=True, then edit "
-                "parameters with GatheredParameters"
-            )
-        return self._engine.load_checkpoint(
-            load_dir,
-            None if tag is None else str(tag),
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-        )
-
-    def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the whole weights, in the compute dtype, to one file on rank 0. A collective."""
-        weights = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        if weights is not None:
-            folder = Path(save_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(weights, folder / save_filename)
-        self._engine._sharded.collectives.barrier()  # the file exists when this returns
-        return True
-
-    save_fp16_model = save_16bit_model
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
-        """Whole weights on rank 0, on the CPU, in the compute dtype; None on other ranks. A collective."""
-        weights = self._engine.full_state_dict(rank0_only=True)
-        if not weights:
-            return None
-        params = dict(self._engine.module.named_parameters(remove_duplicate=False))
-        kept = {}
-        for name, value in weights.items():
-            param = params.get(name)
-            if param is None or param.requires_grad or not exclude_frozen_parameters:
-                kept[name] = value if param is None else value.to(param.dtype)
-        return kept
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
-    def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """The module's own state_dict. At stage 3 a rank does not have whole values: use full_state_dict().
-
-        Raises:
-            UsageError: stage 3.
-        """
-        if self.zero_optimization_partition_weights():
-            raise UsageError(
-                "engine.module_state_dict() at stage 3: a rank holds only slices; call "
-                "engine.full_state_dict() or save_16bit_model on every rank"
-            )
-        weights: dict[str, Any] = self._engine.module.state_dict(
-            destination=destination, prefix=prefix, keep_vars=keep_vars
-        )
-        if exclude_frozen_parameters:
-            for name, param in self._engine.module.named_parameters():
-                if not param.requires_grad:
-                    weights.pop(prefix + name, None)
-        return weights
 
 
 @final

@@ -5,6 +5,7 @@ prepare  ->  folder  ->  write, fsync  ->  commit  ->  latest        each step: 
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections.abc import Collection, Mapping
@@ -38,6 +39,8 @@ from .random_state import read_random_state
 from .saver import DOING, Job
 from .training import Training
 
+log = logging.getLogger("xds")
+
 
 @dataclass(frozen=True)
 class SaveOptions:
@@ -45,6 +48,7 @@ class SaveOptions:
 
     save_latest: bool = True
     exclude_frozen_parameters: bool = False
+    tag_validation: str = "fail"
 
 
 @final
@@ -142,7 +146,7 @@ def save_checkpoint(
 
     try:
         (content, folder, name), shared = together(collectives, DOING, prepare, share)
-        _check_same_tag([tags for tags, _, _ in shared])
+        name = _agreed_tag([tags for tags, _, _ in shared], options.tag_validation, is_first)
     except BaseException:
         for claim in claims:
             discard(claim.folder)
@@ -165,13 +169,19 @@ def save_checkpoint(
     )
 
 
-def _check_same_tag(tags: list[str]) -> None:
-    if len(set(tags)) > 1:
+def _agreed_tag(tags: list[str], tag_validation: str, is_first: bool) -> str:
+    """The tag of rank 0. Raises UsageError: another rank has another, and the config says `fail`."""
+    if len(set(tags)) > 1 and tag_validation != "ignore":
         other = next(rank for rank, tag in enumerate(tags) if tag != tags[0])
-        raise UsageError(
+        text = (
             f"{DOING}: rank 0 saves under the tag {quoted(tags[0])} and rank {other} under "
             f"{quoted(tags[other])}; give every rank the same tag"
         )
+        if tag_validation == "fail":
+            raise UsageError(text)
+        if is_first:
+            log.warning("%s; rank 0's is used", text)
+    return tags[0]
 
 
 # -- what is saved ------------------------------------------------------------------------------------------

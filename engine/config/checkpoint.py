@@ -17,15 +17,6 @@ class Checkpoint(Section):
     """How `save_checkpoint` writes checkpoints, and how many it keeps."""
 
     others: ClassVar[Mapping[str, Entry]] = {
-        "tag_validation": NoEffect(
-            one_of("warn", "ignore", "fail"), "ranks that save under different tags are refused"
-        ),
-        "load_universal": Refused(
-            FLAG,
-            "reading DeepSpeed's universal checkpoints is not supported yet; set it to false: checkpoints of "
-            "xds load at any stage and number of ranks without it; `xds checkpoint import` reads DeepSpeed's",
-            harmless=(False,),
-        ),
         "use_node_local_storage": Refused(
             FLAG, "all ranks write into one shared folder; set it to false", harmless=(False,)
         ),
@@ -40,6 +31,16 @@ class Checkpoint(Section):
         "writer": NoEffect(OBJECT, "there is only one writer"),
     }
 
+    tag_validation: Annotated[str, one_of("fail", "warn", "ignore")] = Field(
+        "fail",
+        description="ranks that give save_checkpoint different tags: fail refuses; warn and ignore save under "
+        "the tag of rank 0, with a warning or without",
+    )
+    load_universal: Annotated[bool, FLAG] = Field(
+        False,
+        description="deepspeed's load_checkpoint takes the tag in `latest_universal`; checkpoints load at "
+        "any stage and number of ranks without it",
+    )
     async_save: Annotated[bool, FLAG] = Field(
         False,
         description="save_checkpoint returns after the states are copied to host memory; they are written in "

@@ -173,7 +173,6 @@ def test_the_callers_dict_is_never_changed():
         ("eigenvalue.enabled", True, "not supported yet"),
         ("quantize_training.enabled", True, "not supported yet"),
         ("expert_parallel.enabled", True, "not supported yet"),
-        ("checkpoint.load_universal", True, "not supported yet"),
         ("compression_training.layer_reduction.enabled", True, "not supported yet"),
         ("ops.native", 1, "must be true or false"),
         ("weight_quantization", {"post_init_quant": {}}, "not part of xds"),

@@ -22,6 +22,7 @@ from ....ops.flat import numel_of
 from ....utils.errors import UsageError
 from ....zero.checkpoint.ranges import ConstantRange
 from ....zero.checkpoint.snapshot import name_of
+from ..io.folders import MANIFEST
 from .deepspeed_shards import STEP, Held, Training, read_shards
 from .deepspeed_values import (
     client_values,
@@ -49,8 +50,9 @@ REFUSED_FILES = (
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Whether `folder` is one tag of a DeepSpeed checkpoint."""
-    return folder.is_dir() and any(folder.glob("*_model_states.pt"))
+    """Whether `folder` is one tag of a DeepSpeed checkpoint; one of xds may have such a file as well."""
+    is_own = (folder / MANIFEST).exists()
+    return folder.is_dir() and not is_own and any(folder.glob("*_model_states.pt"))
 
 
 def read_deepspeed(folder: Path) -> Imported:

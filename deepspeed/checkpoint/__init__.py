@@ -1,0 +1,14 @@
+"""`deepspeed.checkpoint`: names of files, copies of states, and the converter of universal checkpoints.
+
+Constants come from the table of names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..missing import placeholder
+
+
+def __getattr__(name: str) -> Any:
+    return placeholder(__name__, name)

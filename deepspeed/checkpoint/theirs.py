@@ -1,0 +1,34 @@
+"""Recognizes the checkpoints of DeepSpeed itself, which have to be imported first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...engine.checkpoint.imports.deepspeed import is_deepspeed
+from ...engine.checkpoint.io.folders import LATEST, MANIFEST
+from ...utils.errors import UsageError
+
+
+def refuse_theirs(folder: Path, tag: str | None) -> None:
+    """Raise where `folder`, or its checkpoint `tag` (None: the one in `latest`), was written by DeepSpeed.
+
+    Raises:
+        UsageError: it names the command that imports such a checkpoint.
+    """
+    if tag is None:
+        latest = folder / LATEST
+        tag = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+    if "\0" in tag:
+        return  # a damaged `latest`, which the load reports
+    here = folder / tag
+    if (here / MANIFEST).exists():
+        return
+    if is_deepspeed(here) or (here / "zero").is_dir():
+        name = f" --tag {tag}" if tag else ""
+        raise UsageError(
+            f"{here} is a checkpoint of DeepSpeed: import it once with `xds checkpoint import {folder} "
+            f"NEW_FOLDER{name}`, and load NEW_FOLDER; of a universal checkpoint import its source"
+        )
+
+
+__all__ = ["refuse_theirs"]

@@ -1,0 +1,265 @@
+"""The checkpoint methods of `DeepSpeedEngine`, and the files that DeepSpeed's users expect beside a checkpoint.
+
+save_dir/latest, zero_to_fp32.py, zero_to_torch.py
+save_dir/<tag>/            the checkpoint of xds
+               mp_rank_00_model_states.pt        stages 0 to 2: {"module": weights, counters, client_state}
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.checkpoint.io.reader import CheckpointReader
+from ...engine.engine import Engine
+from ...utils.errors import UsageError
+from ...utils.version import __version__
+from ...zero.access.gathered import GatheredParameters
+from ..checkpoint.theirs import refuse_theirs
+from ..checkpoint.utils import clone_tensors_for_torch_save, get_model_ckpt_name_for_rank
+from ..errors import methods_raise_theirs
+from ..utils.logging import logger
+from ..utils.recovery_scripts import make_executable, write_recovery_scripts
+
+LATEST_UNIVERSAL = "latest_universal"
+CustomLoad = Callable[..., Any]  # called with src=, the state dict, and dst=, the module
+
+
+@methods_raise_theirs
+class Checkpoints(ABC):
+    """Saves and loads the states of `_engine`."""
+
+    _engine: Engine
+
+    @abstractmethod
+    def zero_optimization_partition_weights(self) -> bool:
+        """Each rank has a part of each parameter."""
+
+    # -- whole checkpoints --------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """`xds.Engine.save_checkpoint`, and DeepSpeed's files beside it.
+
+        Rank 0 also writes the weights as `mp_rank_00_model_states.pt` where it has them whole: at stages 0 to
+        2, without a pipeline, and not with checkpoint.async_save.
+        """
+        engine = self._engine
+        name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        engine.save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters)
+        if engine.global_rank == 0:
+            own = Path(get_model_ckpt_name_for_rank(Path(save_dir) / name, "00"))
+            own.unlink(missing_ok=True)  # that of an earlier save under this tag
+            write_recovery_scripts(Path(save_dir))
+            if self._has_whole_weights():
+                state = self._model_state(client_state or {}, exclude_frozen_parameters)
+                _save_whole(state, own)
+        engine._sharded.collectives.barrier()  # the files are there when this returns
+        return True
+
+    def _has_whole_weights(self) -> bool:
+        engine = self._engine
+        mesh = engine._sharded.flat_groups.mesh
+        is_whole = not self.zero_optimization_partition_weights() and mesh.pipe * mesh.tensor == 1
+        return is_whole and not engine.config.checkpoint.async_save
+
+    def _model_state(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> dict[str, Any]:
+        engine = self._engine
+        weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen)
+        scheduler = engine.lr_scheduler
+        return {
+            "module": clone_tensors_for_torch_save(weights),
+            "buffer_names": [name for name, _ in engine.module.named_buffers()],
+            "optimizer": None,  # its states are in the files of xds
+            "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+            "sparse_tensor_module_names": set(),
+            "skipped_steps": engine.skipped_steps,
+            "global_steps": engine.global_steps,
+            "global_samples": engine.global_samples,
+            "dp_world_size": engine.dp_world_size,
+            "mp_world_size": 1,
+            "ds_config": {},
+            "ds_version": f"xds {__version__}",
+            **client_state,
+        }
+
+    def load_checkpoint(  # noqa: PLR0913 (DeepSpeed's arguments)
+        self,
+        load_dir: str | Path,
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: CustomLoad | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """`xds.Engine.load_checkpoint`.
+
+        Args:
+            tag: None is the one in `latest`, or in `latest_universal` with checkpoint.load_universal.
+            custom_load_fn: called with `src=` (the checkpoint's weights by name) and `dst=` (the module) on
+                rank 0, where the module is whole; the other ranks get its result. All else is loaded before.
+        """
+        name = self._tag_of(Path(load_dir)) if tag is None else str(tag)
+        refuse_theirs(Path(load_dir), name)
+        found = self._engine.load_checkpoint(
+            load_dir,
+            name,
+            load_module_strict=load_module_strict and custom_load_fn is None,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+        )
+        if custom_load_fn is not None and found[0] is not None:
+            src = _weights_of(found[0]) if self._engine.global_rank == 0 else {}
+            self._load_by(custom_load_fn, src)
+        return found
+
+    def _tag_of(self, load_dir: Path) -> str | None:
+        """The tag in `latest_universal`, where the config asks for it and it is there."""
+        path = load_dir / LATEST_UNIVERSAL
+        if not self._engine.config.checkpoint.load_universal or not path.is_file():
+            return None
+        return path.read_text().strip()
+
+    def _load_by(self, custom_load_fn: CustomLoad, src: Mapping[str, Any]) -> None:
+        module = self._engine.module
+        with GatheredParameters(list(module.parameters()), modifier_rank=0):
+            if self._engine.global_rank == 0:
+                custom_load_fn(src=src, dst=module)
+
+    # -- weights ------------------------------------------------------------------------------------------
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole weights, in the compute dtype, to one file on rank 0. A collective."""
+        weights = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if weights is not None:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            _save_whole(weights, Path(save_dir) / save_filename)
+        self._engine._sharded.collectives.barrier()  # the file exists when this returns
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """Whole weights on rank 0, on the CPU, in the compute dtype; None on other ranks. A collective."""
+        weights = self._engine.full_state_dict(rank0_only=True)
+        if not weights:
+            return None
+        params = dict(self._engine.module.named_parameters(remove_duplicate=False))
+        kept = {}
+        for name, value in weights.items():
+            param = params.get(name)
+            if param is None or param.requires_grad or not exclude_frozen_parameters:
+                kept[name] = value if param is None else value.to(param.dtype)
+        return kept
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's own state_dict. At stage 3 a rank does not have whole values: use full_state_dict().
+
+        Raises:
+            UsageError: stage 3.
+        """
+        if self.zero_optimization_partition_weights():
+            raise UsageError(
+                "engine.module_state_dict() at stage 3: a rank holds only slices; call "
+                "engine.full_state_dict() or save_16bit_model on every rank"
+            )
+        module = self._engine.module
+        weights: dict[str, Any] = module.state_dict(
+            destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
+        if exclude_frozen_parameters:
+            for name, param in module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    weights.pop(prefix + name, None)
+        return weights
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: CustomLoad | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Overwrite the weights by `checkpoint["module"]`, whole values on every rank. A collective.
+
+        Args:
+            custom_load_fn: as in `load_checkpoint`.
+            fetch_z3_params: without effect; whole values are taken at every stage.
+        """
+        weights = checkpoint["module"]
+        if custom_load_fn is not None:
+            self._load_by(custom_load_fn, weights)
+        else:
+            self._engine.load_state_dict(weights, strict=strict)
+
+    # -- names of DeepSpeed's files -----------------------------------------------------------------------
+
+    def _get_ckpt_name(
+        self, checkpoints_path: str | Path, tag: object, mp_placeholder: str | None = None
+    ) -> str:
+        """The file with the weights; the layer writes it where a rank has them whole."""
+        rank = "00" if mp_placeholder is None else mp_placeholder
+        return get_model_ckpt_name_for_rank(Path(checkpoints_path) / str(tag), rank)
+
+    def _get_optimizer_ckpt_name(
+        self, checkpoints_path: str | Path, tag: object, expp_rank: int
+    ) -> str:
+        """DeepSpeed's file of the optimizer states of experts, which xds does not write."""
+        name = f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt"
+        return os.path.join(checkpoints_path, str(tag), name)
+
+    def _change_recovery_script_permissions(self, dst: str | Path) -> None:
+        """Make a script executable; where the file system has no such permission, log it."""
+        error = make_executable(Path(dst))
+        if error is not None:
+            logger.info("%s is not made executable: %s", dst, error)
+
+
+def _weights_of(folder: str) -> dict[str, Tensor]:
+    """The weights of a checkpoint by name; tied names have one tensor."""
+    with CheckpointReader(folder) as reader:
+        found = {one.name: reader.read(one) for one in reader.values.values()}
+        found.update({other: found[name] for other, name in reader.tied.items() if name in found})
+    return found
+
+
+def _save_whole(state: Any, path: Path) -> None:
+    """Write a file that is whole whenever it is there."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        torch.save(state, part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+__all__ = ["Checkpoints"]
