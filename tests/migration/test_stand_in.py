@@ -42,9 +42,11 @@ print("trained", os.environ["RANK"], deepspeed.__version__)
 
 
 def run_python(code: str, **variables: str) -> str:
+    """What `code` prints, in a folder where no package named deepspeed is."""
     environment = {key: value for key, value in os.environ.items() if key != "XDS_AS_DEEPSPEED"}
     done = subprocess.run(
         [sys.executable, "-c", code],
+        cwd=os.sep,
         env={**environment, **variables},
         capture_output=True,
         text=True,
