@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,18 +11,16 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ...engine.process.process import pick_device
-from ...engine.telemetry.timers import memory_use
+from ...engine.telemetry.memory import memory_line
 from ..missing import placeholder
 from ..utils.logging import print_rank_0
 
-GIB = 2**30
-
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """With `force`, log the current and peak memory use of rank 0's process, in GiB."""
+    """With `force`, log on rank 0: memory of its device in use (MA) and kept (CA), peaks, the host's memory."""
     if force:
-        use = memory_use(pick_device())
-        print_rank_0(f"{message}: {use.now_bytes / GIB:.2f} GiB, peak {use.peak_bytes / GIB:.2f}")
+        gc.collect()
+        print_rank_0(memory_line(message, pick_device()))
 
 
 def set_random_seed(seed: int) -> None:

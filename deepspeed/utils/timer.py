@@ -6,12 +6,13 @@ On a CUDA device a timer records events on the current stream, so a start or sto
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
 
 from ...engine.process.process import pick_device
+from ...engine.telemetry.breakdown import times_line
 from ...engine.telemetry.memory import memory_text
 from ...engine.telemetry.timers import memory_use
 from ...ops.comm.bandwidth import TRIMMED, trimmed_mean
@@ -126,7 +127,7 @@ class SynchronizedWallClockTimer:
         _check(normalizer)
         known = [name for name in names if name in self.timers]
         times = {name: self.timers[name].elapsed(reset=reset) / normalizer for name in known}
-        log_dist(times_text(times), ranks or [0])
+        log_dist(times_line(times), ranks or [0])
 
     def get_mean(
         self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True
@@ -136,12 +137,6 @@ class SynchronizedWallClockTimer:
         return {
             name: self.timers[name].mean() / normalizer for name in names if name in self.timers
         }
-
-
-def times_text(milliseconds: Mapping[str, float]) -> str:
-    """ "time (ms) | fwd: 1.50 | bwd: 2.00"."""
-    parts = [f"{name}: {value:.2f}" for name, value in milliseconds.items()]
-    return " | ".join(["time (ms)", *parts])
 
 
 def _check(normalizer: float) -> None:
@@ -287,6 +282,5 @@ __all__ = [
     "NoopTimer",
     "SynchronizedWallClockTimer",
     "ThroughputTimer",
-    "times_text",
     "trim_mean",
 ]

@@ -13,6 +13,7 @@ from ...ops.comm.collectives import Collectives
 from ...zero.core.sharded_model import ShardedModel
 from ..config.config import Config
 from ..profiling.steps import build_profiler
+from .memory import build_memory_points
 from .monitor import Monitor, build_monitor
 from .report import StepReport
 from .timers import build_throughput, build_timers
@@ -43,7 +44,8 @@ def build_instruments(
     timers, throughput = build_timers(config, device), build_throughput(config, device)
     traffic = build_traffic(opened, sharded, enabled=config.comms_logger.enabled)
     profiler = build_profiler(config, sharded.collectives)
-    report = StepReport(config, monitor, timers, throughput, traffic, profiler)
+    memory = build_memory_points(device, enabled=config.memory_breakdown)
+    report = StepReport(config, monitor, timers, throughput, traffic, profiler, memory)
     return Instruments(monitor, report)
 
 

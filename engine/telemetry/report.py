@@ -13,6 +13,8 @@ from torch import Tensor
 from ..config.config import Config
 from ..data.loaders import RepeatingLoader
 from ..profiling.steps import StepProfiler
+from .breakdown import EVENT_NAMES, breakdown, times_line
+from .memory import MemoryPoints
 from .monitor import Monitor
 from .timers import Throughput, Timers, memory_use
 from .traffic import Traffic
@@ -49,19 +51,21 @@ class StepReport:
         throughput: Throughput,
         traffic: Traffic,
         profiler: StepProfiler,
+        memory: MemoryPoints,
     ) -> None:
         self.profiler = profiler
+        self.timers = timers
         self._config = config
         self._monitor = monitor
-        self._timers = timers
-        self._throughput = throughput
+        self._memory = memory
+        self.throughput = throughput
         self._traffic = traffic
         self._losses: list[Tensor] = []
         self._collects = monitor.enabled or config.steps_per_print is not None
 
     def region(self, name: str) -> AbstractContextManager[None]:
-        """Time and profile the `with` block, as the config says."""
-        return self.profiler.region(name, self._timers.region(name))
+        """Time, profile, and read the memory around the `with` block, as the config says."""
+        return self._memory.region(name, self.profiler.region(name, self.timers.region(name)))
 
     def add_loss(self, loss: Tensor) -> None:
         """Add a micro-batch's share of the step's loss."""
@@ -75,9 +79,10 @@ class StepReport:
     def step(self, engine: Reported) -> None:
         """Report an optimizer step that has ended, applied or skipped."""
         self.profiler.step()
-        self._throughput.step(engine.train_batch_size())
+        self.throughput.step(engine.train_batch_size())
         losses, self._losses = self._losses, []
-        milliseconds = self._timers.take_milliseconds()
+        milliseconds = breakdown(self.timers.take_milliseconds())
+        memory = self._memory.take_lines()
         every = self._config.steps_per_print
         prints = every is not None and engine.global_steps % every == 0 and engine.global_rank == 0
         if not prints and not self._monitor.enabled:
@@ -86,7 +91,15 @@ class StepReport:
         if self._monitor.enabled:
             self._monitor.write_events(self._events(engine, loss, milliseconds))
         if prints:
-            log.info("%s", self._line(engine, loss, milliseconds))
+            for line in [self._line(engine, loss), *self._times(milliseconds), *memory]:
+                log.info("%s", line)
+
+    def _times(self, milliseconds: dict[str, float]) -> list[str]:
+        """The times of the last micro-batch, and of the step."""
+        if not milliseconds:
+            return []
+        last = breakdown(self.timers.last_milliseconds())
+        return [times_line(last, "_microstep"), times_line(milliseconds)]
 
     def _events(
         self, engine: Reported, loss: float, milliseconds: dict[str, float]
@@ -101,11 +114,11 @@ class StepReport:
             events.append(("Train/Samples/loss_scale", engine.loss_scale, at))
         events += [(f"Train/Samples/{name}", value, at) for name, value in self._traffic.events()]
         return events + [
-            (f"Train/Samples/elapsed_time_ms_{name}", value, at)
+            (f"Train/Samples/elapsed_time_ms_{EVENT_NAMES[name]}", value, at)
             for name, value in milliseconds.items()
         ]
 
-    def _line(self, engine: Reported, loss: float, milliseconds: dict[str, float]) -> str:
+    def _line(self, engine: Reported, loss: float) -> str:
         parts = [
             f"step {engine.global_steps}",
             f"skipped {engine.skipped_steps}",
@@ -113,11 +126,9 @@ class StepReport:
             "lr " + ", ".join(f"{lr:.3e}" for lr in engine.get_lr()),
             f"grad norm {engine.get_global_grad_norm() or 0.0:.4f}",
         ]
-        rates = self._throughput.read()
+        rates = self.throughput.read()
         if rates is not None:
             parts.append(f"{rates.last:.1f} samples/s")
-        if milliseconds:
-            parts.append(", ".join(f"{n} {value:.1f} ms" for n, value in milliseconds.items()))
         sent = self._traffic.text()
         if sent:
             parts.append(sent)

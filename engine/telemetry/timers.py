@@ -55,7 +55,12 @@ class TimersConfig(Protocol):
 
 
 class Timers(ABC):
-    """Time spent in named regions of a step."""
+    """Time spent in named regions of a step. The time of a region inside another one is not the outer one's.
+
+    listener: gets the name of each region that ends, and its seconds.
+    """
+
+    listener: Callable[[str, float], None] | None = None
 
     @property
     @abstractmethod
@@ -69,6 +74,10 @@ class Timers(ABC):
     @abstractmethod
     def take_milliseconds(self) -> dict[str, float]:
         """Return the time in each region since the last call, in order of first use, and reset it."""
+
+    @abstractmethod
+    def last_milliseconds(self) -> dict[str, float]:
+        """The time of the last visit of each region."""
 
 
 @final
@@ -88,6 +97,9 @@ class NoTimers(Timers):
     def take_milliseconds(self) -> dict[str, float]:
         return {}
 
+    def last_milliseconds(self) -> dict[str, float]:
+        return {}
+
 
 @final
 class RegionTimers(Timers):
@@ -101,6 +113,8 @@ class RegionTimers(Timers):
         self._device = device
         self._clock = clock
         self._seconds: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self._inner = [0.0]  # seconds in regions inside, for each region that is open
 
     @property
     def enabled(self) -> bool:
@@ -114,13 +128,28 @@ class RegionTimers(Timers):
         self._seconds.clear()
         return milliseconds
 
+    def last_milliseconds(self) -> dict[str, float]:
+        return {name: 1e3 * seconds for name, seconds in self._last.items()}
+
     def now(self) -> float:
         """The time in seconds, after the device has finished all queued work."""
         _synchronize(self._device)
         return self._clock()
 
-    def add(self, name: str, seconds: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+    def open(self) -> float:
+        """A region begins. Returns `now`."""
+        self._inner.append(0.0)
+        return self.now()
+
+    def close(self, name: str, start_seconds: float) -> None:
+        """The region that began last ends."""
+        seconds = self.now() - start_seconds
+        own = seconds - self._inner.pop()
+        self._inner[-1] += seconds
+        self._seconds[name] = self._seconds.get(name, 0.0) + own
+        self._last[name] = own
+        if self.listener is not None:
+            self.listener(name, own)
 
 
 @final
@@ -131,10 +160,10 @@ class _Region(AbstractContextManager[None]):
         self._start_seconds = 0.0
 
     def __enter__(self) -> None:
-        self._start_seconds = self._timers.now()
+        self._start_seconds = self._timers.open()
 
     def __exit__(self, *exception: object) -> None:
-        self._timers.add(self._name, self._timers.now() - self._start_seconds)
+        self._timers.close(self._name, self._start_seconds)
 
 
 def build_timers(config: TimersConfig, device: torch.device) -> Timers:
@@ -154,7 +183,12 @@ class Rates:
 
 
 class Throughput(ABC):
-    """Samples per second of a job."""
+    """Samples per second of a job.
+
+    listener: called at the end of each step that is counted.
+    """
+
+    listener: Callable[[], None] | None = None
 
     @abstractmethod
     def step(self, num_samples: int) -> None:
@@ -202,6 +236,8 @@ class SampleThroughput(Throughput):
         self._rates: Rates | None = None
 
     def step(self, num_samples: int) -> None:
+        if self.listener is not None:
+            self.listener()
         self._num_steps += 1
         if self._num_steps > _NUM_WARMUP_STEPS:
             self._num_samples += num_samples

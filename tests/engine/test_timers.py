@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from xds.engine.telemetry.breakdown import breakdown
 from xds.engine.telemetry.timers import (
     NoThroughput,
     NoTimers,
@@ -49,8 +50,18 @@ def test_regions_add_up_and_start_again() -> None:
         clock.seconds += 1.0
         with timers.region("reduce"):
             clock.seconds += 2.0
-    assert timers.take_milliseconds() == {"forward": 750.0, "reduce": 2000.0, "step": 3000.0}
+    assert timers.last_milliseconds() == {"forward": 500.0, "reduce": 2000.0, "step": 1000.0}
+    found = timers.take_milliseconds()
+    assert found == {"forward": 750.0, "reduce": 2000.0, "step": 1000.0}  # each second counts once
     assert timers.take_milliseconds() == {}
+    assert breakdown({**found, "backward": 1500.0}) == {
+        "fwd": 750.0,
+        "bwd": 3500.0,
+        "bwd_inner": 1500.0,
+        "bwd_allreduce": 2000.0,
+        "step": 1000.0,
+    }
+    assert breakdown({}) == {}
 
 
 def test_a_region_that_raises_is_counted_and_does_not_swallow() -> None:
