@@ -21,6 +21,7 @@ from .comm.comm import init_distributed, log_collectives_of
 from .errors import raises_theirs
 from .runtime.engine import DeepSpeedEngine, PlainEngine
 from .runtime.pipe.engine import PipelineEngine
+from .runtime.zero.parameters import answer_for_model
 from .sequence.layer import DistributedAttention as TheirAttention
 from .utils import groups, logging  # noqa: F401 (shows the engine's progress lines from here on)
 
@@ -65,7 +66,8 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         raise UsageError(
             f"deepspeed.initialize(model={type(model).__name__}): needs the torch.nn.Module to train"
         )
-    checked = _with_defaults(_config_of(args, config, config_params))
+    given = _config_of(args, config, config_params)
+    checked = _with_defaults(given)
     init_distributed(dist_init_required=dist_init_required)
     num_sequence = _sequence_ranks(mpu, mesh_param, checked, model)
     checked = checked.with_sequences(num_sequence) if num_sequence > 1 else checked
@@ -87,8 +89,11 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         group=None if num_sequence > 1 else _group_of(mpu),
     )
     log_collectives_of(made)
+    if made.zero_optimization_stage() == 3:
+        answer_for_model(made.module)
     is_pipeline = isinstance(model, PipelineModule) or made.num_stages > 1
     engine = (PipelineEngine if is_pipeline else PlainEngine)(made, collate_fn)
+    engine.keep_given_config(given)
     groups.follow(engine.mpu, mpu if num_sequence > 1 else None)
     _say_who_trains(made)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -19,6 +19,7 @@ from ...engine.process.process import join, local_rank, pick_device
 from ...utils.errors import UsageError
 from ..missing import placeholder
 from ..utils.comms_logging import CommsLogger
+from .accelerate_state import tell_accelerate
 from .collectives import COLLECTIVES, make_collective
 from .collectives import P2POp as P2POp
 
@@ -65,6 +66,7 @@ def init_distributed(  # noqa: PLR0913 (DeepSpeed's arguments)
     is_usual = dist_backend in (None, usual) and timeout is None
     if is_usual and init_method is None and rank < 0:
         join(device)
+        tell_accelerate()
         return
     backend = dist_backend or usual
     _check_backend(backend, device)
@@ -73,6 +75,7 @@ def init_distributed(  # noqa: PLR0913 (DeepSpeed's arguments)
     dist.init_process_group(
         backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
     )
+    tell_accelerate()
 
 
 def _check_backend(backend: str, device: torch.device) -> None:
@@ -81,6 +84,14 @@ def _check_backend(backend: str, device: torch.device) -> None:
             'dist_backend = "nccl" needs a GPU, and this machine has none: leave dist_backend out, or use '
             'get_accelerator().communication_backend_name(), which is "gloo" here'
         )
+
+
+def is_initialized() -> bool:
+    """Whether torch.distributed is running. accelerate asks where it would start it."""
+    is_running = dist.is_initialized()
+    if is_running:
+        tell_accelerate()
+    return is_running
 
 
 def get_local_rank() -> int:
