@@ -5,23 +5,29 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_FULL = tuple(
-    f"safe_{verb}_full_{what}"
-    for verb in ("get", "set")
-    for what in ("fp32_param", "grad", "optimizer_state")
+_STATES = (
+    *(
+        f"safe_{verb}_{part}_{what}"
+        for verb in ("get", "set")
+        for part in ("full", "local")
+        for what in ("fp32_param", "grad", "optimizer_state")
+    ),
+    "safe_update_full_grad_vectorized",
+)
+_LEAVES = (
+    *("get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "unset_z3_leaf_modules"),
+    *("set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix"),
+    *("z3_leaf_module", "z3_leaf_parameter"),
 )
 _SOURCES = {
-    **dict.fromkeys(_FULL, "xds.zero.access.full"),
+    **dict.fromkeys(_STATES, ".tensor_fragment"),
+    **dict.fromkeys(_LEAVES, ".leaf_modules"),
     "RepeatingLoader": "xds.engine.data.loaders",
     "get_accelerator": "xds.deepspeed.accelerator",
     "log_dist": ".logging",
     "logger": ".logging",
-    "get_z3_leaf_modules": ".leaf_modules",
-    "set_z3_leaf_modules": ".leaf_modules",
-    "unset_z3_leaf_modules": ".leaf_modules",
-    "z3_leaf_module": ".leaf_modules",
 }
-_MODULES = ("groups", "logging", "zero_to_fp32")
+_MODULES = ("groups", "logging", "tensor_fragment", "zero_to_fp32")
 
 __all__ = sorted(_SOURCES)
 

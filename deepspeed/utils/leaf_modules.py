@@ -1,15 +1,16 @@
-"""`set_z3_leaf_modules`: xds gathers whole units, so the marks on modules have no effect in the engine."""
+"""`set_z3_leaf_modules` and others: marks on modules, without effect, because xds gathers whole units."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from ...utils.errors import UsageError
 from ...zero.core.discover import found_blocks
+from ..errors import raises_theirs
 
 log = logging.getLogger("xds")
 
@@ -27,6 +28,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if module in _marked]
 
 
+@raises_theirs
 def unset_z3_leaf_modules(
     model: nn.Module,
     leaf_module_classes: Sequence[type[nn.Module] | str],
@@ -43,6 +45,7 @@ def unset_z3_leaf_modules(
     return found
 
 
+@raises_theirs
 def set_z3_leaf_modules(
     model: nn.Module,
     leaf_module_classes: Sequence[type[nn.Module] | str],
@@ -57,6 +60,80 @@ def set_z3_leaf_modules(
         UsageError: there is no such module, unless `raise_if_not_found` is False.
     """
     found = _find(model, leaf_module_classes, raise_if_not_found)
+    _mark(model, found)
+    return list(found.values())
+
+
+@raises_theirs
+def set_z3_leaf_modules_by_name(
+    model: nn.Module,
+    module_names: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark, or unmark, modules by their dotted names. Returns them, and the names that the model lacks.
+
+    Raises:
+        UsageError: a name is not there, unless `raise_if_not_found` is False.
+    """
+    return _set_by(
+        model, module_names, lambda name, wanted: name == wanted, flag, raise_if_not_found
+    )
+
+
+@raises_theirs
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module,
+    module_name_suffixes: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """The same for modules whose dotted names end with one of the suffixes."""
+    return _set_by(
+        model,
+        module_name_suffixes,
+        lambda name, wanted: name.endswith(wanted),
+        flag,
+        raise_if_not_found,
+    )
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark, or unmark, `model` itself."""
+    _mark(model, {"": model}, flag=flag)
+
+
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    """Whether a module that `set_z3_leaf_modules` has marked holds the parameter."""
+    return any(model is one for module in list(_marked) for one in module.parameters())
+
+
+def _set_by(
+    model: nn.Module,
+    wanted: Sequence[str],
+    matches: Callable[[str, str], bool],
+    flag: bool,
+    raise_if_not_found: bool,
+) -> tuple[list[nn.Module], list[str]]:
+    modules = dict(model.named_modules())
+    hits = {one: [name for name in modules if matches(name, one)] for one in wanted}
+    missing = [one for one, names in hits.items() if not names]
+    if missing and raise_if_not_found:
+        raise UsageError(
+            f"the model has no module named {', '.join(missing)}; see model.named_modules(), or pass "
+            "raise_if_not_found=False"
+        )
+    found = {name: modules[name] for names in hits.values() for name in names}
+    _mark(model, found, flag=flag)
+    return list(found.values()), missing
+
+
+def _mark(model: nn.Module, found: dict[str, nn.Module], *, flag: bool = True) -> None:
+    """Mark modules, by name. A warning names those that the engine would cut into several units."""
+    if not flag:
+        for module in found.values():
+            _marked.discard(module)
+        return
     _marked.update(found.values())
     blocks = [name for name, _ in found_blocks(model)]
     cut = [name for name in found if any(block.startswith(f"{name}.") for block in blocks)]
@@ -69,7 +146,6 @@ def set_z3_leaf_modules(
             kind,
             kind,
         )
-    return list(found.values())
 
 
 def _find(

@@ -31,6 +31,8 @@ class Init:
     Values are bit-equal to plain construction under the same seed, at every number of ranks. The context does
     nothing unless the config's stage is 3 and there are several ranks. Until `xds.initialize`, parameters read
     as NaN; `xds.zero.GatheredParameters` reads and edits them. A collective: all ranks build the same model.
+
+    store: the owner of the slices; None where nothing is sharded. is_at_stage_3: there may be one rank only.
     """
 
     def __init__(
@@ -55,14 +57,18 @@ class Init:
             ConfigError: every complaint about the config at once.
         """
         self._construction: Construction | None = None
-        wants = enabled and (config is None or parse_config(config).zero_optimization.stage == 3)
-        if not wants:
+        self.store: SliceStore | None = None
+        self.is_at_stage_3 = enabled and (
+            config is None or parse_config(config).zero_optimization.stage == 3
+        )
+        if not self.is_at_stage_3:
             return
         device = pick_device()
         world = join(device)
         group = group or world
         if group.size() > 1:
-            self._construction = Construction(SliceStore(open_collectives(group, device), dtype))
+            self.store = SliceStore(open_collectives(group, device), dtype)
+            self._construction = Construction(self.store)
             if module is not None:
                 with self._construction:
                     self._construction.add_module(module)

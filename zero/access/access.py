@@ -227,6 +227,14 @@ class Access(Owner):
         place = self._places.get(id(param))
         return place is not None and place.flat.is_overridden(place.position)
 
+    def holds_full(self, param: nn.Parameter) -> bool:
+        place = self._places.get(id(param))
+        return place is None or place.flat.is_unsharded or self.is_overridden(param)
+
+    def stays_full(self, param: nn.Parameter) -> bool:
+        place = self._places.get(id(param))
+        return place is None or not place.flat.may_be_resharded
+
     def register_use(self, param: nn.Parameter, module: nn.Module) -> bool:
         return self._model.register_use(param, module)
 

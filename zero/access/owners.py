@@ -129,6 +129,14 @@ class Owner(ABC):
     def write(self, param: nn.Parameter, reader: Reader) -> None:
         """Set master and computed value from `reader`, which returns the same values on every rank."""
 
+    def holds_full(self, param: nn.Parameter) -> bool:
+        """This rank can read all values of `param` now. For one rank alone; nothing is sent."""
+        return self.is_overridden(param)
+
+    def stays_full(self, param: nn.Parameter) -> bool:
+        """`param` is not dropped between its uses. For one rank alone; nothing is sent."""
+        return False
+
     def settle_alone(self) -> None:
         """This rank alone is about to read parameters of the module: bring values that are on their way.
 

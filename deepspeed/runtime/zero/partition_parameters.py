@@ -1,15 +1,181 @@
-"""`deepspeed.runtime.zero.partition_parameters`: the same names as `deepspeed.zero`."""
+"""`deepspeed.runtime.zero.partition_parameters`: builds a sharded model, and what its parameters answer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 
-from ... import zero
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from ....engine.config.config import Config
+from ....engine.config.text import read_source
+from ....engine.model.zero_init import Init as XdsInit
+from ....utils.errors import UsageError
+from ....utils.schema.keys import is_auto
+from ....zero.access.gathered import GatheredParameters as GatheredParameters
+from ....zero.core.outside import register_external_parameter as register_external_parameter
+from ...errors import methods_raise_theirs
 from ...missing import placeholder
+from .parameters import ZeroParamStatus as ZeroParamStatus
+from .parameters import ZeroParamType as ZeroParamType
+from .parameters import answer_for, answer_for_built
+from .parameters import is_zero_param as is_zero_param
+
+ZEROPP_KEYS = (
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_hpz_partition_size",
+)
+
+# DeepSpeed replaces these functions while a model is built; here they are torch's at any time
+_orig_torch_tensor = torch.tensor
+_orig_torch_empty = torch.empty
+_orig_torch_zeros = torch.zeros
+_orig_torch_ones = torch.ones
+_orig_torch_full = torch.full
+_orig_torch_arange = torch.arange
+_orig_torch_eye = torch.eye
+_orig_torch_randn = torch.randn
+
+
+@methods_raise_theirs
+class Init:
+    """`xds.zero.Init` with DeepSpeed's arguments: modules constructed in the context are sharded at stage 3.
+
+    There are three differences. Without a config, parameters keep the dtype they are built in (DeepSpeed uses
+    half). On one rank they stay whole. No class stays patched after the context.
+    """
+
+    def __init__(  # noqa: PLR0913 (DeepSpeed's arguments)
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **others: Any,
+    ) -> None:
+        """
+        Args:
+            config_dict_or_path, config: the config that `initialize` will get. Keys whose value is "auto" are
+                left out here: an integration fills them before `initialize`.
+            dtype: the dtype of the slices from the start.
+            mpu: its data-parallel group is used.
+            mem_efficient_linear, pin_memory: without effect.
+            remote_device: None, "none", "cpu" or "cuda"; slices are on the device of the engine.
+        Raises:
+            UsageError: an argument asks for slices on a disk, or for ZeRO++, which the config chooses.
+        """
+        _check(remote_device, others)
+        if data_parallel_group is None and mpu is not None:
+            data_parallel_group = mpu.get_data_parallel_group()
+        source = _without_auto(config_dict_or_path if config_dict_or_path is not None else config)
+        self._hook: Any = None
+        self._init = XdsInit(
+            source, module=module, dtype=dtype, enabled=enabled, group=data_parallel_group
+        )
+        answer_for([self._init.store])
+        if module is not None and self._stays_whole:
+            for param in module.parameters():
+                answer_for_built(param)
+
+    @property
+    def _stays_whole(self) -> bool:
+        return self._init.is_at_stage_3 and self._init.store is None
+
+    def __enter__(self) -> Init:
+        if self._stays_whole:
+            self._hook = register_module_parameter_registration_hook(_note)
+        self._init.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._init.__exit__(kind, error, trace)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+class MiCS_Init(Init):
+    """`Init`: the config's `mics_shard_size` alone decides how many ranks share a copy of the model."""
+
+
+def _note(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    answer_for_built(param)
+
+
+def _check(remote_device: str | None, others: Mapping[str, Any]) -> None:
+    if remote_device == "nvme":
+        raise UsageError(
+            'zero.Init(remote_device="nvme"): slices are built in memory, and initialize moves them to the '
+            'disk; leave it out, and set offload_param.device = "nvme" in the config'
+        )
+    asked = sorted(name for name, value in others.items() if value)
+    if asked and asked[0] in ZEROPP_KEYS:
+        raise UsageError(
+            f"zero.Init({asked[0]}=...): the config decides; leave it out, and set zero_optimization."
+            f"{asked[0]} there"
+        )
+    if asked:
+        raise UsageError(
+            f"zero.Init({asked[0]}=...): is not covered by xds.deepspeed; leave it out"
+        )
+
+
+def _without_auto(source: Any) -> Any:
+    """The config without keys whose value is "auto": an integration fills them later."""
+    if source is None or isinstance(source, Config):
+        return source
+    data, _, complaints = read_source(source)
+    return source if complaints or not isinstance(data, dict) else _filled(data)
+
+
+def _filled(data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _filled(value) if isinstance(value, dict) else value
+        for key, value in data.items()
+        if not is_auto(value)
+    }
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Does nothing: the parameters that a module needs are found during its forward."""
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Tensor],
+    target_fp_dtype: torch.dtype | None,
+    target_device: torch.device | None = None,
+) -> Callable[..., Tensor]:
+    """`fn` with a default device, whose floating results have `target_fp_dtype`.
+
+    `Init` never uses it: constructors keep their dtype. Libraries replace it for the time of a construction.
+    """
+
+    def construct(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("device") is None and target_device is not None:
+            kwargs["device"] = target_device
+        made = fn(*args, **kwargs)
+        if target_fp_dtype is not None and made.is_floating_point():
+            made.data = made.data.to(target_fp_dtype)
+        return made
+
+    return construct
 
 
 def __getattr__(name: str) -> Any:
-    try:
-        return getattr(zero, name)
-    except AttributeError:
-        return placeholder(__name__, name)
+    return placeholder(__name__, name)
