@@ -47,7 +47,7 @@ _SOURCES = {
     "logger": ".utils.logging",
 }
 _MODULES = (
-    *("accelerator", "checkpointing", "comm", "ops", "pipe", "profiling", "runtime"),
+    *("accelerator", "checkpointing", "comm", "elasticity", "ops", "pipe", "profiling", "runtime"),
     *("sequence", "utils", "zero"),
 )
 

@@ -59,7 +59,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "stream": lambda *_: nullcontext(),
     "synchronize": _nothing,
 }
-_VALUES = {"Stream": None, "Event": None}
 _STREAMS = ("current_stream", "default_stream")
 
 
@@ -105,8 +104,6 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def __getattr__(self, name: str) -> Any:
         if name in _FUNCTIONS:
             return _FUNCTIONS[name]
-        if name in _VALUES:
-            return _VALUES[name]
         if name in _STREAMS:
             return _nothing
         if name in TENSORS:
