@@ -103,6 +103,8 @@ COMPRESSION_TRAINING = Group(
     "compresses the model while it trains",
 )
 
+_ALGORITHM = Group(details(TEXT, "q_type", "rounding"), "how values are rounded")
+
 QUANTIZE_TRAINING = Group(
     {
         "enabled": _switch(),
@@ -117,7 +119,8 @@ QUANTIZE_TRAINING = Group(
             details(whole(0), "quantize_period", "schedule_offset"),
             "when the number of bits is reduced",
         ),
-        "quantize_algo": Group(details(TEXT, "q_type", "rounding"), "how values are rounded"),
+        "quantize_algo": _ALGORITHM,
+        "quantize-algo": _ALGORITHM,  # an old spelling, which examples still have
         "fp16_mixed_quantize": _MIXED,
         "eigenvalue": Group({"enabled": _switch()}, "curvature of the layers", open=True),
     },

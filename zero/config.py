@@ -71,6 +71,7 @@ _OTHERS: dict[str, Entry] = {
     "log_trace_cache_warnings": _never("units are gathered when they are used; there is no trace"),
     "enable_sanity_checks": _never("the checks are cheap and always enabled"),
     "save_muon_momentum_buffer_in_memory": _never("offload_optimizer decides where states are"),
+    "grad_hooks": _always("old name: gradients are always reduced by hooks, as they arrive"),
     "legacy_stage1": _refused_flag("the legacy stage 1 is not supported; remove the key"),
     **offload.ZERO_KEYS,
 }

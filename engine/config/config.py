@@ -28,7 +28,7 @@ from .auto import COMPUTED, fill_auto, note_auto
 from .batch import DATA_RANKS, WORLD_SIZE, solve_batch
 from .checkpoint import Checkpoint
 from .compile import Compile
-from .elasticity import Elasticity, elastic_batch
+from .elasticity import ELASTIC_KEYS, Elasticity, elastic_batch
 from .meanings import Meanings
 from .mics import complaints_of_ranks
 from .one_bit import check_model_ranks
@@ -50,6 +50,7 @@ from .sections import (
     TorchAutocast,
     Wandb,
 )
+from .short_forms import write_out
 from .text import read_source
 from .together import check_sequences_of, check_stages_of, check_together
 
@@ -64,6 +65,7 @@ def _read_interval(value: object) -> int | None:
     return None if value is None else int(whole(1).read(value))
 
 
+_RANKS = ("pipeline.stages", "tensor_parallel.tp_size", "sequence_parallel_size")
 _INTERVAL = Rule("a whole number, at least 1, or Infinity for never", _read_interval)
 
 
@@ -208,7 +210,7 @@ class Config(Section):
         Raises:
             ConfigError: these ranks cannot share the batch, or are not a multiple of the stages.
         """
-        complaints, sizes = _batch(self, world_size)
+        complaints, sizes = _batch(self, world_size, Report())
         if complaints:
             raise ConfigError(complaints, self.source)
         return self if sizes["world_size"] == self.world_size else self.model_copy(update=sizes)
@@ -274,7 +276,7 @@ def parse_config(
     if not isinstance(data, dict):
         report.complain("config", data, "must be an object {...}")
         raise ConfigError(report.complaints, name)
-    fill_auto(_prepare(data, report), auto or {}, canonical_path, report)
+    fill_auto(write_out(data, report), auto or {}, canonical_path, report)
     config = check_together(read_section(Config, data, "", report), data, report)
     note_auto(report, lambda path: _default_of(config, path))
     config = config.model_copy(update={"auto_keys": tuple(report.auto_keys)})
@@ -282,7 +284,7 @@ def parse_config(
     if one_replica:
         world_size = config.model_ranks
     if world_size is not None:
-        wrong, sizes = _batch(config, world_size)
+        wrong, sizes = _batch(config, world_size, report)
         report.complaints.extend(each for each in wrong if each not in report.complaints)
     if report.complaints:
         raise ConfigError(report.complaints, name)
@@ -315,25 +317,8 @@ def _meant(section: str, key: str, names: list[str]) -> Meant | None:
     return _meanings()(section, key, names)  # built only where some key is unknown
 
 
-def _prepare(data: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Expand short forms: `zero_optimization: true`, and `activation_checkpointing` without `enabled`."""
-    zero = data.get("zero_optimization")
-    if isinstance(zero, bool):
-        data["zero_optimization"] = {"stage": int(zero)}
-        report.notes.append(f"zero_optimization = {shown(zero)}: means stage {int(zero)}")
-    recompute = data.get("activation_checkpointing")
-    if isinstance(recompute, dict):
-        if recompute.get("enabled") is None:
-            recompute["enabled"] = True
-        if recompute["enabled"] is True:
-            report.notes.append(
-                "activation_checkpointing: the model's blocks are recomputed in backward "
-                "(in DeepSpeed the section alone does nothing)"
-            )
-    return data
-
-
-def _batch(config: Config, world_size: int) -> tuple[list[str], dict[str, int]]:
+def _batch(config: Config, world_size: int, report: Report) -> tuple[list[str], dict[str, int]]:
+    """(complaints, sizes) for so many ranks; without complaints that one in `report` may have caused."""
     if world_size < 1:
         return [f"world size = {world_size}: must be at least 1"], {}
     model_ranks = config.model_ranks
@@ -342,7 +327,7 @@ def _batch(config: Config, world_size: int) -> tuple[list[str], dict[str, int]]:
             config.pipeline, config.tensor_parallel, world_size, config.sequence_parallel_size
         )
     except ValueError as error:
-        return [str(error)], {}
+        return [str(error)] if not report.doubts(*_RANKS) else [], {}
     ranks = mesh.data
     if config.elasticity.enabled:
         (train, micro, steps), complaints = elastic_batch(config.elasticity, ranks)
@@ -355,10 +340,14 @@ def _batch(config: Config, world_size: int) -> tuple[list[str], dict[str, int]]:
             auto=tuple(key for key in config.auto_keys if key in COMPUTED),
             named=WORLD_SIZE if model_ranks == 1 else DATA_RANKS,
         )
-    complaints += check_micro_batches(config.pipeline, steps)
-    complaints += complaints_of_ranks(config.zero_optimization, mesh)
+    if report.doubts(*COMPUTED, *ELASTIC_KEYS, *_RANKS):
+        complaints = []
+    elif not report.doubts("pipeline.schedule", "pipeline.chunks"):
+        complaints += check_micro_batches(config.pipeline, steps)
+    if not report.doubts("zero_optimization.stage", *_RANKS):
+        complaints += complaints_of_ranks(config.zero_optimization, mesh)
     wanted = config.data_parallel_size
-    if wanted is not None and wanted != ranks:
+    if wanted is not None and wanted != ranks and not report.doubts(*_RANKS):
         complaints.append(
             f"data_parallel_size = {wanted}: must equal the number of data-parallel ranks "
             f"({ranks}); remove it or start {wanted * model_ranks}"

@@ -36,7 +36,9 @@ INTRO = """\
 - **Unknown keys are errors**; the message names the nearest key. Duplicate keys are errors too.
 - **All complaints are reported at once**, each with its full key path. For malformed JSON the message
   names line and column.
-- **Files** may contain `//`, `#` and `/* */` comments and trailing commas.
+- **Files** may contain `//`, `#` and `/* */` comments and trailing commas. They may also be
+  [Hjson](https://hjson.github.io), as in DeepSpeed: keys and text without quotes.
+- **Comment keys** begin with `_` (`"_comment": "..."`). They are ignored in every section.
 - **Numbers.** `5e8` is a whole number. Sizes in elements are rounded (`0.9 * hidden * hidden`);
   counts such as batch sizes are not. `"1.0"` is text, and `true` is not a number.
 - **null** means "not set": the default is used. For some keys null is a value of its own; their
@@ -48,7 +50,8 @@ INTRO = """\
   This is checked when the number of ranks is known: in `xds.initialize` and `xds check`.
 - **gradient_clipping**: without this key gradients are not clipped (DeepSpeed: 1.0 since version 0.19).
 - **Adam** decouples weight decay like AdamW unless `adam_w_mode` is false, as in DeepSpeed.
-- **activation_checkpointing**: the section alone enables it; `"enabled": false` disables it.
+- **activation_checkpointing**: the section alone enables it. `"enabled": false` disables it, and so do flags
+  that are all false.
 - **dtypes** have their usual names: `bf16`, `bfloat16`, `torch.bfloat16`, ...
 
 ## "auto"
@@ -68,6 +71,7 @@ _OPTIMIZER_NOTES = (
 )
 _SCHEDULER_NOTES = (
     "`warmup_max_lr` = null: the learning rate of each parameter group.",
+    "`warmup_num_steps` = 0 or 1: taken as 2, as in DeepSpeed before 0.19.6.",
     "`cycle_second_step_size`, `cycle_second_stair_count` = null: as in the first half.",
 )
 

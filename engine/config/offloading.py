@@ -27,6 +27,22 @@ def check_guesses(optimizer: Any, zero: ZeroConfig, report: Report) -> None:
         )
 
 
+def without_idle_offload(zero: ZeroConfig, report: Report) -> ZeroConfig:
+    """`zero` with the parameters on the device below stage 3, where they are not sharded."""
+    section = zero.offload_param
+    if section.device == "none" or zero.stage == 3 or report.doubts("zero_optimization.stage"):
+        return zero
+    report.without_effect.append(
+        (
+            "zero_optimization.offload_param.device",
+            f"parameters are sharded at stage 3 only, and the stage is {zero.stage}: they stay on the device "
+            "(offload_optimizer works at every stage)",
+        )
+    )
+    off = section.model_copy(update={"device": "none"})
+    return zero.model_copy(update={"offload_param": off, "cpu_offload_param": False})
+
+
 def check_old_names(zero: ZeroConfig, report: Report) -> None:
     """DeepSpeed's old names must not contradict the sections; a section without a device does nothing."""
     for old, name in (

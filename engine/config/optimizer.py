@@ -41,7 +41,7 @@ class OptimizerConfig(Section):
 
 
 TORCH_DECAY = 0.01  # the default of torch.optim.AdamW
-_FUSED = "there is one implementation, and it is fused"
+FUSED = "there is one implementation, and it is fused"
 _LR = number(0)
 _DECAY = number(0)
 _EPS = number(0)
@@ -57,8 +57,8 @@ _ALL: dict[str, Param] = {
     "lr": _LR,
     "weight_decay": _DECAY,
     "max_grad_norm": _MAX_GRAD_NORM,
-    "fused": NoEffect(FLAG, _FUSED, same=(True,)),
-    "foreach": NoEffect(FLAG, _FUSED, same=(False,)),
+    "fused": NoEffect(FLAG, FUSED, same=(True,)),
+    "foreach": NoEffect(FLAG, FUSED, same=(False,)),
     "capturable": NoEffect(FLAG, "the update is not captured", same=(False,)),
     "set_grad_none": NoEffect(FLAG, "gradients stay in their flat buffers"),
     "maximize": Refused(FLAG, "negate the loss instead", harmless=(False,)),
@@ -77,6 +77,7 @@ _ADAM: dict[str, Param] = {
     ),
     "fp32_optimizer_states": NoEffect(FLAG, "optimizer states are always fp32", same=(True,)),
     "eps_inside_sqrt": Refused(FLAG, "eps is added outside the root", harmless=(False,)),
+    "disable_fused_adam": NoEffect(FLAG, FUSED, same=(False,)),
 }
 
 _MESSAGES = "messages are sent by the backend of torch.distributed, on any device"

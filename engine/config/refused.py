@@ -6,7 +6,19 @@ from ...compression import config as compression
 from ...offload import config as offload
 from ...tensor import config as tensor
 from ...utils.schema.keys import Detail, Entry, Group, NoEffect, Refused, details
-from ...utils.schema.rules import ANYTHING, FLAG, LIST, NUMBER, OBJECT, TEXT, either, number, whole
+from ...utils.schema.rules import (
+    ANYTHING,
+    FLAG,
+    LIST,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    either,
+    number,
+    size,
+    whole,
+)
+from .optimizer import FUSED
 
 
 def _switch(feature: str, remedy: str = "set it to false or remove the section") -> Refused:
@@ -124,6 +136,11 @@ SCALARS: dict[str, Entry] = {
         "sparse gradients are not supported yet; set it to false, use sparse=False in embeddings",
         harmless=(False,),
     ),
+    "allgather_size": NoEffect(
+        size(1),
+        "old name of zero_optimization.allgather_bucket_size: a unit is gathered in one call",
+    ),
+    "disable_fused_adam": NoEffect(FLAG, FUSED, same=(False,)),
     "disable_allgather": NoEffect(FLAG, "the stage decides what is gathered", same=(False,)),
     "disable_python_gc": NoEffect(FLAG, "call gc.disable() in the script", same=(False,)),
     "graph_harvesting": NoEffect(FLAG, "the update is already one native call", same=(False,)),

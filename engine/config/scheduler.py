@@ -39,12 +39,13 @@ class SchedulerConfig(Section):
 
 _RATE = either(number(0), list_of(number(0), 1))  # one for all parameter groups, or one for each
 _STEPS = whole(1)
+_WARMUP_STEPS = whole(0)
 _START: dict[str, Param] = {"last_batch_iteration": whole(-1)}
 _WARMUP: dict[str, Param] = {
     **_START,
     "warmup_min_lr": _RATE,
     "warmup_max_lr": either(_RATE, NULL),
-    "warmup_num_steps": _STEPS,
+    "warmup_num_steps": _WARMUP_STEPS,
     "warmup_type": one_of("log", "linear"),
 }
 
@@ -77,7 +78,7 @@ _BUILT_IN: dict[str, dict[str, Param]] = {
         **_START,
         "total_num_steps": _STEPS,
         "warmup_min_ratio": number(0),
-        "warmup_num_steps": _STEPS,
+        "warmup_num_steps": _WARMUP_STEPS,
         "cos_min_ratio": number(0),
         "warmup_type": one_of("log", "linear"),
     },

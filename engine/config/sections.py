@@ -49,8 +49,10 @@ class Fp16(Section):
     initial_scale_power: Annotated[int, whole(0, 127)] = Field(
         16, description="the dynamic loss scale starts at 2 to this power"
     )
-    loss_scale_window: Annotated[int, whole(1)] = Field(
-        1000, description="steps without overflow after which the loss scale doubles"
+    loss_scale_window: Annotated[int, whole(0)] = Field(
+        1000,
+        description="steps without overflow after which the loss scale doubles; above 0 unless loss_scale is "
+        "fixed",
     )
     hysteresis: Annotated[int, whole(1)] = Field(
         2, description="overflows that are tolerated before the loss scale is halved"
@@ -58,8 +60,9 @@ class Fp16(Section):
     consecutive_hysteresis: Flag = Field(
         False, description="a step without overflow restores the tolerance at once"
     )
-    min_loss_scale: Annotated[float, number(*SCALES)] = Field(
-        1.0, description="the dynamic loss scale never falls below this"
+    min_loss_scale: Annotated[float, either(_ZERO, number(*SCALES))] = Field(
+        1.0,
+        description="the dynamic loss scale never falls below this; above 0 unless loss_scale is fixed",
     )
 
 
@@ -151,7 +154,7 @@ class DataTypes(Section):
 
 @final
 class ActivationCheckpointing(Section):
-    """Recompute the activations of the model's blocks in backward; the section alone enables it."""
+    """Recompute the activations of the model's blocks in backward; see the rules for what enables it."""
 
     others: ClassVar[Mapping[str, Entry]] = {
         "contiguous_memory_optimization": NoEffect(

@@ -1,4 +1,8 @@
-"""Checks that need several sections of the config."""
+"""Checks that need several sections of the config.
+
+A check is left out where one of its keys could not be read: what it would say may be wrong as soon as that key
+is right. `tests/engine/test_config_mended.py` tries a wrong value for every key.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ...ops.config import check_ops
 from ...utils.schema.keys import Report
 from .compile import check_compile
-from .elasticity import check_elasticity
+from .elasticity import ELASTIC_KEYS, check_elasticity
 from .messages import check_messages
 from .mics import check_mics
-from .offloading import check_guesses, check_old_names, check_paths
+from .offloading import check_guesses, check_old_names, check_paths, without_idle_offload
 from .one_bit import check_model_ranks
 from .optimizer import check_optimizer
 from .precision import check_precision
@@ -21,42 +25,83 @@ from .scheduler import check_scheduler
 if TYPE_CHECKING:
     from .config import Config
 
+ZERO = "zero_optimization"
+_DEVICES = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
+_OLD_NAMES = (f"{ZERO}.cpu_offload", f"{ZERO}.cpu_offload_param", f"{ZERO}.cpu_offload_params")
+_PATHS = (f"{ZERO}.offload_optimizer.nvme_path", f"{ZERO}.offload_param.nvme_path")
+_STAGE = f"{ZERO}.stage"
+_TYPE = "optimizer.type"
+_WEIGHTS = tuple(
+    f"{ZERO}.{name}"
+    for name in (
+        *("zero_quantized_weights", "zero_quantized_nontrainable_weights"),
+        *("zero_quantized_gradients", "zero_hpz_partition_size", "zeropp_loco_param"),
+    )
+)
+_MICS = (f"{ZERO}.mics_shard_size", f"{ZERO}.mics_hierarchical_params_gather")
+_RANKS = ("pipeline.stages", "sequence_parallel_size", "tensor_parallel.tp_size")
+_COMPILE = tuple(f"compile.{name}" for name in ("enabled", "backend", "mode", "kwargs"))
+_PIPELINE = tuple(f"pipeline.{name}" for name in ("schedule", "chunks", "partition"))
+
 
 def check_together(config: Config, data: Mapping[str, Any], report: Report) -> Config:
     """Check what depends on several sections; make optimizer, scheduler and leaf modules canonical."""
-    check_old_names(config.zero_optimization, report)
-    zero = config.zero_optimization.with_leaf_modules().with_old_names()
-    changes: dict[str, Any] = {"zero_optimization": zero}
+    changes: dict[str, Any] = {}
     if config.optimizer is not None:
         changes["optimizer"] = check_optimizer(config.optimizer, report)
     if config.scheduler is not None:
         changes["scheduler"] = check_scheduler(config.scheduler, report)
+    report.end_reading()
+    if not report.doubts(*_OLD_NAMES, *_DEVICES):
+        check_old_names(config.zero_optimization, report)
+    zero = config.zero_optimization.with_leaf_modules().with_old_names()
+    changes["zero_optimization"] = without_idle_offload(zero, report)
+    config = config.model_copy(update=changes)
     check_precision(config, config.data_types.param_dtype, report)
-    if zero.offload_param.device != "none" and zero.stage < 3:
-        report.complain(
-            "zero_optimization.offload_param.device",
-            zero.offload_param.device,
-            f"parameters are sharded at stage 3 only, and the stage is {zero.stage}: set stage to 3, or the "
-            'device to "none" (offload_optimizer works at every stage)',
-        )
-    check_guesses(changes.get("optimizer"), zero, report)
-    check_paths(zero, report)
-    check_mics(zero, report)
-    check_messages(changes.get("optimizer"), changes.get("scheduler"), zero, report)
-    check_model_ranks(changes.get("optimizer"), config.model_ranks, report)
-    check_compile(config.compile, config.zero_optimization.stage, report)
-    check_ops(config.ops, report)
-    check_elasticity(config.elasticity, data, report)
-    check_stages_of(config, report)
-    chosen = changes.get("optimizer")
-    check_slices(config.tensor_parallel, chosen.type if chosen is not None else None, report)
-    check_sequences_of(config, report)
+    _check_states(config, report)
+    _check_ranks(config, data, report)
+    if not report.doubts(*_COMPILE, _STAGE):
+        check_compile(config.compile, config.zero_optimization.stage, report)
+    if not report.doubts("ops.native", "ops.require"):
+        check_ops(config.ops, report)
     if data.get("gradient_clipping") is None:
         report.notes.append(
             "gradient_clipping is not given: gradients are not clipped "
             "(DeepSpeed clips at 1.0 since version 0.19)"
         )
-    return config.model_copy(update=changes)
+    return config
+
+
+def _check_states(config: Config, report: Report) -> None:
+    """Report what optimizer, stage, offload and messages do not allow one another."""
+    zero, optimizer = config.zero_optimization, config.optimizer
+    if not report.doubts(f"{ZERO}.offload_optimizer.super_offload", _DEVICES[0], _TYPE):
+        check_guesses(optimizer, zero, report)
+    if not report.doubts(*_DEVICES, *_PATHS):
+        check_paths(zero, report)
+    if not report.doubts(_STAGE, *_MICS, *_WEIGHTS, _DEVICES[1]):
+        check_mics(zero, report)
+    freezes = ("optimizer.params.freeze_step", "optimizer.params.var_freeze_step")
+    warmups = ("scheduler.type", "scheduler.params.warmup_num_steps")
+    divergent = f"{ZERO}.divergent_graphs"
+    if not report.doubts(_STAGE, _TYPE, *_MICS, *_WEIGHTS, *_DEVICES, divergent):
+        is_known = not report.doubts(*freezes, *warmups, "scheduler.params.cycle_first_step_size")
+        check_messages(optimizer, config.scheduler if is_known else None, zero, report)
+
+
+def _check_ranks(config: Config, data: Mapping[str, Any], report: Report) -> None:
+    """Report what the ranks along the axes of the mesh do not allow."""
+    if not report.doubts(*_RANKS, _TYPE):
+        check_model_ranks(config.optimizer, config.model_ranks, report)
+    if not report.doubts(*ELASTIC_KEYS):
+        check_elasticity(config.elasticity, data, report)
+    if not report.doubts(*_RANKS, *_PIPELINE, *ELASTIC_KEYS, "activation_checkpointing.enabled"):
+        check_stages_of(config, report)
+    if not report.doubts(_RANKS[2], _TYPE):
+        chosen = config.optimizer
+        check_slices(config.tensor_parallel, None if chosen is None else chosen.type, report)
+    if not report.doubts(*_RANKS, "sequence.cut_by"):
+        check_sequences_of(config, report)
 
 
 def check_sequences_of(config: Config, report: Report) -> None:

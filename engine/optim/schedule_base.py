@@ -93,9 +93,11 @@ def check(ok: bool, name: str, value: object, need: str) -> None:
         raise UsageError(f"scheduler.params.{name} = {value!r}: {need}; change it.")
 
 
-def whole_number(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise UsageError(f"scheduler.params.{name} = {value!r}: needs a whole number above 0.")
+def whole_number(name: str, value: object, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(
+            f"scheduler.params.{name} = {value!r}: needs a whole number, at least {least}."
+        )
     return value
 
 

@@ -183,7 +183,7 @@ class WarmupLR(Schedule):
 
     Args:
         warmup_min_lr, warmup_max_lr: per group; no maximum means each group's own lr.
-        warmup_num_steps: 1 is treated as 2, because ln(1) = 0 cannot be a divisor.
+        warmup_num_steps: 0 and 1 are treated as 2, because ln(1) = 0 cannot be a divisor.
         warmup_type: "log" (fast, then slow) or "linear".
     """
 
@@ -353,7 +353,7 @@ def build_scheduler(
 
 
 def _warmup_steps(value: object) -> int:
-    return max(2, whole_number("warmup_num_steps", value))
+    return max(2, whole_number("warmup_num_steps", value, least=0))
 
 
 def _warmup_shape(value: str) -> str:

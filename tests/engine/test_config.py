@@ -147,9 +147,9 @@ def test_the_callers_dict_is_never_changed():
         ("fp16.loss_scale", True, "must be 0 or a number"),
         ("fp16.loss_scale", 1e-300, "must be 0 or a number, at least 1e-30 and at most 1e+30"),
         ("fp16.loss_scale", 1e300, "must be 0 or a number, at least 1e-30 and at most 1e+30"),
-        ("fp16.min_loss_scale", 0, "must be a number, at least 1e-30 and at most 1e+30"),
+        ("fp16.min_loss_scale", -1, "must be 0 or a number, at least 1e-30 and at most 1e+30"),
         ("fp16.min_loss_scale", 1e39, "at most 1e+30"),
-        ("fp16.loss_scale_window", 0, "at least 1"),
+        ("fp16.loss_scale_window", -1, "at least 0"),
         ("fp16.fp16_master_weights_and_grads", True, "not supported yet"),
         ("bf16.bf16_master_weights_and_grads", True, "not supported yet"),
         ("bf16.bf16_optimizer_states", True, "not supported yet"),
@@ -257,13 +257,9 @@ def test_all_complaints_come_at_once_and_in_one_error():
     )
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("fp16", "bf16"), ("fp16", "torch_autocast"), ("bf16", "torch_autocast")],
-)
-def test_two_precisions_name_each_other(first, second):
-    (complaint,) = complaints({**SMALL, first: {"enabled": True}, second: {"enabled": True}})
-    assert f"{first}.enabled and {second}.enabled exclude one another" in complaint
+def test_two_precisions_name_each_other():
+    (complaint,) = complaints({**SMALL, "fp16": {"enabled": True}, "bf16": {"enabled": True}})
+    assert "fp16.enabled and bf16.enabled exclude one another" in complaint
 
 
 def test_two_spellings_of_one_key():

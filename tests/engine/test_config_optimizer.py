@@ -187,7 +187,7 @@ def test_schedules_that_are_accepted(type_, params):
         ("OneCycle", {"cycle_min_lr": 0}, "scheduler.params.cycle_max_lr: is missing"),
         ("WarmupDecayLR", {}, "scheduler.params.total_num_steps: is missing"),
         ("WarmupCosineLR", {}, "scheduler.params.total_num_steps: is missing"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "scheduler.params.warmup_num_steps = 0: must be"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "scheduler.params.warmup_num_steps = -1: must be"),
         ("WarmupLR", {"warmup_type": "cubic"}, 'scheduler.params.warmup_type = "cubic": must be'),
         ("WarmupLR", {"warmup_steps": 10}, "scheduler.params.warmup_steps = 10: unknown key"),
     ],

@@ -459,6 +459,19 @@ def autocast(stage: int) -> None:
     full.destroy()
 
 
+def autocast_of_half(stage: int) -> None:
+    """Parameters are 16 bits as without autocast. The loss of the model is in fp32 either way."""
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        half = {name: {"enabled": True, **({"loss_scale": 64} if name == "fp16" else {})}}
+        section = {"enabled": True, "dtype": name}
+        engine = xds.initialize(build("plain"), config_of(stage, **half, torch_autocast=section))
+        assert {p.dtype for p in engine.module.parameters()} == {dtype}
+        alone = xds.initialize(build("plain"), config_of(stage, **half))
+        assert train(engine, 2) == train(alone, 2)
+        engine.destroy()
+        alone.destroy()
+
+
 def dtypes(stage: int) -> None:
     """Communication and accumulation dtypes as configured; parameters of several dtypes."""
     for sent, scale in (("bf16", 2), ("fp32", 4)):
@@ -487,7 +500,7 @@ def dtypes(stage: int) -> None:
 
 def config_checkpointing(stage: int) -> None:
     """The config section alone recomputes the blocks, with the same numbers."""
-    section = {"partition_activations": False}
+    section: dict[str, Any] = {}
     calls: list[int] = []
     model = build("plain")
     model.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
@@ -501,7 +514,10 @@ def config_checkpointing(stage: int) -> None:
     off.destroy()
 
 
-PRECISION = [overflow, growth_step_is_right, autocast, dtypes, config_checkpointing]
+PRECISION = [
+    *(overflow, growth_step_is_right, autocast, autocast_of_half, dtypes),
+    config_checkpointing,
+]
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])

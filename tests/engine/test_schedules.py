@@ -212,7 +212,7 @@ def test_state_dict_key() -> None:
         ("ReduceLROnPlateau", {}, "validation metric"),
         ("WarmupLR", {"warmup_steps": 3}, "it takes warmup_min_lr"),
         ("WarmupDecayLR", {}, "total_num_steps"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps = 0"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps = -1"),
         ("WarmupLR", {"warmup_type": "cosine"}, "'log' or 'linear'"),
         ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, "1 parameter groups"),
         ("WarmupLR", {"warmup_max_lr": "auto"}, "needs a number"),

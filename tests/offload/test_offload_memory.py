@@ -95,7 +95,6 @@ def test_a_ratio_is_met_to_one_unit() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"stage": 2, "offload_param": {"device": "cpu"}}, "at stage 3 only, and the stage is 2"),
         ({"offload_optimizer": {"device": "disk"}}, "must be"),
         ({"offload_optimizer": {"device": "nvme"}}, "nvme_path = null: .* needs a folder"),
         ({"offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "ratio = 1.5: must be"),

@@ -97,6 +97,8 @@ class Report:
 
     `meant(section, key, names)` tells what an unknown key of a section may mean, where that is known;
     `names` are those of the section. `suspects` are keys that an unknown one may have been meant for.
+    `num_read` is the number of complaints about single values, which come before those about several; None
+    until all values are read.
     """
 
     complaints: list[str] = field(default_factory=list)
@@ -108,14 +110,19 @@ class Report:
     )
     num_unknown: int = 0
     suspects: set[str] = field(default_factory=set)
+    num_read: int | None = None
 
     def complain(self, path: str, value: object, need: str) -> None:
         self.complaints.append(f"{path} = {shown(value)}: {need}")
 
     def refuses(self, path: str) -> bool:
-        """There is a complaint about this key."""
+        """Its value could not be read."""
         starts = (f"{path} = ", f"{path}: ")
-        return any(complaint.startswith(starts) for complaint in self.complaints)
+        return any(complaint.startswith(starts) for complaint in self.complaints[: self.num_read])
+
+    def end_reading(self) -> None:
+        """From here on, complaints are about values that do not go together."""
+        self.num_read = len(self.complaints)
 
     def doubts(self, *paths: str) -> bool:
         """What is read for one of these keys may not be what its author meant.
