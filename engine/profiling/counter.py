@@ -68,8 +68,13 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             False  # what runs outside of autograd's engine belongs to a backward, too
         )
         self.unknown: Counter[str] = Counter()
-        self._formulas: dict[Any, Formula | None] = {}
-        self._composite: dict[Any, bool] = {}
+        # by the id of the operation, which lives as long as torch does: its own hash is a Python function
+        self._formulas: dict[int, Formula | None] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would wrap each call to keep its compiler out, and the recorder has it switched off."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -80,9 +85,9 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         try:
-            formula = self._formulas[func]
+            formula = self._formulas[id(func)]
         except KeyError:
-            formula = self._formulas[func] = self._find(func)
+            formula = self._formulas[id(func)] = self._find(func)
         if formula is _IN_PARTS:
             with self:
                 return func.decompose(*args, **kwargs)

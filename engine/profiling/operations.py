@@ -2,7 +2,7 @@
 
     products       2 FLOPs a MAC, and one for each element to which a bias is added
     element-wise   one FLOP for each element of the result, if that is a floating-point number
-    sums, softmax  one for each element that is read
+    sums, softmax  one for each element that is read, or added to a place by its index
     norms          4 for each element, 5 with a weight; their backward counts twice
     copies         none: also views, indexing, comparisons, random numbers, embeddings, messages
 
@@ -188,6 +188,12 @@ def _batch_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> W
     return 0, _numel(x) * (3 * bool(is_training) + (1 if weight is None else 2))
 
 
+def _index_put(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Work:
+    """Additions where it accumulates, as in the backward of indexing."""
+    is_sum = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    return 0, _numel(args[2]) if is_sum else 0
+
+
 _ELEMENTS: dict[str, Formula] = {
     **dict.fromkeys(
         (
@@ -228,6 +234,9 @@ _ELEMENTS: dict[str, Formula] = {
         ),
         _each_result,
     ),
+    **dict.fromkeys(("index_add", "index_add_", "scatter_add", "scatter_add_"), _each_input(at=3)),
+    "embedding_dense_backward": _each_input(),
+    **dict.fromkeys(("index_put", "index_put_", "_index_put_impl_"), _index_put),
     "native_layer_norm": _norm(2),
     "native_layer_norm_backward": _norm(5, times=2),
     "native_group_norm": _norm(1),
@@ -253,9 +262,8 @@ _COPIES = frozenset(
 _MOVES = frozenset(
     (
         *("cat", "stack", "_unsafe_view", "_reshape_alias", "constant_pad_nd", "tril", "triu"),
-        *("embedding", "embedding_dense_backward", "index", "index_put", "index_put_"),
-        *("_index_put_impl_", "index_select", "index_add", "index_add_", "index_copy", "gather"),
-        *("scatter", "scatter_", "scatter_add", "scatter_add_", "index_fill", "index_fill_"),
+        *("embedding", "index", "index_select", "index_copy", "gather", "scatter", "scatter_"),
+        *("index_fill", "index_fill_"),
         *("masked_select", "masked_scatter", "masked_scatter_", "masked_scatter_backward"),
         *("topk", "sort", "argsort", "max", "min", "amax", "amin", "aminmax", "median", "mode"),
         *("kthvalue", "cummax", "cummin", "flip", "roll", "rot90", "repeat", "tile", "unfold"),

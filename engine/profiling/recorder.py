@@ -155,9 +155,10 @@ class Recorder:
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _nearest(self, places: list[str]) -> str:
-        """Of the places of one module that under the module that runs, else the first."""
-        here = f"{self._stack[-1].place}." if self._stack else ""
-        return next((place for place in places if place.startswith(here)), places[0])
+        """Of the places of one module the least deep one under the module that runs, else of all."""
+        here = self._stack[-1].place if self._stack else ""
+        under = [place for place in places if not here or place.startswith(f"{here}.")]
+        return min(under or places, key=lambda place: place.count("."))
 
     # -- the result -------------------------------------------------------------------------------------
 
@@ -206,6 +207,9 @@ def _in_autograd() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+_COMPILING = ("torch._dynamo", "torch.nn.attention.flex_attention")
+
+
 @final
 class _Uncompiled(AbstractContextManager[None]):
     """Inside, compiled models run as they were written: a compiler's kernel hides what it computes.
@@ -216,9 +220,9 @@ class _Uncompiled(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._had_fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        # only a process that has compiled something has loaded the compiler
-        is_loaded = "torch._dynamo" in sys.modules
-        self._eager: Any = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+        # a process without these has compiled nothing, and does not load the compiler for this
+        compiles = any(name in sys.modules for name in _COMPILING)
+        self._eager: Any = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
         self._eager.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
