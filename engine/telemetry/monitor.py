@@ -183,7 +183,7 @@ class CometWriter(Writer):
 
         self._interval_samples = section.samples_log_interval
         self._last_sent: dict[str, int] = {}
-        self._experiment: Any = comet_ml.start(
+        self.experiment: Any = comet_ml.start(
             api_key=section.api_key,
             project=section.project,
             workspace=section.workspace,
@@ -192,17 +192,17 @@ class CometWriter(Writer):
             online=section.online,
         )
         if section.experiment_name is not None:
-            self._experiment.set_name(section.experiment_name)
+            self.experiment.set_name(section.experiment_name)
 
     def write(self, events: Sequence[Event]) -> None:
         for name, value, num_samples in events:
             last = self._last_sent.get(name)
             if last is None or num_samples - last >= self._interval_samples:
                 self._last_sent[name] = num_samples
-                self._experiment.log_metric(name=name, value=value, step=num_samples)
+                self.experiment.log_metric(name=name, value=value, step=num_samples)
 
     def close(self) -> None:
-        self._experiment.end()
+        self.experiment.end()
 
 
 @final
