@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
 
 from ..engine.config.config import Config, parse_config
+from ..engine.config.differences import (
+    differences,
+    differences_of_refused,
+    differs_without_effect,
+)
 from ..engine.config.optimizer import OptimizerConfig
 from ..engine.config.ranks import mesh_of
 from ..engine.config.scheduler import SchedulerConfig
+from ..engine.config.text import read_source
 from ..utils.errors import ConfigError
 from ..utils.quoting import escaped, printable
 from ..utils.schema.rules import shown
@@ -19,6 +25,8 @@ from ..utils.schema.section import Section
 from ..zero.config import STAGES
 from .command_line.parser import Parser, whole_number
 
+DIFFERS = "Differs from DeepSpeed 0.19"
+JSON_KEY = "_differs_from_deepspeed"  # a comment, so that the output is a config
 _SIZES = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -37,22 +45,41 @@ def main(argv: Sequence[str]) -> int:
         )
     except ConfigError as error:
         print(f"xds check: {error}", file=sys.stderr)
+        _print(DIFFERS, _ignored_elsewhere(options.config, error), sys.stderr)
         return 2
-    resolved = json.dumps(config.as_dict(), indent=2)
+    differing = differences(read_source(options.config)[0], config)
     if options.json:
-        print(resolved)
+        print(json.dumps({**config.as_dict(), JSON_KEY: differing}, indent=2))
         return 0
     print(f"{printable(config.source)} resolved for {_ranks(config)}:")
-    print(resolved)
-    for title, lines in (
-        ("What differs from the defaults", list(choices(config))),
-        ("Notes", list(config.notes)),
-        ("Accepted without effect", [f"{path}: {why}" for path, why in config.without_effect]),
-    ):
-        if lines:
-            print(f"\n{title}:")
-            print("\n".join(f"  {escaped(line)}" for line in lines))
+    print(json.dumps(config.as_dict(), indent=2))
+    _print("What differs from the defaults", choices(config))
+    told = {_head(line) for line in differing}
+    _print("Notes", (note for note in config.notes if _head(note) not in told))
+    idle = [each for each in config.without_effect if not differs_without_effect(each[0])]
+    _print("Accepted without effect", (f"{path}: {why}" for path, why in idle))
+    _print(DIFFERS, differing)
     return 0
+
+
+def _print(title: str, lines: Iterable[str], file: TextIO | None = None) -> None:
+    """Print a section, if it has lines. file: stdout, unless given."""
+    text = "\n".join(f"  {escaped(line)}" for line in lines)
+    if text:
+        print(f"\n{title}:\n{text}", file=file)
+
+
+def _head(line: str) -> str:
+    """What the line is about. A note that a line about DeepSpeed repeats is not printed."""
+    return line.partition(":")[0]
+
+
+def _ignored_elsewhere(source: str, error: ConfigError) -> list[str]:
+    try:
+        data = read_source(source)[0]
+    except ConfigError:
+        return []  # it is the same error
+    return differences_of_refused(data, list(error.complaints)) if isinstance(data, dict) else []
 
 
 def choices(config: Config) -> Iterator[str]:

@@ -277,7 +277,7 @@ def parse_config(
         report.complain("config", data, "must be an object {...}")
         raise ConfigError(report.complaints, name)
     fill_auto(write_out(data, report), auto or {}, canonical_path, report)
-    config = check_together(read_section(Config, data, "", report), data, report)
+    config: Config = check_together(read_section(Config, data, "", report), data, report)
     note_auto(report, lambda path: _default_of(config, path))
     config = config.model_copy(update={"auto_keys": tuple(report.auto_keys)})
     sizes: dict[str, int] = {}

@@ -7,7 +7,7 @@ is right. `tests/engine/test_config_mended.py` tries a wrong value for every key
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...ops.config import check_ops
 from ...utils.schema.keys import Report
@@ -21,9 +21,6 @@ from .optimizer import check_optimizer
 from .precision import check_precision
 from .ranks import check_sequence_ranks, check_slices, check_stages
 from .scheduler import check_scheduler
-
-if TYPE_CHECKING:
-    from .config import Config
 
 ZERO = "zero_optimization"
 _DEVICES = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
@@ -44,8 +41,11 @@ _COMPILE = tuple(f"compile.{name}" for name in ("enabled", "backend", "mode", "k
 _PIPELINE = tuple(f"pipeline.{name}" for name in ("schedule", "chunks", "partition"))
 
 
-def check_together(config: Config, data: Mapping[str, Any], report: Report) -> Config:
-    """Check what depends on several sections; make optimizer, scheduler and leaf modules canonical."""
+def check_together(config: Any, data: Mapping[str, Any], report: Report) -> Any:
+    """Check what depends on several sections; make optimizer, scheduler and leaf modules canonical.
+
+    config: the `Config` as read; data: what it was read from. Returns the changed `Config`.
+    """
     changes: dict[str, Any] = {}
     if config.optimizer is not None:
         changes["optimizer"] = check_optimizer(config.optimizer, report)
@@ -72,7 +72,7 @@ def check_together(config: Config, data: Mapping[str, Any], report: Report) -> C
     return config
 
 
-def _check_states(config: Config, report: Report) -> None:
+def _check_states(config: Any, report: Report) -> None:
     """Report what optimizer, stage, offload and messages do not allow one another."""
     zero, optimizer = config.zero_optimization, config.optimizer
     if not report.doubts(f"{ZERO}.offload_optimizer.super_offload", _DEVICES[0], _TYPE):
@@ -89,7 +89,7 @@ def _check_states(config: Config, report: Report) -> None:
         check_messages(optimizer, config.scheduler if is_known else None, zero, report)
 
 
-def _check_ranks(config: Config, data: Mapping[str, Any], report: Report) -> None:
+def _check_ranks(config: Any, data: Mapping[str, Any], report: Report) -> None:
     """Report what the ranks along the axes of the mesh do not allow."""
     if not report.doubts(*_RANKS, _TYPE):
         check_model_ranks(config.optimizer, config.model_ranks, report)
@@ -104,7 +104,7 @@ def _check_ranks(config: Config, data: Mapping[str, Any], report: Report) -> Non
         check_sequences_of(config, report)
 
 
-def check_sequences_of(config: Config, report: Report) -> None:
+def check_sequences_of(config: Any, report: Report) -> None:
     """Report what the sequence ranks of this config do not allow."""
     check_sequence_ranks(
         config.sequence_parallel_size,
@@ -114,7 +114,7 @@ def check_sequences_of(config: Config, report: Report) -> None:
     )
 
 
-def check_stages_of(config: Config, report: Report) -> None:
+def check_stages_of(config: Any, report: Report) -> None:
     """Report what the pipeline stages of this config do not allow."""
     check_stages(
         config.pipeline,
