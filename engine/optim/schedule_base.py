@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import torch
 
@@ -12,6 +12,11 @@ from ...utils.errors import UsageError
 
 PerGroup = float | Sequence[float]
 """A number for all parameter groups, or one for each."""
+
+
+@final
+class WrongArgument(UsageError, ValueError):
+    """An argument that a schedule cannot use; a ValueError as in torch's schedules."""
 
 
 class HasParamGroups(Protocol):
@@ -90,12 +95,12 @@ def group_lrs(optimizer: HasParamGroups) -> list[float]:
 
 def check(ok: bool, name: str, value: object, need: str) -> None:
     if not ok:
-        raise UsageError(f"scheduler.params.{name} = {value!r}: {need}; change it.")
+        raise WrongArgument(f"scheduler.params.{name} = {value!r}: {need}; change it.")
 
 
 def whole_number(name: str, value: object, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(
+        raise WrongArgument(
             f"scheduler.params.{name} = {value!r}: needs a whole number, at least {least}."
         )
     return value

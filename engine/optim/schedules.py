@@ -129,6 +129,32 @@ class OneCycle(Schedule):
         self.cycle_momentum = cycle_momentum and self._has_betas()
         self._start()
 
+    @property
+    def total_size(self) -> float:
+        """Steps of the cycle."""
+        return self.cycle.total_size
+
+    @property
+    def step_ratio(self) -> float:
+        """The part of the cycle in which the lr rises."""
+        return self.cycle.first_size / self.cycle.total_size
+
+    @property
+    def first_step_size(self) -> float:
+        return self.cycle.first_size
+
+    @property
+    def second_step_size(self) -> float:
+        return self.cycle.second_size
+
+    @property
+    def first_stair_count(self) -> int:
+        return self.cycle.first_stairs
+
+    @property
+    def second_stair_count(self) -> int:
+        return self.cycle.second_stairs
+
     def get_lr(self) -> list[float]:
         num_decays = self._num_decays()
         if num_decays is None:
@@ -200,13 +226,13 @@ class WarmupLR(Schedule):
         highs = group_lrs(optimizer) if warmup_max_lr is None else warmup_max_lr
         self.min_lrs = for_groups(optimizer, "warmup_min_lr", warmup_min_lr)
         self.max_lrs = for_groups(optimizer, "warmup_max_lr", highs)
-        self.num_warmup_steps = _warmup_steps(warmup_num_steps)
-        self.shape = _warmup_shape(warmup_type)
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self.warmup_type = _warmup_shape(warmup_type)
         self._start()
 
     def get_lr(self) -> list[float]:
         t = self.last_batch_iteration
-        ratio = warmup_ratio(t, num_steps=self.num_warmup_steps, shape=self.shape)
+        ratio = warmup_ratio(t, num_steps=self.warmup_num_steps, shape=self.warmup_type)
         return between(self.min_lrs, self.max_lrs, ratio)
 
 
@@ -231,18 +257,18 @@ class WarmupDecayLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
         self.min_lrs = for_groups(optimizer, "warmup_min_lr", warmup_min_lr)
         self.max_lrs = for_groups(optimizer, "warmup_max_lr", warmup_max_lr)
-        self.num_warmup_steps = _warmup_steps(warmup_num_steps)
-        self.num_total_steps = _total_steps(total_num_steps, self.num_warmup_steps)
-        self.shape = _warmup_shape(warmup_type)
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self.total_num_steps = _total_steps(total_num_steps, self.warmup_num_steps)
+        self.warmup_type = _warmup_shape(warmup_type)
         self._start()
 
     def get_lr(self) -> list[float]:
-        t, num_warmup = self.last_batch_iteration, self.num_warmup_steps
+        t, num_warmup = self.last_batch_iteration, self.warmup_num_steps
         if t < num_warmup:
-            ratio = warmup_ratio(t, num_steps=num_warmup, shape=self.shape)
+            ratio = warmup_ratio(t, num_steps=num_warmup, shape=self.warmup_type)
         else:
             ratio = linear_decay_ratio(
-                t, num_warmup_steps=num_warmup, num_total_steps=self.num_total_steps
+                t, num_warmup_steps=num_warmup, num_total_steps=self.total_num_steps
             )
         return between(self.min_lrs, self.max_lrs, ratio)
 
@@ -272,25 +298,27 @@ class WarmupCosineLR(Schedule):
         self.initial_lrs = group_lrs(optimizer)
         self.warmup_min_ratio = warmup_min_ratio
         self.cos_min_ratio = cos_min_ratio
-        self.num_warmup_steps = _warmup_steps(warmup_num_steps)
-        self.num_total_steps = _total_steps(total_num_steps, self.num_warmup_steps)
-        self.shape = _warmup_shape(warmup_type)
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self.total_num_steps = _total_steps(total_num_steps, self.warmup_num_steps)
+        self.warmup_type = _warmup_shape(warmup_type)
         self._start()
 
     def get_lr(self) -> list[float]:
-        ratio = self._ratio(self.last_batch_iteration)
+        ratio = self.get_lr_ratio()
         return [initial_lr * ratio for initial_lr in self.initial_lrs]
 
-    def _ratio(self, t: int) -> float:
+    def get_lr_ratio(self) -> float:
+        """The factor on each group's lr at the current iteration."""
+        t = self.last_batch_iteration
         if t < 0:
             return 0.0
-        if t < self.num_warmup_steps:
-            part = warmup_ratio(t, num_steps=self.num_warmup_steps, shape=self.shape)
+        if t < self.warmup_num_steps:
+            part = warmup_ratio(t, num_steps=self.warmup_num_steps, shape=self.warmup_type)
             return self.warmup_min_ratio + part * (1.0 - self.warmup_min_ratio)
         return cosine_ratio(
             t,
-            num_warmup_steps=self.num_warmup_steps,
-            num_total_steps=self.num_total_steps,
+            num_warmup_steps=self.warmup_num_steps,
+            num_total_steps=self.total_num_steps,
             min_ratio=self.cos_min_ratio,
         )
 
