@@ -41,6 +41,11 @@ class Checkpoints(ABC):
     def zero_optimization_partition_weights(self) -> bool:
         """Each rank has a part of each parameter."""
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Empty: no gradient is sent as a sparse tensor."""
+        return set()
+
     # -- whole checkpoints --------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -84,7 +89,7 @@ class Checkpoints(ABC):
             "buffer_names": [name for name, _ in engine.module.named_buffers()],
             "optimizer": None,  # its states are in the files of xds
             "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-            "sparse_tensor_module_names": set(),
+            "sparse_tensor_module_names": self.sparse_tensor_module_names,
             "skipped_steps": engine.skipped_steps,
             "global_steps": engine.global_steps,
             "global_samples": engine.global_samples,

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from types import FunctionType
 from typing import Any, final
 
 import torch
@@ -21,7 +22,7 @@ from ..profiling.flops_profiler.profiler import FlopsProfiler
 from . import queries
 from .checkpoints import Checkpoints
 from .given_config import GivenConfig
-from .optimizer import DeepSpeedOptimizer
+from .optimizer_kinds import optimizer_of
 from .timing import EngineTiming
 
 ROUTE_TRAIN = "train"
@@ -36,10 +37,7 @@ class DeepSpeedEngine(Checkpoints):
     _collate_fn: Callable[[list[Any]], Any] | None
 
     def __init__(self, engine: Engine, collate_fn: Callable[[list[Any]], Any] | None) -> None:
-        precisions = (engine.config.fp16.enabled, engine.config.bf16.enabled)
-        is_plain = engine.zero_optimization_stage() == 0 and not any(precisions)
-        is_bare = is_plain or engine.optimizer is None
-        optimizer = engine.optimizer if is_bare else DeepSpeedOptimizer(engine)
+        optimizer = optimizer_of(engine)
         # not by assignment: __setattr__ sets attributes of the engine
         self.__dict__.update(_engine=engine, _optimizer=optimizer, _collate_fn=collate_fn)
         self.__dict__.update(EngineTiming(engine).attributes())
@@ -61,7 +59,16 @@ class DeepSpeedEngine(Checkpoints):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._engine, name, value)
+        if isinstance(getattr(type(self), name, None), FunctionType):  # a script replaces a method
+            self.__dict__[name] = value
+        else:
+            setattr(self._engine, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            del self.__dict__[name]
+        else:
+            delattr(self._engine, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine.forward(*args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -12,7 +12,6 @@ from ...utils.errors import UsageError
 from ..missing import refuse_method
 
 
-@final
 class DeepSpeedOptimizer:
     """The attributes of DeepSpeed's optimizer wrappers that scripts use; all others are the torch optimizer's.
 

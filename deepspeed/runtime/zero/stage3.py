@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ...missing import placeholder
+from ..optimizer_kinds import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizer_Stage3
 from . import estimate
 
 

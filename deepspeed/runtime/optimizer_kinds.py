@@ -1,0 +1,189 @@
+"""The classes of the optimizer that `initialize` returns, as DeepSpeed names them, by stage and precision.
+
+    stage 3         DeepSpeedZeroOptimizer_Stage3        fp32_partitioned_groups_flat
+    stages 1, 2     DeepSpeedZeroOptimizer               single_partition_of_fp32_groups
+    stage 0, bf16   BF16_Optimizer                       fp32_groups_flat_partition
+    stage 0, fp16   FP16_Optimizer                       fp32_groups_flat
+    stage 0, fp16   FP16_UnfusedOptimizer (LAMB)         fp32_groups
+
+These lists have this rank's part of the fp32 values, one flat tensor for each group, with gaps of zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ...engine.engine import Engine
+from ...ops.optim.lamb import Lamb
+from ...utils.errors import UsageError
+from ..missing import refuse_method
+from .optimizer import DeepSpeedOptimizer
+
+_REMEDY = "engine.load_checkpoint takes states of any number of ranks"
+OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE = "optimizer_state_dict", "base_optimizer_state"
+
+
+class WithMasters(DeepSpeedOptimizer):
+    """An optimizer with fp32 values of its own."""
+
+    masters_name = ""  # DeepSpeed's name for them, in a state dict too
+    states_name = OPTIMIZER_STATE_DICT
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_engine":
+            raise AttributeError(name)
+        if name == self.masters_name:
+            return self.masters()
+        refuse_method("optimizer", name)
+        return getattr(self._engine.optimizer, name)
+
+    def masters(self) -> list[Tensor]:
+        """This rank's fp32 values, one flat tensor for each group; the optimizer's own."""
+        return [param for group in self._engine.optimizer.param_groups for param in group["params"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part: what torch's optimizers have, and DeepSpeed's keys for the same tensors.
+
+        It loads at the same number of ranks. `engine.save_checkpoint` writes checkpoints for any number.
+        """
+        engine = self._engine
+        base: dict[str, Any] = engine.optimizer.state_dict()
+        saved_masters = {} if not self.masters_name else {self._saved_name(): self.masters()}
+        return {
+            **base,
+            self.states_name: base,
+            **saved_masters,
+            "loss_scaler": {"cur_scale": engine.loss_scale},
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "clip_grad": engine.config.gradient_clipping,
+            "zero_stage": engine.zero_optimization_stage(),
+            "partition_count": engine.dp_world_size,
+        }
+
+    def _saved_name(self) -> str:
+        return self.masters_name
+
+    def load_state_dict(
+        self,
+        state_dict_list: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+        **others: Any,
+    ) -> None:
+        """Take over what `state_dict` returned on this rank. The weights are loaded with the model.
+
+        Args:
+            state_dict_list: this rank's, or a list with that of each rank.
+            load_from_fp32_weights: without effect.
+        Raises:
+            UsageError: it is that of another number of ranks.
+        """
+        engine = self._engine
+        is_one = isinstance(state_dict_list, Mapping)
+        if not is_one and len(state_dict_list) != engine.dp_world_size:
+            raise UsageError(
+                f"optimizer.load_state_dict() of {len(state_dict_list)} ranks: there are "
+                f"{engine.dp_world_size}; {_REMEDY}"
+            )
+        mine: Any = state_dict_list if is_one else state_dict_list[engine.dp_rank]  # type: ignore[index]
+        base = mine.get(self.states_name, mine)
+        self._check_sizes(base)
+        if load_optimizer_states:
+            engine.optimizer.load_state_dict({key: base[key] for key in ("state", "param_groups")})
+
+    def _check_sizes(self, base: Mapping[str, Any]) -> None:
+        here = [param.numel() for param in self.masters()]
+        for number, state in base["state"].items():
+            for value in state.values() if isinstance(state, Mapping) else ():
+                if isinstance(value, Tensor) and value.dim() == 1 and value.numel() != here[number]:
+                    raise UsageError(
+                        f"optimizer.load_state_dict(): group {number} has {value.numel()} elements there "
+                        f"and {here[number]} here, because the numbers of ranks differ; {_REMEDY}"
+                    )
+
+
+class ZeROOptimizer(WithMasters):
+    """At a stage above 0: each rank has a part of the states."""
+
+
+@final
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """Stages 1 and 2."""
+
+    masters_name = "single_partition_of_fp32_groups"
+    states_name = BASE_OPTIMIZER_STATE
+
+
+@final
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 (DeepSpeed's name)
+    """Stage 3."""
+
+    masters_name = "fp32_partitioned_groups_flat"
+
+    def _saved_name(self) -> str:
+        return "fp32_flat_groups"
+
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """Does nothing: the optimizer's groups always have the fp32 values."""
+
+    def _clear_fp32_optimizer_param_groups(self) -> None:
+        """Does nothing."""
+
+
+@final
+class BF16_Optimizer(ZeROOptimizer):  # noqa: N801 (DeepSpeed's name)
+    """Stage 0 in bf16."""
+
+    masters_name = "fp32_groups_flat_partition"
+
+
+@final
+class FP16_Optimizer(WithMasters):  # noqa: N801 (DeepSpeed's name)
+    """Stage 0 in fp16."""
+
+    masters_name = "fp32_groups_flat"
+
+
+@final
+class FP16_UnfusedOptimizer(WithMasters):  # noqa: N801 (DeepSpeed's name)
+    """Stage 0 in fp16 with LAMB."""
+
+    masters_name = "fp32_groups"
+
+    def masters(self) -> Any:
+        return [list(group["params"]) for group in self._engine.optimizer.param_groups]
+
+    def _check_sizes(self, base: Mapping[str, Any]) -> None:
+        """A tensor of each parameter: torch checks the sizes."""
+
+
+def optimizer_of(engine: Engine) -> torch.optim.Optimizer | DeepSpeedOptimizer | None:
+    """The optimizer for scripts: torch's own in fp32 at stage 0."""
+    if engine.optimizer is None:
+        return None
+    stage = engine.zero_optimization_stage()
+    if stage:
+        return (DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer)(engine)
+    if engine.config.bf16.enabled:
+        return BF16_Optimizer(engine)
+    if engine.config.fp16.enabled:
+        is_unfused = isinstance(engine.optimizer, Lamb)
+        return (FP16_UnfusedOptimizer if is_unfused else FP16_Optimizer)(engine)
+    own: torch.optim.Optimizer = engine.optimizer
+    return own
+
+
+__all__ = [
+    "BF16_Optimizer",
+    "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3",
+    "FP16_Optimizer",
+    "FP16_UnfusedOptimizer",
+    "ZeROOptimizer",
+    "optimizer_of",
+]
