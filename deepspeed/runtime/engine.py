@@ -53,7 +53,9 @@ class DeepSpeedEngine(Checkpoints):
             return partial(queries.answer, self._engine.config, name)
         try:
             found = getattr(self._engine, name)
-            return raises_theirs(found) if getattr(found, "__self__", None) is self._engine else found
+            return (
+                raises_theirs(found) if getattr(found, "__self__", None) is self._engine else found
+            )
         except AttributeError:  # checked last: the model may have an attribute with a refused name
             refuse_method("engine", name)
             raise
@@ -103,6 +105,11 @@ class DeepSpeedEngine(Checkpoints):
                 f"engine.step(lr_kwargs={dict(lr_kwargs)}): the engine steps the schedule without arguments; "
                 "step it yourself and pass no lr_scheduler"
             )
+        if self._engine._accumulation.in_no_sync:
+            raise UsageError(
+                "It is illegal to call Engine.step() inside no_sync context manager: leave it before the step, "
+                "so that gradients are reduced"
+            )
         self._engine.step()
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
@@ -111,6 +118,24 @@ class DeepSpeedEngine(Checkpoints):
 
     def eval(self) -> DeepSpeedEngine:
         return self.train(False)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes in here reduce nothing; for stages 0 and 1, as in DeepSpeed.
+
+        Raises:
+            UsageError: the stage is 2 or 3, or this is inside another no_sync. Also an AssertionError.
+        """
+        stage = self._engine.zero_optimization_stage()
+        if stage > 1:
+            raise UsageError(
+                f"the no_sync context manager is incompatible with the sharded gradients of stage {stage}: use "
+                "engine.coalesce_grad_reduction(), which keeps whole gradients until the step, or stage 1"
+            )
+        if self._engine._accumulation.in_no_sync:
+            raise UsageError(
+                "no_sync context manager reentry is unsupported: leave the outer one first"
+            )
+        return self._engine.no_sync()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Delay the reduction of several backward passes to the next step or the next backward outside."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import final
 
 import torch.distributed as dist
@@ -129,6 +130,10 @@ class PipelineParallelGrid:
     def get_slice_parallel_group(self) -> dist.ProcessGroup:
         return self._group("model")
 
+    def _is_grid_valid(self) -> bool:
+        """The topology has as many ranks as there are."""
+        return self._topo.world_size() == self.world_size
+
     def _at(self, axis: str) -> int:
         return int(getattr(self._place, axis, 0))
 
@@ -146,16 +151,27 @@ class PipelineParallelGrid:
         return found
 
 
+def prime_factors(number: int) -> list[int]:
+    """The prime factors of a positive number, ascending.
+
+    Raises:
+        ValueError: the number is not positive.
+    """
+    if number <= 0:
+        raise ValueError(f"prime_factors({number}): the number must be positive")
+    factors, prime = [], 2
+    while number > 1:
+        while number % prime:
+            prime += 1
+        factors.append(prime)
+        number //= prime
+    return factors
+
+
 def _factored(world_size: int) -> PipeDataParallelTopology:
     """The prime factors of `world_size`, ascending, given to pipe and data in turn."""
-    lengths, turn, prime = [1, 1], 0, 2
-    while world_size > 1:
-        while world_size % prime:
-            prime += 1
-        lengths[turn % 2] *= prime
-        world_size //= prime
-        turn += 1
-    return PipeDataParallelTopology(num_pp=lengths[0], num_dp=lengths[1])
+    factors = prime_factors(world_size)
+    return PipeDataParallelTopology(num_pp=prod(factors[::2]), num_dp=prod(factors[1::2]))
 
 
-__all__ = ["PipelineParallelGrid"]
+__all__ = ["PipelineParallelGrid", "prime_factors"]

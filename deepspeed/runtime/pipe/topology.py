@@ -10,7 +10,9 @@ from .coordinates import (
     ProcessTopology,
     topology_of,
 )
-from .grid import PipelineParallelGrid
+from .grid import PipelineParallelGrid, prime_factors
+
+_prime_factors = prime_factors
 
 
 def __getattr__(name: str) -> Any:
