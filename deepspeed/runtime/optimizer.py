@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ...engine.engine import Engine
 from ...utils.errors import UsageError
 from ..missing import refuse_method
+from .fp16.loss_scaler import LossScaleConfig
 
 
 class DeepSpeedOptimizer:
@@ -48,6 +50,36 @@ class DeepSpeedOptimizer:
     @property
     def custom_loss_scaler(self) -> bool:
         return False
+
+    @property
+    def low_precision_dtype(self) -> torch.dtype:
+        """The dtype of the parameters in forward and backward."""
+        config = self._engine.config
+        half = torch.float16 if config.fp16.enabled else torch.bfloat16
+        return half if config.fp16.enabled or config.bf16.enabled else torch.float32
+
+    @property
+    def loss_scale_config(self) -> LossScaleConfig:
+        """The loss scale and its state now."""
+        fp16 = self._engine.config.fp16
+        arguments = {
+            "scale_window": fp16.loss_scale_window,
+            "min_scale": fp16.min_loss_scale,
+            "delayed_shift": fp16.hysteresis,
+        }
+        made = LossScaleConfig(
+            self.low_precision_dtype, self.dynamic_loss_scale, fp16.loss_scale, arguments
+        )
+        made.cur_scale = self.cur_scale
+        if made.dynamic_loss_scale:
+            state = self._engine._parts.loss_scale.state_dict()
+            made.cur_iter, made.last_overflow_iter = int(state["step"]), int(state["last_overflow"])
+            made.cur_hysteresis = int(state["left"])
+        return made
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss must be scaled before its backward: in fp16 with a dynamic scale."""
+        return self.dynamic_loss_scale
 
     @property
     def optimizer(self) -> Any:

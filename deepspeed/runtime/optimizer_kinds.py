@@ -2,9 +2,9 @@
 
     stage 3         DeepSpeedZeroOptimizer_Stage3        fp32_partitioned_groups_flat
     stages 1, 2     DeepSpeedZeroOptimizer               single_partition_of_fp32_groups
-    stage 0, bf16   BF16_Optimizer                       fp32_groups_flat_partition
-    stage 0, fp16   FP16_Optimizer                       fp32_groups_flat
-    stage 0, fp16   FP16_UnfusedOptimizer (LAMB)         fp32_groups
+    stage 1, bf16   BF16_Optimizer (fp32 gradients)      fp32_groups_flat_partition
+    stage 0, 16 bit FP16_Optimizer (Adam)                fp32_groups_flat
+    stage 0, 16 bit FP16_UnfusedOptimizer (others)       fp32_groups
 
 These lists have this rank's part of the fp32 values, one flat tensor for each group, with gaps of zeros.
 """
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ...engine.engine import Engine
-from ...ops.optim.lamb import Lamb
 from ...utils.errors import UsageError
 from ..missing import refuse_method
+from ..ops.adam import FusedAdam
 from .optimizer import DeepSpeedOptimizer
 
 _REMEDY = "engine.load_checkpoint takes states of any number of ranks"
@@ -137,21 +137,21 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 (DeepSpeed's n
 
 @final
 class BF16_Optimizer(ZeROOptimizer):  # noqa: N801 (DeepSpeed's name)
-    """Stage 0 in bf16."""
+    """Stage 1 in bf16 with gradients in fp32."""
 
     masters_name = "fp32_groups_flat_partition"
 
 
 @final
 class FP16_Optimizer(WithMasters):  # noqa: N801 (DeepSpeed's name)
-    """Stage 0 in fp16."""
+    """Stage 0 in fp16 or bf16, with Adam."""
 
     masters_name = "fp32_groups_flat"
 
 
 @final
 class FP16_UnfusedOptimizer(WithMasters):  # noqa: N801 (DeepSpeed's name)
-    """Stage 0 in fp16 with LAMB."""
+    """Stage 0 in fp16 or bf16, with another optimizer."""
 
     masters_name = "fp32_groups"
 
@@ -166,14 +166,14 @@ def optimizer_of(engine: Engine) -> torch.optim.Optimizer | DeepSpeedOptimizer |
     """The optimizer for scripts: torch's own in fp32 at stage 0."""
     if engine.optimizer is None:
         return None
-    stage = engine.zero_optimization_stage()
+    stage, config = engine.zero_optimization_stage(), engine.config
+    if stage == 1 and config.bf16.enabled and config.data_types.grad_accum_dtype == "fp32":
+        return BF16_Optimizer(engine)
     if stage:
         return (DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer)(engine)
-    if engine.config.bf16.enabled:
-        return BF16_Optimizer(engine)
-    if engine.config.fp16.enabled:
-        is_unfused = isinstance(engine.optimizer, Lamb)
-        return (FP16_UnfusedOptimizer if is_unfused else FP16_Optimizer)(engine)
+    if config.bf16.enabled or config.fp16.enabled:
+        is_fused = isinstance(engine.optimizer, FusedAdam)
+        return (FP16_Optimizer if is_fused else FP16_UnfusedOptimizer)(engine)
     own: torch.optim.Optimizer = engine.optimizer
     return own
 
