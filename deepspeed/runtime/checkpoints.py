@@ -83,7 +83,7 @@ class Checkpoints(ABC):
     def _model_state(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> dict[str, Any]:
         engine = self._engine
         weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen)
-        scheduler = engine.lr_scheduler
+        scheduler: Any = engine.lr_scheduler
         return {
             "module": clone_tensors_for_torch_save(weights),
             "buffer_names": [name for name, _ in engine.module.named_buffers()],

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...engine.engine import Engine
 from ...utils.errors import UsageError
+from ..errors import methods_raise_theirs
 from ..missing import refuse_method
 from ..ops.adam import FusedAdam
 from .optimizer import DeepSpeedOptimizer
@@ -27,6 +28,7 @@ _REMEDY = "engine.load_checkpoint takes states of any number of ranks"
 OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE = "optimizer_state_dict", "base_optimizer_state"
 
 
+@methods_raise_theirs
 class WithMasters(DeepSpeedOptimizer):
     """An optimizer with fp32 values of its own."""
 

@@ -32,7 +32,7 @@ OUTPUT_DTYPE_NAMES = {
 
 def _dtype_of(dtype: str | torch.dtype) -> torch.dtype:
     found = OUTPUT_DTYPE_NAMES.get(dtype.lower()) if isinstance(dtype, str) else dtype
-    if found not in OUTPUT_DTYPE_NAMES.values():
+    if found is None or found not in OUTPUT_DTYPE_NAMES.values():
         with in_their_form():
             raise UsageError(
                 f"Unsupported output dtype: dtype = {dtype!r} must be one of {', '.join(OUTPUT_DTYPE_NAMES)}"
