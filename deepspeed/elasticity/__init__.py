@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from .config import (
-    ElasticityConfig,
-    ElasticityConfigError,
-    ElasticityError,
-    ElasticityIncompatibleWorldSize,
-)
-from .constants import ELASTICITY, ENABLED, ENABLED_DEFAULT, IGNORE_NON_ELASTIC_BATCH_INFO
-from .elastic_agent import DSElasticAgent
-from .elasticity import (
-    compute_elastic_config,
-    elasticity_enabled,
-    ensure_immutable_elastic_config,
-)
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "ELASTICITY",
-    "ENABLED",
-    "ENABLED_DEFAULT",
-    "IGNORE_NON_ELASTIC_BATCH_INFO",
-    "DSElasticAgent",
-    "ElasticityConfig",
-    "ElasticityConfigError",
-    "ElasticityError",
-    "ElasticityIncompatibleWorldSize",
-    "compute_elastic_config",
-    "elasticity_enabled",
-    "ensure_immutable_elastic_config",
-]
+_SOURCES = {
+    "compute_elastic_config": ".elasticity",
+    "DSElasticAgent": ".elastic_agent",
+    "ELASTICITY": ".constants",
+    "elasticity_enabled": ".elasticity",
+    "ElasticityConfig": ".config",
+    "ElasticityConfigError": ".config",
+    "ElasticityError": ".config",
+    "ElasticityIncompatibleWorldSize": ".config",
+    "ENABLED": ".constants",
+    "ENABLED_DEFAULT": ".constants",
+    "ensure_immutable_elastic_config": ".elasticity",
+    "IGNORE_NON_ELASTIC_BATCH_INFO": ".constants",
+}
+_MODULES = ("config", "constants", "elastic_agent", "elasticity", "utils")
+
+__all__ = sorted(_SOURCES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    if name in _SOURCES:
+        return getattr(import_module(_SOURCES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_SOURCES])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 _MODULES = ("adagrad", "adam", "lamb", "lion", "op_builder")
 
 
-@lru_cache(maxsize=1)
 def _compatible_ops() -> dict[str, bool]:
     """Whether each op of DeepSpeed works on this machine, by the op's name. Scripts may change the dict."""
     from .op_builder.all_ops import ALL_OPS
@@ -22,7 +20,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f".{name}", __name__)
     if name == "__compatible_ops__":
-        return _compatible_ops()
+        globals()[name] = _compatible_ops()  # one dict, so changes to it stay
+        return globals()[name]
     from ..missing import placeholder
 
     return placeholder(__name__, name)

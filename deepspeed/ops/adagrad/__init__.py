@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-from ...missing import placeholder
-from .cpu_adagrad import DeepSpeedCPUAdagrad
+_SOURCES = {
+    "DeepSpeedCPUAdagrad": ".cpu_adagrad",
+}
+
+__all__ = sorted(_SOURCES)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SOURCES:
+        return getattr(import_module(_SOURCES[name], __name__), name)
+    from ...missing import placeholder
+
     return placeholder(__name__, name)
 
 
-__all__ = ["DeepSpeedCPUAdagrad"]
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_SOURCES])

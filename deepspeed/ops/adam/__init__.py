@@ -5,15 +5,24 @@ FusedAdam and DeepSpeedCPUAdam are the same here: the engine updates flat shards
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-from ...missing import placeholder
-from .cpu_adam import DeepSpeedCPUAdam
-from .fused_adam import FusedAdam
+_SOURCES = {
+    "DeepSpeedCPUAdam": ".cpu_adam",
+    "FusedAdam": ".fused_adam",
+}
+
+__all__ = sorted(_SOURCES)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SOURCES:
+        return getattr(import_module(_SOURCES[name], __name__), name)
+    from ...missing import placeholder
+
     return placeholder(__name__, name)
 
 
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_SOURCES])

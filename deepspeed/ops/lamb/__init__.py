@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-from ...missing import placeholder
-from .fused_lamb import FusedLamb
+_SOURCES = {
+    "FusedLamb": ".fused_lamb",
+}
+
+__all__ = sorted(_SOURCES)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SOURCES:
+        return getattr(import_module(_SOURCES[name], __name__), name)
+    from ...missing import placeholder
+
     return placeholder(__name__, name)
 
 
-__all__ = ["FusedLamb"]
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_SOURCES])

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-from ...missing import placeholder
-from .cpu_lion import DeepSpeedCPULion
-from .fused_lion import FusedLion
+_SOURCES = {
+    "DeepSpeedCPULion": ".cpu_lion",
+    "FusedLion": ".fused_lion",
+}
+
+__all__ = sorted(_SOURCES)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SOURCES:
+        return getattr(import_module(_SOURCES[name], __name__), name)
+    from ...missing import placeholder
+
     return placeholder(__name__, name)
 
 
-__all__ = ["DeepSpeedCPULion", "FusedLion"]
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_SOURCES])

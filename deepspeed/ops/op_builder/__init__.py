@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-from ...missing import placeholder
-from .builder import CUDAOpBuilder, OpBuilder, get_default_compute_capabilities
-from .builders import BUILDERS, builder_names
+_SOURCES = {
+    "CUDAOpBuilder": ".builder",
+    "OpBuilder": ".builder",
+    "builder_names": ".builders",
+    "get_default_compute_capabilities": ".builder",
+}
+
+__all__ = sorted(_SOURCES)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SOURCES:
+        return getattr(import_module(_SOURCES[name], __name__), name)
+    from .builders import BUILDERS
+
     if name in BUILDERS:
         return BUILDERS[name]
+    from ...missing import placeholder
+
     return placeholder(__name__, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *BUILDERS])
+    from .builders import BUILDERS
 
-
-__all__ = ["CUDAOpBuilder", "OpBuilder", "builder_names", "get_default_compute_capabilities"]
+    return sorted([*globals(), *_SOURCES, *BUILDERS])
