@@ -21,9 +21,19 @@ Class = TypeVar("Class", bound=type)
 @cache
 def _in_their_form(kind: type[UsageError] | type[ConfigError]) -> type:
     bases = [kind, *(base for base in (ValueError, AssertionError) if not issubclass(kind, base))]
-    return type(
-        kind.__name__, tuple(bases), {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    )
+
+    def reduce(self: BaseException) -> tuple[Any, ...]:
+        return _again, (kind, kind.__reduce__(self)[1])  # type: ignore[arg-type]
+
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce__": reduce}
+    return type(kind.__name__, tuple(bases), names)
+
+
+def _again(kind: type[UsageError] | type[ConfigError], arguments: tuple[Any, ...]) -> Exception:
+    """The error, when it is unpickled: pools of processes send errors."""
+    error = kind(*arguments)
+    error.__class__ = _in_their_form(kind)
+    return error
 
 
 @contextmanager

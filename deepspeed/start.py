@@ -19,6 +19,7 @@ from ..utils.version import __version__
 from . import stand_in
 from .comm.comm import init_distributed, log_collectives_of
 from .errors import raises_theirs
+from .one_engine import end_older_engine, remember_engine
 from .runtime.engine import DeepSpeedEngine, PlainEngine
 from .runtime.pipe.engine import PipelineEngine
 from .runtime.zero.parameters import answer_for_model
@@ -78,6 +79,7 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
             "deepspeed.initialize(mpu=...) with a PipelineModule: the engine makes the groups of its stages; "
             "leave mpu out, and read engine.grid"
         )
+    end_older_engine(model)
     made = xds_initialize(
         model,
         checked,
@@ -94,6 +96,9 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
     is_pipeline = isinstance(model, PipelineModule) or made.num_stages > 1
     engine = (PipelineEngine if is_pipeline else PlainEngine)(made, collate_fn)
     engine.keep_given_config(given)
+    remember_engine(model, made)
+    if dist.get_rank() != 0:  # stock scripts save on rank 0, and ask every rank for a state_dict
+        made._guards.let_state_dict_have_parts()
     groups.follow(engine.mpu, mpu if num_sequence > 1 else None)
     _say_who_trains(made)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
