@@ -83,7 +83,7 @@ class CurriculumScheduler:
         unit = section["difficulty_step"]
         part = (step / section["total_curriculum_step"]) ** (1.0 / root)
         reached = int(part * (high - low) + low) // unit * unit
-        return min(max(reached, -(-low // unit) * unit), high)
+        return int(min(max(reached, -(-low // unit) * unit), high))
 
     def update_difficulty(self, global_steps: int) -> Any:
         """Go to a step; returns its difficulty. The maximum, once reached, stays."""
