@@ -80,6 +80,8 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
             "leave mpu out, and read engine.grid"
         )
     end_older_engine(model)
+    if optimizer is None and checked.optimizer is None:
+        _freeze(model)
     made = xds_initialize(
         model,
         checked,
@@ -102,6 +104,15 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
     groups.follow(engine.mpu, mpu if num_sequence > 1 else None)
     _say_who_trains(made)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _freeze(model: nn.Module) -> None:
+    """Without an optimizer DeepSpeed's engine only infers, and refuses backward."""
+    if any(param.requires_grad for param in model.parameters()):
+        logging.logger.warning(
+            "neither initialize nor the config has an optimizer: parameters are frozen, the engine only infers"
+        )
+        model.requires_grad_(False)
 
 
 def _say_who_trains(engine: Engine) -> None:

@@ -223,6 +223,21 @@ def test_no_sync_refuses_and_the_optimizer_tells_its_loss_scale() -> None:
     run_ranks(refusals_and_scales, 1)
 
 
+def without_optimizer(stage: int) -> None:
+    model = nn.Linear(4, 4)
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": stage}}
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=config)
+    loss = engine(torch.ones(1, 4)).sum()
+    assert optimizer is None and not loss.requires_grad
+    with pytest.raises(AssertionError, match="only infers"):
+        engine.backward(loss)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_without_an_optimizer_the_engine_infers(stage: int) -> None:
+    run_ranks(without_optimizer, 1, stage)
+
+
 def test_a_dynamic_scale_can_stay_at_its_minimum() -> None:
     scaler = DynamicLossScaler(4.0, 2, 1.0, 1, False, raise_error_at_min_scale=False)
     for expected in (2.0, 1.0, 1.0):
