@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Collection
 from dataclasses import is_dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -23,6 +24,7 @@ from ...zero.core.layout import Slot
 from .io.tensor_table import shown
 from .manifest import FORMAT, READ_VERSIONS, FileRecord, Manifest, RankPart, lengths_of
 from .manifest_checks import check_numbers, check_own_names
+from .nodes import ranges_of
 from .packing import pack, unpack
 from .saved_values import OwnValues, complaint, state_of
 
@@ -37,7 +39,8 @@ _SOUND: deque[str] = deque(maxlen=64)
 def dump(manifest: Manifest) -> bytes:
     """The manifest's text."""
     # dataclasses.asdict copies every value: a third of the time of a save of many small tensors
-    body = json.dumps(vars(manifest), allow_nan=False, default=_fields)
+    fields = {key: value for key, value in vars(manifest).items() if key != "nodes" or value}
+    body = json.dumps(fields, allow_nan=False, default=_fields)
     text = f'{HEAD}{NO_SUM}", {body[1:]}'.encode()
     return _with_sum(text, sha256(text).hexdigest())
 
@@ -155,11 +158,14 @@ def _no_tensor(_: Any) -> Any:
     raise UsageError("a tensor stands where a number belongs")
 
 
-def catalogue_of(manifest: Manifest, source: str) -> Catalogue:
-    """The catalogue of all ranges. Raises DamagedError: two ranges hold the same elements; names `source`."""
-    ranges = [one for record in manifest.files for one in record.ranges]
+def catalogue_of(manifest: Manifest, source: str, near: Collection[int] = ()) -> Catalogue:
+    """The catalogue of all ranges; where nodes saved the same elements, those of the files `near`, if any.
+
+    Raises DamagedError: two ranges hold the same elements; names `source`.
+    """
     constants = [one for record in manifest.files for one in constants_of(record)]
     try:
+        ranges = ranges_of(manifest, near)
         return Catalogue(manifest.flats, ranges, constants)
     except ValueError as error:
         raise DamagedError(f"{source} contradicts itself: {error}") from None

@@ -20,6 +20,7 @@ from ...zero.checkpoint.ranges import Catalogue, SavedFlat
 from ...zero.core.layout import Box, Slot
 from .manifest import FileRecord, Manifest, RankPart
 from .manifest_checks import check_numbers
+from .nodes import ranges_of
 
 MAX_NAMES = 20  # in one message
 
@@ -136,8 +137,7 @@ def check_joined(manifest: Manifest) -> None:
     """
     try:
         check_numbers(manifest)
-        ranges = [one for record in manifest.files for one in record.ranges]
-        names = Catalogue(manifest.flats, ranges).uncovered()
+        names = Catalogue(manifest.flats, ranges_of(manifest)).uncovered()
     except ValueError as error:
         raise XdsError(f"the parts of a checkpoint do not fit: {error}") from None
     if names:

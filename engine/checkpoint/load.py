@@ -17,24 +17,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ...ops.comm.collectives import Collectives
 from ...utils.errors import DamagedError, UsageError
 from ...zero.checkpoint.ranges import Copy
 from ...zero.checkpoint.restore import Restore
 from ...zero.checkpoint.snapshot import Snapshot
 from ..steps.counters import Counters
 from .agreement import together
+from .finding import Choice
 from .format import catalogue_of
 from .io.checked_file import CheckedFile
-from .io.folders import (
-    MANIFEST,
-    check_folder,
-    check_tag,
-    newest_checkpoint,
-    older_checkpoint,
-    read_latest,
-    read_manifest,
-)
+from .io.folders import MANIFEST
 from .io.reader import open_file
 from .load_checks import (
     Report,
@@ -48,6 +40,7 @@ from .load_checks import (
 from .load_effect import set_buffers, set_engine, set_random
 from .load_plan import DOING, LoadOptions, Plan, some_of
 from .manifest import Manifest
+from .nodes import present_files
 from .packing import unpack
 from .random_state import check_random_state
 from .saved_values import OwnValues
@@ -66,7 +59,8 @@ def load_checkpoint(
     """See `Engine.load_checkpoint`."""
     if training.optimizer is None:  # an engine for inference
         options = replace(options, load_optimizer_states=False)
-    chosen = _choose(training.sharded.collectives, load_dir, tag, options)
+    finder = training.storage.finder(training.sharded.collectives, load_dir)
+    chosen = finder.first(tag, falls_back=options.fallback)
     load_dir = Path(load_dir)
     if chosen is None:
         log.warning(
@@ -75,80 +69,38 @@ def load_checkpoint(
             "" if options.fallback else "; fallback=True loads the newest checkpoint there",
         )
         return None, None
-    refused: list[str] = []
+    refused: list[Choice] = []
     while True:
         try:
             with training.updater.in_memory():
-                return _load(training, counters, load_dir, chosen, options)
+                read = partial(finder.read, chosen)
+                return _load(training, counters, load_dir / chosen.tag, read, options)
         except DamagedError as error:
             if not options.fallback:
                 raise
             refused.append(chosen)
-            chosen = _fall_back(training.sharded.collectives, load_dir, refused, error)
-
-
-def _choose(
-    collectives: Collectives, load_dir: str | Path, tag: str | None, options: LoadOptions
-) -> str | None:
-    """The tag to load, which rank 0 determines; None if neither the caller nor `latest` names one."""
-
-    def look() -> str | None:
-        folder = check_folder("load_dir", load_dir)
-        if collectives.rank or tag is not None:
-            return None if tag is None else check_tag(tag)
-        try:
-            found = read_latest(folder)
-        except DamagedError as error:
-            found = newest_checkpoint(folder) if options.fallback else None
-            if found is None:
-                raise
-            log.warning("%s; falling back to %s", error, folder / found)
-        if found is None and options.fallback:
-            found = newest_checkpoint(folder)
-            if found is not None:
-                log.warning("there is no file `latest` in %s; falling back to %s", folder, found)
-        return found
-
-    return together(collectives, DOING, look, share=lambda found: found)[1][0]  # type: ignore[no-any-return]
-
-
-def _fall_back(
-    collectives: Collectives, load_dir: Path, refused: list[str], error: DamagedError
-) -> str:
-    """The newest checkpoint that is older than the refused ones, the same on every rank.
-
-    Raises DamagedError: there is none.
-    """
-
-    def look() -> str | None:
-        return None if collectives.rank else older_checkpoint(load_dir, refused[-1], refused)
-
-    older: str | None = together(collectives, DOING, look, share=lambda found: found)[1][0]
-    if older is None:
-        raise DamagedError(
-            f"{error}; there is no older checkpoint in {load_dir} to fall back to"
-        ) from error
-    if collectives.rank == 0:
-        log.warning("%s; falling back to %s", error, load_dir / older)
-    return older
+            chosen = finder.older(refused, error)
 
 
 def _load(
-    training: Training, counters: Counters, load_dir: Path, tag: str, options: LoadOptions
+    training: Training,
+    counters: Counters,
+    folder: Path,
+    read: Callable[[], Manifest],
+    options: LoadOptions,
 ) -> tuple[str, dict[str, Any]]:
     collectives = training.sharded.collectives
     manifest, digests = together(
         collectives,
         DOING,
-        partial(_read, load_dir, tag),
+        read,
         share=lambda m: [m.tag, m.files[0].path],
     )
     if any(digest != digests[0] for digest in digests):
         raise UsageError(
-            f"{DOING}: the ranks find different checkpoints under {load_dir / tag}: load_dir must be one "
-            "folder that all of them share"
+            f"{DOING}: the ranks find different checkpoints under {folder}: load_dir must be one folder that "
+            "all of them share; or set checkpoint.use_node_local_storage to true, and save with it as well"
         )
-    folder = load_dir / tag
     plan, reports = together(
         collectives, DOING, partial(_begin, training, folder, manifest), share=report
     )
@@ -176,11 +128,6 @@ def _load(
     return str(folder), client_state
 
 
-def _read(load_dir: Path, tag: str) -> Manifest:
-    check_tag(tag)
-    return read_manifest(load_dir, tag)
-
-
 # -- before anything changes --------------------------------------------------------------------------------
 
 
@@ -188,13 +135,14 @@ def _begin(training: Training, folder: Path, manifest: Manifest) -> Plan:
     """What this rank holds, and where the checkpoint has it."""
     training.sharded.settle_reductions()
     snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)
-    catalogue = catalogue_of(manifest, str(folder / MANIFEST))
+    present = present_files(folder, manifest)
+    catalogue = catalogue_of(manifest, str(folder / MANIFEST), present)
     if uncovered := catalogue.uncovered():
         raise DamagedError(
             f"{folder / MANIFEST} contradicts itself: elements of {some_of(uncovered)} are in no file"
         )
     restore = Restore(snapshot, catalogue)
-    return Plan(folder, manifest, snapshot, catalogue, restore)
+    return Plan(folder, manifest, snapshot, catalogue, restore, present)
 
 
 def _prepare(  # noqa: PLR0913
@@ -211,11 +159,12 @@ def _prepare(  # noqa: PLR0913
 
     def opened(number: int) -> CheckedFile:
         if number not in plan.files:
+            plan.check_present(number)
             plan.files[number] = open_file(folder, manifest, number, pool)
             stack.callback(plan.files[number].close)
         return plan.files[number]
 
-    plan.state = unpack(manifest.state, lambda name: opened(0).tensor(name))
+    plan.state = unpack(manifest.state, lambda name: opened(plan.state_file).tensor(name))
     check_state(training, counters, plan, options, folder)
     if options.with_optimizer and plan.state["optimizer"] is not None:
         check_groups(plan.catalogue, plan.snapshot, folder)
@@ -249,6 +198,8 @@ def _check_files(plan: Plan, opened: Callable[[int], CheckedFile]) -> None:
         receiver = target.receiver if target.is_fresh else None
         for copy in target.copies:
             by_file.setdefault(copy.file, []).append((copy, receiver))
+    for number in by_file:
+        plan.check_present(number)
     rank = plan.snapshot.rank  # each rank starts with a different file
     for number in sorted(by_file, key=lambda number: (number < rank, number)):
         file = opened(number)

@@ -48,6 +48,14 @@ class RankPart:
 
 
 @dataclass(frozen=True)
+class SavedNode:
+    """Ranks, ascending, whose files are in one folder that no other rank saw. name: of the first one's host."""
+
+    name: Text
+    ranks: tuple[Size, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything of a checkpoint except the tensors.
 
@@ -55,6 +63,8 @@ class Manifest:
     holders: tuples of ranks, ascending: each flat names one, the ranks that hold its shards, in order.
     state: the engine's values; its tensors are in files[0].
     saved_seconds: when it was saved, in Unix time; 0 if the writer did not record it.
+    nodes: where each node saved into a folder of its own, the nodes by their first rank. Then several files may
+        have the same elements, see nodes.py.
     """
 
     format: Text
@@ -69,6 +79,7 @@ class Manifest:
     saved_seconds: Seconds = 0.0
     mesh: dict[Axis, Positive] = field(default_factory=dict)
     holders: tuple[tuple[Size, ...], ...] = ()
+    nodes: tuple[SavedNode, ...] = ()
 
     @property
     def grid(self) -> Mesh:
@@ -102,5 +113,6 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "RankPart",
+    "SavedNode",
     "lengths_of",
 ]

@@ -33,6 +33,7 @@ from ...zero.core.layout import Box, Slot
 from .io.tensor_table import BY_NAME, MAX_DIMS, MAX_NUMEL, Located, is_possible, shown
 from .io.writer import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from .manifest import FileRecord, Manifest
+from .nodes import state_files
 from .packing import unpack
 from .saved_values import Named, OwnValues, names_in
 
@@ -96,6 +97,12 @@ def _check_mesh(manifest: Manifest) -> None:
     for number, ranks in enumerate(manifest.holders):
         rises = all(before < after for before, after in pairwise(ranks))
         _require(bool(ranks) and rises and ranks[-1] < num_files, f"holders[{number}]", ranks)
+    for number, node in enumerate(manifest.nodes):
+        rises = all(before < after for before, after in pairwise(node.ranks))
+        _require(bool(node.ranks) and rises, f"nodes[{number}].ranks", node.ranks)
+    found = sorted(rank for node in manifest.nodes for rank in node.ranks)
+    if manifest.nodes:
+        _require(found == list(range(num_files)), "the ranks of nodes", found)
 
 
 def _refuse_holder(rank: int, flat: int, manifest: Manifest) -> NoReturn:
@@ -274,7 +281,8 @@ def check_tensors(manifest: Manifest, number: int, table: Mapping[str, Located])
                 f"{shown(one.tensor)} is {list(there.shape)} {there.dtype} and should be "
                 f"[{one.stop - one.start}] {one.dtype}"
             )
-    for name in [*names_in(record.own), *(names_in(manifest.state) if number == 0 else ())]:
+    has_state = number in state_files(manifest)
+    for name in [*names_in(record.own), *(names_in(manifest.state) if has_state else ())]:
         if name not in table:
             raise ValueError(f"there is no tensor {shown(name)} in it")
     _check_own(OwnValues.of(record.own), manifest.flats, table)

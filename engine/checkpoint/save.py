@@ -34,6 +34,7 @@ from .io.tensor_file import Entry, Sums, bytes_of, dense
 from .io.tensor_table import check_storable
 from .joining import check_joined, join_parts
 from .manifest import FORMAT, VERSION, FileRecord, Manifest, RankPart, lengths_of
+from .nodes import Nodes
 from .packing import pack
 from .random_state import read_random_state
 from .saver import DOING, Job
@@ -61,10 +62,13 @@ class _Content:
     ranges: list[Range] = field(default_factory=list)
     state: Any = None
     own: Any = None
+    _num_put: int = 0
+    local: frozenset[int] | None = None  # the ranks of this node, where each node saves on its own
 
     def put(self, prefix: str, tensor: Tensor) -> str:
         """Add a tensor that is in no flat buffer, and return its name."""
-        name = f"{prefix}/{len(self.entries)}"
+        name = f"{prefix}/{self._num_put}"  # the same on every rank that puts the same
+        self._num_put += 1
         self.entries.append(Entry(name, tensor, 0, tensor.numel()))
         return name
 
@@ -72,7 +76,14 @@ class _Content:
         """Add this rank's share of a block."""
         check_storable(self.snapshot.flats[block.flat].slots[0].name, block.tensor)
         whole = (block.start, block.stop)
-        start, stop = whole if block.is_own else overlap(self.snapshot.share(block.flat), whole)
+        start, stop = whole
+        is_buffer = self.snapshot.flats[block.flat].kind == "buffer"
+        if self.local is not None and (block.is_own or is_buffer):
+            pass  # all ranks of a node but one drop a buffer
+        elif self.local is not None:
+            start, stop = self.snapshot.local_share(block, self.local)
+        elif not block.is_own:
+            start, stop = overlap(self.snapshot.share(block.flat), whole)
         if start == stop:
             return
         name = f"{block.key}/{block.flat}/{start}"
@@ -128,14 +139,15 @@ def save_checkpoint(
     """See `Engine.save_checkpoint`."""
     collectives = training.sharded.collectives
     is_first = collectives.rank == 0
-    claims: list[Claim] = []  # rank 0's folder
+    claims: list[Claim] = []  # the folder that this rank has made
+    nodes = training.storage.nodes(collectives, save_dir)
 
     def prepare() -> tuple[_Content, Path, str]:
         folder = check_folder("save_dir", save_dir)
         name = check_tag(f"global_step{counters.global_steps}" if tag is None else tag)
         if client_state is not None and not isinstance(client_state, Mapping):
             raise wrong("client_state", client_state, "a dict, or None")
-        content = _prepare(training, counters, client_state, options)
+        content = _prepare(training, counters, client_state, options, nodes)
         if is_first:
             claims.append(make_folder(folder, name))
         return content, folder, name
@@ -147,24 +159,32 @@ def save_checkpoint(
     try:
         (content, folder, name), shared = together(collectives, DOING, prepare, share)
         name = _agreed_tag([tags for tags, _, _ in shared], options.tag_validation, is_first)
+        hidden = shared[0][1][0]
+        if nodes is not None:
+
+            def make() -> None:
+                if nodes.is_leader and not is_first:
+                    claims.append(make_folder(folder, name, hidden))
+
+            together(collectives, DOING, make)
     except BaseException:
         for claim in claims:
             discard(claim.folder)
             claim.release()
         raise
-    first = shared[0]
     _add_own(content, training, [sums for _, _, sums in shared])
     training.saver.save(
         Job(
             collectives=collectives,
             save_dir=folder,
-            folder=folder / first[1][0],
+            folder=folder / hidden,
             claim=claims[0] if claims else None,
             tag=name,
             save_latest=options.save_latest,
             entries=content.entries,
             part=partial(_part, _Description.of(content)),
-            manifest=partial(_manifest, name, training.stage, _Description.of(content)),
+            manifest=partial(_manifest, name, training.stage, _Description.of(content), nodes),
+            nodes=nodes,
         )
     )
 
@@ -192,6 +212,7 @@ def _prepare(
     counters: Counters,
     client_state: Mapping[str, Any] | None,
     options: SaveOptions,
+    nodes: Nodes | None,
 ) -> _Content:
     """Collect the content. All refusals happen here, before any file is written."""
     training.saver.wait()
@@ -206,7 +227,7 @@ def _prepare(
     snapshot = Snapshot(training.module, training.sharded, training.updater, training.optimizer)
     if options.exclude_frozen_parameters:
         snapshot.leave_out_frozen()
-    content = _Content(snapshot)
+    content = _Content(snapshot, local=None if nodes is None else nodes.local)
     totals = snapshot.grad_totals()
     for block in (*snapshot.values, *snapshot.states, *totals, *snapshot.owed()):
         content.add(block)
@@ -218,7 +239,9 @@ def _prepare(
     packed["client_state"] = pack(dict(client_state or {}), "client_state", put)
     if snapshot.rank == 0:
         content.state = packed
-    else:  # packed on every rank so that all ranks refuse the same values
+    elif (
+        nodes is None or not nodes.is_leader
+    ):  # packed on every rank so that all ranks refuse the same values
         content.entries = [
             entry for entry in content.entries if not entry.name.startswith("engine/")
         ]
@@ -274,14 +297,23 @@ def _buffer_sums(snapshot: Snapshot) -> dict[str, int]:
 def _add_own(content: _Content, training: Training, sums: list[dict[str, int]]) -> None:
     """Add this rank's own values: random generators, unreduced gradients, buffers that differ.
 
-    The first rank that has a buffer saves it for all; others save theirs where `sums`, by rank, differ.
+    The first rank that has a buffer, of each node where nodes save on their own, saves it for all; others save
+    theirs where `sums`, by rank, differ.
     """
     snapshot = content.snapshot
     mine = sums[snapshot.rank]
-    firsts = {name: next(rank for rank, there in enumerate(sums) if name in there) for name in mine}
+    with_it = {name: [rank for rank, there in enumerate(sums) if name in there] for name in mine}
+    local = range(len(sums)) if content.local is None else content.local
+    firsts = {
+        name: next(rank for rank in ranks if rank in local) for name, ranks in with_it.items()
+    }
     blocks = _buffer_blocks(snapshot)
     content.drop({blocks[name].flat for name in mine if firsts[name] != snapshot.rank})
-    buffers = {name: blocks[name].tensor for name in mine if mine[name] != sums[firsts[name]][name]}
+    buffers = {
+        name: blocks[name].tensor
+        for name, ranks in with_it.items()
+        if any(sums[first][name] != mine[name] for first in (ranks[0], firsts[name]))
+    }
     grads = {
         str(flat): {"local": local, "filled": filled}
         for flat, (local, filled) in snapshot.grad_locals().items()
@@ -305,7 +337,13 @@ def _part(description: _Description, name: str, sums: Sums) -> RankPart:
     return RankPart(record, description.flats if description.sends_flats else ())
 
 
-def _manifest(tag: str, stage: int, description: _Description, parts: list[RankPart]) -> Manifest:
+def _manifest(
+    tag: str,
+    stage: int,
+    description: _Description,
+    nodes: Nodes | None,
+    parts: list[RankPart],
+) -> Manifest:
     from ...utils.version import __version__
 
     joined, files = join_parts(description.mesh, description.flats, parts)
@@ -322,7 +360,8 @@ def _manifest(tag: str, stage: int, description: _Description, parts: list[RankP
         saved_seconds=time.time(),
         mesh=lengths_of(description.mesh),
         holders=joined.holders,
+        nodes=() if nodes is None else nodes.nodes,
     )
-    if description.mesh.pipe * description.mesh.tensor > 1:
+    if description.mesh.pipe * description.mesh.tensor > 1 or nodes is not None:
         check_joined(manifest)
     return manifest

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, final
 
 from pydantic import Field
 
-from ...utils.schema.keys import Entry, Group, NoEffect, Refused
+from ...utils.schema.keys import Entry, Group, NoEffect
 from ...utils.schema.rules import FLAG, OBJECT, TEXT, number, one_of, whole
 from ...utils.schema.section import Section
 
@@ -17,9 +17,6 @@ class Checkpoint(Section):
     """How `save_checkpoint` writes checkpoints, and how many it keeps."""
 
     others: ClassVar[Mapping[str, Entry]] = {
-        "use_node_local_storage": Refused(
-            FLAG, "all ranks write into one shared folder; set it to false", harmless=(False,)
-        ),
         "parallel_write": Group(
             {"pipeline_stage": NoEffect(FLAG, "every rank writes its share", same=(False,))},
             "which ranks write",
@@ -40,6 +37,11 @@ class Checkpoint(Section):
         False,
         description="deepspeed's load_checkpoint takes the tag in `latest_universal`; checkpoints load at "
         "any stage and number of ranks without it",
+    )
+    use_node_local_storage: Annotated[bool, FLAG] = Field(
+        False,
+        description="each node saves the files of its ranks into its own folder, and loads them from there; a "
+        "load at other nodes needs the folders of all nodes in one",
     )
     async_save: Annotated[bool, FLAG] = Field(
         False,

@@ -92,6 +92,6 @@ def test_a_sync_that_is_left_out_is_noticed(
     def nothing(*_: Any) -> None:
         return
 
-    monkeypatch.setattr(folders, "_sync_folder", nothing)
+    monkeypatch.setattr(folders, "sync_folder", nothing)
     recorder = record(tmp_path / "disk", ["tag", "tag"])
     assert problems(recorder, tmp_path / "after")

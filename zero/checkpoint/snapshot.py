@@ -11,7 +11,7 @@ copied: a block is the tensor that is trained, in full or this rank's part.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -40,6 +40,7 @@ class Block:
 
     blocks: reads its values, if they are on a disk; then the tensor has none.
     is_own: no other rank has these elements of `key`, so this rank saves all of them.
+    is_shard: they are this rank's shard of the flat, or in it; other ranks have others.
     """
 
     flat: int
@@ -48,6 +49,7 @@ class Block:
     tensor: Tensor
     blocks: Blocks | None = None
     is_own: bool = False
+    is_shard: bool = False
 
     @property
     def stop(self) -> int:
@@ -61,6 +63,7 @@ class Held:
     name: of the parameter if the tensor is a full parameter with its own shape; else None.
     group: the index of its group in the optimizer.
     blocks_of: how a state of it is read while it is on a disk.
+    is_shard: as in `Block`.
     """
 
     tensor: Tensor
@@ -69,6 +72,7 @@ class Held:
     name: str | None
     group: int
     blocks_of: Callable[[Tensor], Blocks | None]
+    is_shard: bool = False
 
 
 def plain(name: str) -> str:
@@ -147,6 +151,21 @@ class Snapshot:
         turn = flat if is_data else zlib.crc32(self.flats[flat].slots[0].name.encode())
         return share(self.flats[flat], everyone.rank, everyone.world_size, turn)
 
+    def local_share(self, block: Block, local: Collection[int]) -> tuple[int, int]:
+        """[start, stop) of a block that this rank writes, where its holders among `local` write all of it.
+
+        local: numbers of ranks, this one included.
+        """
+        group = self._groups[block.flat]
+        ranks: Sequence[int] = (self.rank,)
+        if not block.is_shard and group.everyone.world_size > 1:
+            ranks = group.everyone.members
+        elif group.levels is not None and group.levels.across.world_size > 1:
+            ranks = group.levels.across.members  # other replicas of the buffer have the same shard
+        here = [rank for rank in ranks if rank in local]
+        turn = zlib.crc32(self.flats[block.flat].slots[0].name.encode()) + block.start
+        return share_of_replica((block.start, block.stop), (here.index(self.rank), len(here)), turn)
+
     def leave_out_frozen(self) -> None:
         """The values of frozen parameters are not saved; their names stay."""
         for number, flat in enumerate(self.flats):
@@ -176,7 +195,7 @@ class Snapshot:
                 blocks = flat.place.blocks()
                 if master is not None:
                     blocks = master.residence.blocks_of(tensor)
-                self.values.append(Block(number, "value", start, tensor, blocks))
+                self.values.append(Block(number, "value", start, tensor, blocks, is_shard=is_part))
 
     def _add_alone(self, module: nn.Module) -> None:
         inside = {id(p) for unit in self.sharded.units for flat in unit.params for p in flat.params}
@@ -229,7 +248,8 @@ class Snapshot:
         slot = None if master.is_sharded else self._slots[number].get(start)
         is_tensor = slot is not None and slot.shape == tensor.shape and slot.box is None
         name = slot.name if slot is not None and is_tensor else None
-        return Held(tensor, number, start, name, group, master.residence.blocks_of)
+        blocks_of = master.residence.blocks_of
+        return Held(tensor, number, start, name, group, blocks_of, is_shard=master.is_sharded)
 
     def _add_states(self) -> None:
         known = {id(held.tensor) for held in self.held}
@@ -251,7 +271,10 @@ class Snapshot:
             if value.numel() == 1 and is_single and not value.is_complex():
                 self._add_constant(held, name, value.item(), value)
             elif value.shape == held.tensor.shape:
-                self.states.append(Block(held.flat, name, held.start, value, held.blocks_of(value)))
+                blocks = held.blocks_of(value)
+                self.states.append(
+                    Block(held.flat, name, held.start, value, blocks, is_shard=held.is_shard)
+                )
             elif held.name is not None:
                 flat = _alone("state", f"{held.name}/{key}", value)
                 self._append(flat, value, name, self.states, self._groups[held.flat])
@@ -320,9 +343,9 @@ class Snapshot:
             if owed is not None:
                 blocks.append(Block(number, f"{ERROR}{rank}", 0, owed.error, is_own=True))
                 if owed.server is not None:
-                    blocks.append(Block(number, SERVER, start, owed.server))
+                    blocks.append(Block(number, SERVER, start, owed.server, is_shard=True))
             if master.is_near:
-                blocks.append(Block(number, COPY, start, master.compute))
+                blocks.append(Block(number, COPY, start, master.compute, is_shard=True))
         return blocks
 
     def owed_meaning(self) -> dict[str, Any]:
@@ -344,7 +367,8 @@ class Snapshot:
             total = master.grads.sums().total
             if total is not None:
                 start = master.params.layout.shard_range(master.rank)[0]
-                blocks.append(Block(self.number_of(master), "grad", start, total))
+                number = self.number_of(master)
+                blocks.append(Block(number, "grad", start, total, is_shard=True))
         return blocks
 
     @property

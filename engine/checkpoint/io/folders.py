@@ -32,6 +32,7 @@ from ....utils.quoting import printable, quoted
 from ..format import dump, parse
 from ..manifest import Manifest
 from ..manifest_checks import OWN_FILE
+from ..nodes import is_there, present_files
 from ..order import kind_of, newest_first
 from .tensor_table import shown
 
@@ -87,21 +88,24 @@ def check_folder(setting: str, folder: Any) -> Path:
     return Path(text)
 
 
-def make_folder(save_dir: Path, tag: str) -> Claim:
-    """Create a new folder for `tag`, and remove the folders of killed saves. Only on rank 0."""
+def make_folder(save_dir: Path, tag: str, name: str = "") -> Claim:
+    """Create a new folder for `tag`, and remove the folders of killed saves. On one rank.
+
+    name: the hidden name that another node has chosen; "": a new one.
+    """
     made = [path for path in (save_dir, *save_dir.parents) if not path.exists()]
     save_dir.mkdir(parents=True, exist_ok=True)
     for path in made:
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     for path in save_dir.iterdir():
         if TEMPORARY.fullmatch(path.name) and not _is_claimed(path):
             discard(path)
-    folder = save_dir / _hidden(tag)
+    folder = save_dir / (name or hidden(tag))
     folder.mkdir()
     return Claim(folder)
 
 
-def _hidden(tag: str) -> str:
+def hidden(tag: str) -> str:
     """A unique name that no loader reads."""
     return f".{tag}.tmp-{secrets.token_hex(4)}"
 
@@ -154,18 +158,18 @@ def discard(folder: Path) -> None:
 
 def commit(folder: Path, save_dir: Path, manifest: Manifest) -> Path:
     """Make the files in `folder` the checkpoint `manifest.tag`. Only on rank 0, after every rank's fsync."""
-    _write_durably(folder / MANIFEST, dump(manifest))
-    _sync_folder(folder)
+    write_durably(folder / MANIFEST, dump(manifest))
+    sync_folder(folder)
     final_folder = save_dir / manifest.tag
     if not final_folder.exists():
         os.rename(folder, final_folder)
-        _sync_folder(save_dir)
+        sync_folder(save_dir)
         return final_folder
     _move_files(folder, final_folder, manifest)
     os.replace(folder / MANIFEST, final_folder / MANIFEST)
-    _sync_folder(final_folder)
+    sync_folder(final_folder)
     discard(folder)
-    _discard_others(final_folder, manifest)
+    discard_others(final_folder, [record.path for record in manifest.files])
     return final_folder
 
 
@@ -174,28 +178,27 @@ def _move_files(folder: Path, final_folder: Path, manifest: Manifest) -> None:
     try:
         for record in manifest.files:
             os.rename(folder / record.path, final_folder / record.path)
-        _sync_folder(final_folder)
+        sync_folder(final_folder)
     except OSError:
         for record in manifest.files:
             discard(final_folder / record.path)
         raise
 
 
-def _discard_others(final_folder: Path, manifest: Manifest) -> None:
+def discard_others(final_folder: Path, paths: Collection[str]) -> None:
     """Remove files of other saves under this tag. On an error the next save removes them."""
-    current = {record.path for record in manifest.files}
     with suppress(OSError):
         for path in final_folder.iterdir():
-            if OWN_FILE.fullmatch(path.name) and path.name not in current:
+            if OWN_FILE.fullmatch(path.name) and path.name not in paths:
                 discard(path)
 
 
 def write_latest(save_dir: Path, tag: str) -> None:
     """Set `latest` to `tag` atomically."""
     for is_last in (False, False, True):
-        fresh = save_dir / _hidden(LATEST)
+        fresh = save_dir / hidden(LATEST)
         try:
-            _write_durably(fresh, tag.encode())
+            write_durably(fresh, tag.encode())
             os.replace(fresh, save_dir / LATEST)
             break
         except FileNotFoundError:  # another engine's save removed it as a leftover
@@ -205,7 +208,7 @@ def write_latest(save_dir: Path, tag: str) -> None:
             with suppress(OSError):
                 fresh.unlink()
             raise
-    _sync_folder(save_dir)
+    sync_folder(save_dir)
 
 
 def read_latest(load_dir: Path) -> str | None:
@@ -264,8 +267,15 @@ def committed(save_dir: Path) -> list[Manifest]:
 
 
 def _is_there(save_dir: Path, manifest: Manifest) -> bool:
+    """Its files are there; of a checkpoint of nodes those of each node that has some here."""
     folder = save_dir / manifest.tag
-    damaged = [one.path for one in manifest.files if _length(folder / one.path) != one.size_bytes]
+    expected = set(range(len(manifest.files)))
+    if manifest.nodes:
+        some = present_files(folder, manifest)
+        here = [set(node.ranks) for node in manifest.nodes if some & set(node.ranks)]
+        expected = set().union(*here) or expected
+    files = [manifest.files[at] for at in sorted(expected)]
+    damaged = [one.path for one in files if not is_there(folder, one)]
     if damaged:
         log.warning(
             "%s is left out: %s is missing or has another length", folder, folder / damaged[0]
@@ -282,13 +292,6 @@ def _manifests(save_dir: Path) -> list[Manifest]:
         except (UsageError, OSError) as error:
             log.warning("%s is left out: %s", path.parent, error)
     return found
-
-
-def _length(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
 
 
 def newest_checkpoint(save_dir: str | Path) -> str | None:
@@ -332,22 +335,22 @@ def prune(save_dir: Path, tag: str, keep_last: int) -> None:
         stay.add(read_latest(save_dir))
     for old in set(same[keep_last:]) - stay:
         try:
-            hidden = save_dir / _hidden(old)
-            os.rename(save_dir / old, hidden)
-            _sync_folder(save_dir)
-            discard(hidden)
+            aside = save_dir / hidden(old)
+            os.rename(save_dir / old, aside)
+            sync_folder(save_dir)
+            discard(aside)
         except OSError as error:
             log.warning("keep_last: cannot remove %s: %s", save_dir / old, error)
 
 
-def _write_durably(path: Path, content: bytes) -> None:
+def write_durably(path: Path, content: bytes) -> None:
     with open(path, "xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
