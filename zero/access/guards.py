@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from torch import nn
@@ -22,6 +24,14 @@ from .owners import Owner, find_owner
 
 
 @final
+@dataclass
+class Leniency:
+    """What a guard does not check; shared by the hooks of an engine."""
+
+    lets_parts_out: bool = False
+
+
+@final
 class Guards:
     """The checks on one engine's model, from `initialize` to `destroy`."""
 
@@ -32,6 +42,7 @@ class Guards:
         self._params = WeakTensorKeyDictionary()
         self._params.update((param, True) for param in model.parameters())
         self._owner = weakref.ref(owner)
+        self._leniency = Leniency()
         self._handles: list[RemovableHandle] = [
             register_module_parameter_registration_hook(self._parameter_registered),
             register_module_module_registration_hook(self._module_registered),
@@ -40,7 +51,9 @@ class Guards:
             own = list(module.parameters(recurse=False))
             if any(defers or _is_in_parts(param) for param in own):
                 self._handles += [
-                    module.register_state_dict_pre_hook(_before_state_dict),  # type: ignore[no-untyped-call]
+                    module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                        partial(_before_state_dict, self._leniency)
+                    ),
                     module.register_load_state_dict_pre_hook(_before_load_state_dict),  # type: ignore[no-untyped-call]
                 ]
 
@@ -49,6 +62,10 @@ class Guards:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def let_state_dict_have_parts(self) -> None:
+        """From now on state_dict() has what this rank has of a parameter, for ranks that write nothing."""
+        self._leniency.lets_parts_out = True
 
     def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         if module not in self._modules or param in self._params:
@@ -97,10 +114,12 @@ def _settle(module: nn.Module) -> None:
         owner.settle_alone()
 
 
-def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _before_state_dict(leniency: Leniency, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if keep_vars:  # the parameters themselves, not their values
         return
     _settle(module)
+    if leniency.lets_parts_out:
+        return
     hidden, why = _hidden(module)
     if hidden:
         raise UsageError(
