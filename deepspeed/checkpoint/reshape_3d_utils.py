@@ -126,7 +126,9 @@ def _written_degrees(model_files: list[str]) -> tuple[int, int] | None:
 
 
 def _checked(written: Any, path: str) -> tuple[int, int]:
-    values: list[Any] = [written.get(key) if isinstance(written, dict) else None for key in _DEGREES]
+    values: list[Any] = [
+        written.get(key) if isinstance(written, dict) else None for key in _DEGREES
+    ]
     if not all(type(value) is int and value > 0 for value in values):
         raise RuntimeError(f"{_DIMENSIONS} of {path} is {written!r}: needs two positive numbers")
     return values[0], values[1]
