@@ -163,15 +163,14 @@ class OneCycle(Schedule):
         return [low / (1 + self.decay_lr_rate * num_decays) for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Betas of each group at the current iteration; None when momentum is not cycled."""
+        """Betas of each group at the current iteration; None when momentum is not cycled.
+
+        Before the first step the groups have `cycle_min_mom` instead.
+        """
         if not self.cycle_momentum:
             return None
         num_decays = self._num_decays()
-        if self.last_batch_iteration < 0:
-            # beta1 and the lr both start at their minimum; they move in opposite directions only from
-            # the first step on. This is kept because published runs used it.
-            beta1s = self.min_moms
-        elif num_decays is None:
+        if num_decays is None:
             height = self.cycle.height(self.last_batch_iteration)
             beta1s = between(self.max_moms, self.min_moms, height)
         else:
@@ -198,9 +197,14 @@ class OneCycle(Schedule):
     def _write(self) -> None:
         super()._write()
         betas = self.get_mom()
-        if betas is not None:
-            for group, pair in zip(self.optimizer.param_groups, betas, strict=True):
-                group["betas"] = pair
+        if betas is None:
+            return
+        if self.last_batch_iteration < 0:
+            # beta1 and the lr both start at their minimum; they move in opposite directions only from
+            # the first step on. This is kept because published runs used it.
+            betas = [(beta1, _ONE_CYCLE_BETA2) for beta1 in self.min_moms]
+        for group, pair in zip(self.optimizer.param_groups, betas, strict=True):
+            group["betas"] = pair
 
 
 @final
