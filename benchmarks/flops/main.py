@@ -13,6 +13,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ import closed_forms  # noqa: E402
 from harness import Plan, Row, Watch, alternate, finish, ratio_row, run_ranks  # noqa: E402
 
 BATCH, LENGTH, VOCAB = 2, 24, 96
+SIZES = {
+    "11M": {"n_layer": 6, "n_embd": 384, "n_head": 6},
+    "0.3M": {"n_layer": 4, "n_embd": 64, "n_head": 2},
+}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 TEXT = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = {
@@ -110,14 +115,29 @@ def _config(profile_step: int | None, path: str = "") -> dict[str, Any]:
     }
 
 
-def _steps(rank: int, world_size: int, plan: Plan, length: int) -> dict[str, list[float]]:
+def _regions(engine: Any) -> float:
+    """Seconds that a step spends in what the profiler is told: its regions and its end."""
+    report = engine._parts.report
+
+    def run() -> None:
+        for name in ("forward", "backward", "reduce", "step"):
+            with report.region(name):
+                pass
+        report.profiler.step()
+
+    return min(timeit.repeat(run, number=2000, repeat=25)) / 2000
+
+
+def _steps(
+    rank: int, world_size: int, plan: Plan, shape: dict[str, int], length: int
+) -> dict[str, list[float]]:
     import transformers as hf
 
     import xds
     from xds.engine.profiling.steps import build_profiler
 
-    shape = {"n_layer": 6, "n_embd": 384, "n_head": 6, "n_positions": 512}
-    config = hf.GPT2Config(**shape, vocab_size=1024, bos_token_id=1, eos_token_id=2, **NO_DROPOUT)
+    words = {"vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2, "n_positions": 512}
+    config = hf.GPT2Config(**shape, **words, **NO_DROPOUT)
     torch.manual_seed(0)
     ids = torch.randint(3, 1024, (BATCH, length))
     folder = tempfile.mkdtemp()
@@ -147,23 +167,26 @@ def _steps(rank: int, world_size: int, plan: Plan, length: int) -> dict[str, lis
         return step
 
     seconds, _ = alternate({name: step_of(name) for name in kinds}, plan)
-    return seconds
+    return seconds | {
+        f"regions of {name}": [_regions(engines[name])] for name in ("plain", "others")
+    }
 
 
 def costs(*, quick: bool) -> list[Row]:
     """A profiled step, and the others, over a step of an engine without the section."""
     plan = Plan(rounds=3 if quick else 15, block=2, warmup=2)
     rows = []
-    for length in (64, 256):
+    for size, length in (("11M", 64), ("11M", 256), ("0.3M", 64)):
         with Watch() as watch:
-            (seconds,) = run_ranks(_steps, 1, plan, length)
+            (seconds,) = run_ranks(_steps, 1, plan, SIZES[size], length)
         plain = statistics.median(seconds["plain"])
-        note = f"11M GPT-2, {BATCH * length} tokens; plain step {1e3 * plain:.0f} ms"
-        for name, must in (("profiled", 2.0), ("others", 1.02)):
+        what = f"{size} GPT-2, {BATCH * length} tokens"
+        note = f"plain step {1e3 * plain:.0f} ms"
+        for name, must in (("profiled", 2.0), ("others", None)):
             label = "a profiled step" if name == "profiled" else "the other steps"
             rows.append(
                 ratio_row(
-                    f"{label}, {BATCH * length} tokens, over no profiler",
+                    f"{label}, {what}, over no profiler",
                     seconds[name],
                     seconds["plain"],
                     must=must,
@@ -172,6 +195,20 @@ def costs(*, quick: bool) -> list[Row]:
                     others_busy=watch.others,
                 )
             )
+        (with_it,), (without,) = seconds["regions of others"], seconds["regions of plain"]
+        share = max(0.0, with_it - without) / plain
+        note = (
+            f"{1e6 * with_it:.2f} us a step in regions, {1e6 * without:.2f} us without a profiler"
+        )
+        rows.append(
+            Row(
+                f"the other steps, {what}: their regions, share of a step",
+                share,
+                must=0.0005,
+                unit="",
+                note=note,
+            )
+        )
     return rows
 
 

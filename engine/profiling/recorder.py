@@ -26,6 +26,9 @@ from .clock import Clock, WallClock
 from .counter import Backward, OperationCounter, Tally
 from .profile import BackwardProfile, ModuleProfile, Profile, share
 
+_graph_task = torch._C._current_graph_task_id  # of autograd's engine; else _NONE
+_NONE = -1
+
 
 class _Frame(NamedTuple):
     """A module that runs."""
@@ -133,7 +136,7 @@ class Recorder:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         places = self._places.get(id(module))
-        if places is None or _in_autograd():
+        if places is None or _graph_task() != _NONE:  # autograd runs a forward again
             return
         if self._counts_by_calls and not self._stack:
             self._counter.__enter__()  # type: ignore[no-untyped-call]
@@ -142,7 +145,7 @@ class Recorder:
         self._counter.forward = self._tallies[place]
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._stack or id(module) not in self._places or _in_autograd():
+        if not self._stack or id(module) not in self._places or _graph_task() != _NONE:
             return
         while self._stack:  # modules between were left by an exception that the model caught
             frame = self._stack.pop()
@@ -177,34 +180,34 @@ class Recorder:
             works = (found.gradients, found.recomputed)
             numbers = [number for work in works for number in (work.macs, work.flops)]
             backward = BackwardProfile(*(share(number, num_batches) for number in numbers))
-        root = self._module("", "", self._model, seconds, num_batches)
+        root, _ = self._module("", "", self._model, seconds, num_batches)
         return Profile(root, num_batches, backward, dict(regions), dict(self._counter.unknown))
 
     def _module(
         self, name: str, place: str, module: nn.Module, seconds: dict[str, float], num_batches: int
-    ) -> ModuleProfile:
-        children = tuple(
-            self._module(each, f"{place}.{each}" if place else each, child, seconds, num_batches)
-            for each, child in module._modules.items()
-            if child is not None
-        )
-        own = self._tallies.get(place, Tally())
-        return ModuleProfile(
+    ) -> tuple[ModuleProfile, dict[int, int]]:
+        """The profile of a module, and the elements of each parameter in it, by its id: ties count once."""
+        numels = {id(p): p.numel() for p in module._parameters.values() if p is not None}
+        found = []
+        for each, child in module._modules.items():
+            if child is not None:
+                inside = f"{place}.{each}" if place else each
+                one, more = self._module(each, inside, child, seconds, num_batches)
+                found.append(one)
+                numels |= more
+        children, own = tuple(found), self._tallies.get(place, Tally())
+        made = ModuleProfile(
             name=name,
             kind=type(module).__name__,
             extra=module.extra_repr(),
-            params=sum(param.numel() for param in module.parameters()),
+            params=sum(numels.values()),
             calls=share(self._calls[place], num_batches),
             macs=share(own.macs, num_batches) + sum(child.macs for child in children),
             flops=share(own.flops, num_batches) + sum(child.flops for child in children),
             seconds=seconds.get(place) or sum(child.seconds for child in children),
             children=children,
         )
-
-
-def _in_autograd() -> bool:
-    """Autograd's engine runs this thread: a forward is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+        return made, numels
 
 
 _COMPILING = ("torch._dynamo", "torch.nn.attention.flex_attention")
