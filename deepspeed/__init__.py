@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from .utils.logging import log_dist as log_dist
     from .utils.logging import logger as logger
 
-from .stand_in.finders import VERSION, install_table
-
 if __name__ == "deepspeed":
     raise ImportError(
         "`import deepspeed` found a folder of xds, because the root of the xds checkout is on sys.path: run "
         "from another folder or set PYTHONSAFEPATH=1; xds's version of DeepSpeed's names is xds.deepspeed"
     )
 
+VERSION: str = import_module(".stand_in.release", __name__).VERSION
 # Scripts compare it; they ignore the text after "+".
 __version__ = f"{VERSION}+xds"
 __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))
@@ -70,4 +69,4 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_SOURCES, *_MODULES])
 
 
-install_table()
+import_module(".stand_in.finders", __name__).install_table()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
 from ..utils.errors import ConfigError, UsageError
@@ -17,13 +17,20 @@ from ..utils.errors import ConfigError, UsageError
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
 
+_FORMS: dict[Any, type[Exception]] = {}  # class of xds -> the class derived from it
 
-@cache
-def _in_their_form(kind: type[UsageError] | type[ConfigError]) -> type:
+
+def _in_their_form(kind: Any) -> type[Exception]:
+    if kind not in _FORMS:
+        _FORMS[kind] = _made(kind)
+    return _FORMS[kind]
+
+
+def _made(kind: Any) -> type[Exception]:
     bases = [kind, *(base for base in (ValueError, AssertionError) if not issubclass(kind, base))]
 
     def reduce(self: BaseException) -> tuple[Any, ...]:
-        return _again, (kind, kind.__reduce__(self)[1])  # type: ignore[arg-type]
+        return _again, (kind, kind.__reduce__(self)[1])
 
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce__": reduce}
     return type(kind.__name__, tuple(bases), names)
@@ -31,9 +38,13 @@ def _in_their_form(kind: type[UsageError] | type[ConfigError]) -> type:
 
 def _again(kind: type[UsageError] | type[ConfigError], arguments: tuple[Any, ...]) -> Exception:
     """The error, when it is unpickled: pools of processes send errors."""
-    error = kind(*arguments)
+    error: Exception = kind(*arguments)
     error.__class__ = _in_their_form(kind)
     return error
+
+
+def _turn(error: Exception) -> None:
+    error.__class__ = _in_their_form(type(error))
 
 
 @contextmanager
@@ -43,7 +54,7 @@ def in_their_form() -> Iterator[None]:
         yield
     except (UsageError, ConfigError) as error:
         if not isinstance(error, AssertionError):
-            error.__class__ = _in_their_form(type(error))
+            _turn(error)
         raise
 
 
@@ -64,6 +75,7 @@ def methods_raise_theirs(cls: Class) -> Class:
         if inspect.isfunction(value) and not name.startswith("__getattr"):
             setattr(cls, name, raises_theirs(value))
         elif isinstance(value, property):
-            functions = (one and raises_theirs(one) for one in (value.fget, value.fset, value.fdel))
-            setattr(cls, name, property(*functions, doc=value.__doc__))
+            parts: list[Any] = [value.fget, value.fset, value.fdel]
+            read, write, delete = (one and raises_theirs(one) for one in parts)
+            setattr(cls, name, property(read, write, delete, value.__doc__))
     return cls

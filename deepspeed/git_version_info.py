@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .missing import placeholder
-from .stand_in.finders import VERSION
+from .stand_in.release import VERSION
 
 version = VERSION
 git_hash = "unknown"

@@ -236,7 +236,7 @@ def _made(inside: str, name: str, kind: str) -> Any:
         bases, members = found.value
         mixin = {"str": str, "int": int}.get("".join(bases))
         options = {} if mixin is None else {"type": mixin}
-        return enum.Enum(name, members, module=module, **options)  # type: ignore[call-overload]
+        return enum.Enum(name, members, module=module, **options)
     if kind == "raises":
         base = getattr(builtins, found.source)
         return type(name, (base,), {"__module__": module, "__doc__": "As in DeepSpeed."})

@@ -24,9 +24,15 @@ from .runtime.engine import DeepSpeedEngine, PlainEngine
 from .runtime.pipe.engine import PipelineEngine
 from .runtime.zero.parameters import answer_for_model
 from .sequence.layer import DistributedAttention as TheirAttention
-from .utils import groups, logging  # noqa: F401 (shows the engine's progress lines from here on)
+from .utils import groups
+from .utils.logging import logger  # shows the engine's progress lines from here on
 
 GRADIENT_CLIPPING = 1.0  # DeepSpeed's default since 0.19; `xds.initialize` does not clip by default
+
+MPU_OF_PIPELINE = (
+    "deepspeed.initialize(mpu=...) with a PipelineModule: the engine makes the groups of its stages; "
+    "leave mpu out, and read engine.grid"
+)
 
 Results = tuple[DeepSpeedEngine, Any, Any, Any]
 
@@ -53,8 +59,7 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         config, config_params, args.deepspeed_config: exactly one of them; a path, JSON text or a dict.
         optimizer: an object, or a callable that gets parameter groups; None is the config's.
         model_parameters: the parameters to train; ignored where `optimizer` is an object, which has its own.
-        mpu: must be without model parallelism; its data-parallel group is used, or that of
-            `UlyssesSPAttentionHF`. None for a PipelineModule.
+        mpu: without model parallelism, or that of `UlyssesSPAttentionHF`. None for a PipelineModule.
         mesh_param: (data ranks, sequence ranks); the script cuts the sequences.
         distributed_port: without effect, see `comm.init_distributed`.
     Returns:
@@ -64,21 +69,16 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         ConfigError, UsageError: as `xds.initialize`.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"deepspeed.initialize(model={type(model).__name__}): needs the torch.nn.Module to train"
-        )
+        name = type(model).__name__
+        raise UsageError(f"deepspeed.initialize(model={name}): needs the torch.nn.Module to train")
     given = _config_of(args, config, config_params)
     checked = _with_defaults(given)
     init_distributed(dist_init_required=dist_init_required)
     num_sequence = _sequence_ranks(mpu, mesh_param, checked, model)
     checked = checked.with_sequences(num_sequence) if num_sequence > 1 else checked
-    if isinstance(optimizer, torch.optim.Optimizer):
-        model_parameters = None
+    is_made = isinstance(optimizer, torch.optim.Optimizer)
     if mpu is not None and isinstance(model, PipelineModule):
-        raise UsageError(
-            "deepspeed.initialize(mpu=...) with a PipelineModule: the engine makes the groups of its stages; "
-            "leave mpu out, and read engine.grid"
-        )
+        raise UsageError(MPU_OF_PIPELINE)
     end_older_engine(model)
     if optimizer is None and checked.optimizer is None:
         _freeze(model)
@@ -86,24 +86,29 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         model,
         checked,
         optimizer=optimizer,
-        model_parameters=model_parameters,
+        model_parameters=None if is_made else model_parameters,
         lr_scheduler=lr_scheduler,
         training_data=training_data,
         collate_fn=collate_fn,
         group=None if num_sequence > 1 else _group_of(mpu),
     )
-    log_collectives_of(made)
-    if made.zero_optimization_stage() == 3:
-        answer_for_model(made.module)
-    is_pipeline = isinstance(model, PipelineModule) or made.num_stages > 1
-    engine = (PipelineEngine if is_pipeline else PlainEngine)(made, collate_fn)
-    engine.keep_given_config(given)
     remember_engine(model, made)
-    if dist.get_rank() != 0:  # stock scripts save on rank 0, and ask every rank for a state_dict
-        made._guards.let_state_dict_have_parts()
+    engine = _adapter_of(made, collate_fn, isinstance(model, PipelineModule))
+    engine.keep_given_config(given)
     groups.follow(engine.mpu, mpu if num_sequence > 1 else None)
     _say_who_trains(made)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _adapter_of(made: Engine, collate_fn: Any, is_cut: bool) -> DeepSpeedEngine:
+    """DeepSpeed's methods over `made`, whose parameters and collectives answer as DeepSpeed's do."""
+    log_collectives_of(made)
+    if made.zero_optimization_stage() == 3:
+        answer_for_model(made.module)
+    if dist.get_rank() != 0:  # stock scripts save on rank 0, and ask every rank for a state_dict
+        made._guards.let_state_dict_have_parts()
+    is_pipeline = is_cut or made.num_stages > 1
+    return (PipelineEngine if is_pipeline else PlainEngine)(made, collate_fn)
 
 
 def _freeze(model: nn.Module) -> None:
@@ -148,6 +153,10 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
 
 def _with_defaults(source: Any) -> Config:
     """The checked config, with DeepSpeed's default where that of xds differs. A `Config` is not changed."""
+    dotted = [key for key in source if "." in str(key)] if isinstance(source, dict) else []
+    if dotted:  # TRL writes them for its reference models; DeepSpeed reads none of them
+        logger.warning("config keys without effect, because keys are nested: %s", ", ".join(dotted))
+        source = {key: value for key, value in source.items() if key not in dotted}
     config = Config.load(source)
     if isinstance(source, Config) or "gradient_clipping" in config.model_fields_set:
         return config

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from . import comm as _comm
-from .comm import get_world_group as get_world_group
-from .comm import init_distributed as init_distributed
+if TYPE_CHECKING:
+    from .comm import get_world_group as get_world_group
+    from .comm import init_distributed as init_distributed
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_comm, name)
+    return getattr(import_module(".comm", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(_comm)})
+    return sorted({*globals(), *dir(import_module(".comm", __name__))})

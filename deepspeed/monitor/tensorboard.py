@@ -6,7 +6,7 @@ from typing import Any, final
 
 from ...engine.telemetry.monitor import TensorBoardWriter
 from ..missing import placeholder
-from .monitor import SectionMonitor
+from .section import SectionMonitor
 
 
 @final

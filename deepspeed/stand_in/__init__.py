@@ -9,14 +9,14 @@ This package imports little, because it is imported before the script.
 
 from __future__ import annotations
 
-import os
-
 VARIABLE = "XDS_AS_DEEPSPEED"
 OFF = ("", "0", "false")
 
 
 def is_asked_for() -> bool:
     """Whether this process's environment asks for the stand-in."""
+    import os
+
     return os.environ.get(VARIABLE, "").lower() not in OFF
 
 

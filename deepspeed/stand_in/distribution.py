@@ -7,7 +7,7 @@ from importlib.metadata import Distribution
 from pathlib import Path
 from typing import final
 
-from .finders import ALIAS, VERSION
+from .release import ALIAS, VERSION
 
 
 @final
@@ -20,5 +20,5 @@ class Standing(Distribution):
         summary = "xds stands in for deepspeed"
         return f"Metadata-Version: 2.1\nName: {ALIAS}\nVersion: {VERSION}\nSummary: {summary}\n"
 
-    def locate_file(self, path: str | os.PathLike[str]) -> Path:  # type: ignore[override]
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
         return Path(__file__).resolve().parents[1] / path

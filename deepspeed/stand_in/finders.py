@@ -13,9 +13,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, final
 
+from .release import ALIAS
+
 PACKAGE = __package__.rpartition(".")[0]  # xds.deepspeed
-ALIAS = "deepspeed"
-VERSION = "0.19.8"  # of DeepSpeed, whose names, defaults and meanings are implemented
 
 
 @final
@@ -100,13 +100,13 @@ def _names_in(module: str) -> list[str]:
 def install_table() -> None:
     """Let imports find the modules of the table, after all files. A second call does nothing."""
     if not any(isinstance(finder, TableFinder) for finder in sys.meta_path):
-        sys.meta_path.append(TableFinder())  # type: ignore[arg-type]
+        sys.meta_path.append(TableFinder())
 
 
 def install_alias() -> None:
     """Let imports find `deepspeed`, before all files. A second call does nothing."""
     if not is_alias_installed():
-        sys.meta_path.insert(0, AliasFinder())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, AliasFinder())
 
 
 def is_alias_installed() -> bool:

@@ -182,10 +182,10 @@ def _class(value: Any, bases: list[str], table: dict[str, Names]) -> Any:
     if isinstance(value, type) and issubclass(value, BaseException):
         base = next(one for one in value.__mro__ if one.__module__ == "builtins")
         return f"raises {base.__name__}"
-    for base in bases:
-        known = getattr(builtins, base, None)
+    for name in bases:
+        known = getattr(builtins, name, None)
         if isinstance(known, type) and issubclass(known, BaseException):
-            return f"raises {base}"
+            return f"raises {name}"
     return "class"
 
 

@@ -12,7 +12,6 @@ first on sys.path, and a folder there may have the name of a standard module. It
     XDS_RANK_FILES                common prefix of this rank's other files (see run_folder.py)
     XDS_RANK_OUT, XDS_RANK_ERR    paths of the output streams, for rank 0 only (see rank_zero.py)
     XDS_RANK_CORES                the cores of this rank
-    XDS_AS_DEEPSPEED              `import deepspeed` finds xds.deepspeed
 
 The traceback is not printed on the terminal. Rank 0's output is shown live, and when any rank fails, rank 0
 usually fails too because it lost a peer. So each rank writes its traceback to a file, and the launcher prints
@@ -65,7 +64,6 @@ def main() -> None:
     if files and not faulthandler.is_enabled():
         # the file stays open until this process ends
         faulthandler.enable(open(f"{files}.fault.txt", "w", opener=_for_user))
-    _stand_in_for_deepspeed(os.environ.get("XDS_AS_DEEPSPEED", ""))
     outcome = _Outcome(f"{files}.ended" if files else "")
     # registered first, so it runs after all handlers of the script
     atexit.register(_at_exit, outcome)
@@ -121,16 +119,6 @@ def _set_affinity(cores: str) -> None:
     """Bind this process and its future threads to the given cores."""
     if cores and sys.platform == "linux":
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
-
-
-def _stand_in_for_deepspeed(value: str) -> None:
-    """Let `import deepspeed` find xds.deepspeed, also where xds is on PYTHONPATH and was not installed."""
-    if value.lower() not in ("", "0", "false"):
-        from xds.deepspeed.stand_in import (
-            activate,
-        )  # only here: other scripts never import xds first
-
-        activate()
 
 
 def _exec_program(program: str, args: list[str], error_file: str) -> NoReturn:

@@ -116,7 +116,7 @@ PLACES = [
     "sequence.layer.DistributedAttention",
 ]
 STAND_INS = [
-    *("moe.layer.MoE", "moe.utils.is_moe_param", "linear.optimized_linear.OptimizedLinear"),
+    *("moe.layer.MoE", "moe.experts.Experts", "linear.optimized_linear.OptimizedLinear"),
     *("init_inference", "runtime.hybrid_engine.DeepSpeedHybridEngine"),
     *("inference.v2.engine_v2.InferenceEngineV2", "compile.util.get_deepcompile_handle"),
 ]

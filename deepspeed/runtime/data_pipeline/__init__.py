@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...missing import placeholder
-
 
 def __getattr__(name: str) -> Any:
+    from ...missing import placeholder
+
     return placeholder(__name__, name)

@@ -98,14 +98,14 @@ class OwnSlice(Tensor):
         owner.write(param, reader_of(whole))
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self._read()
 
     @data.setter
     def data(self, value: Tensor) -> None:
         self._write(value)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OwnSlice({self.numel()} elements of {tuple(self._param.shape)}, {self.dtype})"
 
     @classmethod

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ....utils.errors import UsageError
 from ....zero.access.gathered import GatheredParameters
+from ...missing import placeholder
 
 
 class TilingError(UsageError, RuntimeError):
@@ -122,7 +123,7 @@ class TiledLinear(nn.Module):
                 raise UsageError(
                     f"TiledLinear: the input has {len(input_)} tiles, and needs in_splits = {self.in_splits}"
                 )
-            return input_
+            return list(input_)
         assert isinstance(input_, Tensor)
         return split_tensor_along_last_dim(input_, self.in_parts)
 
@@ -171,3 +172,7 @@ def split_tensor_along_last_dim(
     """Views of `tensor` [..., n] between the bounds `partitions`, or copies."""
     parts = torch.split(tensor, [stop - start for start, stop in pairwise(partitions)], dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
+
+
+def __getattr__(name: str) -> Any:
+    return placeholder(__name__, name)
