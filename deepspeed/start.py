@@ -114,7 +114,7 @@ def _adapter_of(made: Engine, collate_fn: Any, is_cut: bool) -> DeepSpeedEngine:
 def _freeze(model: nn.Module) -> None:
     """Without an optimizer DeepSpeed's engine only infers, and refuses backward."""
     if any(param.requires_grad for param in model.parameters()):
-        logging.logger.warning(
+        logger.warning(
             "neither initialize nor the config has an optimizer: parameters are frozen, the engine only infers"
         )
         model.requires_grad_(False)

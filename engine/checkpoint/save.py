@@ -239,9 +239,8 @@ def _prepare(
     packed["client_state"] = pack(dict(client_state or {}), "client_state", put)
     if snapshot.rank == 0:
         content.state = packed
-    elif (
-        nodes is None or not nodes.is_leader
-    ):  # packed on every rank so that all ranks refuse the same values
+    # packed on every rank so that all ranks refuse the same values; the tensors are kept once, or on each node
+    elif nodes is None or not nodes.is_leader:
         content.entries = [
             entry for entry in content.entries if not entry.name.startswith("engine/")
         ]
