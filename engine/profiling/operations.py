@@ -282,6 +282,8 @@ _FACTORIES = (
     *("empty", "new_", "zeros", "ones", "full", "arange", "eye", "linspace", "logspace"),
     *("scalar_tensor", "rand", "_empty", "_assert", "sym_"),
 )
+# of messages, and the engine's own kernels for messages and updates
+_OTHERS = ("c10d", "_c10d_functional", "xds", "prim", "prims", "profiler")
 
 
 def formula_of(operation: Any) -> Formula | None:
@@ -303,7 +305,7 @@ def formula_of(operation: Any) -> Formula | None:
             return None
     if torch.Tag.pointwise in operation.tags:
         return _each_result
-    if operation.namespace in ("prim", "prims", "c10d", "_c10d_functional", "profiler"):
+    if operation.namespace in _OTHERS:
         return None
     raise KeyError(operation)
 

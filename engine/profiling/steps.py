@@ -122,9 +122,14 @@ class ModelProfiler(StepProfiler):
         return self._recorder
 
     def step(self) -> None:
-        engine, recorder = self._engine, self._recorder
-        if engine is None or recorder is None or engine.global_steps <= self._section.steps[1]:
+        engine, recorder, last = self._engine, self._recorder, self._section.steps[1]
+        if engine is None or engine.global_steps <= last:
             return
+        if recorder is None:
+            if engine.global_steps > last + 1:
+                return
+            # this rank has run no forward: it reports none, because the others wait for its numbers
+            recorder = Recorder(engine.module, clock_of(engine.device))
         self._recorder = None
         profile = recorder.profile(max(1, engine.micro_steps - self._micro_steps_before))
         self.last = profile

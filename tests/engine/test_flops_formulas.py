@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from xds.engine.profiling import formulas, profile, units
 from xds.engine.profiling.counter import Backward, OperationCounter, Tally
+from xds.engine.profiling.operations import formula_of
 from xds.engine.profiling.recorder import Recorder
 
 
@@ -116,6 +117,19 @@ def test_a_backward_counts_its_products(name: str, make: Any, times: float) -> N
         out.backward()
     assert backward.gradients.macs == times * forward.macs > 0
     assert not counter.unknown
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_the_attention_kernels_of_gpus_count(kind: str) -> None:
+    """By their shapes, which the meta device computes."""
+    x = torch.empty(2, 4, 16, 8, device="meta", dtype=torch.bfloat16)
+    own = () if kind == "flash" else (None, True)
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
+    macs, flops, unknown = counted(lambda: forward(x, x, x, *own))
+    assert (macs, flops, unknown) == (32768, 65536, {})
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention_backward").default
+    formula = formula_of(backward)
+    assert formula is not None and formula((x, x, x, x), {}, None) == (81920, 163840)
 
 
 def _grouped(x: Tensor) -> Tensor:
