@@ -58,6 +58,13 @@ Flag = Annotated[bool, FLAG]
 Count = Annotated[int, whole(1)]
 
 
+def _read_flag_or_number(value: object) -> object:
+    return bool(value) if isinstance(value, int) and value in (0, 1) else FLAG.read(value)
+
+
+FLAG_OR_NUMBER = Rule(FLAG.need, _read_flag_or_number)  # for keys that DeepSpeed's scripts set to 1
+
+
 def _read_interval(value: object) -> int | None:
     """Integrations write inf (also as text) for "never"."""
     if value in (float("inf"), "inf", "Infinity"):
@@ -119,7 +126,7 @@ class Config(Section):
     ] = Field(
         None, description="the dtype in which sequence ranks send heads; null: their own dtype"
     )
-    zero_allow_untested_optimizer: Flag = Field(
+    zero_allow_untested_optimizer: Annotated[bool, FLAG_OR_NUMBER] = Field(
         False, description="any torch optimizer may be sharded, at the user's risk"
     )
     dataloader_drop_last: Flag = Field(

@@ -31,6 +31,7 @@ class Init:
     Values are bit-equal to plain construction under the same seed, at every number of ranks. The context does
     nothing unless the config's stage is 3 and there are several ranks. Until `xds.initialize`, parameters read
     as NaN; `xds.zero.GatheredParameters` reads and edits them. A collective: all ranks build the same model.
+    A context inside another one does nothing: the outer one shards.
 
     store: the owner of the slices; None where nothing is sharded. is_at_stage_3: there may be one rank only.
     """
@@ -74,9 +75,10 @@ class Init:
                     self._construction.add_module(module)
 
     def __enter__(self) -> Init:
-        if self._construction is not None:
+        if self._construction is not None and not _open:
             return_freed_blocks()
             self._construction.__enter__()
+            _open.append(self)
         return self
 
     def __exit__(
@@ -85,9 +87,13 @@ class Init:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._construction is not None:
+        if self._construction is not None and _open == [self]:
+            _open.pop()
             self._construction.__exit__(kind, error, trace)
             keep_freed_blocks()
+
+
+_open: list[Init] = []  # the context that shards what is built now: at most one
 
 
 __all__ = ["Init"]
