@@ -172,7 +172,7 @@ class _Reader:
             return _VALUES[word[0]]
         line = _LINE.match(self.text, self.at)
         assert line is not None
-        text = line[0].rstrip()
+        text = line[0].rstrip(" \t")
         if '"' in text or text[-1] in ",{}[]":
             reason = "text without quotes goes to the end of its line: put it in double quotes"
             raise Malformed(reason, self.at)

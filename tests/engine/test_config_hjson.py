@@ -69,6 +69,7 @@ def test_a_file_in_hjson_is_read_as_deepspeed_reads_it(tmp_path):
         ("a: auto # c", {"a": "auto # c"}),
         ("a: 1 # c", {"a": 1}),
         ("a: 01", {"a": "01"}),
+        ("a: \u2028", {"a": "\u2028"}),
         ("a: ''''''", {"a": ""}),
         ("", {}),
         ("# only a comment", {}),
