@@ -195,5 +195,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help='fill a key whose value is "auto"; may be repeated',
     )
-    parser.add_argument("--json", action="store_true", help="print JSON: the resolved config, and what differs from DeepSpeed")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON: the resolved config, and what differs from DeepSpeed",
+    )
     return parser
