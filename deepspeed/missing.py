@@ -28,23 +28,16 @@ _ONE_BIT_ADAM = (
     "the config, and pass no optimizer"
 )
 _INFERENCE = "xds is for training only; serve the saved weights with an inference library"
-_KERNELS = "xds has no compiled kernels to build; torch's are used"
-_TENSOR = "tensor parallelism is not supported yet; use zero_optimization.stage 3"
+_KERNELS = "xds has no such kernel; torch's own are used"
+_TENSOR = (
+    "xds slices layers itself: set the section tensor_parallel in the config, see docs/tensor.md"
+)
 _SEQUENCE = (
     "set sequence_parallel_size in the config: the engine cuts the batches, and changes attention and loss of "
     "a model of transformers"
 )
 _OFFLOAD = "the config's offload_optimizer and offload_param choose where states are stored"
-_TUNING = "set the schedule in the config's section scheduler"
-_LOCAL = (
-    "a rank's own slice has no fixed shape in xds; use the function with `full` instead of `local`"
-)
-_LEAF = (
-    "xds gathers whole units; name the module in the config's zero_optimization.units, and compare names "
-    "there"
-)
 _PARAM = "a parameter of xds is a plain torch parameter; use xds.zero.get_full_param or GatheredParameters"
-_PROFILER = "the flops profiler is not supported yet; use torch.utils.flop_counter"
 _CHECKPOINT_TOOLS = (
     "a checkpoint of xds loads at any stage and number of ranks, without a converter"
 )
@@ -61,11 +54,7 @@ _ABSENT = "it has no counterpart in xds"
 # name -> why, and what to use instead
 MISSING: dict[str, str] = {
     "DualPipeVEngine": "deepspeed.runtime.pipe.engine.PipelineEngine runs this schedule too",
-    "PipelineError": "mistakes in calls raise xds.UsageError",
-    "p2p": "the engine sends what flows between stages; engine.grid has the process groups",
-    **dict.fromkeys(("MoE", "Experts", "TopKGate", "MOELayer", "has_moe_layers"), _MOE),
-    "split_params_into_different_moe_groups_for_optimizer": _MOE,
-    **dict.fromkeys(("is_moe_param", "is_moe_param_group", "configure_moe_param_groups"), _MOE),
+    **dict.fromkeys(("MoE", "Experts", "TopKGate", "MOELayer"), _MOE),
     **dict.fromkeys(("OnebitAdam", "OneBitAdam", "OnebitLamb", "ZeroOneAdam"), _ONE_BIT_ADAM),
     **dict.fromkeys(("init_inference", "InferenceEngine", "inference"), _INFERENCE),
     **dict.fromkeys(("DeepSpeedInferenceConfig", "default_inference_config"), _INFERENCE),
@@ -76,44 +65,17 @@ MISSING: dict[str, str] = {
         "different lengths"
     ),
     **dict.fromkeys(("DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig"), _KERNELS),
-    **dict.fromkeys(("op_builder", "transformer", "sparse_attention", "FPQuantizer"), _KERNELS),
+    **dict.fromkeys(("sparse_attention", "FPQuantizer"), _KERNELS),
     **dict.fromkeys(("aio", "AsyncIOBuilder", "GDSBuilder"), _OFFLOAD),
     **dict.fromkeys(("tp_model_init", "set_autotp_mode", "set_optimizer_flags"), _TENSOR),
-    **dict.fromkeys(("add_tuning_arguments", "get_config_from_args"), _TUNING),
-    **dict.fromkeys(("safe_get_local_fp32_param", "safe_get_local_grad"), _LOCAL),
-    **dict.fromkeys(("safe_get_local_optimizer_state", "safe_set_local_fp32_param"), _LOCAL),
-    **dict.fromkeys(("safe_set_local_grad", "safe_set_local_optimizer_state"), _LOCAL),
-    "safe_update_full_grad_vectorized": "call safe_get_full_grad and safe_set_full_grad in a loop",
-    **dict.fromkeys(("set_z3_leaf_module", "set_z3_leaf_modules_by_name"), _LEAF),
-    **dict.fromkeys(("set_z3_leaf_modules_by_suffix", "z3_leaf_parameter"), _LEAF),
-    **dict.fromkeys(("ZeroParamStatus", "ZeroParamType", "is_zero_param"), _PARAM),
     "DeepSpeedZeRoOffload": _OFFLOAD,
-    **dict.fromkeys(
-        ("TiledLinear", "TiledLinearReturnBias"), "stage 3 shards a linear layer whole"
-    ),
-    "MiCS_Init": "zero_optimization.mics_shard_size needs no Init of its own; use zero.Init",
-    "OnDevice": "build the model under `with torch.device('meta')` or `with zero.Init(config)`",
-    **dict.fromkeys(("FlopsProfiler", "get_model_profile"), _PROFILER),
     **dict.fromkeys(("OptimizedLinear", "LoRAConfig", "QuantizationConfig"), _LINEAR),
     **dict.fromkeys(("compression", "init_compression", "redundancy_clean"), _ABSENT),
     **dict.fromkeys(("autotuning", "datastates", "nebula"), _ABSENT),
     "compile": "torch.compile the model before initialize, or see the config's section compile",
-    **dict.fromkeys(("checkpoint", "ds_to_universal"), _CHECKPOINT_TOOLS),
-    "get_cuda_rng_tracker": _TENSOR,
-    "model_parallel_cuda_manual_seed": f"{_TENSOR}; torch.manual_seed seeds a rank",
-    **dict.fromkeys(("partition_activations_in_checkpoint", "CheckpointFunction"), _ACTIVATIONS),
-    "set_num_layers": _ACTIVATIONS,
-    "CheckOverflow": "engine.was_step_applied() returns whether a step was applied or skipped",
+    "CheckpointFunction": _ACTIVATIONS,
     "DummyOptim": "pass no optimizer, and name one in the config",
-    "PartitionedTensor": _TENSOR,
-    "monitor": "switch monitors on in the config; engine.monitor writes to them",
-    "log_summary": "engine.bytes_sent() counts the bytes of each kind of collective",
     "initialize_mesh_device": _TENSOR,
-    "instrument_w_nvtx": "use torch.cuda.nvtx",
-    **dict.fromkeys(
-        ("SynchronizedWallClockTimer", "ThroughputTimer", "timer"),
-        ("set wall_clock_breakdown in the config"),
-    ),
 }
 
 # methods and attributes of the engine, and of the optimizer that `initialize` returns
@@ -131,9 +93,10 @@ MISSING_METHODS: dict[str, str] = {
     "set_custom_curriculum_learning_schedule": "curriculum learning is not supported yet",
     "set_data_post_process_func": "curriculum learning is not supported yet; change the dataset",
     "random_ltd_initialize": "random layer-token dropping is not supported",
-    **dict.fromkeys(("tput_timer", "flops_profiler", "checkpoint_engine", "quantizer"), _INNER),
+    "flops_profiler": "set flops_profiler.enabled in the config",
+    **dict.fromkeys(("checkpoint_engine", "quantizer"), _INNER),
     **dict.fromkeys(("progressive_layer_drop", "eigenvalue", "gas_boundary_ctr"), _INNER),
-    **dict.fromkeys(("sparse_tensor_module_names", "print_forward_breakdown", "_config"), _INNER),
+    **dict.fromkeys(("print_forward_breakdown", "_config"), _INNER),
     **dict.fromkeys(("client_optimizer", "client_lr_scheduler", "training_data"), _GIVEN),
     "loaded_checkpoint_tag": "engine.load_checkpoint returns the folder, whose name is the tag",
     "seq_parallel_group": _SEQUENCE,

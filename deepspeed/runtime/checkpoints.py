@@ -65,14 +65,25 @@ class Checkpoints(ABC):
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         engine.save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters)
         if engine.global_rank == 0:
-            own = Path(get_model_ckpt_name_for_rank(Path(save_dir) / name, "00"))
-            own.unlink(missing_ok=True)  # that of an earlier save under this tag
-            write_recovery_scripts(Path(save_dir))
-            if self._has_whole_weights():
-                state = self._model_state(client_state or {}, exclude_frozen_parameters)
-                _save_whole(state, own)
+            self._write_theirs(Path(save_dir), name, client_state or {}, exclude_frozen_parameters)
         engine._sharded.collectives.barrier()  # the files are there when this returns
         return True
+
+    def _write_theirs(
+        self, save_dir: Path, tag: str, client_state: Mapping[str, Any], exclude_frozen: bool
+    ) -> None:
+        """Write DeepSpeed's files. A failure is logged: the checkpoint is complete, and other ranks wait."""
+        own = Path(get_model_ckpt_name_for_rank(save_dir / tag, "00"))
+        try:
+            own.unlink(missing_ok=True)  # that of an earlier save under this tag
+            write_recovery_scripts(save_dir)
+            if self._has_whole_weights():
+                _save_whole(self._model_state(client_state, exclude_frozen), own)
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # torch's writer raises RuntimeError on a full disk
+            logger.warning("the checkpoint %s is complete, but not %s: %s", tag, own.name, error)
 
     def _has_whole_weights(self) -> bool:
         engine = self._engine

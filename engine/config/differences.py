@@ -327,16 +327,21 @@ def differs_without_effect(path: str) -> bool:
     return known not in IDLE_IN_BOTH and path not in ONLY_HERE and path not in REMOVED
 
 
+LISTED_UNKNOWN = 10  # the complaints above have named twice as many
+
+
 def differences_of_refused(data: Mapping[str, Any], complaints: list[str]) -> list[str]:
     """The same for a config that xds refuses: what DeepSpeed ignores, and what it refuses as well."""
-    keys = [joined("", key) for key in data]
-    unknown = [
-        key
-        for key in keys
-        if any(each.startswith(f"{key} = ") and ": unknown key; " in each for each in complaints)
-    ]
+    marked = ": unknown key; "
+    refused = {each.partition(" = ")[0] for each in complaints if marked in each}
+    unknown = [key for key in (joined("", key) for key in data) if key in refused]
+    more = len(unknown) - LISTED_UNKNOWN
     return [
-        *(f"{key}: DeepSpeed ignores keys that it does not know" for key in unknown),
+        *(
+            f"{key}: DeepSpeed ignores keys that it does not know"
+            for key in unknown[:LISTED_UNKNOWN]
+        ),
+        *([f"... and {more} more unknown keys"] if more > 0 else []),
         *_removed(dict(_values(data, ""))),
     ]
 

@@ -89,6 +89,20 @@ def test_the_weight_file_beside_a_checkpoint(tmp_path: Path) -> None:
     assert not list((tmp_path / "one").glob("*.pt"))
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("writer")])
+def test_a_checkpoint_is_complete_where_the_weight_file_cannot_be_written(
+    error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start(1)
+    train(engine)
+    with patch("torch.save", side_effect=error):
+        assert engine.save_checkpoint(tmp_path, tag="one")
+    assert "the checkpoint one is complete, but not mp_rank_00_model_states.pt" in caplog.text
+    assert not list((tmp_path / "one").glob("*.pt*"))
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "one")
+    engine.destroy()
+
+
 def test_the_scripts_beside_a_checkpoint_write_weights(tmp_path: Path) -> None:
     engine = start(3, bf16={"enabled": True})
     engine.save_checkpoint(tmp_path)

@@ -65,7 +65,7 @@ def test_leaf_modules_become_units():
 
 
 REFUSED = [
-    {"offload_param": {"device": "cpu"}},
+    {"offload_param": {"devise": "cpu"}},
     {"offload_optimizer": {"super_offload": True}},
     {"zenflow": {"topk_ratio": 0.1}},
     {"zero_quantized_weights": True},
