@@ -11,6 +11,7 @@ import torch.distributed as dist
 from helpers import run_ranks
 from torch import nn
 
+import xds
 import xds.deepspeed as deepspeed
 from xds.deepspeed import utils, zero
 from xds.deepspeed.runtime.zero import partition_parameters
@@ -82,9 +83,30 @@ def engine_of(stage: int, model: nn.Module | None = None) -> Any:
     )[0]
 
 
+def ask_for_a_state_dict() -> None:
+    """As stock scripts do on every rank: whole values are on rank 0 alone, and come from the engine."""
+    engine = engine_of(3, Model())
+    whole = engine._zero3_consolidated_16bit_state_dict()
+    if dist.get_rank() == 0:
+        assert whole["body.weight"].shape == (3, 5)
+        with pytest.raises(xds.UsageError, match="state_dict"):
+            engine.module.state_dict()
+    else:
+        found = engine.module.state_dict()
+        assert whole is None and found.keys() == dict(engine.module.named_parameters()).keys()
+        assert found["body.weight"].shape == (0,)
+        assert engine.module.state_dict(keep_vars=True)["body.weight"] is engine.module.body.weight
+
+
+def test_ranks_that_write_nothing_may_ask_for_a_state_dict() -> None:
+    run_ranks(ask_for_a_state_dict, 2)
+
+
 def answers() -> None:
     other = nn.Parameter(torch.zeros(2))
     config = config_of(3) | {"train_batch_size": "auto", "fp16": {"enabled": "auto"}}
+    # required keys that the Trainer fills after the model is built
+    config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
     torch.manual_seed(3)
     with zero.Init(config_dict_or_path=config), zero.Init(config_dict_or_path=config):
         model = Model()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "migration"
 RUNS = [
@@ -32,13 +34,33 @@ def test_a_script_of_the_guide_runs_by_the_command_alone(
         line for line in (FOLDER / script).read_text().splitlines() if "import" in line
     )
     start = [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", "2", "--as-deepspeed"]
-    done = subprocess.run(
-        [*start, str(FOLDER / script), *args],
-        cwd=tmp_path,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
+    printed = run([*start, str(FOLDER / script), *args], tmp_path)
+    assert f"stands in for deepspeed; {stage}, 2 ranks, fp32" in printed
+    assert "loss " in printed.splitlines()[-1]
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What the command prints."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert f"stands in for deepspeed; {stage}, 2 ranks, fp32" in done.stdout
-    assert "loss " in done.stdout.splitlines()[-1]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares with DDP on CPUs")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("script", ["trainer.py", "accelerated.py"])
+def test_a_stock_script_gives_the_loss_of_ddp(
+    script: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    config = json.loads((FOLDER / "zero3.json").read_text())
+    config["zero_optimization"]["stage"] = stage
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = ["--deepspeed", "config.json"] if script == "trainer.py" else ["--stage", str(stage)]
+    start = [sys.executable, "-m", "xds.launcher.cli", "--nproc-per-node", "2"]
+    ours = run([*start, "--as-deepspeed", str(FOLDER / script), *args], tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    assert ours.splitlines()[-1] == run([*start, str(FOLDER / script)], tmp_path).splitlines()[-1]

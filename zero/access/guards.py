@@ -54,6 +54,9 @@ class Guards:
                     module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
                         partial(_before_state_dict, self._leniency)
                     ),
+                    module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                        partial(_after_state_dict, self._leniency)
+                    ),
                     module.register_load_state_dict_pre_hook(_before_load_state_dict),  # type: ignore[no-untyped-call]
                 ]
 
@@ -64,7 +67,10 @@ class Guards:
         self._handles = []
 
     def let_state_dict_have_parts(self) -> None:
-        """From now on state_dict() has what this rank has of a parameter, for ranks that write nothing."""
+        """From now on state_dict() works, for ranks that write nothing: what is in parts is a tensor of [0].
+
+        Whole values are elsewhere. Tensors of [0] share no memory, which writers of files look for.
+        """
         self._leniency.lets_parts_out = True
 
     def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
@@ -126,6 +132,16 @@ def _before_state_dict(leniency: Leniency, module: nn.Module, prefix: str, keep_
             f"state_dict() of a module whose parameters are {why}: {prefix}{hidden[0]} is not "
             "whole on this rank; call engine.state_dict() or engine.full_state_dict(...) on every rank"
         )
+
+
+def _after_state_dict(
+    leniency: Leniency, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    if leniency.lets_parts_out:
+        for name in _hidden(module)[0]:
+            value = state_dict.get(prefix + name)
+            if value is not None and not isinstance(value, nn.Parameter):  # keep_vars
+                state_dict[prefix + name] = value.new_empty(0)
 
 
 def _before_load_state_dict(

@@ -137,11 +137,18 @@ def _check(remote_device: str | None, others: Mapping[str, Any]) -> None:
 
 
 def _without_auto(source: Any) -> Any:
-    """The config without keys whose value is "auto": an integration fills them later."""
+    """The config without keys whose value is "auto": an integration fills them later.
+
+    An optimizer or schedule with such a key is left out whole, because the rest may lack a required key.
+    """
     if source is None or isinstance(source, Config):
         return source
     data, _, complaints = read_source(source)
-    return source if complaints or not isinstance(data, dict) else _filled(data)
+    if complaints or not isinstance(data, dict):
+        return source
+    filled = _filled(data)
+    waiting = [key for key in ("optimizer", "scheduler") if filled.get(key) != data.get(key)]
+    return {key: value for key, value in filled.items() if key not in waiting}
 
 
 def _filled(data: dict[str, Any]) -> dict[str, Any]:
