@@ -22,7 +22,7 @@ from ..profiling.flops_profiler.profiler import FlopsProfiler
 from . import queries
 from .checkpoints import Checkpoints
 from .given_config import GivenConfig
-from .optimizer_kinds import optimizer_of
+from .optimizer_kinds import WithMasters, optimizer_of
 from .timing import EngineTiming
 
 ROUTE_TRAIN = "train"
@@ -86,7 +86,10 @@ class DeepSpeedEngine(Checkpoints):
 
     def keep_given_config(self, source: Any) -> None:
         """Let `config` show what `initialize` got."""
-        self.__dict__["_given_config"] = GivenConfig(source, self._engine.config)
+        given = self.__dict__["_given_config"] = GivenConfig(source, self._engine.config)
+        section = given.get("zero_optimization")
+        if isinstance(self._optimizer, WithMasters) and isinstance(section, Mapping):
+            self._optimizer.is_elastic = section.get("elastic_checkpoint") is True
 
     @property
     def optimizer(self) -> Any:

@@ -26,6 +26,7 @@ from .optimizer import DeepSpeedOptimizer
 
 _REMEDY = "engine.load_checkpoint takes states of any number of ranks"
 OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE = "optimizer_state_dict", "base_optimizer_state"
+_STATES_NAMES = (OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE)
 
 
 @methods_raise_theirs
@@ -34,6 +35,7 @@ class WithMasters(DeepSpeedOptimizer):
 
     masters_name = ""  # DeepSpeed's name for them, in a state dict too
     states_name = OPTIMIZER_STATE_DICT
+    is_elastic = False  # zero_optimization.elastic_checkpoint, which changes a name of stage 3
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_engine":
@@ -93,7 +95,7 @@ class WithMasters(DeepSpeedOptimizer):
                 f"{engine.dp_world_size}; {_REMEDY}"
             )
         mine: Any = state_dict_list if is_one else state_dict_list[engine.dp_rank]  # type: ignore[index]
-        base = mine.get(self.states_name, mine)
+        base = next((mine[name] for name in _STATES_NAMES if name in mine), mine)
         self._check_sizes(base)
         if load_optimizer_states:
             engine.optimizer.load_state_dict({key: base[key] for key in ("state", "param_groups")})
@@ -126,6 +128,11 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 (DeepSpeed's n
     """Stage 3."""
 
     masters_name = "fp32_partitioned_groups_flat"
+
+    @property
+    def states_name(self) -> str:  # type: ignore[override]
+        """DeepSpeed's name for the states, with elastic_checkpoint another one."""
+        return BASE_OPTIMIZER_STATE if self.is_elastic else OPTIMIZER_STATE_DICT
 
     def _saved_name(self) -> str:
         return "fp32_flat_groups"
