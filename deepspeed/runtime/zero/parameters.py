@@ -154,6 +154,23 @@ def _all_gather(param: nn.Parameter, owner: Owner | None) -> Callable[..., None]
     return all_gather
 
 
+@final
+class Gathered:
+    """The result of `all_gather_coalesced`, which has ended already."""
+
+    def wait(self, **options: Any) -> None:
+        """Does nothing."""
+
+
+def _all_gather_coalesced(param: nn.Parameter, owner: Owner | None) -> Callable[..., Gathered]:
+    def all_gather_coalesced(params: Iterable[nn.Parameter], **options: Any) -> Gathered:
+        """`all_gather` of several. Options such as `safe_mode` have no effect."""
+        _all_gather(param, owner)(list(params))
+        return Gathered()
+
+    return all_gather_coalesced
+
+
 def _partition(param: nn.Parameter, owner: Owner | None) -> Callable[..., None]:
     def partition(
         param_list: Iterable[nn.Parameter] | None = None,
@@ -206,5 +223,6 @@ _READERS: dict[str, Callable[[nn.Parameter, Owner | None], Any]] = {
     "ds_zero_param_process_group": _group,
     "ds_summary": _summary,
     "all_gather": _all_gather,
+    "all_gather_coalesced": _all_gather_coalesced,
     "partition": _partition,
 }
