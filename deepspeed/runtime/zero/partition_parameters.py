@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ....engine.config.config import Config
+from ....engine.config.config import Config, parse_config
 from ....engine.config.text import read_source
 from ....engine.model.zero_init import Init as XdsInit
 from ....utils.errors import UsageError
 from ....utils.schema.keys import is_auto
-from ....zero.access.gathered import GatheredParameters as GatheredParameters
+from ....zero.access.gathered import GatheredParameters as XdsGathered
 from ....zero.core.outside import register_external_parameter as register_external_parameter
 from ...errors import methods_raise_theirs
 from ...missing import placeholder
@@ -46,8 +46,9 @@ _orig_torch_randn = torch.randn
 class Init:
     """`xds.zero.Init` with DeepSpeed's arguments: modules constructed in the context are sharded at stage 3.
 
-    There are three differences. Without a config, parameters keep the dtype they are built in (DeepSpeed uses
-    half). On one rank they stay whole. No class stays patched after the context.
+    With a config that trains in 16 bits, parameters have that dtype from here on. There are three differences.
+    Without a config they keep the dtype they are built in (DeepSpeed uses half). On one rank they stay whole.
+    No class stays patched after the context.
     """
 
     def __init__(  # noqa: PLR0913 (DeepSpeed's arguments)
@@ -68,7 +69,7 @@ class Init:
         Args:
             config_dict_or_path, config: the config that `initialize` will get. Keys whose value is "auto" are
                 left out here: an integration fills them before `initialize`.
-            dtype: the dtype of the slices from the start.
+            dtype: the dtype of the parameters; None is the config's fp16 or bf16, else that of construction.
             mpu: its data-parallel group is used.
             mem_efficient_linear, pin_memory: without effect.
             remote_device: None, "none", "cpu" or "cuda"; slices are on the device of the engine.
@@ -79,14 +80,16 @@ class Init:
         if data_parallel_group is None and mpu is not None:
             data_parallel_group = mpu.get_data_parallel_group()
         source = _without_auto(config_dict_or_path if config_dict_or_path is not None else config)
+        self._dtype = dtype or _dtype_of(source)
         self._hook: Any = None
+        self._built: list[nn.Parameter] = []
         self._init = XdsInit(
-            source, module=module, dtype=dtype, enabled=enabled, group=data_parallel_group
+            source, module=module, dtype=self._dtype, enabled=enabled, group=data_parallel_group
         )
         answer_for([self._init.store])
         if module is not None and self._stays_whole:
-            for param in module.parameters():
-                answer_for_built(param)
+            self._built.extend(module.parameters())
+            self._keep_built()
 
     @property
     def _stays_whole(self) -> bool:
@@ -94,7 +97,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._stays_whole:
-            self._hook = register_module_parameter_registration_hook(_note)
+            self._hook = register_module_parameter_registration_hook(self._note)
         self._init.__enter__()
         return self
 
@@ -108,14 +111,59 @@ class Init:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+            self._keep_built()
+
+    def _note(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            answer_for_built(param)
+            self._built.append(param)
+
+    def _keep_built(self) -> None:
+        """Give the parameters of one rank, which stay whole, their dtype."""
+        for param in self._built:
+            answer_for_built(param)
+            if self._dtype is not None and param.is_floating_point():
+                param.data = param.data.to(self._dtype)
+        self._built = []
 
 
 class MiCS_Init(Init):
     """`Init`: the config's `mics_shard_size` alone decides how many ranks share a copy of the model."""
 
 
-def _note(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    answer_for_built(param)
+@methods_raise_theirs
+class GatheredParameters:
+    """`xds.zero.GatheredParameters`. None in the list, such as a missing bias, is left out."""
+
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, Iterable) and not isinstance(params, Tensor | nn.Module):
+            params = [param for param in params if param is not None]
+        self._gathered = XdsGathered(params, modifier_rank, fwd_module, enabled)
+
+    def __enter__(self) -> None:
+        self._gathered.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._gathered.__exit__(kind, error, trace)
+
+
+def _dtype_of(source: Any) -> torch.dtype | None:
+    """The 16 bits in which this config trains; None for fp32."""
+    if source is None:
+        return None
+    config = parse_config(source)
+    return torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
 
 
 def _check(remote_device: str | None, others: Mapping[str, Any]) -> None:
