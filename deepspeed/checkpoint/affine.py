@@ -130,8 +130,10 @@ class AffinePiece:
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> AffinePiece:
         """The piece that `to_dict` described."""
-        places = (*entry["source"], *entry["dest"], entry["locations"])
-        return cls(entry["shape"], *places, entry.get("scale", 1.0))
+        source, source_strides = entry["source"]
+        dest, dest_strides = entry["dest"]
+        ranks, scale = entry["locations"], entry.get("scale", 1.0)
+        return cls(entry["shape"], source, source_strides, dest, dest_strides, ranks, scale)
 
 
 @final

@@ -18,7 +18,8 @@ def _map_of(
 ) -> ParamAffineMap:
     """The map of shards that consist of `parts_by_rank` one after another along `dim`."""
     shape = tuple(shape)
-    shard_shapes, pieces = {}, {}
+    shard_shapes: dict[int, tuple[int, ...]] = {}
+    pieces: dict[int, list[AffinePiece]] = {}
     strides = row_major_strides(shape)
     for rank, parts in parts_by_rank.items():
         held = sum(length for _, length, _ in parts)

@@ -97,8 +97,17 @@ class TransferSegment:
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> TransferSegment:
         """The segment that `to_dict` described."""
-        fields = [*entry["source"], *entry["target"], entry["shape"]]
-        return cls(*(tuple(one) if isinstance(one, list) else one for one in fields))
+        (source_rank, source_offset, source_strides) = entry["source"]
+        (target_rank, target_offset, target_strides) = entry["target"]
+        return cls(
+            source_rank,
+            source_offset,
+            tuple(source_strides),
+            target_rank,
+            target_offset,
+            tuple(target_strides),
+            tuple(entry["shape"]),
+        )
 
     def order(self) -> tuple[Any, ...]:
         """By target, then by source."""
@@ -232,10 +241,9 @@ def _copy(
                 f"replica_selector returned {rank!r} for target rank {target.rank}: must be one of {ranks}"
             )
         source = chosen[0]
-    place = (target.rank, offset, target.strides)
-    return TransferSegment(
-        source.rank, source.offset_of(shared), source.strides, *place, shared.extent
-    )
+    start = source.offset_of(shared)
+    there = (target.rank, offset, target.strides)
+    return TransferSegment(source.rank, start, source.strides, *there, shape=shared.extent)
 
 
 def _joined(copies: Sequence[TransferSegment], budget: PlanBudget) -> tuple[TransferSegment, ...]:
