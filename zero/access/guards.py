@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...utils.errors import UsageError
+from .in_parts import InParts
 from .owners import Owner, find_owner
 
 
@@ -29,6 +30,7 @@ class Leniency:
     """What a guard does not check; shared by the hooks of an engine."""
 
     lets_parts_out: bool = False
+    refuses_late: bool = False
 
 
 @final
@@ -72,6 +74,13 @@ class Guards:
         Whole values are elsewhere. Tensors of [0] share no memory, which writers of files look for.
         """
         self._leniency.lets_parts_out = True
+
+    def refuse_state_dict_late(self) -> None:
+        """From now on state_dict() has every name. A value that is in parts raises when it is used.
+
+        Libraries call it for its names alone.
+        """
+        self._leniency.refuses_late = True
 
     def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
         if module not in self._modules or param in self._params:
@@ -124,24 +133,34 @@ def _before_state_dict(leniency: Leniency, module: nn.Module, prefix: str, keep_
     if keep_vars:  # the parameters themselves, not their values
         return
     _settle(module)
-    if leniency.lets_parts_out:
+    if leniency.lets_parts_out or leniency.refuses_late:
         return
     hidden, why = _hidden(module)
     if hidden:
-        raise UsageError(
-            f"state_dict() of a module whose parameters are {why}: {prefix}{hidden[0]} is not "
-            "whole on this rank; call engine.state_dict() or engine.full_state_dict(...) on every rank"
-        )
+        raise UsageError(_no_state_dict(prefix + hidden[0], why))
+
+
+def _no_state_dict(name: str, why: str) -> str:
+    return (
+        f"state_dict() of a module whose parameters are {why}: {name} is not "
+        "whole on this rank; call engine.state_dict() or engine.full_state_dict(...) on every rank"
+    )
 
 
 def _after_state_dict(
     leniency: Leniency, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    if leniency.lets_parts_out:
-        for name in _hidden(module)[0]:
-            value = state_dict.get(prefix + name)
-            if value is not None and not isinstance(value, nn.Parameter):  # keep_vars
-                state_dict[prefix + name] = value.new_empty(0)
+    if not (leniency.lets_parts_out or leniency.refuses_late):
+        return
+    hidden, why = _hidden(module)
+    for name in hidden:
+        value = state_dict.get(prefix + name)
+        if value is not None and not isinstance(value, nn.Parameter):  # keep_vars
+            state_dict[prefix + name] = (
+                value.new_empty(0)
+                if leniency.lets_parts_out
+                else InParts.of(value, _no_state_dict(prefix + name, why))
+            )
 
 
 def _before_load_state_dict(

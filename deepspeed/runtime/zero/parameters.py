@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....zero.access.owners import Owner, find_owner, reader_of
+from .parameter_offload import external_parameters
 from .slices import OwnSlice, own_slice
 
 
@@ -97,6 +98,29 @@ def _install() -> None:
     if "ds_id" not in vars(nn.Parameter):
         for name, read in _READERS.items():
             setattr(nn.Parameter, name, _Answer(name, read))
+        nn.Module.ds_external_parameters = external_parameters  # type: ignore[attr-defined]
+        nn.Parameter.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
+
+
+_torch_deepcopy = nn.Parameter.__deepcopy__
+
+
+def _deepcopy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """`copy.deepcopy`: the copy of a parameter in shards is whole, and no longer sharded. A collective then.
+
+    PEFT copies modules (`modules_to_save`); its own gathering waits for parameters that have no elements.
+    """
+    owner = find_owner(param)
+    if owner is None or owner.holds_full(param) or not _answers(param, owner):
+        copied: nn.Parameter = _torch_deepcopy(param, memo)
+        return copied
+    if id(param) not in memo:
+        owner.agree("copy.deepcopy", param)
+        full = owner.compute(param).read(owner.group_of(param))
+        assert full is not None
+        memo[id(param)] = nn.Parameter(full, param.requires_grad)
+    found: nn.Parameter = memo[id(param)]
+    return found
 
 
 # -- the answers ------------------------------------------------------------------------------------------
@@ -222,6 +246,7 @@ _READERS: dict[str, Callable[[nn.Parameter, Owner | None], Any]] = {
     "ds_process_group": _group,
     "ds_zero_param_process_group": _group,
     "ds_summary": _summary,
+    "ds_active_sub_modules": lambda param, owner: set(),  # the engine's hooks know who uses it
     "all_gather": _all_gather,
     "all_gather_coalesced": _all_gather_coalesced,
     "partition": _partition,
