@@ -23,6 +23,7 @@ from ..errors import methods_raise_theirs
 from ..missing import refuse_method
 from ..ops.adam import FusedAdam
 from .optimizer import DeepSpeedOptimizer
+from .zero.parameter_offload import DeepSpeedZeRoOffload
 
 _REMEDY = "engine.load_checkpoint takes states of any number of ranks"
 OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE = "optimizer_state_dict", "base_optimizer_state"
@@ -136,6 +137,11 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 (DeepSpeed's n
 
     def _saved_name(self) -> str:
         return "fp32_flat_groups"
+
+    @property
+    def parameter_offload(self) -> DeepSpeedZeRoOffload:
+        """What libraries take off and put back around generation."""
+        return DeepSpeedZeRoOffload(self._engine.module)
 
     def _set_fp32_optimizer_param_groups(self) -> None:
         """Does nothing: the optimizer's groups always have the fp32 values."""
