@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..missing import placeholder
+from ..utils.pin_memory import get_active_native_pinned_memory
 
 
 class DeepSpeedAccelerator(ABC):
@@ -97,11 +98,60 @@ class DeepSpeedAccelerator(ABC):
     def pin_memory(
         self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True
     ) -> Tensor:
-        """The tensor in page-locked memory where the device reads that faster; else the tensor itself."""
+        """The tensor in page-locked memory where the device reads that faster; else the tensor itself.
+
+        With DS_PIN_MEMORY_BACKEND=native it is page-locked on every device.
+
+        Args:
+            make_copy: with the same values; else a tensor whose values are not set.
+            match_shape: False: [n] instead of the tensor's shape, where there is no copy.
+        """
+        pins = get_active_native_pinned_memory()
+        if pins is not None:
+            return pins.pin(tensor, make_copy, match_shape)
+        if make_copy:
+            return self._torch_pin_memory(tensor)
+        shape = tuple(tensor.shape) if match_shape else (tensor.numel(),)
+        return self._torch_empty_pinned(tensor, shape)
+
+    def _torch_pin_memory(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    def _torch_empty_pinned(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        return tensor.new_empty(tuple(shape))
+
+    def pin_empty(self, *size: Any, dtype: torch.dtype, device: Any = "cpu") -> Tensor:
+        """A tensor in host memory as `pin_memory` makes it; the values are not set.
+
+        Raises:
+            ValueError: device is not the CPU.
+        """
+        shape = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+        if torch.device(device).type != "cpu":
+            raise ValueError(
+                f"pin_empty(device={device!r}): it makes host memory; leave device out"
+            )
+        return self._pin_uninitialized(torch.empty(0, dtype=dtype), shape)
+
+    def pin_empty_like(
+        self, tensor: Tensor, device: Any = "cpu", dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return self.pin_empty(tuple(tensor.shape), dtype=dtype or tensor.dtype, device=device)
+
+    def _pin_uninitialized(self, template: Tensor, shape: Sequence[int]) -> Tensor:
+        pins = get_active_native_pinned_memory()
+        if pins is not None:
+            return pins.pin_empty(template, shape)
+        return self._torch_empty_pinned(template, shape)
+
     def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.is_pinned()
+        pins = get_active_native_pinned_memory()
+        return (pins is not None and pins.is_pinned(tensor)) or tensor.is_pinned()
+
+    def unpin_memory(self, tensor: Tensor) -> bool | None:
+        """Unlock a tensor of `DS_PIN_MEMORY_BACKEND=native`. None: torch unpins with the last use."""
+        pins = get_active_native_pinned_memory()
+        return None if pins is None else pins.unpin(tensor)
 
     def random(self) -> Any:
         return torch.random

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -61,14 +62,11 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     def is_triton_supported(self) -> bool:
         return torch.cuda.get_device_capability() >= (8, 0)
 
-    def pin_memory(
-        self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True
-    ) -> Tensor:
-        """Its copy in page-locked memory; without `make_copy` memory of that size with undefined values."""
-        if make_copy:
-            return tensor.pin_memory()
-        shape = tensor.shape if match_shape else (tensor.numel(),)
-        return torch.empty(shape, dtype=tensor.dtype, pin_memory=True)
+    def _torch_pin_memory(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory()
+
+    def _torch_empty_pinned(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        return torch.empty(tuple(shape), dtype=tensor.dtype, pin_memory=True)
 
     def default_generator(self, device_index: int = 0) -> torch.Generator:
         return torch.cuda.default_generators[device_index]

@@ -54,7 +54,8 @@ class StepsAlone(ShardOptimizer):
                         self._step_whole(param, group)
         return loss
 
-    def _step_whole(self, param: Tensor, group: dict[str, Any]) -> None:
+    def _step_whole(self, param: Tensor, group: dict[str, Any], key: Any = None) -> None:
+        """Update one parameter with the states `self.state[key]`; None: its own."""
         grad = param.grad
         assert grad is not None
         if grad.is_sparse:
@@ -64,7 +65,7 @@ class StepsAlone(ShardOptimizer):
                     "needs a dense one; use torch.optim.SparseAdam, or sparse=False in the embedding"
                 )
             grad = grad.to_dense()
-        state = self.state[param]
+        state = self.state[param if key is None else key]
         if not state:
             dtype = torch.float32 if self.fp32_optimizer_states else param.dtype
             state["step"] = int(group.get("step", 0))

@@ -14,6 +14,7 @@ from ...utils.errors import UsageError
 from ..comm import get_world_group
 from ..missing import placeholder
 from ..runtime.pipe.grid import PipelineParallelGrid
+from .expert_groups import NAMES as EXPERT_NAMES
 
 
 @final
@@ -114,5 +115,26 @@ get_tensor_model_parallel_world_size = get_model_parallel_world_size
 get_tensor_model_parallel_rank = get_model_parallel_rank
 
 
+def get_tensor_model_parallel_src_rank() -> int:
+    """The global rank of the first of the ranks that hold this rank's slices: itself."""
+    return get_world_group().rank()
+
+
+def _get_data_parallel_group_ranks() -> list[int]:
+    return dist.get_process_group_ranks(get_data_parallel_group())
+
+
+def _get_broadcast_src_rank() -> int:
+    """The global rank of the first of those that share model states."""
+    return dist.get_process_group_ranks(_get_sequence_data_parallel_group())[0]
+
+
+def _clone_world_group() -> dist.ProcessGroup:
+    """The group of all ranks. (Its global ranks can be asked for, so no clone is needed.)"""
+    return get_world_group()
+
+
 def __getattr__(name: str) -> Any:
+    if name in EXPERT_NAMES:
+        return EXPERT_NAMES[name]
     return placeholder(__name__, name)

@@ -18,6 +18,7 @@ from ...engine.telemetry.timers import memory_use
 from ...ops.comm.bandwidth import TRIMMED, trimmed_mean
 from ...ops.comm.message_log import Clock, HostClock, clock_of
 from ...utils.errors import UsageError
+from ..errors import in_their_form
 from ..missing import placeholder
 from .logging import log_dist, logger
 
@@ -144,6 +145,15 @@ def _check(normalizer: float) -> None:
         raise UsageError(f"normalizer = {normalizer}: must be above 0")
 
 
+def _check_interval(steps: Any) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps <= 0:
+        need = (
+            "a positive integer or None" if steps else "greater than 0, a positive integer, or None"
+        )
+        with in_their_form():
+            raise UsageError(f"steps_per_output = {steps!r}: steps_per_output must be {need}")
+
+
 @final
 class NoopTimer:
     """As `SynchronizedWallClockTimer`; measures nothing."""
@@ -187,6 +197,8 @@ class ThroughputTimer:
         steps_per_output: log a line every so many steps; None: never.
         monitor_memory: without effect.
         logging_fn: gets the lines; None is `deepspeed.utils.logger.info`.
+    Raises:
+        UsageError: steps_per_output is not a positive integer or None.
     """
 
     def __init__(
@@ -198,6 +210,8 @@ class ThroughputTimer:
         monitor_memory: bool = False,
         logging_fn: Callable[[str], None] | None = None,
     ) -> None:
+        if steps_per_output is not None:
+            _check_interval(steps_per_output)
         self.config = config
         self.batch_size = batch_size or 1
         self.start_step = start_step
@@ -236,8 +250,7 @@ class ThroughputTimer:
         self.total_elapsed_time += seconds
         self.step_elapsed_time += seconds
         if global_step:
-            every = self.steps_per_output
-            if report_speed and every is not None and self.global_step_count % every == 0:
+            if report_speed and self._is_report_boundary():
                 self.logging(self._line())
             self.step_elapsed_time = 0.0
 
@@ -247,6 +260,13 @@ class ThroughputTimer:
         if num_steps < 1:
             return float("-inf")
         return self.batch_size * num_steps / (self.total_elapsed_time + TIME_EPSILON)
+
+    def _is_report_boundary(self) -> bool:
+        """Whether a line is due after this step."""
+        if self.steps_per_output is None:
+            return False
+        _check_interval(self.steps_per_output)
+        return self.global_step_count % self.steps_per_output == 0
 
     def _now(self) -> float:
         if self.config.synchronized and torch.cuda.is_available():

@@ -18,6 +18,7 @@ from .kernels import (
     FusedLionOps,
     UtilsOps,
 )
+from .locked import PinMemoryOps
 
 _INFERENCE = "xds is for training only"
 _OFFLOAD = "the config's offload_optimizer and offload_param read and write files without it"
@@ -31,8 +32,10 @@ _OURS: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "CPULionBuilder": ("cpu_lion", "DS_BUILD_CPU_LION", CPULionOps),
     "FusedAdamBuilder": ("fused_adam", "DS_BUILD_FUSED_ADAM", FusedAdamOps),
     "FusedLionBuilder": ("fused_lion", "DS_BUILD_FUSED_LION", FusedLionOps),
+    "PinMemoryBuilder": ("pin_memory", "DS_BUILD_PIN_MEMORY", PinMemoryOps),
     "UtilsBuilder": ("utils", "DS_BUILD_UTILS", UtilsOps),
 }
+_WITHOUT_KERNELS = ("pin_memory", "utils")
 # class -> op, its variable, and why xds has none
 _OTHERS: dict[str, tuple[str, str, str]] = {
     "AsyncIOBuilder": ("async_io", "DS_BUILD_AIO", _OFFLOAD),
@@ -50,7 +53,6 @@ _OTHERS: dict[str, tuple[str, str, str]] = {
         "DS_BUILD_NOT_IMPLEMENTED",
         "it has no meaning",
     ),
-    "PinMemoryBuilder": ("pin_memory", "DS_BUILD_PIN_MEMORY", "torch pins memory"),
     "QuantizerBuilder": ("quantizer", "DS_BUILD_QUANTIZER", _QUANTIZE),
     "RaggedOpsBuilder": ("ragged_device_ops", "DS_BUILD_RAGGED_DEVICE_OPS", _INFERENCE),
     "RaggedUtilsBuilder": ("ragged_ops", "DS_BUILD_RAGGED_OPS", _INFERENCE),
@@ -80,10 +82,11 @@ class _OwnBuilder(OpBuilder):
 
     def load(self, verbose: bool = False) -> Any:
         """The op. Its kernels for this machine's device are built first; without a compiler torch does it."""
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        name = optimizer_library(device)
-        if name:
-            load_library(name)
+        if self.NAME not in _WITHOUT_KERNELS:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            name = optimizer_library(device)
+            if name:
+                load_library(name)
         return type(self).ops()
 
     jit_load = load

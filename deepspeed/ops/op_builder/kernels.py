@@ -211,5 +211,12 @@ class UtilsOps(_Ops):
     flatten = staticmethod(_flatten_dense_tensors)
     unflatten = staticmethod(_unflatten_dense_tensors)
 
+    @staticmethod
+    def cast_to_byte_tensor(value: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+        """The bytes of a contiguous tensor, or of each: uint8 [n], the same memory."""
+        if isinstance(value, Tensor):
+            return value.view(-1).view(torch.uint8)
+        return [tensor.view(-1).view(torch.uint8) for tensor in value]
+
 
 __all__ = ["CPUAdagradOps", "CPUAdamOps", "CPULionOps", "FusedAdamOps", "FusedLionOps", "UtilsOps"]

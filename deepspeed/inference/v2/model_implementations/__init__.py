@@ -1,0 +1,11 @@
+"""`deepspeed.inference.v2.model_implementations`: how weights are divided between ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    from ....missing import placeholder
+
+    return placeholder(__name__, name)
