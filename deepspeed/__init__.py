@@ -30,6 +30,7 @@ if __name__ == "deepspeed":
 VERSION: str = import_module(".stand_in.release", __name__).VERSION
 # Scripts compare it; they ignore the text after "+".
 __version__ = f"{VERSION}+xds"
+__git_hash__ = __git_branch__ = "unknown"
 __version_major__, __version_minor__, __version_patch__ = map(int, VERSION.split("."))
 
 _SOURCES = {
@@ -39,6 +40,8 @@ _SOURCES = {
     "DeepSpeedEngine": ".runtime.engine",
     "DeepSpeedOptimizer": ".runtime.optimizer",
     "get_accelerator": ".accelerator",
+    "git_branch": ".git_version_info",
+    "git_hash": ".git_version_info",
     "init_distributed": ".comm",
     "initialize": ".start",
     "log_dist": ".utils.logging",

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from enum import Enum
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -72,6 +73,8 @@ _VALUES: dict[str, tuple[str, Any]] = {
     "load_universal_checkpoint": ("checkpoint.load_universal", False),
     "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
     "grad_accum_dtype": ("data_types.grad_accum_dtype", None),
+    "param_dtype": ("data_types.param_dtype", None),
+    "buffer_dtype": ("data_types.buffer_dtype", None),
     "eigenvalue_enabled": ("eigenvalue.enabled", False),
     "eigenvalue_verbose": ("eigenvalue.verbose", False),
     "pld_enabled": ("progressive_layer_drop.enabled", False),
@@ -130,6 +133,10 @@ class DeepSpeedConfig:
     train_batch_size: int
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
+    gradient_clipping: float
+    log_level: str | None
+    param_dtype: str | None
+    buffer_dtype: str | None
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         data, source, complaints = read_source(os.fspath(config) if _is_path(config) else config)
@@ -269,6 +276,10 @@ def _data_ranks(data: Mapping[str, Any], mpu: Any, mesh_device: Any) -> int:
 
 
 def __getattr__(name: str) -> Any:
+    """`get_<attribute>` reads a value of a config that is a dict; others are in the table."""
+    where = _VALUES.get(name.removeprefix("get_"))
+    if where is not None and name.startswith("get_"):
+        return partial(_at, path=where[0], default=where[1])
     return placeholder(__name__, name)
 
 

@@ -124,27 +124,28 @@ def check_internal_apis_for_count_used_parameters() -> bool:
     """Whether this torch can say which nodes a running backward will execute."""
     graph: Any = torch.autograd.graph
     inner: Any = torch._C
-    return hasattr(graph, "_get_grad_fn_or_grad_acc") and hasattr(
-        inner, "_will_engine_execute_node"
-    )
+    known = ("_current_graph_task_id", "_will_engine_execute_node")
+    return hasattr(graph, "_get_grad_fn_or_grad_acc") and all(hasattr(inner, one) for one in known)
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
     """How many of the parameters get a gradient in the backward that is running; call it in a hook.
 
     Raises:
-        RuntimeError: no backward is running, or this torch cannot say.
+        RuntimeError: no backward is running.
+        AssertionError: this torch cannot say.
     """
     inner: Any = torch._C
     if not check_internal_apis_for_count_used_parameters():
-        raise RuntimeError("this torch cannot say which nodes a backward will execute")
+        raise AssertionError("this torch cannot say which nodes a backward will execute")
     if inner._current_graph_task_id() == -1:
         raise RuntimeError(
-            "count_used_parameters_in_backward: call it in a hook, while a backward runs"
+            "count_used_parameters_in_backward must be called during backward execution: call it in a hook"
         )
     graph: Any = torch.autograd.graph
     with torch.enable_grad():  # a hook runs without, and then a leaf has no node
-        nodes = {graph._get_grad_fn_or_grad_acc(one) for one in parameters if one.requires_grad}
+        tensors = [one for one in parameters if isinstance(one, Tensor) and one.requires_grad]
+        nodes = {graph._get_grad_fn_or_grad_acc(one) for one in tensors}
     return sum(bool(inner._will_engine_execute_node(node)) for node in nodes - {None})
 
 

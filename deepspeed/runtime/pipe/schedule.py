@@ -48,6 +48,11 @@ class ReduceTiedGrads(PipeInstruction):
 
 
 @final
+class CommitP2P(PipeInstruction):
+    """Start the messages since the last one as a batch, and wait for them."""
+
+
+@final
 class LoadMicroBatch(BufferOpInstruction):
     """Load a micro-batch into a buffer: inputs on the first stage, labels on the last."""
 
@@ -238,5 +243,10 @@ class DataParallelSchedule(PipeSchedule):
 
 def __getattr__(name: str) -> Any:
     from ...missing import placeholder
+
+    if name == "DualPipeVSchedule":
+        from .v_schedule import DualPipeVSchedule
+
+        return DualPipeVSchedule
 
     return placeholder(__name__, name)

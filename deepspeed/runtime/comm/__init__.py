@@ -1,0 +1,11 @@
+"""`deepspeed.runtime.comm`: collectives over lists of tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    from ...missing import placeholder
+
+    return placeholder(__name__, name)
