@@ -32,10 +32,6 @@ _KERNELS = "xds has no such kernel; torch's own are used"
 _TENSOR = (
     "xds slices layers itself: set the section tensor_parallel in the config, see docs/tensor.md"
 )
-_SEQUENCE = (
-    "set sequence_parallel_size in the config: the engine cuts the batches, and changes attention and loss of "
-    "a model of transformers"
-)
 _OFFLOAD = "the config's offload_optimizer and offload_param choose where states are stored"
 _PARAM = "a parameter of xds is a plain torch parameter; use xds.zero.get_full_param or GatheredParameters"
 _CHECKPOINT_TOOLS = (
@@ -99,7 +95,6 @@ MISSING_METHODS: dict[str, str] = {
     **dict.fromkeys(("print_forward_breakdown", "_config"), _INNER),
     **dict.fromkeys(("client_optimizer", "client_lr_scheduler", "training_data"), _GIVEN),
     "loaded_checkpoint_tag": "engine.load_checkpoint returns the folder, whose name is the tag",
-    "seq_parallel_group": _SEQUENCE,
     "refresh_fp32_params": (
         "write whole values with safe_set_full_fp32_param or GatheredParameters; the masters are updated"
     ),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...tensor.sequence import distributed
 from ..missing import placeholder
+from .exchange import _dim_zero_all_to_all, _SeqAllToAll, single_all_to_all
 
 
 @final
@@ -76,4 +77,4 @@ def __getattr__(name: str) -> Any:
     return placeholder(__name__, name)
 
 
-__all__ = ["DistributedAttention"]
+__all__ = ["DistributedAttention", "_SeqAllToAll", "_dim_zero_all_to_all", "single_all_to_all"]

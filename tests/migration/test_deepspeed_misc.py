@@ -17,6 +17,7 @@ from xds.deepspeed.inference.v2.inference_utils import ceil_div, elem_size
 from xds.deepspeed.inference.v2.model_implementations import sharding
 from xds.deepspeed.ops.adam import DeepSpeedCPUAdam
 from xds.deepspeed.ops.op_builder import UtilsBuilder
+from xds.deepspeed.sequence.layer import _dim_zero_all_to_all, _SeqAllToAll
 from xds.deepspeed.utils import groups, zero_to_fp32
 from xds.deepspeed.utils.pin_memory import NativePinnedMemory
 from xds.deepspeed.utils.timer import ThroughputTimer
@@ -74,6 +75,42 @@ def test_expert_groups_exist_once_per_size() -> None:
             "data": [0, 1],
             "source": 0,
         }
+
+
+# -- sequences --------------------------------------------------------------------------------------------
+
+
+def exchanged() -> None:
+    engine, *_ = deepspeed.initialize(
+        model=nn.Linear(4, 4),
+        config_params={"train_batch_size": 8, "optimizer": {"type": "Adam"}},
+        mesh_param=(1, 2),
+    )
+    group = engine.seq_parallel_group
+    rank = torch.distributed.get_rank(group)
+    assert groups._get_sequence_parallel_world_size() == 2
+    for tokens_dim, batch_dim in ((1, 0), (0, 1)):
+        whole = torch.randn(4, 4, 3, 5, generator=torch.Generator().manual_seed(0))
+        mine = whole.chunk(2, dim=tokens_dim)[rank].contiguous().requires_grad_()
+        heads = _SeqAllToAll.apply(group, mine, 2, tokens_dim, batch_dim)
+        assert torch.equal(heads, whole.split([2, 1], dim=2)[rank])
+        back = _SeqAllToAll.apply(group, heads, tokens_dim, 2, batch_dim)
+        assert torch.equal(back, mine)
+        (heads**2).sum().backward()
+        torch.testing.assert_close(mine.grad, 2 * mine)
+    rows = (rank * 10 + torch.arange(2.0)[:, None].expand(2, 3)).contiguous().requires_grad_()
+    moved = _dim_zero_all_to_all(group, rows)
+    (moved**2).sum().backward()
+    assert moved[:, 0].tolist() == [rank, 10 + rank]
+    torch.testing.assert_close(rows.grad, 2 * rows)
+    with pytest.raises(ValueError, match="pad them"):
+        _SeqAllToAll.apply(group, torch.ones(1, 3, 2, 1), 1, 2, 0)
+    with pytest.raises(ValueError, match="each rank needs a group"):
+        _SeqAllToAll.apply(group, torch.ones(1, 2, 1, 1), 2, 1, 0)
+
+
+def test_heads_and_tokens_change_places_with_uneven_heads() -> None:
+    run_ranks(exchanged, 2)
 
 
 # -- memory -----------------------------------------------------------------------------------------------
