@@ -48,10 +48,17 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 @raises_theirs
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """`xds.zero.get_full_grad`; None where there is none now, and `param.grad` without an engine."""
-    if find_owner(param) is None:
+    """`xds.zero.get_full_grad`; None where there is none now, and `param.grad` without an engine.
+
+    While gradients are not summed over ranks (inside `no_sync`, and before the last backward of a step at
+    stages 0 and 1) it is this rank's own, as in DeepSpeed.
+    """
+    owner = find_owner(param)
+    if owner is None:
         return param.grad
-    return full.safe_get_full_grad(param) if _has_states(param) else None
+    if not _has_states(param):
+        return None
+    return owner.own_grad(param) if owner.holds_grads(param) else full.safe_get_full_grad(param)
 
 
 @raises_theirs

@@ -67,8 +67,8 @@ def check_loss(loss: object) -> None:
         )
     if loss.numel() != 1:
         raise UsageError(
-            f"backward() got a loss of shape {tuple(loss.shape)}: the loss must be a scalar; reduce it with "
-            ".mean() or .sum()"
+            f"backward() got a loss of shape {tuple(loss.shape)}: the loss must be a scalar tensor; reduce it "
+            "with .mean() or .sum()"
         )
     if not loss.requires_grad:
         raise UsageError(

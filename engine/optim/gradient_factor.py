@@ -22,5 +22,9 @@ class GradientFactor:
     def __call__(self) -> float:
         return self._mean / self._scale.value
 
+    def of_own(self) -> float:
+        """What one rank's gradients are multiplied with to be those of its own loss."""
+        return 1.0 / self._scale.value
+
 
 __all__ = ["GradientFactor"]

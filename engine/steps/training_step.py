@@ -47,7 +47,7 @@ class TrainingStep:
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         self._forecast = Forecast()
         mesh = parts.sharded.flat_groups.mesh
-        self._factor = GradientFactor(parts.config, mesh, parts.loss_scale)
+        self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale)
         parts.sharded.backwards.set_script_callbacks(
             self._own_backward_begins, self._factor_of_own_backward
         )
@@ -181,10 +181,6 @@ class TrainingStep:
         self._clipping = None
         self._sharded.drop_gradients()
         self._accumulation.forget()
-
-    def gradient_factor(self) -> float:
-        """What a sum of gradients over the ranks is multiplied with to be the loss's gradient."""
-        return self._factor()
 
     def reduces_when_asked(self) -> bool:
         """Whether gradients that wait for their reduction are all that this step brings."""

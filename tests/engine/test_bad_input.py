@@ -148,7 +148,7 @@ BAD = {
     "twice": "already belongs to another engine: call destroy",
     "no_optimizer": 'optimizer is missing: write e.g. {"type": "AdamW"',
     "used_optimizer": "AdamW has already taken steps",
-    "vector_loss": "must be a scalar; reduce it with .mean()",
+    "vector_loss": "must be a scalar tensor; reduce it with .mean()",
     "loss_without_graph": "a loss without a graph",
     "loss_is_a_number": "needs the loss, a scalar tensor",
     "step_without_backward": "engine.step() without engine.backward(loss)",

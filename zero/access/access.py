@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,19 @@ from ...utils.views import write
 from ..core.flat_params import FlatParams
 from ..core.layout import Slot
 from ..core.master import Master
+from ..core.policy import LOW_PRECISION
 from ..core.sharded_model import ShardedModel
 from ..core.slices import Reader, Slices
 from ..core.update import Updater
 from .owners import Owner, Stored, clear_owner, set_owner
+
+
+class Factor(Protocol):
+    """What gradients are multiplied with: sums over ranks, and one rank's own."""
+
+    def __call__(self) -> float: ...
+
+    def of_own(self) -> float: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +58,7 @@ class Access(Owner):
         self,
         model: ShardedModel,
         updater: Updater,
-        gradient_factor: Callable[[], float],
+        gradient_factor: Factor,
         may_reduce: Callable[[], bool],
     ) -> None:
         """
@@ -283,6 +292,26 @@ class Access(Owner):
         place, is_whole = self._places[id(param)], not master.is_sharded
         first = self._first(place, is_whole=is_whole)
         return self._cut(place, held, first=first, is_whole=is_whole)
+
+    def holds_grads(self, param: nn.Parameter) -> bool:
+        """Each rank has its own gradient of `param`, because the sum over ranks is put off. For all ranks."""
+        master = self._trained(param, "its gradient")
+        grads = master.grads
+        if grads.is_single_rank or grads.reducer.is_lossy or grads.reducer.is_silent:
+            return False
+        return not self._model.reduce_rest(also_held=self._may_reduce())
+
+    def own_grad(self, param: nn.Parameter) -> Tensor | None:
+        """Where `holds_grads`: a new tensor with the gradient of this rank's losses alone; None: it has none.
+
+        Shapes:  this rank's slice. Nothing is sent.
+        """
+        place, sums = self._places[id(param)], self._trained(param, "its gradient").grads.sums()
+        if sums.local is None or not sums.filled[place.position]:
+            return None
+        own = sums.local.narrow(0, place.slot.offset, place.slot.numel).view(place.slot.shape)
+        wide = torch.float32 if own.dtype in LOW_PRECISION else own.dtype
+        return own.to(wide, copy=True).mul_(self._factor.of_own())
 
     def gradient_factor(self) -> float:
         """The factor on a sum of gradients before clipping, usually 1 / (ranks x loss scale)."""

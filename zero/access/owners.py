@@ -169,6 +169,14 @@ class Owner(ABC):
         """
         raise UsageError(f"{self.name_of(param)} has no gradient: no engine trains it yet")
 
+    def holds_grads(self, param: nn.Parameter) -> bool:
+        """Each rank has its own gradient of `param`, which is not summed yet. For all ranks."""
+        return False
+
+    def own_grad(self, param: nn.Parameter) -> Tensor | None:
+        """Where `holds_grads`: the gradient of this rank's losses alone; None: it has none."""
+        return None
+
     def gradient_factor(self) -> float:
         """The factor that makes the reduced gradient that of the loss."""
         return 1.0

@@ -1,0 +1,82 @@
+"""Tests of gradients in `xds.deepspeed`: one rank's own, before they are summed, and the optimizer's lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+from torch import Tensor, nn
+
+import xds.deepspeed as deepspeed
+from xds.deepspeed.utils import safe_get_full_grad
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+
+
+def engine_of(stage: int, precision: str = "fp32", **options: Any) -> Any:
+    model = build()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        precision: {"enabled": True},
+        **options,
+    }
+    if precision == "fp32":
+        del config["fp32"]
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def batch_of(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full((1, 5), rank + 1.0, dtype=dtype)
+
+
+def plain_grads(ranks: list[int], factor: float) -> list[Tensor]:
+    """The gradients of the mean of these ranks' losses, times `factor`."""
+    model = build()
+    for rank in ranks:
+        (model(batch_of(rank)).sum() * factor / len(ranks)).backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def check(engine: Any, expected: list[Tensor]) -> None:
+    for param, other in zip(engine.module.parameters(), expected, strict=True):
+        found = safe_get_full_grad(param)
+        assert found is not None and found.dtype == torch.float32
+        torch.testing.assert_close(found, other, rtol=3e-2, atol=1e-2)
+
+
+def own_gradients(stage: int, precision: str, op: str) -> None:
+    rank = dist.get_rank()
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    engine = engine_of(stage, precision, gradient_accumulation_steps=2, gradient_allreduce_op=op)
+    with engine.no_sync():
+        engine.backward(engine(batch_of(rank, dtype)).sum())
+        check(engine, plain_grads([rank], 0.5))
+        engine.backward(engine(batch_of(rank, dtype)).sum())
+        check(engine, plain_grads([rank], 1.0))
+    engine.zero_grad()
+    engine.backward(engine(batch_of(rank, dtype)).sum())
+    check(engine, plain_grads([rank], 0.5))  # not the last of the step
+    engine.step()
+    engine.backward(engine(batch_of(rank, dtype)).sum())
+    check(engine, plain_grads([0, 1], 1.0 if op == "mean" else 2.0))
+    with pytest.raises(AssertionError, match="scalar tensor"):
+        engine.scale(torch.ones(2, 2, requires_grad=True))
+    engine.step()
+    engine.destroy()
+
+
+def own_gradients_everywhere() -> None:
+    for stage, precision, op in ((0, "bf16", "sum"), (0, "fp32", "mean"), (1, "bf16", "mean")):
+        own_gradients(stage, precision, op)
+
+
+def test_a_gradient_that_is_not_summed_yet_is_the_ranks_own() -> None:
+    run_ranks(own_gradients_everywhere, 2)
