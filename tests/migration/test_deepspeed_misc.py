@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+import pydantic
 import pytest
 import torch
 from helpers import run_ranks
@@ -13,8 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import xds
 import xds.deepspeed as deepspeed
+from xds.deepspeed import env_report
 from xds.deepspeed.inference.v2.inference_utils import ceil_div, elem_size
 from xds.deepspeed.inference.v2.model_implementations import sharding
+from xds.deepspeed.inference.v2.ragged import DSStateManagerConfig
+from xds.deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType, TPLayerSpec
+from xds.deepspeed.module_inject.tp_plan_converter import TPPlanConverter
 from xds.deepspeed.ops.adam import DeepSpeedCPUAdam
 from xds.deepspeed.ops.op_builder import UtilsBuilder
 from xds.deepspeed.sequence.layer import _dim_zero_all_to_all, _SeqAllToAll
@@ -239,3 +244,64 @@ def test_small_functions_refuse_what_they_cannot_do(tmp_path: Path) -> None:
     assert [Path(one).name for one in zero_to_fp32.get_optim_files(tmp_path)] == names
     with pytest.raises(xds.UsageError, match="not a folder of DeepSpeed's files"):
         zero_to_fp32.get_model_state_files(tmp_path)
+
+
+def test_the_report_of_the_environment_says_who_stands_in(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    env_report.main()
+    said = capsys.readouterr().out
+    assert "stands in for it" in said and torch.__version__ in said and "cpu_adam" in said
+    assert env_report.human_readable_size(3 * 2**29) == "1.50 GB"
+    env_report.main(hide_operator_status=True)
+    assert "cpu_adam" not in capsys.readouterr().out
+
+
+def test_plans_of_transformers_become_specs() -> None:
+    specs = TPPlanConverter.convert(
+        {
+            "layers.*.q_proj": "colwise",
+            "layers.*.down_proj.weight": "rowwise",
+            "head": "colwise_rep",
+        }
+    )
+    assert specs is not None
+    found = AutoTPConfig(layer_specs=specs).find_matching_spec("model.layers.3.q_proj.weight")
+    assert found is specs[0] and found.partition_type is PartitionType.COLUMN
+    assert specs[1].matches("layers.0.down_proj.weight") and specs[1].get_partition_dim() == 1
+    assert [spec.gather_output for spec in specs] == [False, False, True]
+    assert TPPlanConverter.convert({}) is None
+    with pytest.raises(ValueError, match="unsupported partition style"):
+        TPPlanConverter.convert({"a": "sideways"})
+
+
+def test_specs_of_fused_layers_know_their_parts() -> None:
+    config = AutoTPConfig.from_dict(
+        {
+            "tp_size": 4,
+            "layer_specs": [
+                {
+                    "patterns": [r".*qkv\.weight$"],
+                    "shape": [[8, 2, 2], -1],
+                    "model_types": ["Llama"],
+                }
+            ],
+        }
+    )
+    (spec,) = config.layer_specs
+    assert config.tp_size == 4 and spec.get_sub_param_sizes() == (8, 2, 2)
+    assert spec.get_num_sub_params() == 3 and spec.has_unequal_sub_params()
+    assert spec.matches("a.qkv.weight", "llama") and not spec.matches("a.qkv.weight")
+    for wrong in ((3, 0), (-1, (2, 2)), ((), -1), (((1,),), -1)):
+        with pytest.raises(ValueError, match="shape = "):
+            TPLayerSpec(["a"], shape=wrong)
+
+
+def test_limits_of_an_inference_engine_are_checked() -> None:
+    assert DSStateManagerConfig().max_context == 8192
+    for wrong in (
+        {"max_ragged_batch_size": 0},
+        {"max_tracked_sequences": 512, "max_ragged_sequence_count": 1024},
+    ):
+        with pytest.raises(pydantic.ValidationError):
+            DSStateManagerConfig(**wrong)
