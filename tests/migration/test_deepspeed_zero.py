@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -89,8 +90,13 @@ def ask_for_a_state_dict() -> None:
     whole = engine._zero3_consolidated_16bit_state_dict()
     if dist.get_rank() == 0:
         assert whole["body.weight"].shape == (3, 5)
-        with pytest.raises(xds.UsageError, match="state_dict"):
-            engine.module.state_dict()
+        found = engine.module.state_dict()  # the names, as PEFT reads them; no value can be taken out
+        assert found["body.weight"].shape == (3, 5) and len(found) == 4
+        for use in (torch.Tensor.clone, copy.deepcopy, lambda value: torch.cat([value])):
+            with pytest.raises(xds.UsageError, match="engine.full_state_dict"):
+                use(found["body.weight"])
+        with pytest.raises(xds.UsageError, match="body.weight is not whole"):
+            torch.save(found, io.BytesIO())
     else:
         found = engine.module.state_dict()
         assert whole is None and found.keys() == dict(engine.module.named_parameters()).keys()

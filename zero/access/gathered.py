@@ -15,6 +15,10 @@ from ...utils.errors import UsageError
 from .owners import Owner, reader_of, resolve_owner
 
 
+class LostEdit(UsageError):
+    """A parameter was changed where edits are not kept. Raised by all ranks, after the context has ended."""
+
+
 @final
 class GatheredParameters:
     """Inside the context `params` hold full values on every rank; entry and exit are collectives.
@@ -87,7 +91,7 @@ class GatheredParameters:
         for param, owner in overridden:
             owner.clear_override(param)
         if edited:
-            raise UsageError(
+            raise LostEdit(
                 f"{', '.join(edited[:5])} changed inside GatheredParameters without modifier_rank: the edit is "
                 "lost; pass modifier_rank=0 (or another rank) to keep that rank's values"
             )
@@ -144,4 +148,4 @@ def _listed(params: Any) -> list[nn.Parameter]:
     return list(unique.values())
 
 
-__all__ = ["GatheredParameters"]
+__all__ = ["GatheredParameters", "LostEdit"]

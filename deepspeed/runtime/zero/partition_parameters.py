@@ -17,9 +17,11 @@ from ....engine.model.zero_init import Init as XdsInit
 from ....utils.errors import UsageError
 from ....utils.schema.keys import is_auto
 from ....zero.access.gathered import GatheredParameters as XdsGathered
+from ....zero.access.gathered import LostEdit
 from ....zero.core.outside import register_external_parameter as register_external_parameter
 from ...errors import methods_raise_theirs
 from ...missing import placeholder
+from .lost_edits import drop_or_refuse, refuse_edits
 from .parameters import ZeroParamStatus as ZeroParamStatus
 from .parameters import ZeroParamType as ZeroParamType
 from .parameters import answer_for, answer_for_built
@@ -87,6 +89,7 @@ class Init:
             source, module=module, dtype=self._dtype, enabled=enabled, group=data_parallel_group
         )
         answer_for([self._init.store])
+        refuse_edits(source, [self._init.store])
         if module is not None and self._stays_whole:
             self._built.extend(module.parameters())
             self._keep_built()
@@ -144,6 +147,7 @@ class GatheredParameters:
     ) -> None:
         if isinstance(params, Iterable) and not isinstance(params, Tensor | nn.Module):
             params = [param for param in params if param is not None]
+        self._listed = _listed(params)
         self._gathered = XdsGathered(params, modifier_rank, fwd_module, enabled)
 
     def __enter__(self) -> None:
@@ -155,7 +159,16 @@ class GatheredParameters:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._gathered.__exit__(kind, error, trace)
+        try:
+            self._gathered.__exit__(kind, error, trace)
+        except LostEdit as lost:
+            drop_or_refuse(lost, self._listed)
+
+
+def _listed(params: Any) -> list[Any]:
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _dtype_of(source: Any) -> torch.dtype | None:
