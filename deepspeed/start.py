@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..engine.config.config import Config
+from ..engine.config.config import Config, parse_config
 from ..engine.engine import Engine
 from ..engine.initialize import initialize as xds_initialize
+from ..engine.telemetry.start_line import run_in_words
 from ..pipe.module import PipelineModule
 from ..tensor.sequence.distributed import DistributedAttention
 from ..utils.errors import UsageError
@@ -20,10 +21,13 @@ from . import stand_in
 from .comm.comm import init_distributed, log_collectives_of
 from .errors import raises_theirs
 from .one_engine import end_older_engine, remember_engine
-from .runtime.engine import DeepSpeedEngine, PlainEngine
+from .runtime.engine import DeepSpeedEngine, EngineAdapter
+from .runtime.only_infers import OnlyInfers
 from .runtime.pipe.engine import PipelineEngine
+from .runtime.sequence_parallel.ulysses_hf import UlyssesGroups
 from .runtime.zero.parameters import answer_for_model
 from .sequence.layer import DistributedAttention as TheirAttention
+from .stand_in.release import VERSION
 from .utils import groups
 from .utils.logging import logger  # shows the engine's progress lines from here on
 
@@ -34,7 +38,7 @@ MPU_OF_PIPELINE = (
     "leave mpu out, and read engine.grid"
 )
 
-Results = tuple[DeepSpeedEngine, Any, Any, Any]
+Results = tuple[EngineAdapter, Any, Any, Any]
 
 
 @raises_theirs
@@ -68,70 +72,77 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
     Raises:
         ConfigError, UsageError: as `xds.initialize`.
     """
-    if not isinstance(model, nn.Module):
-        name = type(model).__name__
-        raise UsageError(f"deepspeed.initialize(model={name}): needs the torch.nn.Module to train")
+    model = _checked_model(model, mpu)
     given = _config_of(args, config, config_params)
     checked = _with_defaults(given)
     init_distributed(dist_init_required=dist_init_required)
     num_sequence = _sequence_ranks(mpu, mesh_param, checked, model)
-    checked = checked.with_sequences(num_sequence) if num_sequence > 1 else checked
+    if num_sequence > 1:
+        in_eval = getattr(mpu, "cuts_in_eval", True)
+        checked = checked.with_sequences(num_sequence, in_eval=in_eval)
     is_made = isinstance(optimizer, torch.optim.Optimizer)
-    if mpu is not None and isinstance(model, PipelineModule):
-        raise UsageError(MPU_OF_PIPELINE)
     end_older_engine(model)
-    if optimizer is None and checked.optimizer is None:
-        _freeze(model)
-    made = xds_initialize(
-        model,
-        checked,
-        optimizer=optimizer,
-        model_parameters=None if is_made else model_parameters,
-        lr_scheduler=lr_scheduler,
-        training_data=training_data,
-        collate_fn=collate_fn,
-        group=None if num_sequence > 1 else _group_of(mpu),
-    )
+    only_infers = _frozen(model, optimizer is not None or checked.optimizer is not None)
+    with only_infers:
+        made = xds_initialize(
+            model,
+            checked,
+            optimizer=optimizer,
+            model_parameters=None if is_made else model_parameters,
+            lr_scheduler=lr_scheduler,
+            training_data=training_data,
+            collate_fn=collate_fn,
+            group=None if num_sequence > 1 else _group_of(mpu),
+        )
     remember_engine(model, made)
     engine = _adapter_of(made, collate_fn, isinstance(model, PipelineModule))
-    engine.keep_given_config(given)
-    groups.follow(engine.mpu, mpu if num_sequence > 1 else None)
+    engine.keep_given_config(given, only_infers)
+    places = None if num_sequence == 1 else mpu or UlyssesGroups(num_sequence)
+    groups.follow(engine.mpu, places)
     _say_who_trains(made)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _adapter_of(made: Engine, collate_fn: Any, is_cut: bool) -> DeepSpeedEngine:
+def _checked_model(model: nn.Module | None, mpu: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        name = type(model).__name__
+        raise UsageError(f"deepspeed.initialize(model={name}): needs the torch.nn.Module to train")
+    if mpu is not None and isinstance(model, PipelineModule):
+        raise UsageError(MPU_OF_PIPELINE)
+    return model
+
+
+def _adapter_of(made: Engine, collate_fn: Any, is_cut: bool) -> EngineAdapter:
     """DeepSpeed's methods over `made`, whose parameters and collectives answer as DeepSpeed's do."""
     log_collectives_of(made)
     if made.zero_optimization_stage() == 3:
         answer_for_model(made.module)
     if dist.get_rank() != 0:  # stock scripts save on rank 0, and ask every rank for a state_dict
         made._guards.let_state_dict_have_parts()
+    else:  # PEFT asks for the names alone
+        made._guards.refuse_state_dict_late()
     is_pipeline = is_cut or made.num_stages > 1
-    return (PipelineEngine if is_pipeline else PlainEngine)(made, collate_fn)
+    return (PipelineEngine if is_pipeline else DeepSpeedEngine)(made, collate_fn)
 
 
-def _freeze(model: nn.Module) -> None:
+def _frozen(model: nn.Module, trains: bool) -> OnlyInfers:
     """Without an optimizer DeepSpeed's engine only infers, and refuses backward."""
-    if any(param.requires_grad for param in model.parameters()):
-        logger.warning(
+    only_infers = OnlyInfers(() if trains else model.parameters())
+    if only_infers:
+        logger.info(  # no warning, because a backward pass says it again, as an error
             "neither initialize nor the config has an optimizer: parameters are frozen, the engine only infers"
         )
-        model.requires_grad_(False)
+    return only_infers
 
 
 def _say_who_trains(engine: Engine) -> None:
-    """The line of rank 0 that says which engine runs, where the script asked for another."""
-    if not stand_in.is_active() or dist.get_rank() != 0:
+    """Rank 0 logs what DeepSpeed logs here. Where the script asked for DeepSpeed, a line says who trains."""
+    if dist.get_rank() != 0:
         return
-    config = engine.config
-    precision = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
-    ranks = dist.get_world_size()
-    print(
-        f"xds {__version__} stands in for deepspeed; stage {engine.zero_optimization_stage()}, "
-        f"{ranks} rank{'s' if ranks != 1 else ''}, {precision}",
-        flush=True,
-    )
+    run = run_in_words(engine.config, dist.get_world_size())
+    logger.info("DeepSpeed info: version=%s+xds; xds %s, %s", VERSION, __version__, run)
+    if stand_in.is_active():
+        print(f"xds {__version__} stands in for deepspeed; {run}", flush=True)
 
 
 def _config_of(args: Any, config: Any, config_params: Any) -> Any:
@@ -157,14 +168,19 @@ def _with_defaults(source: Any) -> Config:
     if dotted:  # TRL writes them for its reference models; DeepSpeed reads none of them
         logger.warning("config keys without effect, because keys are nested: %s", ", ".join(dotted))
         source = {key: value for key, value in source.items() if key not in dotted}
-    config = Config.load(source)
-    if isinstance(source, Config) or "gradient_clipping" in config.model_fields_set:
+    config = parse_config(source)
+    if isinstance(source, Config):
         return config
+    # DeepSpeed's configs have such keys as a rule, so they are no warning, as `Config.load` makes them
+    unused = [f"{path} has no effect: {why}" for path, why in config.without_effect]
+    if "gradient_clipping" in config.model_fields_set:
+        return config.model_copy(update={"notes": (*config.notes, *unused)})
     notes = [note for note in config.notes if not note.startswith("gradient_clipping ")]
     notes.append(
         f"gradient_clipping is not given: gradients are clipped at {GRADIENT_CLIPPING}, as DeepSpeed 0.19 does"
     )
-    return config.model_copy(update={"gradient_clipping": GRADIENT_CLIPPING, "notes": tuple(notes)})
+    update = {"gradient_clipping": GRADIENT_CLIPPING, "notes": (*notes, *unused)}
+    return config.model_copy(update=update)
 
 
 def _sequence_ranks(mpu: Any, mesh_param: Any, config: Config, model: nn.Module) -> int:

@@ -84,6 +84,10 @@ class LongSequences(Section):
         description="who gives each sequence rank its tokens, and sums the losses; script: each rank passes "
         "its own tokens with their position_ids",
     )
+    cut_in_eval: Annotated[bool, FLAG] = Field(
+        True,
+        description="false: after eval() each rank passes whole batches of its own, where cut_by is script",
+    )
     tiled_mlp: Annotated[bool | int, either(FLAG, whole(1))] = Field(
         False,
         description="tokens of a tile in the MLPs of the blocks; true: as many as the model is wide",

@@ -16,23 +16,34 @@ from torch.utils.data import DataLoader
 from ...engine.data.loaders import build_loader
 from ...engine.engine import Engine
 from ...utils.errors import UsageError
+from ...zero.access.owners import find_owner
 from ..errors import methods_raise_theirs, raises_theirs
 from ..missing import placeholder, refuse_method
 from ..profiling.flops_profiler.profiler import FlopsProfiler
 from . import queries
+from .as_module import AsModule
 from .checkpoints import Checkpoints
 from .given_config import GivenConfig
+from .mixed_precision import MixedPrecision
+from .only_infers import OnlyInfers
+from .optimizer import norm_of_last_step
 from .optimizer_kinds import WithMasters, optimizer_of
 from .timing import EngineTiming
+from .zero.lost_edits import refuse_edits
 
 ROUTE_TRAIN = "train"
+GATHER_KEYS = (
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+)
 
 
 @methods_raise_theirs
-class DeepSpeedEngine(Checkpoints):
+class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
     """All other attributes are read from and set on the engine, and then the module."""
 
     _engine: Engine
+    _only_infers: OnlyInfers
     _optimizer: Any
     _collate_fn: Callable[[list[Any]], Any] | None
 
@@ -40,7 +51,7 @@ class DeepSpeedEngine(Checkpoints):
         optimizer = optimizer_of(engine)
         # not by assignment: __setattr__ sets attributes of the engine
         self.__dict__.update(_engine=engine, _optimizer=optimizer, _collate_fn=collate_fn)
-        self.__dict__.update(EngineTiming(engine).attributes())
+        self.__dict__.update(EngineTiming(engine).attributes(), _only_infers=OnlyInfers())
         profiler = engine.config.flops_profiler
         if profiler.enabled:
             own = FlopsProfiler.of_engine(self, profiler.recompute_fwd_factor)
@@ -61,7 +72,10 @@ class DeepSpeedEngine(Checkpoints):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(getattr(type(self), name, None), FunctionType):  # a script replaces a method
+        is_method = isinstance(getattr(type(self), name, None), FunctionType)
+        if (
+            is_method or "_engine" not in self.__dict__
+        ):  # a script replaces a method, or made no engine
             self.__dict__[name] = value
         else:
             setattr(self._engine, name, value)
@@ -73,7 +87,10 @@ class DeepSpeedEngine(Checkpoints):
             delattr(self._engine, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._engine.forward(*args, **kwargs)
+        with self._only_infers:
+            return self._engine.forward(*args, **kwargs)
+
+    forward = __call__
 
     # -- methods with a different form --------------------------------------------------------------------
 
@@ -84,9 +101,13 @@ class DeepSpeedEngine(Checkpoints):
         given: GivenConfig = self.__dict__.get("_given_config") or GivenConfig(checked, checked)
         return given
 
-    def keep_given_config(self, source: Any) -> None:
-        """Let `config` show what `initialize` got."""
+    def keep_given_config(self, source: Any, only_infers: OnlyInfers) -> None:
+        """Let `config` show what `initialize` got, and forwards run under `only_infers`."""
+        self.__dict__["_only_infers"] = only_infers
+        refuse_edits(source, (find_owner(param) for param in self._engine.module.parameters()))
         given = self.__dict__["_given_config"] = GivenConfig(source, self._engine.config)
+        if given.get("log_level") is not None:
+            self._set_log_level()
         section = given.get("zero_optimization")
         if isinstance(self._optimizer, WithMasters) and isinstance(section, Mapping):
             self._optimizer.is_elastic = section.get("elastic_checkpoint") is True
@@ -115,11 +136,11 @@ class DeepSpeedEngine(Checkpoints):
             )
         self._engine.step()
 
-    def train(self, mode: bool = True) -> DeepSpeedEngine:
+    def train(self, mode: bool = True) -> EngineAdapter:
         self._engine.train(mode)
         return self
 
-    def eval(self) -> DeepSpeedEngine:
+    def eval(self) -> EngineAdapter:
         return self.train(False)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -188,6 +209,16 @@ class DeepSpeedEngine(Checkpoints):
         # gradients of 16-bit parameters are summed in fp32 unless the config sets another dtype
         return compute, named.get(config.data_types.grad_accum_dtype or "fp32", torch.float32)
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """False only where the config says so. Where it says nothing, weights are gathered."""
+        section = self.config.get("zero_optimization")
+        keys = section if isinstance(section, Mapping) else {}
+        return all(keys.get(name) is not False for name in GATHER_KEYS)
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step before clipping; None before one, inf after a skipped one."""
+        return norm_of_last_step(self._engine)
+
     def get_type(self) -> list[str]:
         """The optimizer's class name, for every parameter group."""
         return [type(self.basic_optimizer).__name__] * len(self.basic_optimizer.param_groups)
@@ -204,6 +235,13 @@ class DeepSpeedEngine(Checkpoints):
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         return self._engine._sharded.flat_groups.data.everyone.group
+
+    @property
+    def seq_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that share a sequence, by `initialize(mpu=)` or `initialize(mesh_param=)`."""
+        from ..utils import groups  # not above: it imports this folder
+
+        return groups._get_sequence_parallel_group()
 
     def get_data_parallel_rank(self) -> int:
         return self._engine.dp_rank
@@ -251,8 +289,8 @@ class DeepSpeedEngine(Checkpoints):
 
 
 @final
-class PlainEngine(DeepSpeedEngine):
-    """The engine of a model that every rank has whole, or in shards."""
+class DeepSpeedEngine(EngineAdapter):
+    """The engine of a model that every rank has whole, or in shards. `PipelineEngine` counts as a subclass."""
 
     @property
     def mpu(self) -> None:

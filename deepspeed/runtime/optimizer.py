@@ -14,6 +14,12 @@ from ..missing import refuse_method
 from .fp16.loss_scaler import LossScaleConfig
 
 
+def norm_of_last_step(engine: Engine) -> float | None:
+    """The norm before clipping; inf after a skipped step, as in DeepSpeed, whatever the gradients were."""
+    norm = engine.get_global_grad_norm()
+    return math.inf if norm is not None and math.isnan(norm) else norm
+
+
 class DeepSpeedOptimizer:
     """The attributes of DeepSpeed's optimizer wrappers that scripts use; all others are the torch optimizer's.
 
@@ -89,7 +95,7 @@ class DeepSpeedOptimizer:
     @property
     def _global_grad_norm(self) -> float:
         """The norm of the last step, as `engine.get_global_grad_norm()`; 0 before the first step."""
-        return self._engine.get_global_grad_norm() or 0.0
+        return norm_of_last_step(self._engine) or 0.0
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """`engine.backward`, but the loss is not divided by the accumulation steps."""
@@ -110,4 +116,4 @@ class DeepSpeedOptimizer:
         return getattr(self._engine.optimizer, name)
 
 
-__all__ = ["DeepSpeedOptimizer"]
+__all__ = ["DeepSpeedOptimizer", "norm_of_last_step"]

@@ -78,7 +78,10 @@ class AliasFinder:
         name = getattr(context, "name", None)
         if name is None or name.lower() == ALIAS:
             from .distribution import Standing
+            from .ignored_plugin import warn_of_ignored_plugin
 
+            if name is not None:
+                warn_of_ignored_plugin()
             yield Standing()
 
 

@@ -15,17 +15,18 @@ from ..errors import raises_theirs
 log = logging.getLogger("xds")
 
 
-_marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+MARK = "_z3_leaf"  # DeepSpeed's attribute of a marked module, which other libraries read
+_once_marked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
     """Whether `set_z3_leaf_modules` has marked the module."""
-    return model in _marked
+    return bool(getattr(model, MARK, False))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """All modules inside `model` that `set_z3_leaf_modules` has marked."""
-    return [module for module in model.modules() if module in _marked]
+    return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 @raises_theirs
@@ -41,7 +42,7 @@ def unset_z3_leaf_modules(
     """
     found = list(_find(model, leaf_module_classes, raise_if_not_found).values())
     for module in found:
-        _marked.discard(module)
+        setattr(module, MARK, False)
     return found
 
 
@@ -105,7 +106,8 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
     """Whether a module that `set_z3_leaf_modules` has marked holds the parameter."""
-    return any(model is one for module in list(_marked) for one in module.parameters())
+    marked = filter(z3_leaf_module, list(_once_marked))
+    return any(model is one for module in marked for one in module.parameters())
 
 
 def _set_by(
@@ -130,11 +132,11 @@ def _set_by(
 
 def _mark(model: nn.Module, found: dict[str, nn.Module], *, flag: bool = True) -> None:
     """Mark modules, by name. A warning names those that the engine would cut into several units."""
+    for module in found.values():
+        setattr(module, MARK, flag)
     if not flag:
-        for module in found.values():
-            _marked.discard(module)
         return
-    _marked.update(found.values())
+    _once_marked.update(found.values())
     blocks = [name for name, _ in found_blocks(model)]
     cut = [name for name in found if any(block.startswith(f"{name}.") for block in blocks)]
     if cut:

@@ -252,13 +252,16 @@ class Config(Section):
             raise ConfigError(report.complaints, self.source)
         return changed
 
-    def with_sequences(self, ranks: int) -> Config:
+    def with_sequences(self, ranks: int, *, in_eval: bool = True) -> Config:
         """This config, which is not resolved, with so many sequence ranks, whose batches the script cuts.
 
+        Args:
+            in_eval: it cuts them after `eval()` as well.
         Raises:
             ConfigError: the file has settings that do not allow it.
         """
-        section = self.sequence.model_copy(update={"cut_by": "script"})
+        update = {"cut_by": "script", "cut_in_eval": in_eval and self.sequence.cut_in_eval}
+        section = self.sequence.model_copy(update=update)
         changed = self.model_copy(update={"sequence_parallel_size": ranks, "sequence": section})
         report = Report()
         check_sequences_of(changed, report)

@@ -28,10 +28,22 @@ class ScriptSequences:
     Attentions of plain models (`xds.tensor.DistributedAttention`) get the group.
     """
 
-    def __init__(self, model: nn.Module, group: Collectives, dtype: torch.dtype | None) -> None:
-        """dtype: in which heads are sent; None: their own."""
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Collectives,
+        dtype: torch.dtype | None,
+        *,
+        is_cut_in_eval: bool = True,
+    ) -> None:
+        """
+        Args:
+            dtype: in which heads are sent; None: their own.
+            is_cut_in_eval: batches are cut after `eval()` as well; else they are whole then.
+        """
         self._group = group
         self._dtype = dtype
+        self._is_cut_in_eval = is_cut_in_eval
         self._name = type(model).__name__
         self._attentions = attentions_of(model)
         for attention in self._attentions:
@@ -46,6 +58,8 @@ class ScriptSequences:
     def _gather(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not (model.training or self._is_cut_in_eval):
+            return args, kwargs
         inputs = dict(self._names.bind_partial(*args).arguments) | kwargs
         setting = f"sequence_parallel_size = {self._group.world_size}"
         positions = inputs.get("position_ids")

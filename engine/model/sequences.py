@@ -81,7 +81,9 @@ def cut_sequences(
     if config.sequence_parallel_size == 1:
         return None
     if config.sequence.cut_by == "script":
-        return ScriptSequences(model, mesh.along("sequence"), _sent_dtype(config))
+        in_eval = config.sequence.cut_in_eval
+        group = mesh.along("sequence")
+        return ScriptSequences(model, group, _sent_dtype(config), is_cut_in_eval=in_eval)
     return SequenceCutter(model, mesh, config, is_stage=is_stage)
 
 

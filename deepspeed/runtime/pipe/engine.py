@@ -15,15 +15,16 @@ from ....engine.telemetry.timers import memory_use
 from ....utils.arguments import wrong
 from ...missing import placeholder
 from ...utils.logging import log_dist
-from ..engine import DeepSpeedEngine
+from ..engine import DeepSpeedEngine, EngineAdapter
 from .coordinates import topology_of
 from .grid import PipelineParallelGrid
 
 GIB = 2**30
 
 
+@DeepSpeedEngine.register
 @final
-class PipelineEngine(DeepSpeedEngine):
+class PipelineEngine(EngineAdapter):
     """Trains whole steps by `train_batch`, with DeepSpeed's names. The grid is that of the config's stages.
 
     Attributes:

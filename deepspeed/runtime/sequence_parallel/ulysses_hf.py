@@ -26,9 +26,11 @@ WHAT = "batches of sequence ranks"
 class UlyssesGroups:
     """What DeepSpeed calls an mpu: the groups of ranks that share a sequence, and of all ranks."""
 
-    def __init__(self, sequence_parallel_size: int) -> None:
+    def __init__(self, sequence_parallel_size: int, *, cuts_in_eval: bool = True) -> None:
         """A collective of all ranks.
 
+        Args:
+            cuts_in_eval: each rank passes a part of the batch after `eval()` as well; else whole batches.
         Raises:
             UsageError: the number of ranks is no multiple of it.
         """
@@ -39,6 +41,7 @@ class UlyssesGroups:
                 "start another number of ranks"
             )
         self._size = sequence_parallel_size
+        self.cuts_in_eval = cuts_in_eval
         rank = dist.get_rank()
         first = rank - rank % sequence_parallel_size
         self._group: Any = None
@@ -109,7 +112,7 @@ class UlyssesSPAttentionHF(nn.Module):
             core_attn_implementation: what computes the attention of all tokens; not "eager".
             model_name_or_path, micro_batch_size, seq_length, seq_length_is_variable, max_length: no effect;
                 each forward tells them.
-            disable_in_eval: not supported.
+            disable_in_eval: after `eval()` each rank passes whole batches of its own; accelerate sets it.
         """
         if sequence_parallel_size == 1:
             return None
@@ -117,11 +120,7 @@ class UlyssesSPAttentionHF(nn.Module):
             raise UsageError(
                 'core_attn_implementation = "eager": it cannot be replaced; pass "sdpa" or "flash_attention_2"'
             )
-        if disable_in_eval:
-            raise UsageError(
-                "disable_in_eval = True is not supported: leave it out; evaluate with cut batches as well"
-            )
-        return UlyssesGroups(sequence_parallel_size)
+        return UlyssesGroups(sequence_parallel_size, cuts_in_eval=not disable_in_eval)
 
 
 @final
