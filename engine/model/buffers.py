@@ -8,6 +8,7 @@ to activations. These keep their dtype:
   `dtype=bfloat16`.
 - Buffers that the model names in `_keep_in_fp32_modules_strict`.
 - Buffers of modules without parameters whose dtype differs from the model's: their author chose it.
+- Buffers of 8 bits, which are scales or have one elsewhere. Parameters of 8 bits keep their dtype too.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def buffers_that_follow(model: nn.Module) -> list[Tensor]:
         for name, buffer in module.named_buffers(recurse=False):
             is_kept_by_name = name.endswith(FREQUENCIES) or name in named
             is_chosen = not has_params and buffer.dtype != usual
-            if buffer.is_floating_point() and not is_kept_by_name and not is_chosen:
+            is_float = buffer.is_floating_point() and buffer.itemsize > 1
+            if is_float and not is_kept_by_name and not is_chosen:
                 found[id(buffer)] = buffer
     return list(found.values())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import types
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,14 @@ import torch.distributed as dist
 from helpers import run_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import xds.deepspeed as deepspeed
 from xds.deepspeed.runtime import chunked_cross_entropy as chunked
 from xds.deepspeed.runtime import config as configs
+from xds.deepspeed.runtime.activation_checkpointing.offload_activations import (
+    CheckpointHiddenStatesOffload,
+)
 from xds.deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from xds.deepspeed.runtime.data_pipeline.data_sampling import variable_batch_size_and_lr as batches
 from xds.deepspeed.runtime.engine import DeepSpeedEngine
@@ -227,16 +232,23 @@ def _reduced_and_grouped() -> list[Any]:
         groups._get_expert_parallel_world_size(name),
         groups._get_expert_data_parallel_world_size(name),
     )
+    model = nn.Linear(2, 2)
+    narrow = torch.full((2, 2), float(rank), dtype=torch.float8_e4m3fn)
+    model.frozen = nn.Parameter(narrow, requires_grad=False)
+    model.register_buffer("scale", torch.ones(2, dtype=torch.float8_e5m2))
     engine, *_ = deepspeed.initialize(
-        model=nn.Linear(2, 2),
+        model=model,
         config={
             "train_batch_size": 8,
             "log_level": "ERROR",
+            "bf16": {"enabled": True},
             "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
         },
     )
     assert engine._config.train_micro_batch_size_per_gpu == 8 // size
     assert (engine.gradient_clipping(), engine.log_level()) == (1.0, "ERROR")
+    assert (model.weight.dtype, model.scale.dtype) == (torch.bfloat16, torch.float8_e5m2)
+    assert model.frozen.dtype == torch.float8_e4m3fn and not model.frozen.float().any()
     assert logger.level == logging.ERROR
     return [[one.tolist() for one in parts], sizes]
 
@@ -245,3 +257,37 @@ def test_parts_of_means_and_groups_of_experts() -> None:
     found = run_ranks(_reduced_and_grouped, 2)
     assert found[0] == [[[0.0, 1.5, 3.0], [0.5, 0.5], [1.0]], (2, 1)]
     assert found[1] == [[[4.5, 6.0, 7.5], [0.5], []], (2, 1)]
+
+
+# -- inputs of recomputed layers on the host ------------------------------------------------------------------
+
+
+def test_layers_mark_their_input_while_a_context_is_open() -> None:
+    transformers = pytest.importorskip("transformers")
+    kind = transformers.GradientCheckpointingLayer
+    before = kind.__call__
+
+    class Layer(kind):  # type: ignore[misc, valid-type]
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states.sin()
+
+    layer = Layer().train()
+    layer.gradient_checkpointing = True
+    layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    given = torch.randn(4, requires_grad=True)
+    outer, inner = CheckpointHiddenStatesOffload(), CheckpointHiddenStatesOffload()
+    with outer, inner:
+        layer(given).sum().backward()
+        with pytest.raises(RuntimeError, match="not re-entrant"):
+            outer.__enter__()
+    torch.testing.assert_close(given.grad, given.detach().cos())
+    found = inner.stats
+    # nothing moves on a CPU
+    assert (found.marked_tensors, found.skipped_marked_tensors, found.offloaded_tensors) == (
+        1,
+        1,
+        0,
+    )
+    assert outer.stats.marked_tensors == 0
+    layer(given)
+    assert kind.__call__ is before and found.marked_tensors == 1

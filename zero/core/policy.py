@@ -60,7 +60,7 @@ class Policy:
 
     def param_dtype(self, original: torch.dtype) -> torch.dtype:
         """The dtype a parameter of `original` dtype computes in."""
-        if self.compute is not None and original.is_floating_point:
+        if self.compute is not None and original.is_floating_point and original.itemsize > 1:
             return self.compute
         return original
 
