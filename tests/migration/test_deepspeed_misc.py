@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pydantic
 import pytest
@@ -20,6 +21,7 @@ from xds.deepspeed.inference.v2.model_implementations import sharding
 from xds.deepspeed.inference.v2.ragged import DSStateManagerConfig
 from xds.deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType, TPLayerSpec
 from xds.deepspeed.module_inject.tp_plan_converter import TPPlanConverter
+from xds.deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
 from xds.deepspeed.ops.adam import DeepSpeedCPUAdam
 from xds.deepspeed.ops.op_builder import UtilsBuilder
 from xds.deepspeed.sequence.layer import _dim_zero_all_to_all, _SeqAllToAll
@@ -305,3 +307,14 @@ def test_limits_of_an_inference_engine_are_checked() -> None:
     ):
         with pytest.raises(pydantic.ValidationError):
             DSStateManagerConfig(**wrong)
+
+
+def test_dimensions_are_divided_by_heads_or_grains() -> None:
+    meta = AutoTPMeta(num_kv_heads=3, tp_grain_size=8)
+    assert get_shard_size_list(24, 2, meta, "q_proj") == [16, 8]
+    assert get_shard_size_list(27, 2, meta, "mlp.up_proj") == [16, 11]
+    assert get_shard_size_list(7, 2, meta, "lm_head") == [4, 3]
+    assert get_shard_size_list(3, 2, AutoTPMeta()) == [2, 1]
+    text = SimpleNamespace(num_key_value_heads=2, num_attention_heads=8, hidden_size=64)
+    found = AutoTPMeta.from_model_config(SimpleNamespace(text_config=text))
+    assert found == AutoTPMeta(2, 8, 64) and AutoTPMeta.from_model_config(None) == AutoTPMeta()
