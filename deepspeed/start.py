@@ -24,6 +24,7 @@ from .one_engine import end_older_engine, remember_engine
 from .runtime.engine import DeepSpeedEngine, EngineAdapter
 from .runtime.only_infers import OnlyInfers
 from .runtime.pipe.engine import PipelineEngine
+from .runtime.pipe.few_micro_batches import with_schedule_for
 from .runtime.sequence_parallel.ulysses_hf import UlyssesGroups
 from .runtime.zero.parameters import answer_for_model
 from .sequence.layer import DistributedAttention as TheirAttention
@@ -80,6 +81,7 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
     if num_sequence > 1:
         in_eval = getattr(mpu, "cuts_in_eval", True)
         checked = checked.with_sequences(num_sequence, in_eval=in_eval)
+    checked = with_schedule_for(checked, model, dist.get_world_size())
     is_made = isinstance(optimizer, torch.optim.Optimizer)
     end_older_engine(model)
     only_infers = _frozen(model, optimizer is not None or checked.optimizer is not None)
