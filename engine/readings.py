@@ -47,8 +47,11 @@ class Readings(ABC):
         return self._step.was_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """2-norm of the last step's gradients over all ranks, unscaled, before clipping; None before one."""
-        return self._step.grad_norm
+        """2-norm of the last step's gradients over all ranks, unscaled, before clipping; None before one.
+
+        None as well at stages 1 and 2 with zero_optimization.compute_grad_norm = false.
+        """
+        return self._step.grad_norm if self.config.zero_optimization.shows_grad_norm else None
 
     @property
     def loss_scale(self) -> float:

@@ -44,7 +44,6 @@ _OTHERS: dict[str, Entry] = {
     "contiguous_gradients": _always(_FLAT),
     "round_robin_gradients": _never("every rank has an equal shard of every unit"),
     "parameter_alignment": NoEffect(FLAG, "parameters are always aligned in their flat buffer"),
-    "compute_grad_norm": _always("get_global_grad_norm() works in every mode"),
     "load_from_fp32_weights": _always("load_checkpoint reads the fp32 masters"),
     "elastic_checkpoint": _never("checkpoints load at any number of ranks without it"),
     "ignore_unused_parameters": _always("parameters without a gradient contribute zeros"),
@@ -142,6 +141,11 @@ class ZeroConfig(Section):
         "elements are used in between; 0 keeps the last unit only, and is the default with offload_param "
         "(DeepSpeed's default is 1e9)",
     )
+    compute_grad_norm: Flag = Field(
+        True,
+        description="false, at stages 1 and 2: get_global_grad_norm() returns None. The norm is computed in "
+        "any case, because it shows gradients that are not finite",
+    )
     divergent_graphs: Flag = Field(
         False,
         description="stage 3: ranks may call different units. They exchange requests before each gather, and "
@@ -204,6 +208,11 @@ class ZeroConfig(Section):
     zeropp_loco_param: Annotated[compression.Loco | None, AsRead()] = Field(
         None, description="feeds back what 4-bit gradients lose; {} takes the defaults"
     )
+
+    @property
+    def shows_grad_norm(self) -> bool:
+        """get_global_grad_norm() returns the norm."""
+        return self.compute_grad_norm or self.stage not in (1, 2)
 
     @property
     def compresses(self) -> bool:

@@ -11,6 +11,7 @@ These lists have this rank's part of the fp32 values, one flat tensor for each g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -23,6 +24,7 @@ from ..errors import methods_raise_theirs
 from ..missing import refuse_method
 from ..ops.adam import FusedAdam
 from .optimizer import DeepSpeedOptimizer
+from .zero import gradient_lists
 from .zero.parameter_offload import DeepSpeedZeRoOffload
 
 _REMEDY = "engine.load_checkpoint takes states of any number of ranks"
@@ -115,6 +117,11 @@ class WithMasters(DeepSpeedOptimizer):
 class ZeROOptimizer(WithMasters):
     """At a stage above 0: each rank has a part of the states."""
 
+    @property
+    def overflow(self) -> bool:
+        norm = self._engine._step.grad_norm  # also where scripts cannot see it
+        return norm is not None and not math.isfinite(norm)
+
 
 @final
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
@@ -122,6 +129,44 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     masters_name = "single_partition_of_fp32_groups"
     states_name = BASE_OPTIMIZER_STATE
+    check_grad_overflow = True  # gradients that are not finite are found in every precision
+    unscale_and_clip_grads = gradient_lists.unscale_and_clip_grads
+    custom_loss_scaler = False
+
+    @property
+    def loss_scaler(self) -> Any:
+        """The object with `cur_scale`: this one. One without an engine may be given another."""
+        return self.__dict__.get("_given_scaler", self)
+
+    @loss_scaler.setter
+    def loss_scaler(self, scaler: Any) -> None:
+        if "_engine" in self.__dict__:
+            raise UsageError(
+                f"optimizer.loss_scaler = {type(scaler).__name__}: the engine has its own; set fp16.loss_scale "
+                "in the config"
+            )
+        self.__dict__["_given_scaler"] = scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next backward."""
+        return float(self.loss_scaler.cur_scale)
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[Tensor]]:
+        """`gradient_lists.averaged_gradients`."""
+        return gradient_lists.averaged_gradients(self._engine)
+
+    @property
+    def accumulated_grads_in_cpu(self) -> dict[int, Tensor]:
+        """`gradient_lists.accumulated_grads_in_cpu`."""
+        return gradient_lists.accumulated_grads_in_cpu(self._engine)
+
+    @property
+    def _global_grad_norm(self) -> float | None:  # type: ignore[override]
+        """As at other stages, but None with zero_optimization.compute_grad_norm = false."""
+        shows = self._engine.config.zero_optimization.shows_grad_norm
+        return super()._global_grad_norm if shows else None
 
 
 @final

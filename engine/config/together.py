@@ -27,6 +27,7 @@ _DEVICES = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 _OLD_NAMES = (f"{ZERO}.cpu_offload", f"{ZERO}.cpu_offload_param", f"{ZERO}.cpu_offload_params")
 _PATHS = (f"{ZERO}.offload_optimizer.nvme_path", f"{ZERO}.offload_param.nvme_path")
 _STAGE = f"{ZERO}.stage"
+_NORM = f"{ZERO}.compute_grad_norm"
 _TYPE = "optimizer.type"
 _WEIGHTS = tuple(
     f"{ZERO}.{name}"
@@ -75,6 +76,13 @@ def check_together(config: Any, data: Mapping[str, Any], report: Report) -> Any:
 def _check_states(config: Any, report: Report) -> None:
     """Report what optimizer, stage, offload and messages do not allow one another."""
     zero, optimizer = config.zero_optimization, config.optimizer
+    is_read = not report.doubts(_NORM, _STAGE, "gradient_clipping")
+    if is_read and config.gradient_clipping > 0 and not zero.shows_grad_norm:
+        report.complain(
+            _NORM,
+            False,
+            "requires gradient_clipping=0, because clipping needs the norm; remove the key",
+        )
     if not report.doubts(f"{ZERO}.offload_optimizer.super_offload", _DEVICES[0], _TYPE):
         check_guesses(optimizer, zero, report)
     if not report.doubts(*_DEVICES, *_PATHS):

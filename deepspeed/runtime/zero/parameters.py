@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....zero.access.owners import Owner, find_owner, reader_of
+from .handles import Gathered
 from .parameter_offload import external_parameters
 from .slices import OwnSlice, own_slice
 
@@ -176,14 +177,6 @@ def _all_gather(param: nn.Parameter, owner: Owner | None) -> Callable[..., None]
                 held_by.override(one, full)
 
     return all_gather
-
-
-@final
-class Gathered:
-    """The result of `all_gather_coalesced`, which has ended already."""
-
-    def wait(self, **options: Any) -> None:
-        """Does nothing."""
 
 
 def _all_gather_coalesced(param: nn.Parameter, owner: Owner | None) -> Callable[..., Gathered]:

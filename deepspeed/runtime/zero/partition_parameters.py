@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,7 @@ from ....zero.access.gathered import LostEdit
 from ....zero.core.outside import register_external_parameter as register_external_parameter
 from ...errors import methods_raise_theirs
 from ...missing import placeholder
+from .handles import MultipleAllGatherHandles as MultipleAllGatherHandles
 from .lost_edits import drop_or_refuse, refuse_edits
 from .parameters import ZeroParamStatus as ZeroParamStatus
 from .parameters import ZeroParamType as ZeroParamType
@@ -88,6 +90,9 @@ class Init:
         self._init = XdsInit(
             source, module=module, dtype=self._dtype, enabled=enabled, group=data_parallel_group
         )
+        refusal = _contradicting_single_rank_pg_error(1, data_parallel_group)
+        if self._stays_whole and refusal is not None:
+            raise UsageError(refusal)
         answer_for([self._init.store])
         refuse_edits(source, [self._init.store])
         if module is not None and self._stays_whole:
@@ -195,6 +200,23 @@ def _check(remote_device: str | None, others: Mapping[str, Any]) -> None:
         raise UsageError(
             f"zero.Init({asked[0]}=...): is not covered by xds.deepspeed; leave it out"
         )
+
+
+def _contradicting_single_rank_pg_error(
+    dp_world_size: int, explicit_process_group: Any, env: Mapping[str, str] | None = None
+) -> str | None:
+    """What is wrong where one rank would have the whole model though the launcher started several ones."""
+    try:
+        launched = int((os.environ if env is None else env).get("WORLD_SIZE") or 1)
+    except (TypeError, ValueError):
+        return None
+    if dp_world_size != 1 or explicit_process_group is not None or launched <= 1:
+        return None
+    return (
+        f"zero.Init: its process group has one rank, but the launcher says WORLD_SIZE={launched}, so every "
+        "rank would have the whole model; call deepspeed.init_distributed() before the first process group "
+        "is made, or pass data_parallel_group where one rank is what you want"
+    )
 
 
 def _without_auto(source: Any) -> Any:

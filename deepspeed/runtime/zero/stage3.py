@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from ....zero.access.gathered import GatheredParameters
 from ...missing import placeholder
 from ..optimizer_kinds import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizer_Stage3
 from . import estimate
@@ -64,6 +67,16 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     """Print the estimate for these numbers of elements."""
     sizes, nodes = (total_params, largest_layer_params), (num_gpus_per_node, num_nodes)
     print(estimate.table(3, sizes, nodes, additional_buffer_factor))
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """The engine `model`, with all parameters whole, as in DeepSpeed. Entry and exit are collectives.
+
+    `engine.generate` needs less memory: it gathers units as it uses them.
+    """
+    with GatheredParameters(model.parameters()):
+        yield model
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,93 @@
+"""The gradients of a step as the optimizer of stages 1 and 2 lists them in DeepSpeed.
+
+They are for reading. `safe_set_full_grad` changes a gradient at every stage and number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....engine.engine import Engine
+from ....zero.access.owners import Owner, find_owner
+
+
+def averaged_gradients(engine: Engine) -> dict[int, list[Tensor]]:
+    """This rank's parts of the gradients that step() will use, for each parameter group. A collective.
+
+    - Empty unless the last backward of a step has run, and step() has not.
+    - They are the mean over ranks, in fp32 for 16-bit parameters, and have the loss scale.
+    - On one rank they are the engine's own tensors, so writes count. On several ranks they are copies.
+
+    Shapes:  one 1-D tensor for each flat buffer that has parameters of the group.
+    """
+    found: dict[int, list[Tensor]] = {}
+    factor = engine._step.gradient_factor() * engine.loss_scale
+    for param, owner in _trained(engine):
+        if owner.holds_grads(param):
+            return {}
+    for master in engine._parts.updater.masters:
+        held = master.grads.reduced()
+        if held is None:
+            return {}
+        for item in master.items:
+            part = held[item.start : item.start + item.master.numel()]
+            part = part if factor == 1.0 else part.float() * factor
+            found.setdefault(item.group, []).append(part)
+    return found
+
+
+def accumulated_grads_in_cpu(engine: Engine) -> dict[int, Tensor]:
+    """With the optimizer on the host: copies of this rank's gradients of the step so far, by parameter.
+
+    Empty where a step is one micro-batch, as in DeepSpeed, and before the first backward. A collective.
+    """
+    is_on_host = engine.config.zero_optimization.offload_optimizer.device == "cpu"
+    if not is_on_host or engine._accumulation.steps_now == 1:
+        return {}
+    found: dict[int, Tensor] = {}
+    for number, (param, owner) in enumerate(_trained(engine)):
+        own = owner.own_grad(param) if owner.holds_grads(param) else _reduced(param, owner)
+        if own is not None:
+            found[number] = own.to("cpu").flatten()
+    return found
+
+
+def _reduced(param: nn.Parameter, owner: Owner) -> Tensor | None:
+    """This rank's part of the sum, times the factor that makes it a mean."""
+    stored = owner.grad(param)
+    return None if stored is None else stored.local * owner.gradient_factor()
+
+
+def _trained(engine: Engine) -> Iterator[tuple[nn.Parameter, Owner]]:
+    for param in engine.module.parameters():
+        owner = find_owner(param)
+        if owner is not None and owner.trains(param):
+            yield param, owner
+
+
+def unscale_and_clip_grads(
+    self: Any, grad_groups_flat: Iterable[Tensor | list[Tensor]], total_norm: Tensor
+) -> None:
+    """Divide gradients by `self.loss_scale`, and clip them to `self.clip_grad`; 0 does not clip.
+
+    The engine does this in its update; this is for code that borrows the method.
+    Args:
+        total_norm: of the gradients with the loss scale, []. One that is not a norm makes gradients 0.
+    """
+    scale = self.loss_scale
+    if self.clip_grad > 0:
+        norm = torch.as_tensor(total_norm, dtype=torch.float32)
+        norm = norm if norm >= 0 else norm.new_full((), torch.inf)
+        scale = scale * max(1.0, float((norm / scale + 1e-6) / self.clip_grad))
+    if scale == 1.0:
+        return
+    for group in grad_groups_flat:
+        for grad in group if isinstance(group, list) else [group]:
+            grad.data.mul_(1.0 / scale)
+
+
+__all__ = ["accumulated_grads_in_cpu", "averaged_gradients", "unscale_and_clip_grads"]
