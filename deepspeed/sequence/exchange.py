@@ -49,7 +49,7 @@ def _send(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Any) 
     received = parts[0].new_empty(sum(sizes))
     sent = torch.cat([part.reshape(-1) for part in parts])
     dist.all_to_all_single(received, sent, sizes, [part.numel() for part in parts], group=group)
-    pieces = received.split(sizes)
+    pieces = torch.split(received, sizes)
     return [piece.view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
@@ -75,7 +75,7 @@ def single_all_to_all(  # noqa: PLR0913 (DeepSpeed's arguments)
     shape = list(input.shape)
     if scatter_idx == HEADS_DIM:
         heads = shares(shape[HEADS_DIM], num_ranks, num_kv_heads)
-        parts = input.split(heads, dim=HEADS_DIM)
+        parts = torch.split(input, heads, dim=HEADS_DIM)
         shape[HEADS_DIM] = heads[rank]
         shapes = [shape] * num_ranks
     else:

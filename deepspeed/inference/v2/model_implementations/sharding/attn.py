@@ -84,7 +84,7 @@ def shard_qkv_param(
     sizes = [n * head_size for n in (n_heads_q, n_kv, n_kv)]
     if param.shape[0] != sum(sizes):
         raise UsageError(f"{param.shape[0]} rows: these heads have {sum(sizes)}")
-    parts = zip(param.split(sizes), (q, kv, kv), strict=True)
+    parts = zip(torch.split(param, sizes), (q, kv, kv), strict=True)
     return torch.cat([part[mine.start * head_size : mine.stop * head_size] for part, mine in parts])
 
 
