@@ -26,6 +26,7 @@ from xds.deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coal
 from xds.deepspeed.runtime.data_pipeline.data_sampling import variable_batch_size_and_lr as batches
 from xds.deepspeed.runtime.engine import DeepSpeedEngine
 from xds.deepspeed.runtime.pipe import schedule
+from xds.deepspeed.runtime.pipe.engine import PipelineEngine
 from xds.deepspeed.runtime.rollout import ResponseTokenBatch, RolloutBatch, generalized_jsd_loss
 from xds.deepspeed.runtime.rollout.continuous_batching import (
     ContinuousBatchRequest,
@@ -188,6 +189,12 @@ def test_a_plan_for_tensor_ranks_is_put_together() -> None:
     model = types.SimpleNamespace(config=config, _tp_plan=own)
     assert _get_hf_tp_plan(model) == {"layers.*.q": "colwise", "lm_head": "rowwise"}
     assert _get_hf_tp_plan(nn.Linear(1, 1)) is None
+
+
+def test_an_engine_that_was_not_made_keeps_what_a_script_sets() -> None:
+    engine = PipelineEngine.__new__(PipelineEngine)
+    engine.stage_id = 4
+    assert engine.get_pipeline_parallel_rank() == 4
 
 
 def test_functions_that_read_a_config() -> None:

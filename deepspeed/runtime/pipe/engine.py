@@ -136,6 +136,10 @@ class PipelineEngine(EngineAdapter):
     def next_stage(self) -> int:
         return self._engine.stage_id + 1
 
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return int(self.stage_id)
+
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
         return self._place.get_data_parallel_group()
