@@ -22,11 +22,14 @@ from .comm.comm import init_distributed, log_collectives_of
 from .errors import raises_theirs
 from .one_engine import end_older_engine, remember_engine
 from .runtime.engine import DeepSpeedEngine, EngineAdapter
+from .runtime.given_config import GivenConfig
+from .runtime.mixed_precision import without_buffer_dtype
 from .runtime.only_infers import OnlyInfers
 from .runtime.pipe.engine import PipelineEngine
 from .runtime.pipe.few_micro_batches import with_schedule_for
 from .runtime.sequence_parallel.ulysses_hf import UlyssesGroups
 from .runtime.zero.parameters import answer_for_model
+from .runtime.zero.refused import check_zero
 from .sequence.layer import DistributedAttention as TheirAttention
 from .stand_in.release import VERSION
 from .utils import groups
@@ -34,6 +37,7 @@ from .utils.logging import logger  # shows the engine's progress lines from here
 
 GRADIENT_CLIPPING = 1.0  # DeepSpeed's default since 0.19; `xds.initialize` does not clip by default
 
+PLACEHOLDERS = ("DummyOptim", "DummyScheduler")
 MPU_OF_PIPELINE = (
     "deepspeed.initialize(mpu=...) with a PipelineModule: the engine makes the groups of its stages; "
     "leave mpu out, and read engine.grid"
@@ -74,8 +78,9 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         ConfigError, UsageError: as `xds.initialize`.
     """
     model = _checked_model(model, mpu)
+    _refuse_placeholders(optimizer=optimizer, lr_scheduler=lr_scheduler)
     given = _config_of(args, config, config_params)
-    checked = _with_defaults(given)
+    checked = _with_defaults(without_buffer_dtype(given))
     init_distributed(dist_init_required=dist_init_required)
     num_sequence = _sequence_ranks(mpu, mesh_param, checked, model)
     if num_sequence > 1:
@@ -83,6 +88,7 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         checked = checked.with_sequences(num_sequence, in_eval=in_eval)
     checked = with_schedule_for(checked, model, dist.get_world_size())
     is_made = isinstance(optimizer, torch.optim.Optimizer)
+    check_zero(GivenConfig(given, checked), optimizer)
     end_older_engine(model)
     only_infers = _frozen(model, optimizer is not None or checked.optimizer is not None)
     with only_infers:
@@ -103,6 +109,17 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
     groups.follow(engine.mpu, places)
     _say_who_trains(made)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _refuse_placeholders(**given: Any) -> None:
+    """accelerate's DummyOptim and DummyScheduler stand for sections of the config, in its `prepare` alone."""
+    for argument, value in given.items():
+        name = type(value).__name__
+        if name in PLACEHOLDERS:
+            raise UsageError(
+                f"deepspeed.initialize({argument}={name}): accelerate's {name} only goes to "
+                f"accelerator.prepare; leave {argument} out, the config's section is used"
+            )
 
 
 def _checked_model(model: nn.Module | None, mpu: Any) -> nn.Module:

@@ -27,6 +27,7 @@ from .multinode_runner import (
     PDSHRunner,
     SlurmRunner,
 )
+from .on_path import put_command_on_path
 from .resources import (
     apply_num_nodes_and_gpus,
     encode_world_info,
@@ -110,6 +111,9 @@ def _check(options: argparse.Namespace, pool: Mapping[str, int] | None) -> None:
             f"--autotuning {options.autotuning}: xds does not search for a config; `xds plan` prints the "
             "memory that one needs"
         )
+
+
+put_command_on_path()  # `accelerate launch` imports this module before it runs the command
 
 
 def __getattr__(name: str) -> Any:
