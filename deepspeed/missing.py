@@ -72,10 +72,9 @@ MISSING: dict[str, str] = {
 
 # methods and attributes of the engine, and of the optimizer that `initialize` returns
 MISSING_METHODS: dict[str, str] = {
-    "allreduce_gradients": (
+    "buffered_allreduce_fallback": (
         "gradients are reduced in backward; to delay this use engine.no_sync(), then step() reduces them"
     ),
-    "buffered_allreduce_fallback": "gradients are reduced in backward",
     **dict.fromkeys(
         ("_exec_schedule", "pipe_buffers"),
         "the engine runs tables, see docs/design/pipeline.md; pipeline.schedule takes a file of one",

@@ -105,8 +105,7 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
     remember_engine(model, made)
     engine = _adapter_of(made, collate_fn, isinstance(model, PipelineModule))
     engine.keep_given_config(given, only_infers)
-    places = None if num_sequence == 1 else mpu or UlyssesGroups(num_sequence)
-    groups.follow(engine.mpu, places)
+    groups.follow(engine.mpu, None if num_sequence == 1 else mpu or UlyssesGroups(num_sequence))
     _say_who_trains(made)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

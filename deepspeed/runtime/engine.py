@@ -106,8 +106,8 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
         self.__dict__["_only_infers"] = only_infers
         refuse_edits(source, (find_owner(param) for param in self._engine.module.parameters()))
         given = self.__dict__["_given_config"] = GivenConfig(source, self._engine.config)
-        if given.get("log_level") is not None:
-            self._set_log_level()
+        if {"log_level", "data_types"} & given.keys():
+            self._follow_config()
         section = given.get("zero_optimization")
         if isinstance(self._optimizer, WithMasters) and isinstance(section, Mapping):
             self._optimizer.is_elastic = section.get("elastic_checkpoint") is True
@@ -160,6 +160,13 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
                 "no_sync context manager reentry is unsupported: leave the outer one first"
             )
         return self._engine.no_sync()
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce what backward has left, after the last backward of a step. A collective; step() does it too.
+
+        bucket_size: without effect.
+        """
+        self._engine._sharded.reduce_rest(also_held=self._engine._step.reduces_when_asked())
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Delay the reduction of several backward passes to the next step or the next backward outside."""

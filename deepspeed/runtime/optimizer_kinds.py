@@ -122,6 +122,11 @@ class ZeROOptimizer(WithMasters):
         norm = self._engine._step.grad_norm  # also where scripts cannot see it
         return norm is not None and not math.isfinite(norm)
 
+    @property
+    def averaged_gradients(self) -> dict[int, list[Tensor]]:
+        """`gradient_lists.averaged_gradients`."""
+        return gradient_lists.averaged_gradients(self._engine)
+
 
 @final
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
@@ -153,11 +158,6 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         return float(self.loss_scaler.cur_scale)
 
     @property
-    def averaged_gradients(self) -> dict[int, list[Tensor]]:
-        """`gradient_lists.averaged_gradients`."""
-        return gradient_lists.averaged_gradients(self._engine)
-
-    @property
     def accumulated_grads_in_cpu(self) -> dict[int, Tensor]:
         """`gradient_lists.accumulated_grads_in_cpu`."""
         return gradient_lists.accumulated_grads_in_cpu(self._engine)
@@ -182,6 +182,11 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 (DeepSpeed's n
 
     def _saved_name(self) -> str:
         return "fp32_flat_groups"
+
+    @property
+    def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
+        """The parameters of each tensor of `fp32_partitioned_groups_flat`."""
+        return gradient_lists.params_of_masters(self._engine)
 
     @property
     def parameter_offload(self) -> DeepSpeedZeRoOffload:

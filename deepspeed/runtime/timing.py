@@ -32,7 +32,6 @@ class EngineTiming:
         self._ended = False
         report.timers.listener = self._region
         report.throughput.listener = self._step
-        self.tput_timer.start()
 
     def attributes(self) -> dict[str, Any]:
         """What scripts read of an engine, by name."""
@@ -66,6 +65,8 @@ class EngineTiming:
 
     def _step(self) -> None:
         """The engine has ended an optimizer step. A step lasts from the end of the last one."""
+        if not self.tput_timer.started:  # the first step, of which no time is counted
+            self.tput_timer.start()
         self.tput_timer.stop(global_step=True, report_speed=self._is_first_rank)
         self.tput_timer.start()
 

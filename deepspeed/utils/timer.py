@@ -223,7 +223,9 @@ class ThroughputTimer:
         self.global_step_count = 0
         self.total_elapsed_time = 0.0  # seconds
         self.step_elapsed_time = 0.0
-        self._start_seconds: float | None = None
+        self.start_time = 0.0  # of the micro-batch, in seconds of a clock; 0 before `start_step`
+        self.end_time = 0.0
+        self.initialized = False  # it was started once
 
     def update_epoch_count(self) -> None:
         """Begin an epoch."""
@@ -233,9 +235,9 @@ class ThroughputTimer:
     def start(self) -> None:
         """Begin to measure a micro-batch."""
         if self.config.enabled:
-            self.started = True
+            self.started = self.initialized = True
             counts = self.global_step_count >= self.start_step
-            self._start_seconds = self._now() if counts else None
+            self.start_time = self._now() if counts else 0.0
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """End a micro-batch; with `global_step` also an optimizer step."""
@@ -244,9 +246,10 @@ class ThroughputTimer:
         self.started = False
         self.micro_step_count += 1
         self.global_step_count += int(global_step)
-        if self._start_seconds is None:
+        if not self.start_time:
             return
-        seconds = self._now() - self._start_seconds
+        self.end_time = self._now()
+        seconds = self.end_time - self.start_time
         self.total_elapsed_time += seconds
         self.step_elapsed_time += seconds
         if global_step:

@@ -256,7 +256,7 @@ def test_the_engine_answers_deepspeeds_questions() -> None:
 def refusals() -> dict[str, str]:
     engine, optimizer, *_ = start(1)
     said = {}
-    for name in ("allreduce_gradients", "_exec_schedule", "checkpoint_engine"):
+    for name in ("buffered_allreduce_fallback", "_exec_schedule", "checkpoint_engine"):
         assert not hasattr(engine, name)
         with pytest.raises(AttributeError, match=f"engine.{name} is not covered") as caught:
             getattr(engine, name)
@@ -274,7 +274,7 @@ def refusals() -> dict[str, str]:
 
 
 def test_what_the_engine_lacks_it_says_in_a_sentence() -> None:
-    assert "engine.no_sync()" in run_ranks(refusals, 1)[0]["allreduce_gradients"]
+    assert "engine.no_sync()" in run_ranks(refusals, 1)[0]["buffered_allreduce_fallback"]
 
 
 # -- data -------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import xds
 import xds.deepspeed as deepspeed
 from xds.deepspeed.runtime.zero import partition_parameters, stage_1_and_2
+from xds.deepspeed.runtime.zero.refused import check_zero
+from xds.deepspeed.runtime.zero.utils import ZeRORuntimeException
 from xds.deepspeed.utils import safe_get_full_grad
 
 
@@ -93,7 +95,7 @@ def lists_of_gradients(stage: int, offloads: bool) -> None:
         gradient_clipping=0.0,
         zero_optimization={
             "stage": stage,
-            "compute_grad_norm": False,
+            "compute_grad_norm": offloads,
             "offload_optimizer": {"device": "cpu"} if offloads else None,
         },
     )
@@ -118,7 +120,8 @@ def lists_of_gradients(stage: int, offloads: bool) -> None:
         assert optimizer.overflow
     else:
         engine.step()
-    assert engine.get_global_grad_norm() is None and optimizer._global_grad_norm is None
+    if not offloads:
+        assert engine.get_global_grad_norm() is None and optimizer._global_grad_norm is None
     same = [torch.equal(*two) for two in zip(before, engine.module.parameters(), strict=True)]
     assert all(same) == (world == 1)
     assert not optimizer.averaged_gradients
@@ -148,6 +151,38 @@ def test_clipping_needs_the_norm_that_a_config_leaves_out() -> None:
         "compute_grad_norm": False,
     }  # DeepSpeed ignores it there
     assert xds.Config.load(config).zero_optimization.shows_grad_norm
+
+
+@pytest.mark.parametrize(
+    ("keys", "zero", "why"),
+    [
+        (
+            {},
+            {"compute_grad_norm": False, "offload_optimizer": {"device": "cpu"}},
+            "optimizer offload",
+        ),
+        ({}, {"compute_grad_norm": False, "zenflow": {}}, "ZenFlow"),
+        ({}, {"allgather_bucket_size": 1001}, "must be a multiple of nccl_start_alignment_factor"),
+        (
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+            {"compute_grad_norm": False},
+            "BF16 parameters and FP32 gradient accumulation",
+        ),
+        (
+            {"zero_force_ds_cpu_optimizer": True},
+            {"offload_optimizer": {"device": "cpu"}},
+            "an optimizer of the script, Adam",
+        ),
+    ],
+)
+def test_what_deepspeed_refuses_is_refused(
+    keys: dict[str, Any], zero: dict[str, Any], why: str
+) -> None:
+    optimizer = torch.optim.Adam(build().parameters())
+    config = {"zero_optimization": {"stage": 1, **zero}, **keys}
+    with pytest.raises(ZeRORuntimeException, match=why):
+        check_zero(config, optimizer)
+    check_zero({"zero_optimization": {"stage": 3, "allgather_bucket_size": 1001}}, optimizer)
 
 
 def test_gradients_are_unscaled_and_clipped_in_place() -> None:

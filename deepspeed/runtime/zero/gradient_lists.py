@@ -1,4 +1,4 @@
-"""The gradients of a step as the optimizer of stages 1 and 2 lists them in DeepSpeed.
+"""The gradients of a step, and the parameters, as DeepSpeed's ZeRO optimizers list them.
 
 They are for reading. `safe_set_full_grad` changes a gradient at every stage and number of ranks.
 """
@@ -22,7 +22,7 @@ def averaged_gradients(engine: Engine) -> dict[int, list[Tensor]]:
     - They are the mean over ranks, in fp32 for 16-bit parameters, and have the loss scale.
     - On one rank they are the engine's own tensors, so writes count. On several ranks they are copies.
 
-    Shapes:  one 1-D tensor for each flat buffer that has parameters of the group.
+    Shapes:  one 1-D tensor for each parameter of which this rank has elements; [0] where it has none.
     """
     found: dict[int, list[Tensor]] = {}
     factor = engine._step.gradient_factor() * engine.loss_scale
@@ -34,10 +34,19 @@ def averaged_gradients(engine: Engine) -> dict[int, list[Tensor]]:
         if held is None:
             return {}
         for item in master.items:
-            part = held[item.start : item.start + item.master.numel()]
-            part = part if factor == 1.0 else part.float() * factor
-            found.setdefault(item.group, []).append(part)
+            at = item.start
+            parts = [held[at + part.start : at + part.stop] for part in item.parts] or [held[:0]]
+            given = parts if factor == 1.0 else [part.float() * factor for part in parts]
+            found.setdefault(item.group, []).extend(given)
     return found
+
+
+def params_of_masters(engine: Engine) -> list[list[nn.Parameter]]:
+    """The parameters of which each of the optimizer's tensors has elements, in their order. Nothing is sent."""
+    params = {owner.name_of(param): param for param, owner in _trained(engine)}
+    items = {id(item.master): item for one in engine._parts.updater.masters for item in one.items}
+    tensors = [one for group in engine.optimizer.param_groups for one in group["params"]]
+    return [[params[part.name] for part in items[id(one)].parts] for one in tensors]
 
 
 def accumulated_grads_in_cpu(engine: Engine) -> dict[int, Tensor]:
@@ -90,4 +99,9 @@ def unscale_and_clip_grads(
             grad.data.mul_(1.0 / scale)
 
 
-__all__ = ["accumulated_grads_in_cpu", "averaged_gradients", "unscale_and_clip_grads"]
+__all__ = [
+    "accumulated_grads_in_cpu",
+    "averaged_gradients",
+    "params_of_masters",
+    "unscale_and_clip_grads",
+]

@@ -100,7 +100,7 @@ def _install() -> None:
         for name, read in _READERS.items():
             setattr(nn.Parameter, name, _Answer(name, read))
         nn.Module.ds_external_parameters = external_parameters  # type: ignore[attr-defined]
-        nn.Parameter.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
+        nn.Parameter.__deepcopy__ = _deepcopy  # type: ignore[method-assign, assignment]
 
 
 _torch_deepcopy = nn.Parameter.__deepcopy__
@@ -113,7 +113,7 @@ def _deepcopy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     """
     owner = find_owner(param)
     if owner is None or owner.holds_full(param) or not _answers(param, owner):
-        copied: nn.Parameter = _torch_deepcopy(param, memo)
+        copied: nn.Parameter = _torch_deepcopy(param, memo)  # type: ignore[no-untyped-call]
         return copied
     if id(param) not in memo:
         owner.agree("copy.deepcopy", param)
