@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from ...engine.config.config import Config
+from ...engine.config.text import read_source
 from ...utils.errors import UsageError
 from ..utils.logging import set_log_level_from_string
 from .config import DeepSpeedConfig, DtypeEnum
@@ -52,11 +55,13 @@ class MixedPrecision:
         level: str | None = self._config.log_level
         return level
 
-    def _set_log_level(self) -> None:
-        """Set the level of DeepSpeed's logger, where the config has one."""
+    def _follow_config(self) -> None:
+        """Set the level of DeepSpeed's logger, and the dtype of buffers, where the config has one."""
         level = self.log_level()
         if level is not None:
             set_log_level_from_string(level)
+        if self._config.buffer_dtype is not None:
+            _cast(self.module.buffers(), DtypeEnum(self._config.buffer_dtype).value)
 
     def _mixed_precision_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
         """(dtype of parameters, dtype of buffers); None: they keep theirs."""
@@ -95,6 +100,18 @@ class MixedPrecision:
             _cast(self.module.parameters(), param_dtype)
         if buffer_dtype is not None:
             _cast(self.module.buffers(), buffer_dtype)
+
+
+def without_buffer_dtype(source: Any) -> Any:
+    """`source` as a dict without data_types.buffer_dtype, which this layer does itself; else `source`."""
+    if isinstance(source, Config):
+        return source
+    data, _, complaints = read_source(source)
+    types = data.get("data_types")
+    if complaints or not isinstance(types, Mapping) or types.get("buffer_dtype") is None:
+        return source
+    kept = {key: value for key, value in types.items() if key != "buffer_dtype"}
+    return {**data, "data_types": kept}
 
 
 def _precision(engine: Any) -> torch.dtype:

@@ -243,18 +243,21 @@ def _reduced_and_grouped() -> list[Any]:
     narrow = torch.full((2, 2), float(rank), dtype=torch.float8_e4m3fn)
     model.frozen = nn.Parameter(narrow, requires_grad=False)
     model.register_buffer("scale", torch.ones(2, dtype=torch.float8_e5m2))
+    model.register_buffer("inv_freq", torch.ones(2))
     engine, *_ = deepspeed.initialize(
         model=model,
         config={
             "train_batch_size": 8,
             "log_level": "ERROR",
             "bf16": {"enabled": True},
+            "data_types": {"buffer_dtype": "bf16"},
             "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
         },
     )
     assert engine._config.train_micro_batch_size_per_gpu == 8 // size
     assert (engine.gradient_clipping(), engine.log_level()) == (1.0, "ERROR")
     assert (model.weight.dtype, model.scale.dtype) == (torch.bfloat16, torch.float8_e5m2)
+    assert model.inv_freq.dtype == torch.bfloat16
     assert model.frozen.dtype == torch.float8_e4m3fn and not model.frozen.float().any()
     assert logger.level == logging.ERROR
     return [[one.tolist() for one in parts], sizes]
