@@ -87,7 +87,7 @@ MISSING_METHODS: dict[str, str] = {
     "flops_profiler": "set flops_profiler.enabled in the config",
     **dict.fromkeys(("checkpoint_engine", "quantizer"), _INNER),
     **dict.fromkeys(("progressive_layer_drop", "eigenvalue", "gas_boundary_ctr"), _INNER),
-    **dict.fromkeys(("print_forward_breakdown", "_config"), _INNER),
+    "print_forward_breakdown": _INNER,
     **dict.fromkeys(("client_optimizer", "client_lr_scheduler", "training_data"), _GIVEN),
     "loaded_checkpoint_tag": "engine.load_checkpoint returns the folder, whose name is the tag",
     "refresh_fp32_params": (

@@ -581,7 +581,7 @@ def inner_names() -> None:
     engine.step()
     assert engine.was_step_applied() and optimizer._global_grad_norm > 0
     assert not engine.pld_enabled()
-    for name in ("flops_profiler", "loaded_checkpoint_tag", "_config", "training_data"):
+    for name in ("flops_profiler", "loaded_checkpoint_tag", "quantizer", "training_data"):
         assert not hasattr(engine, name)
         with pytest.raises(xds.UsageError, match=f"engine.{name} is not covered by xds.deepspeed"):
             getattr(engine, name)
