@@ -14,7 +14,7 @@ from math import prod
 from typing import final
 
 from ...utils.errors import UsageError
-from .affine import AffinePiece, ParamAffineMap, row_major_strides
+from .affine_maps import AffinePiece, ParamAffineMap, row_major_strides
 
 Numbers = tuple[int, ...]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...utils.errors import UsageError
 from ..errors import raises_theirs
-from .affine import AffinePiece, ParamAffineMap, row_major_strides
+from .affine_maps import AffinePiece, ParamAffineMap, row_major_strides
 
 Part = tuple[
     int, int, tuple[int, ...]

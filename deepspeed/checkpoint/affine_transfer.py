@@ -15,7 +15,6 @@ from math import prod
 from typing import Any, final
 
 from ..missing import placeholder
-from .affine import ParamAffineMap as ParamAffineMap
 from .affine_boxes import (
     AffineTransferError,
     Block,
@@ -28,6 +27,7 @@ from .affine_boxes import (
     blocks_of,
     is_covered,
 )
+from .affine_maps import ParamAffineMap as ParamAffineMap
 
 
 @final

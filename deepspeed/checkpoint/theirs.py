@@ -23,11 +23,16 @@ def refuse_theirs(folder: Path, tag: str | None) -> None:
     here = folder / tag
     if (here / MANIFEST).exists():
         return
-    if is_deepspeed(here) or (here / "zero").is_dir():
+    if (here / "zero").is_dir():
+        raise UsageError(
+            f"{here} is a universal checkpoint of DeepSpeed, which is not read: import the checkpoint it was "
+            f"made from with `xds checkpoint import {folder} NEW_FOLDER --tag ITS_TAG`, and load NEW_FOLDER"
+        )
+    if is_deepspeed(here):
         name = f" --tag {tag}" if tag else ""
         raise UsageError(
             f"{here} is a checkpoint of DeepSpeed: import it once with `xds checkpoint import {folder} "
-            f"NEW_FOLDER{name}`, and load NEW_FOLDER; of a universal checkpoint import its source"
+            f"NEW_FOLDER{name}`, and load NEW_FOLDER"
         )
 
 

@@ -232,6 +232,14 @@ def test_the_states_of_deepspeeds_files_for_fewer_ranks(
         found.get_files_for_rank(0, 0, 1)
 
 
+def test_a_universal_checkpoint_of_deepspeed_names_its_source(tmp_path: Path) -> None:
+    (tmp_path / "t_universal/zero/0.weight").mkdir(parents=True)
+    torch.save({}, tmp_path / "t_universal/mp_rank_00_model_states.pt")
+    (tmp_path / "latest").write_text("t_universal")
+    with pytest.raises(UsageError, match="universal checkpoint of DeepSpeed.* --tag ITS_TAG"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+
+
 # -- weights ----------------------------------------------------------------------------------------------
 
 
