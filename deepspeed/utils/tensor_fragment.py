@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...utils.errors import UsageError
 from ...zero.access import full
 from ...zero.access.owners import Owner, find_owner
+from ...zero.core.tensors import broadcast_whole
 from ..errors import raises_theirs
 from ..missing import placeholder
 from ..runtime.zero.parameters import is_zero_param
@@ -63,11 +64,19 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 @raises_theirs
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """`xds.zero.set_full_grad`; writes to `param.grad` without an engine, and nothing if frozen."""
-    if find_owner(param) is None and param.grad is not None:
+    """`xds.zero.set_full_grad`; writes to `param.grad` without an engine, and nothing if frozen.
+
+    Where the ranks pass different values, each writes that of the first one. In DeepSpeed each writes its part
+    of its own.
+    """
+    owner = find_owner(param)
+    if owner is None and param.grad is not None:
         param.grad.copy_(value)
-    elif find_owner(param) is None or _has_states(param):
+    elif owner is None:
         full.set_full_grad(param, value)
+    elif _has_states(param):
+        first = broadcast_whole(owner.together(param), value.detach().clone())
+        full.set_full_grad(param, first)
 
 
 @raises_theirs

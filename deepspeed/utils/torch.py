@@ -39,7 +39,10 @@ def is_functorch_transforming() -> bool:
 
 def register_grad_hook(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """Call `hook` with the parameter after each accumulation into its gradient. Returns torch's handle."""
-    return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    if required_torch_version(min_version=2.1):
+        return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    node: Any = param.expand_as(param).grad_fn
+    return node.next_functions[0][0].register_hook(hook)
 
 
 def jit_script_compat(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_ranks
+from pydantic import ValidationError
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +34,8 @@ from xds.deepspeed.runtime.rollout.continuous_batching import (
     ContinuousBatchScheduler,
 )
 from xds.deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
+from xds.deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
+from xds.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from xds.deepspeed.utils import groups
 from xds.deepspeed.utils.logging import logger
 
@@ -301,3 +304,11 @@ def test_layers_mark_their_input_while_a_context_is_open() -> None:
     assert outer.stats.marked_tensors == 0
     layer(given)
     assert kind.__call__ is before and found.marked_tensors == 1
+
+
+def test_the_section_zenflow_can_be_read() -> None:
+    found = DeepSpeedZeroConfig(stage=2, zenflow={"topk_ratio": 0.25, "update_interval": 4}).zenflow
+    assert isinstance(found, ZenFlowConfig) and (found.topk_ratio, found.offload) == (0.25, False)
+    for wrong in ({"topk_ratio": 1.0}, {"update_interval": 0}, {"select_strategy": "never"}):
+        with pytest.raises(ValidationError):
+            ZenFlowConfig(**wrong)

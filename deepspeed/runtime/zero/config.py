@@ -45,6 +45,7 @@ class DeepSpeedZeroConfig(ConfigView):
 
     section: ClassVar[type[Section]] = ZeroConfig
     path: ClassVar[str] = ZERO_OPTIMIZATION
+    unread: ClassVar[tuple[str, ...]] = ("zenflow",)
 
     stage: ZeroStageEnum = ZeroStageEnum.disabled
     contiguous_gradients: bool = True

@@ -27,6 +27,7 @@ class ConfigView(BaseModel):
 
     section: ClassVar[type[Section]]
     path: ClassVar[str]
+    unread: ClassVar[tuple[str, ...]] = ()  # keys for reading alone, which the section refuses
 
     def __init__(self, **values: Any) -> None:
         """
@@ -35,7 +36,8 @@ class ConfigView(BaseModel):
         """
         given = {key: value for key, value in values.items() if not is_auto(value)}
         report = Report()
-        read_section(self.section, _plain(given), self.path, report)
+        read = {key: value for key, value in given.items() if key not in self.unread}
+        read_section(self.section, _plain(read), self.path, report)
         if report.complaints:
             with in_their_form():
                 raise ConfigError(report.complaints, self.path)
