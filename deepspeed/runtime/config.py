@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ...engine.config.text import read_source
 from ...utils.errors import ConfigError
+from ..comm.config import DeepSpeedCommsConfig
 from ..errors import methods_raise_theirs
 from ..missing import placeholder
 from . import batch_sizes
@@ -193,6 +194,18 @@ class DeepSpeedConfig:
                 self.world_size,
             )
         )
+
+    @property
+    def monitor_config(self) -> Any:
+        """The sections of monitors, a `DeepSpeedMonitorConfig`."""
+        from ..monitor.config import get_monitor_config  # not above: it takes long to import
+
+        return get_monitor_config(self._param_dict)
+
+    @property
+    def comms_config(self) -> DeepSpeedCommsConfig:
+        """The section comms_logger."""
+        return DeepSpeedCommsConfig(self._param_dict)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and name in self._param_dict:

@@ -24,6 +24,7 @@ from xds.deepspeed.module_inject.tp_plan_converter import TPPlanConverter
 from xds.deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
 from xds.deepspeed.ops.adam import DeepSpeedCPUAdam
 from xds.deepspeed.ops.op_builder import UtilsBuilder
+from xds.deepspeed.runtime.config import DeepSpeedConfig
 from xds.deepspeed.sequence.layer import _dim_zero_all_to_all, _SeqAllToAll
 from xds.deepspeed.utils import groups, zero_to_fp32
 from xds.deepspeed.utils.pin_memory import NativePinnedMemory
@@ -318,3 +319,20 @@ def test_dimensions_are_divided_by_heads_or_grains() -> None:
     text = SimpleNamespace(num_key_value_heads=2, num_attention_heads=8, hidden_size=64)
     found = AutoTPMeta.from_model_config(SimpleNamespace(text_config=text))
     assert found == AutoTPMeta(2, 8, 64) and AutoTPMeta.from_model_config(None) == AutoTPMeta()
+
+
+def test_the_config_object_has_the_sections_of_monitors_and_of_the_log() -> None:
+    config = DeepSpeedConfig(
+        {
+            "train_batch_size": 2,
+            "csv_monitor": {"enabled": True, "job_name": "test"},
+            "comms_logger": {"enabled": True, "verbose": True},
+        }
+    )
+    monitors = config.monitor_config
+    assert monitors.enabled and monitors.csv_monitor.job_name == "test"
+    assert not monitors.wandb.enabled
+    assert config.comms_config.comms_logger.verbose and config.comms_config.comms_logger_enabled
+    wrong = DeepSpeedConfig({"train_batch_size": 2, "wandb": {"enabled": "perhaps"}})
+    with pytest.raises(ValueError, match=r"wandb\.enabled"):
+        _ = wrong.monitor_config
