@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ....utils.errors import UsageError
+from ...comm import comm as collectives
 from ...errors import raises_theirs
 from ...missing import placeholder
 
@@ -40,7 +41,7 @@ def reduce_scatter_coalesced(
     ]
     sent = torch.cat(rows, dim=1).div_(size)  # [ranks, elements of one rank]
     mine = sent.new_empty(sent.shape[1])
-    dist.reduce_scatter_tensor(mine, sent.view(-1), group=group)
+    collectives.reduce_scatter_fn(mine, sent.view(-1), group=group)
     kept = [
         max(0, min(width, one.numel() - rank * width))
         for one, width in zip(tensors, widths, strict=True)

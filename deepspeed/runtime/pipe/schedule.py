@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any, final
 
 
@@ -245,8 +246,6 @@ def __getattr__(name: str) -> Any:
     from ...missing import placeholder
 
     if name == "DualPipeVSchedule":
-        from .v_schedule import DualPipeVSchedule
-
-        return DualPipeVSchedule
+        return import_module(".v_schedule", __package__).DualPipeVSchedule
 
     return placeholder(__name__, name)

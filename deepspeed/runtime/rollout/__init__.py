@@ -5,47 +5,27 @@ There is no generator of xds: `build_rollout` refuses, and a script derives its 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-from ....utils.errors import UsageError
-from ...errors import raises_theirs
-from ...missing import placeholder
-from .base import RolloutBatch, RolloutConfig, RolloutEngine, RolloutRequest, SamplingConfig
-from .opsd import JSDLossOutput, ResponseTokenBatch, generalized_jsd_loss
+_SOURCES = {
+    "JSDLossOutput": ".opsd",
+    "ResponseTokenBatch": ".opsd",
+    "RolloutBatch": ".base",
+    "RolloutConfig": ".base",
+    "RolloutEngine": ".base",
+    "RolloutRequest": ".base",
+    "SamplingConfig": ".base",
+    "build_rollout": ".factory",
+    "generalized_jsd_loss": ".opsd",
+}
 
-
-@raises_theirs
-def build_rollout(
-    rollout_cfg: Any, student_engine: Any = None, tokenizer: Any = None, **kwargs: Any
-) -> RolloutEngine:
-    """Always raises.
-
-    Raises:
-        UsageError: also a ValueError; with what to do instead.
-    """
-    name = rollout_cfg.engine
-    if name != "hybrid_engine":
-        raise UsageError(f"Unknown rollout engine {name!r}; DeepSpeed has hybrid_engine alone")
-    if student_engine is None or tokenizer is None:
-        raise UsageError("hybrid_engine needs both student_engine and tokenizer")
-    raise UsageError(
-        "the rollout engine hybrid_engine is not covered by xds.deepspeed: derive from RolloutEngine, and call "
-        "engine.module.generate() in it"
-    )
+__all__ = sorted(_SOURCES)
 
 
 def __getattr__(name: str) -> Any:
+    from ...missing import placeholder
+
+    if name in _SOURCES:
+        return getattr(import_module(_SOURCES[name], __name__), name)
     return placeholder(__name__, name)
-
-
-__all__ = [
-    "JSDLossOutput",
-    "ResponseTokenBatch",
-    "RolloutBatch",
-    "RolloutConfig",
-    "RolloutEngine",
-    "RolloutRequest",
-    "SamplingConfig",
-    "build_rollout",
-    "generalized_jsd_loss",
-]
