@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...engine.checkpoint.io.reader import CheckpointReader
+from ...engine.checkpoint.random_state import read_random_state, set_random_state
 from ...engine.engine import Engine
 from ...utils.errors import UsageError
 from ...utils.version import __version__
@@ -121,7 +122,9 @@ class Checkpoints(ABC):
         load_module_only: bool = False,
         custom_load_fn: CustomLoad | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """`xds.Engine.load_checkpoint`.
+        """`xds.Engine.load_checkpoint`, but random generators keep their states, as in DeepSpeed.
+
+        Libraries restore them themselves, and draw the order of the data before that.
 
         Args:
             tag: None is the one in `latest`, or in `latest_universal` with checkpoint.load_universal.
@@ -130,6 +133,8 @@ class Checkpoints(ABC):
         """
         name = self._tag_of(Path(load_dir)) if tag is None else str(tag)
         refuse_theirs(Path(load_dir), name)
+        device = self._engine.device
+        random_state = read_random_state(device)
         found = self._engine.load_checkpoint(
             load_dir,
             name,
@@ -138,6 +143,7 @@ class Checkpoints(ABC):
             load_lr_scheduler_states=load_lr_scheduler_states,
             load_module_only=load_module_only,
         )
+        set_random_state(random_state, device)
         if custom_load_fn is not None and found[0] is not None:
             src = _weights_of(found[0]) if self._engine.global_rank == 0 else {}
             self._load_by(custom_load_fn, src)

@@ -53,6 +53,15 @@ def test_an_engine_is_a_module_whose_names_are_those_of_the_model() -> None:
     torch.testing.assert_close(engine.forward(torch.ones(1, 5)), model(torch.ones(1, 5)))
 
 
+def test_a_load_leaves_random_generators_alone(tmp_path: Path) -> None:
+    engine = deepspeed.initialize(model=built(), config=config_of(1, **ADAM))[0]
+    engine.save_checkpoint(tmp_path, "a")
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    assert engine.load_checkpoint(tmp_path, "a")[0] is not None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # -- stage 3 ------------------------------------------------------------------------------------------------
 
 
