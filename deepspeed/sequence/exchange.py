@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...utils.errors import UsageError
+from ..comm import comm as collectives
 from ..errors import raises_theirs
 
 HEADS_DIM = 2  # of four dimensions: heads, and behind them the width
@@ -39,7 +40,7 @@ def shares(total: int, num_ranks: int, whole: int | None = None) -> list[int]:
 def _total_heads(x: Tensor, group: Any) -> int:
     """The heads of all ranks. A collective."""
     number = torch.tensor([x.shape[HEADS_DIM]], device=x.device)
-    dist.all_reduce(number, group=group)
+    collectives.all_reduce(number, group=group)
     return int(number)
 
 
@@ -48,7 +49,8 @@ def _send(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Any) 
     sizes = [torch.Size(shape).numel() for shape in shapes]
     received = parts[0].new_empty(sum(sizes))
     sent = torch.cat([part.reshape(-1) for part in parts])
-    dist.all_to_all_single(received, sent, sizes, [part.numel() for part in parts], group=group)
+    widths = [part.numel() for part in parts]
+    collectives.all_to_all_single(received, sent, sizes, widths, group=group)
     pieces = torch.split(received, sizes)
     return [piece.view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
 

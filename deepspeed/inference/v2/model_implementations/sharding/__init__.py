@@ -5,46 +5,32 @@ Plain functions of tensors. xds's own tensor parallelism does not use them, see 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-from .....missing import placeholder
-from .attn import (
-    attn_out_in_features,
-    get_local_heads,
-    qkv_out_features,
-    shard_attn_out_param,
-    shard_qkv_param,
-)
-from .mlp import (
-    DEFAULT_SHARD_GRANULARITY,
-    get_shard_endpoints,
-    shard_embedding_param,
-    shard_mlp_1_param,
-    shard_mlp_2_param,
-    shard_unembed_param,
-    sharded_embedding_dim,
-    sharded_intermediate_dim,
-    sharded_unembed_dim,
-)
+_SOURCES = {
+    "DEFAULT_SHARD_GRANULARITY": ".mlp",
+    "attn_out_in_features": ".attn",
+    "get_local_heads": ".attn",
+    "get_shard_endpoints": ".mlp",
+    "qkv_out_features": ".attn",
+    "shard_attn_out_param": ".attn",
+    "shard_embedding_param": ".mlp",
+    "shard_mlp_1_param": ".mlp",
+    "shard_mlp_2_param": ".mlp",
+    "shard_qkv_param": ".attn",
+    "shard_unembed_param": ".mlp",
+    "sharded_embedding_dim": ".mlp",
+    "sharded_intermediate_dim": ".mlp",
+    "sharded_unembed_dim": ".mlp",
+}
+
+__all__ = sorted(_SOURCES)
 
 
 def __getattr__(name: str) -> Any:
+    from .....missing import placeholder
+
+    if name in _SOURCES:
+        return getattr(import_module(_SOURCES[name], __name__), name)
     return placeholder(__name__, name)
-
-
-__all__ = [
-    "DEFAULT_SHARD_GRANULARITY",
-    "attn_out_in_features",
-    "get_local_heads",
-    "get_shard_endpoints",
-    "qkv_out_features",
-    "shard_attn_out_param",
-    "shard_embedding_param",
-    "shard_mlp_1_param",
-    "shard_mlp_2_param",
-    "shard_qkv_param",
-    "shard_unembed_param",
-    "sharded_embedding_dim",
-    "sharded_intermediate_dim",
-    "sharded_unembed_dim",
-]
