@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +25,10 @@ from ...ops.optim.zero_one_adam import ZeroOneAdam
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...zero.core.update import Updater
+from .shape_seeing import refusal_text, sees_shapes, warning_text
 from .trial import try_optimizer
+
+log = logging.getLogger("xds")
 
 Named = dict[str, Any]
 ClientOptimizer = (
@@ -172,8 +176,10 @@ def client_optimizer(
                 "optimizer", given, "an optimizer, its class, or a callable that gets groups"
             )
         built: torch.optim.Optimizer = given(_entries(updater, groups))
-        _check_slices(type(built), updater, type(built).__name__, allow_untested)
-        return built
+        if not sees_shapes(type(built)):
+            _check_slices(type(built), updater, type(built).__name__, allow_untested)
+            return built
+        given = built
     name = type(given).__name__
     if any(float(state.get("step", 1)) for state in given.state.values()):
         raise UsageError(
@@ -228,6 +234,9 @@ def _layout_for(
 ) -> Callable[[int], list[Tensor]]:
     """Flat shards for elementwise arithmetic, whole parameters where nothing is sharded."""
     _check_slices(kind, updater, name, allow_untested)
+    is_cut = updater.world.is_sharded or updater.has_slices
+    if allow_untested and is_cut and sees_shapes(kind) and updater.world.collectives.rank == 0:
+        log.warning(warning_text(name))
     if issubclass(kind, ShardOptimizer):
         return updater.tensors_of
     if updater.world.is_alone:
@@ -238,12 +247,7 @@ def _layout_for(
         return updater.whole_params
     if allow_untested:
         return updater.tensors_of
-    raise UsageError(
-        f"{name}: this optimizer may use the shape of a parameter, and with zero_optimization.stage >= 1 "
-        "it would see 1-D shards; use zero_optimization.stage = 0, one of "
-        f"{', '.join(sorted(k.__name__ for k in ELEMENTWISE))}, Lamb, Lion or Muon, or set "
-        "zero_allow_untested_optimizer to true if its arithmetic is per element"
-    )
+    raise UsageError(refusal_text(name, _elementwise_names()))
 
 
 def _check_slices(
@@ -266,9 +270,12 @@ def _check_slices(
     )
     raise UsageError(
         f"{name}: this optimizer may use norms or the shape of a whole parameter, and tensor_parallel.tp_size "
-        f"> 1 cuts it; use one of {', '.join(sorted(k.__name__ for k in ELEMENTWISE))} or Lion, set tp_size to "
-        f"1{hint}"
+        f"> 1 cuts it; use one of {_elementwise_names()} or Lion, set tp_size to 1{hint}"
     )
+
+
+def _elementwise_names() -> str:
+    return ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
 
 
 def _entries(updater: Updater, groups: Groups) -> list[Named]:
