@@ -154,8 +154,11 @@ def _run_module(name: str, args: list[str]) -> None:
 
 
 def _replace_own_folder(folder: str) -> None:
-    """Replace this file's folder on sys.path by `folder`. Under PYTHONSAFEPATH it is not on sys.path."""
-    if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+    """Replace this file's folder on sys.path by `folder`. Under PYTHONSAFEPATH it is not on sys.path.
+
+    Python puts the resolved folder there, and `__file__` may go through a link (an installation of links).
+    """
+    if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
         sys.path[0] = folder
 
 

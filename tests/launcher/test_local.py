@@ -133,6 +133,17 @@ def test_a_good_run_passes_arguments_and_environment_and_leaves_nothing(start, t
     assert not list(start.temporary.iterdir()) and not marked(start.mark)
 
 
+def test_an_installation_through_a_link_imports_what_lies_beside_the_script(
+    start, tmp_path, monkeypatch
+):
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "xds").symlink_to(Path(__file__).parents[2])
+    (tmp_path / "sibling.py").write_text("NAME = 'sibling'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "linked"))
+    code, out, err = finish(start("import sibling; print(sibling.NAME)"))
+    assert (code, out, err) == (0, "sibling\n", "")
+
+
 @pytest.mark.slow
 def test_an_exception_is_told_once_though_the_peer_fails_too(start):
     code, out, err = finish(
