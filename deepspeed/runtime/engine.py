@@ -28,10 +28,15 @@ from .mixed_precision import MixedPrecision
 from .only_infers import OnlyInfers
 from .optimizer import norm_of_last_step
 from .optimizer_kinds import WithMasters, optimizer_of
+from .shown_grads import ShownGrads
 from .timing import EngineTiming
 from .zero.lost_edits import refuse_edits
 
 ROUTE_TRAIN = "train"
+NO_OWN_REDUCTION = (
+    "engine.enable_backward_allreduce = False: gradients are reduced by the engine alone; leave it True, and "
+    "put reductions off with `with engine.no_sync():`"
+)
 GATHER_KEYS = (
     "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save",
@@ -44,6 +49,7 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
 
     _engine: Engine
     _only_infers: OnlyInfers
+    _shown_grads: ShownGrads
     _optimizer: Any
     _collate_fn: Callable[[list[Any]], Any] | None
 
@@ -52,6 +58,7 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
         # not by assignment: __setattr__ sets attributes of the engine
         self.__dict__.update(_engine=engine, _optimizer=optimizer, _collate_fn=collate_fn)
         self.__dict__.update(EngineTiming(engine).attributes(), _only_infers=OnlyInfers())
+        self.__dict__["_shown_grads"] = ShownGrads(engine)
         profiler = engine.config.flops_profiler
         if profiler.enabled:
             own = FlopsProfiler.of_engine(self, profiler.recompute_fwd_factor)
@@ -72,6 +79,8 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "enable_backward_allreduce" and not value:
+            raise UsageError(NO_OWN_REDUCTION)
         is_method = isinstance(getattr(type(self), name, None), FunctionType)
         if (
             is_method or "_engine" not in self.__dict__
@@ -87,6 +96,7 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
             delattr(self._engine, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._shown_grads.take_back()
         with self._only_infers:
             return self._engine.forward(*args, **kwargs)
 
@@ -134,7 +144,27 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it before the step, "
                 "so that gradients are reduced"
             )
+        self._shown_grads.take_back()
         self._engine.step()
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """`xds.Engine.backward`. At stage 0 in fp32 `param.grad` is the mean over ranks after it."""
+        self._shown_grads.take_back()
+        found = self._engine.backward(loss, retain_graph, scale_wrt_gas)
+        self._shown_grads.show()
+        return found
+
+    def zero_grad(self) -> None:
+        """`xds.Engine.zero_grad`: drop the gradients."""
+        self._shown_grads.forget()
+        self._engine.zero_grad()
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """`xds.Engine.clip_grad_norm`: the next step clips to `max_norm`; returns the norm."""
+        self._shown_grads.take_back()
+        return self._engine.clip_grad_norm(max_norm)
 
     def train(self, mode: bool = True) -> EngineAdapter:
         self._engine.train(mode)
@@ -222,9 +252,15 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
         keys = section if isinstance(section, Mapping) else {}
         return all(keys.get(name) is not False for name in GATHER_KEYS)
 
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step before clipping; None before one, inf after a skipped one."""
-        return norm_of_last_step(self._engine)
+    def get_global_grad_norm(self) -> torch.Tensor | float | None:
+        """The norm of the last step before clipping; None before one, inf after a skipped one.
+
+        Shapes:  [], from stage 1 on; at stage 0 a float.
+        """
+        norm = norm_of_last_step(self._engine)
+        if norm is None or not self.zero_optimization():
+            return norm
+        return torch.tensor(norm, device=self._engine.device)
 
     def get_type(self) -> list[str]:
         """The optimizer's class name, for every parameter group."""

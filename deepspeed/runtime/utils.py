@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -40,8 +41,10 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed Python's and torch's generators."""
+    """Seed Python's, numpy's and torch's generators."""
     random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
     torch.manual_seed(seed)
 
 

@@ -19,10 +19,24 @@ from ...utils.errors import UsageError
 from ..errors import raises_theirs
 from ..missing import placeholder
 
+THEIR_LOGGER = "DeepSpeed"  # scripts set its level to see less
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.getLogger(THEIR_LOGGER).level
+
+
+def _is_shown_here(record: logging.LogRecord) -> bool:
+    return (
+        not logging.getLogger().handlers
+    )  # the script has configured logging since: it shows the line
+
 
 def _shown(logger: logging.Logger) -> logging.Logger:
+    logger.addFilter(_is_wanted)
     if not logger.hasHandlers():
         handler = logging.StreamHandler(sys.stdout)
+        handler.addFilter(_is_shown_here)
         handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)

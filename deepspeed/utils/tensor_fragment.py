@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...utils.errors import UsageError
@@ -59,6 +60,8 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
         return param.grad
     if not _has_states(param):
         return None
+    if param.grad is not None:  # stage 0 shows it until the step
+        return param.grad.clone()
     return owner.own_grad(param) if owner.holds_grads(param) else full.safe_get_full_grad(param)
 
 
@@ -76,7 +79,11 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
         full.set_full_grad(param, value)
     elif _has_states(param):
         first = broadcast_whole(owner.together(param), value.detach().clone())
-        full.set_full_grad(param, first)
+        if param.grad is None:
+            full.set_full_grad(param, first)
+        else:  # stage 0 shows it until the step
+            with torch.no_grad():
+                param.grad.copy_(first)
 
 
 @raises_theirs

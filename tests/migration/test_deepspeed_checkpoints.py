@@ -62,7 +62,7 @@ def train(engine: Any, steps: int = 2) -> None:
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
-    return dict(engine.state_dict())
+    return {name.removeprefix("module."): value for name, value in engine.state_dict().items()}
 
 
 def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:

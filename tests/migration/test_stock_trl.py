@@ -39,17 +39,17 @@ def outputs(engine: Any) -> torch.Tensor:
 # -- the engine is a module ---------------------------------------------------------------------------------
 
 
-def test_an_engine_is_a_module_whose_names_are_those_of_the_model() -> None:
+def test_an_engine_is_a_module_with_the_model_as_its_child() -> None:
     model = built()
     engine = deepspeed.initialize(model=model, config=config_of(1, **ADAM))[0]
     assert isinstance(engine, nn.Module) and isinstance(engine, deepspeed.DeepSpeedEngine)
-    assert dict(engine.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    names = [f"module.{name}" for name in model.state_dict()]
+    assert [name for name, _ in engine.named_parameters()] == names
     outer = nn.ModuleDict({"reward": engine})
     outer.eval()
     assert not model.training and not engine.training and outer["reward"] is engine
-    assert [name for name, _ in outer.named_parameters()] == [
-        f"reward.{n}" for n in model.state_dict()
-    ]
+    assert [name for name, _ in outer.named_parameters()] == [f"reward.{name}" for name in names]
+    assert list(outer.state_dict()) == [f"reward.{name}" for name in names]
     torch.testing.assert_close(engine.forward(torch.ones(1, 5)), model(torch.ones(1, 5)))
 
 

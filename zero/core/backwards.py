@@ -9,7 +9,7 @@ torch.autograd.grad      leaves no gradients in parameters: nothing is reduced
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 import torch
@@ -123,6 +123,10 @@ class Backwards:
         self.end_script_backward()
         if self._reduction.has_sums and not self._is_running:
             self._script_grads.refuse()
+
+    def allow_shown(self, grads: Iterable[Tensor]) -> None:
+        """`ScriptGrads.allow`, until the next call."""
+        self._script_grads.allow(grads)
 
     def clear_seen(self) -> None:
         """The engine has counted the backward passes until now."""

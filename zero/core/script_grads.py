@@ -6,10 +6,10 @@ So each `.grad` is None then, and any other is the script's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...utils.errors import UsageError
 from .flat_grads import FlatGrads
@@ -22,9 +22,15 @@ class ScriptGrads:
     def __init__(self, order: Sequence[FlatGrads]) -> None:
         self._params = tuple(param for grads in order for param in grads.params)
         self._names = tuple(slot.name for grads in order for slot in grads.layout.slots)
+        self._shown: frozenset[int] = frozenset()
+
+    def allow(self, shown: Iterable[Tensor]) -> None:
+        """These may be in `.grad`. Who put them there takes them out before the next backward."""
+        self._shown = frozenset(id(grad) for grad in shown)
 
     def clear(self) -> None:
         """Drop what the script has put into `.grad`."""
+        self._shown = frozenset()
         for param in self._params:
             param.grad = None
 
@@ -34,7 +40,16 @@ class ScriptGrads:
         Raises:
             UsageError: some are not. They are None again, and the engine's gradients are untouched.
         """
-        found = [at for at, param in enumerate(self._params) if param.grad is not None]
+        if arrived is not None and self._shown:
+            raise UsageError(
+                "loss.backward() after engine.backward(loss) in one step: gradients of the step are in .grad; "
+                "call engine.backward for each loss of the step"
+            )
+        found = [
+            at
+            for at, param in enumerate(self._params)
+            if param.grad is not None and id(param.grad) not in self._shown
+        ]
         own = [at for at in found if self._params[at] is not arrived]
         if not own:
             return
