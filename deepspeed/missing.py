@@ -44,6 +44,10 @@ _ACTIVATIONS = (
     "activations are checkpointed whole on their rank; see the config's activation_checkpointing"
 )
 _INNER = "xds has no such internal state; use engine.config, or the engine's methods"
+_DEEP_COMPILE = "DeepCompile is not supported"
+_REDUCES = (
+    "the engine reduces gradients in backward; engine.allreduce_gradients() reduces what is left"
+)
 _GIVEN = "use the object that the script passed to initialize"
 _ABSENT = "it has no counterpart in xds"
 
@@ -79,8 +83,7 @@ MISSING_METHODS: dict[str, str] = {
         ("_exec_schedule", "pipe_buffers"),
         "the engine runs tables, see docs/design/pipeline.md; pipeline.schedule takes a file of one",
     ),
-    "register_compile_pass": "DeepCompile is not supported",
-    "is_deepcompile_enabled": "DeepCompile is not supported",
+    "register_compile_pass": _DEEP_COMPILE,
     "set_custom_curriculum_learning_schedule": "curriculum learning is not supported yet",
     "set_data_post_process_func": "curriculum learning is not supported yet; change the dataset",
     "random_ltd_initialize": "random layer-token dropping is not supported",
@@ -98,6 +101,35 @@ MISSING_METHODS: dict[str, str] = {
     **dict.fromkeys(("bit16_groups", "fp16_groups", "single_partition_of_fp32_groups"), _PARAM),
     **dict.fromkeys(("fp32_partitioned_groups_flat", "fp32_groups_flat"), _PARAM),
     **dict.fromkeys(("averaged_gradients", "params_in_partition"), _PARAM),
+}
+
+# internals of the engine, which the page of names does not list
+MISSING_INTERNALS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *("get_autosp_backend", "get_autotp_backend"),
+            *("get_deepcompile_backend", "get_deepspeed_compile_backend"),
+        ),
+        _DEEP_COMPILE,
+    ),
+    **dict.fromkeys(
+        (
+            *("allreduce_and_copy", "allreduce_bucket", "allreduce_no_retain", "all_gather_scalar"),
+            *("sparse_all_gather", "sparse_allreduce", "sparse_allreduce_bucket"),
+            "sparse_allreduce_no_retain",
+        ),
+        _REDUCES,
+    ),
+    "clip_fp32_gradients": "step() clips; set gradient_clipping, or call engine.clip_grad_norm(max_norm)",
+    **dict.fromkeys(("tensor_parallel_config", "get_tensor_parallel_rank"), _TENSOR),
+    "swap_tensor_config": _OFFLOAD,
+    "load_moe_state_dict": _MOE,
+    "get_optimizer_configuration": "engine.config has the section optimizer",
+    **dict.fromkeys(
+        ("loaded_checkpoint_mp_world_size", "loaded_checkpoint_dp_world_size"), _CHECKPOINT_TOOLS
+    ),
+    **dict.fromkeys(("engine_timers", "engine_timers_cache"), _INNER),
+    **dict.fromkeys(("module_forward_pre_hook", "module_forward_post_hook"), _INNER),
 }
 
 
@@ -206,5 +238,6 @@ def _reason(inside: str) -> str:
 
 def refuse_method(owner: str, name: str) -> None:
     """Raise the error for a method or attribute of `owner` that DeepSpeed has and xds does not implement."""
-    if name in MISSING_METHODS:
-        raise NotCovered(_message(f"{owner}.{name}", MISSING_METHODS[name]))
+    why = MISSING_METHODS.get(name) or MISSING_INTERNALS.get(name)
+    if why is not None:
+        raise NotCovered(_message(f"{owner}.{name}", why))

@@ -13,6 +13,7 @@ from ...engine.config.text import read_source
 from ...utils.errors import UsageError
 from ..utils.logging import set_log_level_from_string
 from .config import DeepSpeedConfig, DtypeEnum
+from .getters import Getters
 
 _BATCH_SIZES = (
     "train_batch_size",
@@ -27,7 +28,7 @@ _CAST = (
 )  # narrower dtypes have scales beside them
 
 
-class MixedPrecision:
+class MixedPrecision(Getters):
     """Part of `DeepSpeedEngine`."""
 
     module: Any

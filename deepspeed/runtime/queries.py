@@ -9,7 +9,6 @@ from ...engine.config.config import Config
 # name of the method -> path of the key; None where the section is absent
 PATHS: dict[str, str] = {
     "bfloat16_enabled": "bf16.enabled",
-    "communication_data_type": "communication_data_type",
     "dataloader_drop_last": "dataloader_drop_last",
     "dump_state": "dump_state",
     "flops_profiler_detailed": "flops_profiler.detailed",
@@ -25,7 +24,6 @@ PATHS: dict[str, str] = {
     "loss_scale": "fp16.loss_scale",
     "managed_gradient_accumulation": "managed_gradient_accumulation",
     "memory_breakdown": "memory_breakdown",
-    "optimizer_name": "optimizer.type",
     "optimizer_params": "optimizer.params",
     "scheduler_name": "scheduler.type",
     "scheduler_params": "scheduler.params",

@@ -231,7 +231,7 @@ def questions() -> None:
     assert engine.get_data_types() == (torch.float16, torch.float32)
     world_size = dist.get_world_size()
     assert engine.get_batch_info() == (4 * world_size, 2, 2)
-    assert engine.get_type() == ["Adam"] and engine.optimizer_name() == "AdamW"
+    assert engine.get_type() == ["Adam"] and engine.optimizer_name() == "adamw"
     assert engine.scheduler_name() is None and engine.steps_per_print() is None
     assert engine.global_rank == engine.get_data_parallel_rank() == dist.get_rank()
     assert (engine.mpu, engine.mp_world_size, engine.dp_world_size) == (None, 1, world_size)
