@@ -161,6 +161,34 @@ def test_a_model_can_be_trained_after_it_has_scored(stage: int) -> None:
     run_ranks(score_then_train, 2, stage)
 
 
+# -- a set of parameters, whose order is that of addresses --------------------------------------------------
+
+
+def initialize_missing() -> None:
+    with deepspeed.zero.Init(config_dict_or_path=config_of(3)):
+        model = built()
+    for value in (
+        2.0,
+        3.0,
+    ):  # transformers' _initialize_missing_keys, then a script on the engine's
+        params = list(model.parameters())
+        in_some_order = params if dist.get_rank() == 0 else params[::-1]
+        with deepspeed.zero.GatheredParameters(in_some_order, modifier_rank=0):
+            if dist.get_rank() == 0:
+                for number, param in enumerate(params):
+                    param.data.fill_(value + number)
+        with deepspeed.zero.GatheredParameters(in_some_order):
+            assert [float(param.detach().max()) for param in params] == [
+                value + n for n in range(4)
+            ]
+        if value == 2.0:
+            deepspeed.initialize(model=model, config=config_of(3, **ADAM))
+
+
+def test_ranks_may_list_gathered_parameters_in_their_own_order() -> None:
+    run_ranks(initialize_missing, 2)
+
+
 # -- adapters -----------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ class GatheredParameters:
 
     - With `modifier_rank`, all ranks get that rank's values on exit, masters included, at every stage.
     - Without it the values are for reading: at stage 3 an edit raises on exit, and is lost.
-    - Each parameter is gathered separately, so only the bytes of `params` are sent.
+    - Each parameter is gathered separately, so only the bytes of `params` are sent. Their order is free.
     - Forward passes inside use the values that the parameters hold there. Contexts may be nested.
     - Parameters that no engine owns are left unchanged.
     - After an exception inside, nothing is written.
@@ -60,7 +60,10 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         found = [(param, resolve_owner(param)) for param in self._params]
-        self._held = [(param, owner) for param, owner in found if owner is not None]
+        # transformers passes a set, whose order is that of addresses, another one on each rank
+        self._held = sorted(
+            ((param, owner) for param, owner in found if owner is not None), key=_place
+        )
         for param, owner in self._held:
             self._check_modifier(owner.together(param).world_size)
             owner.agree("GatheredParameters", param)
@@ -105,6 +108,12 @@ class GatheredParameters:
             owner.together(param).broadcast(whole, self._modifier)
             owner.edit(param, reader_of(whole))
         return []
+
+
+def _place(held: tuple[nn.Parameter, Owner]) -> tuple[int, str]:
+    """The place of a parameter in an order that is the same on every rank."""
+    param, owner = held
+    return owner.number_of(param), owner.name_of(param)
 
 
 def _edited(overridden: Sequence[tuple[nn.Parameter, Owner]]) -> list[str]:
