@@ -1,6 +1,7 @@
 """Packs Python values and tensors as JSON. Types that JSON lacks become an object with one key, never code.
 
 {"$tensor": "engine/0"}   {"$tuple": [...]}   {"$float": "inf"}   {"$items": [[key, value]]}   {"$counter": ...}
+`packed_types` has more of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ...utils.errors import UsageError
+from . import packed_types
 from .io.tensor_table import check_storable, shown
 
 TAGS = ("$tensor", "$tuple", "$float", "$items", "$counter")
@@ -52,9 +54,13 @@ def pack(value: Any, where: str, put: Callable[[Tensor], str], depth: int = 0) -
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
         return _pack_mapping(value, where, put, depth + 1)
+    plain = packed_types.pack_plain(value, where, lambda item, at: pack(item, at, put, depth + 1))
+    if plain is not None:
+        return plain
     raise UsageError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds numbers, text, "
-        "bools, None, tensors, and lists, tuples and dicts of them; convert it, or leave it out"
+        "bools, None, tensors, small arrays, and lists, tuples, sets, dicts and argparse.Namespaces of them; "
+        "convert it, or leave it out"
     )
 
 
@@ -87,8 +93,11 @@ def unpack(value: Any, get: Callable[[str], Any], depth: int = 0) -> Any:
         raise ValueError(f"its values are nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, list):
         return [unpack(item, get, depth + 1) for item in value]
-    if len(value) == 1 and next(iter(value)) in TAGS:
-        return _unpack_tagged(*next(iter(value.items())), get, depth)
+    tag, content = next(iter(value.items()), (None, None))
+    if len(value) == 1 and tag in TAGS:
+        return _unpack_tagged(tag, content, get, depth)
+    if len(value) == 1 and tag in packed_types.TAGS:
+        return packed_types.unpack_plain(tag, content, lambda item: unpack(item, get, depth + 1))
     return {key: unpack(item, get, depth + 1) for key, item in value.items()}
 
 

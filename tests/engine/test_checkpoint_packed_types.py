@@ -1,0 +1,112 @@
+"""Tests of what `client_state` may hold beside JSON and tensors, and of files that nobody has packed."""
+
+from __future__ import annotations
+
+import json
+import random
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import xds
+from xds.engine.checkpoint.packing import pack, unpack
+
+
+def back(value: Any) -> Any:
+    tensors: list[torch.Tensor] = []
+
+    def put(tensor: torch.Tensor) -> str:
+        tensors.append(tensor)
+        return str(len(tensors) - 1)
+
+    packed = json.loads(json.dumps(pack(value, "client_state", put), allow_nan=False))
+    return unpack(packed, lambda name: tensors[int(name)])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Namespace(lr=0.1, sizes=(1, 2), inner=Namespace(name="a"), none=None),
+        Namespace(**{"with space": 1, "class": "text", "$tensor": 2}),
+        {1, "a", (2, 3)},
+        frozenset({1.5}),
+        set(),
+        Path("runs/one"),
+        torch.bfloat16,
+        torch.device("cuda", 1),
+        numpy.float32(3.5),
+        numpy.int64(-(2**63)),
+        numpy.bool_(True),
+        numpy.complex128(1 + 2j),
+        random.getstate(),
+        {},
+        {"$array": 1, "other": 2},
+        {"$namespace": "a user's key"},
+    ],
+)
+def test_a_value_comes_back_with_its_type(value: Any) -> None:
+    found = back({"kept": value})["kept"]
+    assert type(found) is type(value) and found == value
+
+
+def test_arrays_come_back_as_they_were() -> None:
+    name, words, *rest = numpy.random.RandomState(3).get_state()
+    arrays = [words, numpy.arange(6.0).reshape(2, 3).T, numpy.zeros((0, 2), ">i2"), numpy.array(1)]
+    found = back({"all": arrays, "state": (name, words, *rest)})
+    for one, other in zip(found["all"], arrays, strict=True):
+        assert one.shape == other.shape and one.dtype.kind == other.dtype.kind
+        assert numpy.array_equal(one, other) and one.flags.writeable
+    numpy.random.RandomState(1).set_state(found["state"])
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (numpy.array(["a", None], object), "arrays of numbers; convert it to a list"),
+        (numpy.array(["text"]), "arrays of numbers"),
+        (numpy.zeros(2**18), "torch.from_numpy"),
+        (Namespace(model=object()), r"client_state\.model is a builtins.object"),
+        ({object()}, "an item is a builtins.object"),
+    ],
+)
+def test_other_values_are_named(value: Any, words: str) -> None:
+    with pytest.raises(xds.UsageError, match=words):
+        back(value)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        {"$array": ["|O", [1], "AAAAAAAAAAA="]},
+        {"$array": ["<f4", [3], "AAAA"]},
+        {"$array": ["<f4", [-1, True], "AAAAAA=="]},
+        {"$array": ["(1000000,1000000)f8", [1], ""]},
+        {"$array": [["a", "b"], [1], ""]},
+        {"$array": "x"},
+        {"$scalar": ["<f4", [1], "AAAA!"]},
+        {"$namespace": [[1, 2]]},
+        {"$namespace": {"a": 1}},
+        {"$namespace": 3},
+        {"$set": [[1]]},
+        {"$set": 1},
+        {"$dtype": "Tensor"},
+        {"$dtype": []},
+        {"$device": "nowhere"},
+        {"$path": 3},
+    ],
+)
+def test_what_was_not_packed_is_a_value_error(packed: Any) -> None:
+    with pytest.raises(ValueError, match=r"^\$"):
+        unpack(packed, lambda name: torch.ones(1))
+
+
+def test_deep_values_stop(recursion: int = 300) -> None:
+    value: Any = 1
+    for _ in range(recursion):
+        value = Namespace(inner=value)
+    with pytest.raises(xds.UsageError, match="nested more than 100 levels"):
+        back(value)
