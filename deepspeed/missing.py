@@ -70,7 +70,6 @@ MISSING: dict[str, str] = {
     **dict.fromkeys(("autotuning", "datastates", "nebula"), _ABSENT),
     "compile": "torch.compile the model before initialize, or see the config's section compile",
     "CheckpointFunction": _ACTIVATIONS,
-    "DummyOptim": "pass no optimizer, and name one in the config",
     "initialize_mesh_device": _TENSOR,
 }
 

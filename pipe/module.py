@@ -86,6 +86,7 @@ class PipelineModule(nn.Module):
         self._runs: dict[int, int] = {}  # first layer of a stage -> number of its forwards
         if self.num_stages == 1:
             self.build(range(len(self.layers)))
+            self._note_place(0, (0, len(self.layers)), (0,))
         elif self.num_stages is not None:
             self._build_own_stages(self.num_stages)
 
@@ -214,6 +215,13 @@ class PipelineModule(nn.Module):
         own = [i for s in stages for i in range(bounds[s], bounds[s + 1])]
         self.keep(own)
         self.bounds = bounds
+        self._note_place(pipe_rank, bounds, stages)
+
+    def _note_place(self, pipe_rank: int, bounds: Sequence[int], stages: Sequence[int]) -> None:
+        """Set DeepSpeed's attributes for scripts that read them before `initialize`."""
+        self.stage_id = pipe_rank
+        self.parts = list(bounds)
+        self._local_start, self._local_stop = bounds[stages[0]], bounds[stages[-1] + 1]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The virtual stages that the constructor builds on pipeline rank `rank`."""

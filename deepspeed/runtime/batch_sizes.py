@@ -19,8 +19,11 @@ def fill(batch: object, micro_batch: object, steps: object, ranks: int) -> dict[
         None if one == AUTO else _number(one) for one in (batch, micro_batch, steps)
     )
     if whole is None and part is None:
+        is_auto = AUTO in (batch, micro_batch)
+        why = 'a batch size is "auto", which only a trainer fills in; ' if is_auto else ""
         raise UsageError(
-            "give train_batch_size or train_micro_batch_size_per_gpu; the other sizes follow from it"
+            f"{why}give train_batch_size or train_micro_batch_size_per_gpu a number; the other sizes follow "
+            "from it"
         )
     if whole is None:
         assert part is not None

@@ -225,15 +225,16 @@ class Getters:
 
     @property
     def sequence_parallel_size(self) -> int:
-        return self._groups._get_sequence_parallel_world_size()
+        return int(self._groups._get_sequence_parallel_world_size())
 
     @property
     def seq_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._groups._get_sequence_data_parallel_group()
+        found: dist.ProcessGroup = self._groups._get_sequence_data_parallel_group()
+        return found
 
     @property
     def seq_dp_world_size(self) -> int:
-        return self._groups._get_sequence_data_parallel_world_size()
+        return int(self._groups._get_sequence_data_parallel_world_size())
 
     @property
     def _groups(self) -> Any:
@@ -258,7 +259,7 @@ class Getters:
 
     @property
     def save_non_zero_checkpoint(self) -> bool:
-        return self.zero_optimization_stage() == 3 or self._engine.dp_rank == 0
+        return bool(self.zero_optimization_stage() == 3 or self._engine.dp_rank == 0)
 
     @property
     def save_zero_checkpoint(self) -> bool:
@@ -282,13 +283,13 @@ class Getters:
     @staticmethod
     def flatten(tensors: Sequence[Tensor]) -> Tensor:
         """One tensor, [sum of elements]."""
-        flat: Tensor = _flatten_dense_tensors(tensors)
+        flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
         return flat
 
     @staticmethod
     def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Parts of `flat` in the shapes of `tensors`."""
-        parts: tuple[Tensor, ...] = _unflatten_dense_tensors(flat, tensors)
+        parts: tuple[Tensor, ...] = _unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
         return parts
 
 

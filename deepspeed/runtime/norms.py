@@ -182,11 +182,16 @@ class CheckOverflow:
         """On this rank alone."""
         return any(one.grad is not None and bool(has_inf_or_nan(one.grad)) for one in params)
 
+    @staticmethod
+    def _has_inf_or_nan(x: Tensor, i: int = 0) -> Tensor:
+        return has_inf_or_nan(x)
+
     def _anywhere(self, is_over: bool, asks_everyone: bool) -> bool:
         """The answer of this rank, of all ranks, or of the model-parallel ranks."""
         if not asks_everyone and self.mpu is None:
             return is_over
-        flag = torch.tensor([float(is_over)], device=self.params[0].device if self.params else None)
+        device = getattr(self.params[0], "device", None) if self.params else None
+        flag = torch.tensor([float(is_over)], device=device)
         group = None if asks_everyone else self.mpu.get_model_parallel_group()
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         return bool(flag.item())

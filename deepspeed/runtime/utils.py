@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from ...engine.process.process import pick_device
 from ...engine.telemetry.memory import memory_line
 from ..missing import placeholder
 from ..utils.logging import print_rank_0
+from .memory import get_ma_status as get_ma_status
+from .memory import memory_status as memory_status
+from .memory import torch_max_memory_reserved as torch_max_memory_reserved
+from .memory import torch_memory_reserved as torch_memory_reserved
 from .norms import CheckOverflow as CheckOverflow
 from .norms import clip_grad_norm_ as clip_grad_norm_
 from .norms import clip_tensors_by_global_norm as clip_tensors_by_global_norm
@@ -78,6 +82,34 @@ def ensure_directory_exists(filename: str) -> None:
 
 def noop_decorator(func: Any) -> Any:
     return func
+
+
+@final
+class DummyOptim:
+    """Parameters as the one group of an optimizer that does nothing."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": params}]
+
+
+def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
+    """The parameters of stage 3 that this rank has only a part of."""
+    from .zero.parameters import ZeroParamStatus  # not above: it imports this file
+
+    return [
+        one
+        for one in param_list
+        if hasattr(one, "ds_id") and one.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    ]
+
+
+def align_dense_tensors(tensor_list: list[Tensor], alignment: int) -> list[Tensor]:
+    """The tensors, and one of zeros that makes the sum of elements a multiple of `alignment`."""
+    missing = -sum(one.numel() for one in tensor_list) % alignment
+    if not missing:
+        return tensor_list
+    first = tensor_list[0]
+    return [*tensor_list, torch.zeros(missing, device=first.device, dtype=first.dtype)]
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:

@@ -11,6 +11,8 @@ from torch import nn
 
 import xds.deepspeed as deepspeed
 from xds.deepspeed.missing import MISSING_INTERNALS, NotCovered
+from xds.deepspeed.pipe import PipelineModule
+from xds.deepspeed.runtime import utils
 from xds.deepspeed.runtime.getters import ANSWERS, ATTRIBUTES, PATHS
 
 
@@ -85,3 +87,28 @@ def refused() -> None:
 @pytest.mark.parametrize("check", [defaults, given_values, refused])
 def test_names_of_the_engine(check: Any) -> None:
     run_ranks(check, 1)
+
+
+def test_small_functions_of_runtime_utils(capsys: pytest.CaptureFixture[str]) -> None:
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))]
+    padded = utils.align_dense_tensors(list(weights), 4)
+    assert [one.numel() for one in padded] == [3, 4, 1]
+    assert utils.align_dense_tensors(padded, 4) is padded
+    assert utils.get_inactive_params(weights) == []
+    assert utils.DummyOptim(weights).param_groups == [{"params": weights}]
+    assert utils.get_ma_status() > 0 and utils.torch_memory_reserved() > 0
+    assert bool(utils.CheckOverflow._has_inf_or_nan(torch.tensor([float("inf")]), 0))
+    utils.memory_status("here")
+    assert capsys.readouterr().out.startswith("RANK=0 MEMSTATS here ")
+
+
+def stage_before_initialize() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(8)]
+    model = PipelineModule(layers, num_stages=2)
+    rank = torch.distributed.get_rank()
+    assert model.stage_id == rank and model.parts == [0, 4, 8]
+    assert (model._local_start, model._local_stop) == (4 * rank, 4 * rank + 4)
+
+
+def test_a_pipeline_module_knows_its_stage_before_initialize() -> None:
+    run_ranks(stage_before_initialize, 2)
