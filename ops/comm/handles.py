@@ -52,11 +52,18 @@ class InFlight(Handle):
         mark: Mark,
         works: Sequence[tuple[int | None, Any]],
         finish: Callable[[], None] | None = None,
+        dropped: list[Any] | None = None,
     ) -> None:
+        """dropped: gets works that nobody has waited for, where the backend does not keep them itself."""
         self._watch = watch
         self._mark = mark
         self._works = works
         self._finish = finish
+        self._dropped = dropped
+
+    def __del__(self) -> None:
+        if self._works and self._dropped is not None:
+            self._dropped.append(self._works)
 
     def wait(self) -> None:
         timed, peer = self._mark.timed, None
@@ -68,6 +75,7 @@ class InFlight(Handle):
                 work.wait()
                 self._watch.end_wait(self._mark, begin_seconds)
         except RuntimeError as error:
+            self._works = ()  # the backend has closed the connections
             raise self._watch.failed(self._mark, error, peer) from error
         self._works = ()
         if self._finish is not None:

@@ -5,10 +5,11 @@ Sums run in rank order on the receiver, so a result does not depend on the posit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,12 @@ from .pool import BufferPool
 
 MESSAGE_TAG, MESSAGE_TAGS = 1 << 14, 1 << 15  # the first tag of messages, and how many there are
 
-
 WHOLE_BYTES = 1 << 18  # up to it, one round of whole buffers is faster than two rounds of halves
+
+# Works that were dropped before they were complete, as by an engine that ends after a backward. gloo handles
+# the messages of a connection in order: one whose memory is gone would hold up all later ones for ever.
+# Nothing says that such a work is complete, so it is kept as long as its group.
+_dropped: WeakKeyDictionary[dist.ProcessGroup, list[Any]] = WeakKeyDictionary()
 
 
 @final
@@ -48,6 +53,7 @@ class PeerToPeer(Collectives):
     ) -> None:
         super().__init__(group, device, group.rank(), group.size(), part_of)
         self._scratch = BufferPool()
+        self._dropped = _dropped.setdefault(group, [])
         self._tag_base = TAG_BASE + TAGS_PER_INSTANCE * self.instance
         # every rank starts with the next rank, so that no rank is the first target of all others
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
@@ -85,6 +91,14 @@ class PeerToPeer(Collectives):
             raise self._watch.failed(mark, error, place) from error
         return works
 
+    def _in_flight(
+        self,
+        mark: Mark,
+        works: Sequence[tuple[int | None, Any]],
+        finish: Callable[[], None] | None = None,
+    ) -> Handle:
+        return InFlight(self._watch, mark, works, finish, self._dropped)
+
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
         mark = self._record("all_gather", kind, buffer, tensor=shard)
         return self._all_gather(mark, flat, shard, self._tag(buffer), kind)
@@ -100,7 +114,7 @@ class PeerToPeer(Collectives):
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
         self._count(kind, shard)
-        return InFlight(self._watch, mark, works)
+        return self._in_flight(mark, works)
 
     def reduce_scatter(
         self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
@@ -122,7 +136,7 @@ class PeerToPeer(Collectives):
             for peer in self._peers:
                 self._scratch.give(parts[peer])
 
-        return InFlight(self._watch, mark, works, finish)
+        return self._in_flight(mark, works, finish)
 
     def collect(
         self, out: Tensor | None, mine: Tensor, bounds: Bounds, *, target: int | None = None
@@ -143,7 +157,7 @@ class PeerToPeer(Collectives):
             self._count_parts("access", part, peer)
         if out is not None:
             out[slice(*bounds[self.rank])] = mine
-        InFlight(self._watch, mark, works).wait()
+        self._in_flight(mark, works).wait()
 
     def serve(
         self, flat: Tensor | None, shard: Tensor, receivers: Sequence[int], *, buffer: int
@@ -157,7 +171,7 @@ class PeerToPeer(Collectives):
         works = self._start(mark, self._tag(buffer), receives, sends)
         for peer, part in sends:
             self._count_parts("all_gather", part, peer)
-        InFlight(self._watch, mark, works).wait()
+        self._in_flight(mark, works).wait()
 
     def scatter(self, full: Tensor | None, out: Tensor, bounds: Bounds, *, source: int = 0) -> None:
         mark = self._record("scatter", "access", ACCESS_BUFFER, tensor=out)
@@ -173,7 +187,7 @@ class PeerToPeer(Collectives):
         works = self._start(mark, self._tag(ACCESS_BUFFER) + 1, receives, sends)
         for peer, part in sends:
             self._count_parts("access", part, peer)
-        InFlight(self._watch, mark, works).wait()
+        self._in_flight(mark, works).wait()
 
     def all_reduce(
         self, tensor: Tensor, *, what: str, kind: str, buffer: int = ACTIVATION_BUFFER
@@ -219,7 +233,7 @@ class PeerToPeer(Collectives):
         """As `_start` and a wait. The caller sleeps once."""
 
         def exchange() -> None:
-            InFlight(self._watch, mark, self._start(mark, tag, receives, sends)).wait()
+            self._in_flight(mark, self._start(mark, tag, receives, sends)).wait()
 
         light_thread.run(exchange)
 
@@ -233,7 +247,7 @@ class PeerToPeer(Collectives):
         peer = self._peers[0]
         works = self._start(mark, tag, [(peer, other)], [(peer, flat)])
         finish = partial(self._add_of_peer, flat, other)
-        return InFlight(self._watch, mark, works, finish)
+        return self._in_flight(mark, works, finish)
 
     def _reduce_parts(self, mark: Mark, flat: Tensor, tag: int) -> Handle:
         """Every rank sums its part, then sends the sum to all."""
@@ -253,9 +267,9 @@ class PeerToPeer(Collectives):
                 self._scratch.give(parts[peer])
             receives = [(peer, of[peer]) for peer in self._peers if of[peer].numel()]
             sends = [(peer, own) for peer in self._peers if own.numel()]
-            InFlight(self._watch, mark, self._start(mark, tag, receives, sends)).wait()
+            self._in_flight(mark, self._start(mark, tag, receives, sends)).wait()
 
-        return InFlight(self._watch, mark, works, finish)
+        return self._in_flight(mark, works, finish)
 
     def all_to_all(
         self,
@@ -274,18 +288,18 @@ class PeerToPeer(Collectives):
         for peer, part in sends:
             self._count_parts(kind, part, peer)
         tag = self._tag(buffer) + (buffer >= 0)
-        return InFlight(self._watch, mark, self._start(mark, tag, receives, sends))
+        return self._in_flight(mark, self._start(mark, tag, receives, sends))
 
     def send(self, tensor: Tensor, peer: int, *, number: int, what: str, kind: str) -> Handle:
         mark = self._record("send", "send", MESSAGE_BUFFER, what, tensor, peer=peer)
         works = self._start(mark, self._message_tag(number), [], [(peer, tensor)])
         self._count_parts(kind, tensor, peer)
-        return InFlight(self._watch, mark, works)
+        return self._in_flight(mark, works)
 
     def receive(self, tensor: Tensor, peer: int, *, number: int, what: str) -> Handle:
         mark = self._record("receive", "receive", MESSAGE_BUFFER, what, tensor, peer=peer)
         works = self._start(mark, self._message_tag(number), [(peer, tensor)], [])
-        return InFlight(self._watch, mark, works)
+        return self._in_flight(mark, works)
 
     def _message_tag(self, number: int) -> int:
         """A tag apart from those of flat buffers; messages whose numbers share one arrive in order."""

@@ -150,6 +150,35 @@ def test_an_actor_and_its_frozen_reference_equal_plain_torch() -> None:
     run_ranks(actor_and_reference, 2)
 
 
+def dropped_after_backward(stage: int) -> list[float]:
+    """Rank 1 begins its backward when the engine of rank 0 is gone already. Then both build another one."""
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    losses = []
+    for name in ("first", "second", "last"):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)  # few gradients: backward waits for none of them
+        engine = xds.initialize(model, config(stage))
+        loss = engine(torch.ones(4, 6)).square().mean()
+        losses.append(loss.item())
+        if dist.get_rank() == 1 and name != "last":
+            store.get(name)  # waits until it is set
+        engine.backward(loss)
+        if name == "last":
+            engine.step()
+        del engine, loss, model
+        gc.collect()
+        assert not [held for held in gc.get_objects() if type(held) is FlatParams]
+        store.set(name, "")
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_engine_dropped_between_backward_and_step_does_not_stop_the_next(stage: int) -> None:
+    for losses in run_ranks(dropped_after_backward, 2, stage, timeout_seconds=30):
+        assert losses == losses[:1] * 3
+
+
 def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

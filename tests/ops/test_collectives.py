@@ -203,3 +203,28 @@ def activations_of_backend() -> dict[Any, Any]:
     mine = values(collectives.rank, 10, torch.float32)
     collectives.all_reduce(mine, what="a sum", kind="sum").wait()
     return {0: (mine, values(0, 10, torch.float32) + values(1, 10, torch.float32))}
+
+
+def dropped(late: int) -> list[list[float]]:
+    """Nobody waits for several collectives, and rank `late` begins them after the other's are dropped."""
+    first, second = opened(False), opened(False)
+    store = first.store()
+    assert store is not None
+    if first.rank == late:
+        store.get("dropped")  # waits until it is set
+    flat, shard, peer = torch.ones(8), torch.ones(4), 1 - first.rank
+    first.reduce_scatter(flat, torch.empty(4), add=False, buffer=0, kind="reduce")
+    first.all_gather(torch.empty(8), shard, buffer=1, kind="gather")
+    first.start_gather_small(torch.ones(3))
+    first.send(shard, peer, number=0, what="a message", kind="send")
+    first.receive(torch.empty(4), peer, number=0, what="a message")
+    del flat, shard
+    if first.rank != late:
+        store.set("dropped", "")
+    table: list[list[float]] = second.gather_small(torch.tensor([float(second.rank)])).tolist()
+    return table
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_collectives_that_nobody_waits_for_do_not_hold_up_later_ones(late: int) -> None:
+    assert run_ranks(dropped, 2, late, timeout_seconds=20) == [[[0.0], [1.0]]] * 2
