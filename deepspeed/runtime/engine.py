@@ -222,8 +222,11 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
         """Whether no fixed loss scale is set, as in DeepSpeed. fp32 and bf16 have no loss scale at all."""
         return self._engine.config.fp16.loss_scale == 0.0
 
-    def initial_dynamic_scale(self) -> float:
-        return float(2**self._engine.config.fp16.initial_scale_power)
+    def is_first_weights_partition_group(self) -> bool:
+        return self.zero_optimization_partition_weights()
+
+    def initial_dynamic_scale(self) -> int:
+        return int(2**self._engine.config.fp16.initial_scale_power)
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(samples per step, samples per rank and forward, accumulation steps)."""

@@ -52,7 +52,6 @@ ANSWERS: dict[str, Any] = {
     "autotuning_enabled": False,
     "curriculum_learning_enabled": False,
     "data_efficiency_enabled": False,
-    "is_first_weights_partition_group": True,
     "pld_enabled": False,
     "random_ltd_enabled": False,
     "zero_contiguous_gradients": True,
