@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..engine.config.config import Config, parse_config
+from ..engine.data.loaders import InOrder, keeps_position
 from ..engine.engine import Engine
 from ..engine.initialize import initialize as xds_initialize
 from ..engine.telemetry.start_line import run_in_words
@@ -97,7 +99,7 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
             optimizer=optimizer,
             model_parameters=None if is_made else model_parameters,
             lr_scheduler=lr_scheduler,
-            training_data=training_data,
+            training_data=_in_order(training_data, model),
             collate_fn=collate_fn,
             group=None if num_sequence > 1 else _group_of(mpu),
         )
@@ -107,6 +109,15 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
     groups.follow(engine.mpu, None if num_sequence == 1 else mpu or UlyssesGroups(num_sequence))
     _say_who_trains(made)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _in_order(data: Any, model: nn.Module) -> Any:
+    """A pipeline reads `training_data` in its own order, as in DeepSpeed; other engines shuffle it."""
+    is_indexed = all(hasattr(data, name) for name in ("__len__", "__getitem__"))
+    if not (isinstance(model, PipelineModule) and is_indexed):
+        return data
+    is_served = isinstance(data, IterableDataset | DataLoader) or keeps_position(data)
+    return data if is_served or not len(data) else InOrder(data)
 
 
 def _refuse_placeholders(**given: Any) -> None:

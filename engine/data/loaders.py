@@ -170,6 +170,20 @@ class RankSlice(IterableDataset[Any], Resumable):
 
 
 @final
+class InOrder(Dataset[Any]):
+    """A map-style dataset that `build_loader` does not shuffle."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, at: int) -> Any:
+        return self.inner[at]
+
+
+@final
 class RankLoader(DataLoader[Any]):
     """A DataLoader that counts the batches it has returned, however far its workers have read ahead."""
 
@@ -258,7 +272,7 @@ def build_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
     micro-batches (see `EpochSampler`, `RankSlice`).
 
     Args:
-        dataset: map-style (`len` and indexing), or an IterableDataset, which is not shuffled.
+        dataset: map-style (`len` and indexing), or an IterableDataset or `InOrder`, which is not shuffled.
         rank, world_size: on the data axis of the mesh, so all pipeline stages of a model read the same.
         collate_fn: builds a micro-batch from a list of items; torch's own by default.
         num_workers: processes that load; 0 loads in this process.
@@ -289,7 +303,7 @@ def build_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
         dataset,  # type: ignore[arg-type]
         num_replicas=world_size,
         rank=rank,
-        shuffle=shuffle,
+        shuffle=shuffle and not isinstance(dataset, InOrder),
         seed=seed,
         drop_last=drop_last,
     )

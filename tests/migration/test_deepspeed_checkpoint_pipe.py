@@ -90,3 +90,16 @@ def _enough() -> str:
 
 def test_with_enough_micro_batches_the_schedule_is_1f1b() -> None:
     assert run_ranks(_enough, 2) == ["1f1b", "1f1b"]
+
+
+def _reads_data() -> list[Any]:
+    data = [(torch.full((4,), float(at)), torch.tensor(at % 4)) for at in range(8)]
+    net = PipelineModule(layers(), num_stages=2, loss_fn=nn.CrossEntropyLoss())
+    engine = deepspeed.initialize(model=net, config=CONFIG, training_data=data)[0]
+    for _ in range(2):
+        engine.train_batch()
+    return [batch[0][:, 0].tolist() for batch in engine.training_dataloader]
+
+
+def test_a_pipeline_reads_its_data_in_order() -> None:
+    assert run_ranks(_reads_data, 2)[0] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]

@@ -69,8 +69,8 @@ def load(name: str) -> ModuleType:
 
 
 def batches(data: Any, rank: int, num_ranks: int, size: int) -> Iterator[Any]:
-    """What the engine's loader serves data rank `rank` in the first epoch."""
-    sampler: Any = DistributedSampler(data, num_replicas=num_ranks, rank=rank)
+    """What the engine's loader serves data rank `rank`: a pipeline's data is in its own order."""
+    sampler: Any = DistributedSampler(data, num_replicas=num_ranks, rank=rank, shuffle=False)
     return iter(DataLoader(data, size, sampler=sampler))
 
 

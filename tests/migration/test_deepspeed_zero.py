@@ -90,7 +90,9 @@ def ask_for_a_state_dict() -> None:
     whole = engine._zero3_consolidated_16bit_state_dict()
     if dist.get_rank() == 0:
         assert whole["body.weight"].shape == (3, 5)
-        found = engine.module.state_dict()  # the names, as PEFT reads them; no value can be taken out
+        found = (
+            engine.module.state_dict()
+        )  # the names, as PEFT reads them; no value can be taken out
         assert found["body.weight"].shape == (3, 5) and len(found) == 4
         for use in (torch.Tensor.clone, copy.deepcopy, lambda value: torch.cat([value])):
             with pytest.raises(xds.UsageError, match="engine.full_state_dict"):
