@@ -19,14 +19,14 @@ class LazyTensor:
         self._reader = reader
         self._saved = saved
         self.shape = torch.Size(saved.shape)
-        self.dtype = saved.dtype
+        self.dtype = torch.float32 if saved.dtype.is_floating_point else saved.dtype
 
     def numel(self) -> int:
         return self.shape.numel()
 
     def contiguous(self) -> Tensor:
-        """The values on the CPU, read and verified at each call."""
-        return self._reader.read(self._saved)
+        """The values on the CPU, read and verified at each call; numbers with a point in fp32."""
+        return self._reader.read(self._saved, self.dtype)
 
 
 @final

@@ -319,7 +319,11 @@ def test_deepspeeds_names_convert_and_load(
 ) -> None:
     folder, state = checkpoint
     expected = cast(state, torch.float32)
-    equal(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True), expected)
+    lazy = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
+    assert {name: one.dtype for name, one in lazy.items()} == {
+        name: one.dtype for name, one in expected.items()
+    }
+    equal({name: one.contiguous() for name, one in lazy.items()}, expected)
     model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Net(), folder)
     equal(dict(model.state_dict()), expected)
     convert = zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict
