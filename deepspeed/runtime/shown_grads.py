@@ -77,10 +77,17 @@ class ShownGrads:
 
     def forget(self) -> None:
         """The engine drops its gradients."""
-        for param, *_ in self._shown:
-            param.grad = None
-        self._shown = []
+        self._take_out()
         self._allow()
+
+    def __del__(self) -> None:  # a script dropped its engine: the next one would add to these
+        self._take_out()
+
+    def _take_out(self) -> None:
+        shown, self._shown = self._shown, []
+        for param, _, grad, _ in shown:
+            if param.grad is grad:
+                param.grad = None
 
 
 __all__ = ["ShownGrads"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -107,6 +108,41 @@ def change_shown() -> None:
 
 def test_shown_gradients_may_be_set_replaced_and_dropped() -> None:
     run_ranks(change_shown, 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_shown_gradients_end_with_their_engine(stage: int) -> None:
+    run_ranks(second_engine, 1, stage)
+
+
+def second_engine(stage: int) -> None:
+    engine = engine_of(0)
+    model = engine.module
+    engine.backward(engine(batch_of(1, 0)).sum())
+    once = next(iter(model.parameters())).grad.clone()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage},
+    }
+    again = deepspeed.initialize(model=model, config=config)[0]
+    again.backward(again(batch_of(1, 0)).sum())
+    found = safe_get_full_grad(next(iter(model.parameters())))
+    assert found is not None
+    torch.testing.assert_close(found, once)
+
+
+def dropped_engine() -> None:
+    engine = engine_of(0)
+    model = engine.module
+    engine.backward(engine(batch_of(1, 0)).sum())
+    del engine
+    gc.collect()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_shown_gradients_end_with_a_dropped_engine() -> None:
+    run_ranks(dropped_engine, 1)
 
 
 def as_module() -> None:

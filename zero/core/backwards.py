@@ -181,6 +181,7 @@ class Backwards:
 
     def remove_hooks(self) -> None:
         """Take no more gradients."""
+        self._script_grads.take_out_allowed()
         for _, handle in self._hooks:
             handle.remove()
         self._hooks = []

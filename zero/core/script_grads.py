@@ -28,6 +28,13 @@ class ScriptGrads:
         """These may be in `.grad`. Who put them there takes them out before the next backward."""
         self._shown = frozenset(id(grad) for grad in shown)
 
+    def take_out_allowed(self) -> None:
+        """No `.grad` holds what `allow` named: another engine would add to it."""
+        for param in self._params:
+            if param.grad is not None and id(param.grad) in self._shown:
+                param.grad = None
+        self._shown = frozenset()
+
     def clear(self) -> None:
         """Drop what the script has put into `.grad`."""
         self._shown = frozenset()
