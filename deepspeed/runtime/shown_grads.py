@@ -34,7 +34,7 @@ class ShownGrads:
     def show(self) -> None:
         """After a backward. Before the last one of a step nothing is shown: sums are not reduced yet."""
         step = self._engine._step
-        if not (self._is_used and step.reduces_when_asked()):
+        if not (self._is_used and step.reduces_when_asked() and self._engine._sharded.sums_exactly):
             return
         for param in self._engine.module.parameters():
             owner = find_owner(param)
@@ -53,8 +53,6 @@ class ShownGrads:
         self._engine._sharded.backwards.allow_shown(grad for _, _, grad, _ in self._shown)
 
     def _show_one(self, param: nn.Parameter, owner: Owner) -> None:
-        if owner.holds_grads(param):  # 1-bit optimizers: no sum exists
-            return
         stored = owner.grad(param)
         if stored is None or not stored.is_full or stored.local.dtype != param.dtype:
             return

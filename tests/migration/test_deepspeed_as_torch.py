@@ -110,6 +110,33 @@ def test_shown_gradients_may_be_set_replaced_and_dropped() -> None:
     run_ranks(change_shown, 2)
 
 
+ONE_BIT = {
+    "ZeroOneAdam": {"var_freeze_step": 3, "local_step_scaler": 2, "local_step_clipper": 4},
+    "OneBitAdam": {"freeze_step": 3},
+    "OneBitLamb": {"freeze_step": 3},
+}
+
+
+@pytest.mark.parametrize("kind", ONE_BIT)
+def test_one_bit_optimizers_train_and_show_no_gradient_once_they_compress(kind: str) -> None:
+    run_ranks(one_bit, 2, kind)
+
+
+def one_bit(kind: str) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": kind, "params": {"lr": 1e-3, **ONE_BIT[kind]}},
+    }
+    engine = deepspeed.initialize(model=build(), config=config)[0]
+    shown = []
+    for number in range(10):
+        engine.backward(engine(batch_of(number, dist.get_rank())).square().sum())
+        shown.append(next(iter(engine.parameters())).grad is not None)
+        engine.step()
+    assert shown[0] and not shown[-1]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_shown_gradients_end_with_their_engine(stage: int) -> None:
     run_ranks(second_engine, 1, stage)

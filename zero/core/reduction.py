@@ -323,6 +323,11 @@ class Reduction:
         """What is sent now is not exact."""
         return any(grads.reducer.is_lossy for grads in self.order)
 
+    @property
+    def is_exact(self) -> bool:
+        """Every rank gets the exact sums of this step."""
+        return not any(grads.reducer.is_lossy or grads.reducer.is_silent for grads in self.order)
+
     def undo(self) -> None:
         """The step is skipped: what was sent in it is owed again, where it is lossy. Before `reset`."""
         self.settle()

@@ -246,6 +246,11 @@ class ShardedModel:
         self._reduction.complete()
 
     @property
+    def sums_exactly(self) -> bool:
+        """Every rank gets the exact sums of this step's gradients; not those of one-bit optimizers."""
+        return self._reduction.is_exact
+
+    @property
     def reduces_each_backward(self) -> bool:
         """Each backward ends with a reduction that frees its gradients. Lossy ones wait for the last."""
         return self.policy.shards_grads and not self._reduction.is_lossy
