@@ -34,3 +34,4 @@ for _ in range(args.epochs):
         optimizer.zero_grad()
 mean = accelerator.reduce(loss.detach(), reduction="mean")
 accelerator.print(f"loss {mean.item():.4f}")
+accelerator.end_training()  # ends the process group, as PyTorch advises

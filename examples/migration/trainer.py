@@ -36,3 +36,4 @@ result = trainer.train()
 trainer.save_model()
 if trainer.is_world_process_zero():
     print(f"loss {result.training_loss:.4f}")
+trainer.accelerator.end_training()  # ends the process group, as PyTorch advises
