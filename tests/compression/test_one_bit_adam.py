@@ -297,7 +297,7 @@ def sums_around_a_step(stage: int, num_backwards: int, load: str, save: str) -> 
         if not stage:
             server = [torch.empty(CHUNK, dtype=torch.float64) for _ in range(dist.get_world_size())]
             server_error = reducer.server_error
-            own = torch.zeros(CHUNK) if server_error is None else server_error.double()
+            own = torch.zeros_like(server[0]) if server_error is None else server_error.double()
             dist.all_gather(server, own * (reducer.owed.unit / 0.1))
             total += torch.cat(server)
         return total
