@@ -14,8 +14,12 @@ _engines: WeakKeyDictionary[nn.Module, ReferenceType[Engine]] = WeakKeyDictionar
 
 
 def remember_engine(model: nn.Module, engine: Engine) -> None:
-    """`engine` trains `model` from now on."""
+    """`engine` trains `model` from now on, also where the script drops the engine and keeps the model.
+
+    The model holds the engine, as DeepSpeed's hooks do, so that a second engine of the model can end the first.
+    """
     _engines[model] = weakref.ref(engine)
+    engine._guards.keep_with_model(model, engine)
 
 
 def end_older_engine(model: nn.Module) -> None:

@@ -68,6 +68,10 @@ class Guards:
             handle.remove()
         self._handles = []
 
+    def keep_with_model(self, model: nn.Module, engine: object) -> None:
+        """`engine` lives as long as `model`, until `remove`: where a script dropped it, it can be destroyed."""
+        self._handles.append(model.register_load_state_dict_post_hook(_Kept(engine)))
+
     def let_state_dict_have_parts(self) -> None:
         """From now on state_dict() works, for ranks that write nothing: what is in parts is a tensor of [0].
 
@@ -102,6 +106,23 @@ class Guards:
                 f"engine would neither train nor shard its parameters ({', '.join(unknown[:3])}); add "
                 "modules before xds.initialize, or call engine.destroy(), change the model and initialize again"
             )
+
+
+@final
+class _Kept:
+    """A hook that does nothing but hold an object. Copies and files of the model do not have the object."""
+
+    def __init__(self, held: object = None) -> None:
+        self._held = held
+
+    def __call__(self, *_: object) -> None:
+        pass
+
+    def __deepcopy__(self, memo: object) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
 
 
 def _is_in_parts(param: nn.Parameter) -> bool:
