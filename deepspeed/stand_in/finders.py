@@ -78,10 +78,12 @@ class AliasFinder:
         name = getattr(context, "name", None)
         if name is None or name.lower() == ALIAS:
             from .distribution import Standing
+            from .early_state import count_ranks_again
             from .ignored_plugin import warn_of_ignored_plugin
 
             if name is not None:
                 warn_of_ignored_plugin()
+                count_ranks_again()
             yield Standing()
 
 

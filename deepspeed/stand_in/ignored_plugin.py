@@ -20,7 +20,7 @@ def warn_of_ignored_plugin() -> None:
     """Warn once, on rank 0, if an Accelerator that ignores its plugin is the caller."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true" or os.environ.get("RANK", "0") != "0":
         return
-    cause = _cause(_accelerator_frame())
+    cause = _cause(accelerator_frame())
     if cause is None or cause in _said:
         return
     _said.add(cause)
@@ -34,7 +34,7 @@ def warn_of_ignored_plugin() -> None:
     )
 
 
-def _accelerator_frame() -> FrameType | None:
+def accelerator_frame() -> FrameType | None:
     """The frame of `Accelerator.__init__`, if it is among the callers."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -53,4 +53,4 @@ def _cause(frame: FrameType | None) -> str | None:
     return CPU if os.environ.get(CPU, "").lower() in TRUE else None
 
 
-__all__ = ["warn_of_ignored_plugin"]
+__all__ = ["accelerator_frame", "warn_of_ignored_plugin"]

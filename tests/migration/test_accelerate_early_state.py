@@ -1,0 +1,66 @@
+"""A PartialState that counted one rank before accelerate knew of DeepSpeed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from xds.deepspeed.stand_in.finders import AliasFinder
+
+# as accelerate's class does: it asks for the version before it makes its state
+ACCELERATOR = """
+def __init__(ask, cpu, deepspeed_plugins):
+    ask()
+"""
+
+
+class Named:
+    name = "deepspeed"
+
+
+def ask() -> None:
+    list(AliasFinder().find_distributions(Named()))
+
+
+@pytest.mark.parametrize(
+    ("num_counted", "later", "plugin", "cpu", "world_size", "counts_again"),
+    [
+        (1, {}, "a plugin", False, "2", True),
+        (1, {}, {"teacher": "a plugin"}, False, "2", True),
+        (2, {}, "a plugin", False, "2", False),
+        (1, {"num_processes": 1}, "a plugin", False, "2", False),
+        (1, {}, None, False, "2", False),
+        (1, {}, "a plugin", True, "2", False),
+        (1, {}, "a plugin", False, "1", False),
+    ],
+)
+def test_ranks_are_counted_again_for_an_accelerator_with_a_plugin(
+    num_counted: int,
+    later: dict[str, Any],
+    plugin: Any,
+    cpu: bool,
+    world_size: str,
+    counts_again: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The dictionary that all PartialStates share is emptied: accelerate fills it again."""
+    shared = {"num_processes": num_counted, "backend": None}
+    state: Any = ModuleType("accelerate.state")
+    state.PartialState = type("PartialState", (), {"_shared_state": shared})
+    state.AcceleratorState = type("AcceleratorState", (), {"_shared_state": later})
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    for name, value in (("USE_DEEPSPEED", "true"), ("USE_CPU", "")):
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setenv("RANK", "0")
+    names: dict[str, Any] = {"__name__": "accelerate.accelerator"}
+    exec(ACCELERATOR, names)
+    with caplog.at_level(logging.WARNING, "xds"):
+        names["__init__"](ask, cpu, plugin)
+    assert (shared == {}) is counts_again
+    assert ("counts 2 from here on" in caplog.text) is counts_again
