@@ -71,7 +71,7 @@ def initialize(  # noqa: PLR0913 (DeepSpeed's arguments)
         optimizer: an object, or a callable that gets parameter groups; None is the config's.
         model_parameters: the parameters to train; ignored where `optimizer` is an object, which has its own.
         mpu: without model parallelism, or that of `UlyssesSPAttentionHF`. None for a PipelineModule.
-        mesh_param: (data ranks, sequence ranks); the script cuts the sequences.
+        mesh_param: (data ranks, sequence ranks), or both sizes in the config; the script cuts the sequences.
         distributed_port: without effect, see `comm.init_distributed`.
     Returns:
         (engine, optimizer, dataloader or None, lr_scheduler or None). The engine of a model in pipeline stages
@@ -228,7 +228,7 @@ def _sequence_ranks(mpu: Any, mesh_param: Any, config: Config, model: nn.Module)
                 "must be their number"
             )
     size = config.sequence_parallel_size
-    if size > 1 and (found or _cuts_itself(model)):
+    if size > 1 and (found or config.data_parallel_size is not None or _cuts_itself(model)):
         found["sequence_parallel_size"] = size
     if len(set(found.values())) > 1:
         said = ", ".join(f"{name}: {number}" for name, number in found.items())

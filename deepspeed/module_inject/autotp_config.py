@@ -72,9 +72,7 @@ class TPLayerSpec:
         for at, size in enumerate(shape):
             if isinstance(size, tuple):
                 is_right = at == dim and size and all(type(one) is int and one > 0 for one in size)
-                need = (
-                    f"a nested tuple is allowed only at partition_dim = {dim}, of positive integers"
-                )
+                need = f"nested tuple only allowed at partition_dim = {dim}, of positive integers"
             else:
                 is_right = type(size) is int and (size > 0 or size == -1)
                 need = "needs positive integers or -1"

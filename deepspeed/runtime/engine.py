@@ -280,6 +280,11 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks with other samples; those that share a sequence have the same ones."""
+        from ..utils import groups  # not above: it imports this folder
+
+        if groups._get_sequence_parallel_world_size() > 1:
+            return groups.get_data_parallel_group()
         return self._engine._sharded.flat_groups.data.everyone.group
 
     @property

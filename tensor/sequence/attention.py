@@ -26,6 +26,7 @@ from .shares import key_head_of_each
 
 PREFIX = "xds_sequence_"
 ARGUMENT = "xds_whole_batch"
+OWN = "xds_own_attention"  # attribute of a function that exchanges heads itself: what it calls
 # arguments that change scores, their sum, or what is seen
 NOT_IN_RING = (
     *("softcap", "s_aux", "sinks", "position_bias"),
@@ -39,7 +40,7 @@ Attention = Callable[..., tuple[Tensor, Any]]
 
 @final
 @dataclass(frozen=True)
-class _Former:
+class Former:
     """The function of the model that is wrapped, its name, and what builds masks for it."""
 
     name: str
@@ -53,11 +54,12 @@ def register(former: str) -> str:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     own: Attention = ALL_ATTENTION_FUNCTIONS[former]
+    own = getattr(own, OWN, own)  # one exchange is enough
     disable: Any = (
         torch.compiler.disable
     )  # a compiled block has a graph before such a call and one after it
     attend_in_ring = disable(SequenceAttention.attend, reason=RING_REASON)
-    functions = _Former(former, own, disable(build_mask))
+    functions = Former(former, own, disable(build_mask))
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
@@ -113,7 +115,7 @@ class SequenceAttention:
 
     def attend(
         self,
-        functions: _Former,
+        functions: Former,
         module: Any,
         tensors: tuple[Tensor, Tensor, Tensor],
         kwargs: dict[str, Any],
@@ -217,4 +219,4 @@ class _Ungrouped:
         return getattr(self._module, name)
 
 
-__all__ = ["ARGUMENT", "SequenceAttention", "choose", "unchoose"]
+__all__ = ["ARGUMENT", "OWN", "Attention", "Former", "SequenceAttention", "choose", "unchoose"]

@@ -1,7 +1,8 @@
 """`UlyssesSPAttentionHF` and `UlyssesSPDataLoaderAdapter` with DeepSpeed's arguments: the script cuts batches.
 
-Differences. The functions of transformers stay as they are: the engine of one model exchanges its heads.
-Gradients are those of the loss of all tokens. Heads need not be a multiple of the ranks.
+Differences. The engine of one model exchanges its heads; models without one call the function that
+`register_with_transformers` enters, see replaced_attention.py. Gradients are those of the loss of all tokens.
+Heads need not be a multiple of the ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from ....engine.data.sharing import gather_batches
 from ....ops.comm.opening import open_collectives
 from ....utils.errors import UsageError
+from ...errors import raises_theirs
+from .replaced_attention import check_implementation, replace_attention
 
 IGNORED = -100
 WHAT = "batches of sequence ranks"
@@ -95,6 +98,7 @@ class UlyssesSPAttentionHF(nn.Module):
     """Registers the number of sequence ranks. It is no module that runs: the engine exchanges heads."""
 
     @classmethod
+    @raises_theirs
     def register_with_transformers(  # noqa: PLR0913 (the arguments are DeepSpeed's)
         cls,
         model_name_or_path: Any,
@@ -109,18 +113,26 @@ class UlyssesSPAttentionHF(nn.Module):
         """The mpu for `deepspeed.initialize`; None with one sequence rank. A collective of all ranks.
 
         Args:
+            model_name_or_path: a loaded model must use this attention; a name or path is not read.
             core_attn_implementation: what computes the attention of all tokens; not "eager".
-            model_name_or_path, micro_batch_size, seq_length, seq_length_is_variable, max_length: no effect;
-                each forward tells them.
+            micro_batch_size, seq_length, seq_length_is_variable, max_length: no effect; each forward tells
+                them.
             disable_in_eval: after `eval()` each rank passes whole batches of its own; accelerate sets it.
+        Raises:
+            UsageError: transformers has no such attention, it cannot be replaced, or the model uses another.
         """
         if sequence_parallel_size == 1:
             return None
-        if core_attn_implementation == "eager":
+        if not seq_length_is_variable and seq_length is None and max_length is None:
             raise UsageError(
-                'core_attn_implementation = "eager": it cannot be replaced; pass "sdpa" or "flash_attention_2"'
+                "seq_length_is_variable = False needs the length of all sequences: pass seq_length, or leave "
+                "it True"
             )
-        return UlyssesGroups(sequence_parallel_size, cuts_in_eval=not disable_in_eval)
+        check_implementation(model_name_or_path, core_attn_implementation)
+        mpu = UlyssesGroups(sequence_parallel_size, cuts_in_eval=not disable_in_eval)
+        group = mpu.get_sequence_parallel_group()
+        replace_attention(core_attn_implementation, group, in_eval=mpu.cuts_in_eval)
+        return mpu
 
 
 @final
