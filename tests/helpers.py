@@ -1,10 +1,12 @@
-"""Test helper: `run_ranks` runs a function in several gloo processes, started from one preloaded forkserver."""
+"""Test helper: `run_ranks` runs a function in gloo processes, which come from one preloaded forkserver."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
+import random
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -26,15 +28,30 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_seconds: float = TIMEOUT_SECONDS,
     small_numel: int | None = SMALL_NUMEL,
 ) -> list[Any]:
     """Call `function(*args)` on `world_size` ranks of one gloo group; the results, by rank.
 
     `function` must be importable (module level); it asks torch.distributed for its rank. An exception on
-    any rank is raised here with that rank's traceback. `timeout_seconds` is the group's.
+    any rank is raised here with that rank's traceback.
     `small_numel` takes the place of the engine's own SMALL_NUMEL, 16 Ki elements; None leaves it.
+
+    The processes are those of the last call, seeded anew: starting them takes longer than most tests.
+    A function that changes its process, or ends it, needs `run_new_ranks`.
     """
+    from warm_ranks import reused
+
+    return reused(world_size).run(_call_again, small_numel, function, *args)
+
+
+def run_new_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    small_numel: int | None = SMALL_NUMEL,
+) -> list[Any]:
+    """The same in new processes, which end with the call. `timeout_seconds` is the group's."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(world_size):
@@ -61,6 +78,23 @@ def run_ranks(
         # a rank that only lost its peer is never the reason
         raise AssertionError(min(failures, key=lambda text: "Connection closed" in text))
     return [value for _, value in answers]
+
+
+def _call_again(small_numel: int | None, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` as in a new process: with its seeds and nothing left of the last call."""
+    import torch
+
+    from xds.zero.core import local_sum
+
+    gc.collect()
+    torch.manual_seed(0)
+    random.seed(0)
+    own = local_sum.SMALL_NUMEL
+    local_sum.SMALL_NUMEL = own if small_numel is None else small_numel
+    try:
+        return function(*args)
+    finally:
+        local_sum.SMALL_NUMEL = own
 
 
 def _answer(rank: int, process: Any, pipe: Any) -> tuple[bool, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_new_ranks
 from tiny_models import build, micro_batch
 
 import xds
@@ -182,7 +182,7 @@ def complain(names: list[str]) -> dict[str, str]:
 
 
 def test_each_mistake_gives_one_sentence_on_every_rank() -> None:
-    for said in run_ranks(complain, 2, list(BAD)):
+    for said in run_new_ranks(complain, 2, list(BAD)):
         for name, sentence in BAD.items():
             assert sentence in said[name], (name, said[name])
             assert "\n" not in said[name].strip(), name
@@ -209,7 +209,7 @@ def fail_in_the_middle(stage: int, path: str) -> str:
 )
 def test_a_rank_that_fails_is_reported_on_the_others(stage: int, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="died with exit code"):
-        run_ranks(fail_in_the_middle, 2, stage, str(tmp_path / "told"))
+        run_new_ranks(fail_in_the_middle, 2, stage, str(tmp_path / "told"))
     assert "Another rank stopped" in (tmp_path / "told").read_text()
 
 
@@ -238,4 +238,4 @@ def raising_backward() -> None:
 
 
 def test_an_exception_in_backward_leaves_a_clean_engine() -> None:
-    run_ranks(raising_backward, 2)
+    run_new_ranks(raising_backward, 2)

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from helpers import run_ranks
+from helpers import run_new_ranks
 from tiny_models import build, micro_batch
 
 import xds
@@ -61,7 +61,7 @@ def lines_of(more: dict[str, Any]) -> list[str]:
 
 def test_lines_of_printed_steps() -> None:
     more = {"wall_clock_breakdown": True, "memory_breakdown": True}
-    first, second = run_ranks(lines_of, 2, more)
+    first, second = run_new_ranks(lines_of, 2, more)
     assert second == []
     points = [
         f"Engine {at} {of}" for of in ("forward", "backward", "step") for at in ("before", "after")
@@ -81,7 +81,7 @@ def test_lines_of_printed_steps() -> None:
 
 
 def test_no_lines_without_the_keys() -> None:
-    first, _ = run_ranks(lines_of, 2, {})
+    first, _ = run_new_ranks(lines_of, 2, {})
     assert [line.partition(",")[0] for line in first] == ["step 2", "step 4"]
 
 
@@ -105,7 +105,7 @@ def timers_of_the_layer(is_on: bool) -> dict[str, Any]:
 
 
 def test_timers_of_the_layer() -> None:
-    results = run_ranks(timers_of_the_layer, 2, True)
+    results = run_new_ranks(timers_of_the_layer, 2, True)
     for found in results:
         assert all(value > 0 for value in found["step"].values())
         assert found["step"] == {name: found["last"][name] for name in TIMES}
@@ -124,7 +124,7 @@ def test_timers_of_the_layer() -> None:
 
 
 def test_timers_of_the_layer_measure_nothing_unless_asked() -> None:
-    for found in run_ranks(timers_of_the_layer, 2, False):
+    for found in run_new_ranks(timers_of_the_layer, 2, False):
         assert set(found["step"].values()) == {0}
         assert found["last"] == {}
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_new_ranks
 from test_checkpoint import engine_of, inputs, same, states_of, train, whole
 
 import xds
@@ -82,7 +82,7 @@ def save_and_go_on(folder: str, stage: int, more: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_copy_is_exact_though_training_goes_on(tmp_path: Path, world_size: int) -> None:
     for stage, more in ((0, {}), (2, {"bf16": {"enabled": True}}), (3, {})):
-        results = run_ranks(save_and_go_on, world_size, f"{tmp_path}/{stage}", stage, more)
+        results = run_new_ranks(save_and_go_on, world_size, f"{tmp_path}/{stage}", stage, more)
         # buffers are rank 0's, and are one state among the values
         saved = whole([saved for saved, _ in results][::-1])
         loaded = whole([loaded for _, loaded in results][::-1])
@@ -103,7 +103,7 @@ def load_while_writing(folder: str) -> None:
 
 
 def test_saves_and_loads_wait_for_the_one_under_way(tmp_path: Path) -> None:
-    run_ranks(load_while_writing, 2, str(tmp_path))
+    run_new_ranks(load_while_writing, 2, str(tmp_path))
 
 
 # -- what goes wrong ----------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def full_disk(folder: str) -> None:
 
 
 def test_a_failed_write_is_raised_by_the_next_step_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(full_disk, 2, str(tmp_path))
+    run_new_ranks(full_disk, 2, str(tmp_path))
 
 
 def killed_writer(folder: str) -> None:
@@ -158,7 +158,7 @@ def killed_writer(folder: str) -> None:
 
 
 def test_a_killed_writer_is_named_and_replaced(tmp_path: Path) -> None:
-    run_ranks(killed_writer, 2, str(tmp_path))
+    run_new_ranks(killed_writer, 2, str(tmp_path))
 
 
 SCRIPT = """
@@ -273,7 +273,7 @@ def two_engines(folder: str) -> None:
 
 
 def test_two_engines_save_into_one_folder_at_the_same_time(tmp_path: Path) -> None:
-    run_ranks(two_engines, 2, str(tmp_path))
+    run_new_ranks(two_engines, 2, str(tmp_path))
 
 
 def test_a_folder_is_removed_once_nobody_writes_to_it(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def no_memory(folder: str) -> None:
 
 
 def test_a_rank_without_memory_for_the_copy_fails_the_save_alone(tmp_path: Path) -> None:
-    run_ranks(no_memory, 2, str(tmp_path))
+    run_new_ranks(no_memory, 2, str(tmp_path))
 
 
 def test_what_others_may_be_reading_stays_in_the_store_until_the_next_save() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_new_ranks
 from test_checkpoint import check_same, damage, engine_of, states_of, train
 from torch import nn
 
@@ -140,7 +140,7 @@ def fall_back(folder: str) -> None:
 
 
 def test_every_rank_falls_back_to_the_same_older_checkpoint(tmp_path: Path) -> None:
-    run_ranks(fall_back, 2, str(tmp_path))
+    run_new_ranks(fall_back, 2, str(tmp_path))
 
 
 def test_what_does_not_fit_is_never_fallen_back_from(tmp_path: Path) -> None:

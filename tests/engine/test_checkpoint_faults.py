@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from broken_disk import BrokenDisk
-from helpers import run_ranks
+from helpers import run_new_ranks
 from test_checkpoint import check_same, engine_of, states_of
 from torch import nn
 
@@ -132,7 +132,7 @@ def test_whichever_call_fails_all_ranks_raise_and_both_checkpoints_are_whole(
     tmp_path: Path,
 ) -> None:
     keep = {"checkpoint": {"keep_last": 2}}
-    counts = run_ranks(every_kind, 2, str(tmp_path), ("eio", "full", "short"), keep)[0]
+    counts = run_new_ranks(every_kind, 2, str(tmp_path), ("eio", "full", "short"), keep)[0]
     assert min(counts) >= 3 and counts[0] > 12  # rank 1: open, write, fsync
 
 
@@ -140,7 +140,7 @@ def test_whichever_call_fails_all_ranks_raise_and_both_checkpoints_are_whole(
 def test_whichever_call_of_a_commit_in_the_background_fails_all_ranks_hear_of_it(
     tmp_path: Path,
 ) -> None:
-    counts = run_ranks(every_kind, 2, str(tmp_path), ("eio",), IN_BACKGROUND)[0]
+    counts = run_new_ranks(every_kind, 2, str(tmp_path), ("eio",), IN_BACKGROUND)[0]
     assert counts[0] > 7  # the files are written by another process
 
 
@@ -187,7 +187,7 @@ def test_on_a_full_disk_every_rank_raises_and_the_last_checkpoint_loads(
     if done.returncode:
         pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
     try:
-        run_ranks(fill_up, 2, str(tmp_path), more)
+        run_new_ranks(fill_up, 2, str(tmp_path), more)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
@@ -220,7 +220,7 @@ def too_large(folder: str, more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("more", [{}, IN_BACKGROUND], ids=["direct", "background"])
 def test_a_file_that_may_not_grow_raises_on_every_rank(tmp_path: Path, more: Any) -> None:
-    run_ranks(too_large, 2, str(tmp_path), more)
+    run_new_ranks(too_large, 2, str(tmp_path), more)
 
 
 # -- a file system on which only rank 0 makes folders -------------------------------------------------------
@@ -244,4 +244,4 @@ def only_the_first(folder: str) -> None:
 
 
 def test_only_rank_0_makes_renames_and_removes(tmp_path: Path) -> None:
-    run_ranks(only_the_first, 2, str(tmp_path))
+    run_new_ranks(only_the_first, 2, str(tmp_path))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_new_ranks
 from kill_runs import Scenario
 from node_kills import NodeKiller
 from node_runs import engine_of, folder_of, values_of
@@ -63,8 +63,8 @@ FEW = [(("first", "second"), 1, 0), (("same", "same"), 0, 1), (("same", "same"),
 
 def _check_end(base: str, tags: tuple[str, str], victim: int, call: int) -> None:
     with pytest.raises(AssertionError):  # the other rank has lost its peer, or both ended
-        run_ranks(end_at, 2, base, tags, victim, call)
-    results = run_ranks(step_of, 2, base)
+        run_new_ranks(end_at, 2, base, tags, victim, call)
+    results = run_new_ranks(step_of, 2, base)
     steps = {(saved, loaded) for saved, loaded, _, _ in results}
     assert steps in ({(1, 1)}, {(2, 2)})
     assert all(is_right and not left for _, _, is_right, left in results)

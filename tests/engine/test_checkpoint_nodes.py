@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_new_ranks
 from node_runs import engine_of, folder_of, same, values_of
 from saved_checkpoints import train
 
@@ -73,7 +73,7 @@ def check_round_trip(results: list[Any], per_node: int) -> None:
 
 @pytest.mark.parametrize(("stage", "is_async"), [(0, False), (1, True), (3, False)])
 def test_each_node_has_all_that_its_ranks_need(tmp_path: Path, stage: int, is_async: bool) -> None:
-    check_round_trip(run_ranks(save_and_load, 2, str(tmp_path), stage, 1, is_async), 1)
+    check_round_trip(run_new_ranks(save_and_load, 2, str(tmp_path), stage, 1, is_async), 1)
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_each_node_has_all_that_its_ranks_need(tmp_path: Path, stage: int, is_as
 @pytest.mark.parametrize(("world", "per_node"), [(4, 2), (3, 2)])
 def test_nodes_of_several_ranks(tmp_path: Path, stage: int, world: int, per_node: int) -> None:
     check_round_trip(
-        run_ranks(save_and_load, world, str(tmp_path), stage, per_node, stage == 2), per_node
+        run_new_ranks(save_and_load, world, str(tmp_path), stage, per_node, stage == 2), per_node
     )
 
 
@@ -111,9 +111,9 @@ def load(base: str, stage: int, tag: str | None = None, **how: Any) -> Any:
 
 
 def test_a_lost_part_is_named_and_an_older_checkpoint_loads(tmp_path: Path) -> None:
-    run_ranks(save_three, 2, str(tmp_path), 1)
+    run_new_ranks(save_three, 2, str(tmp_path), 1)
     shutil.rmtree(tmp_path / "node1" / "global_step3")
-    (text, _), (other, _) = run_ranks(load, 2, str(tmp_path), 1)
+    (text, _), (other, _) = run_new_ranks(load, 2, str(tmp_path), 1)
     assert text == other
     assert "global_step3 is not complete" in text
     assert "Missing: node 1 (" in text
@@ -121,8 +121,8 @@ def test_a_lost_part_is_named_and_an_older_checkpoint_loads(tmp_path: Path) -> N
     assert "(needed by rank 1)" in text
     assert "the newest that all nodes have is global_step2" in text
     for rank in range(2):
-        assert run_ranks(load, 2, str(tmp_path), 1, "global_step2")[rank][0] == "global_step2"
-    assert [tag for tag, _ in run_ranks(load_with_fallback, 2, str(tmp_path))] == [
+        assert run_new_ranks(load, 2, str(tmp_path), 1, "global_step2")[rank][0] == "global_step2"
+    assert [tag for tag, _ in run_new_ranks(load_with_fallback, 2, str(tmp_path))] == [
         "global_step2"
     ] * 2
 
@@ -132,19 +132,19 @@ def load_with_fallback(base: str) -> Any:
 
 
 def test_a_lost_disk(tmp_path: Path) -> None:
-    run_ranks(save_three, 2, str(tmp_path), 3)
+    run_new_ranks(save_three, 2, str(tmp_path), 3)
     shutil.rmtree(tmp_path / "node0")
-    text, _ = run_ranks(load, 2, str(tmp_path), 3)[0]
+    text, _ = run_new_ranks(load, 2, str(tmp_path), 3)[0]
     assert "Missing: node 0 (" in text
     assert "Start the job on the nodes that saved it" in text
 
 
 def test_nodes_in_another_order(tmp_path: Path) -> None:
-    run_ranks(save_three, 2, str(tmp_path), 3)
+    run_new_ranks(save_three, 2, str(tmp_path), 3)
     os.rename(tmp_path / "node0", tmp_path / "node2")
     os.rename(tmp_path / "node1", tmp_path / "node0")
     os.rename(tmp_path / "node2", tmp_path / "node1")
-    text, _ = run_ranks(load, 2, str(tmp_path), 3)[0]
+    text, _ = run_new_ranks(load, 2, str(tmp_path), 3)[0]
     assert "in the same order" in text
     assert ", where there is node 1 (" in text
 
@@ -156,10 +156,10 @@ def load_anyhow(base: str, stage: int, own: bool, is_local: bool) -> Any:
 def test_other_ranks_need_the_parts_in_one_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = run_ranks(save_three, 2, str(tmp_path), 1)  # buffers are each rank's own
-    text, _ = run_ranks(load, 1, str(tmp_path), 1)[0]
+    weights = run_new_ranks(save_three, 2, str(tmp_path), 1)  # buffers are each rank's own
+    text, _ = run_new_ranks(load, 1, str(tmp_path), 1)[0]
     assert "was saved by 2 ranks on 2 nodes, each into its own folder, and this job has 1" in text
-    text, _ = run_ranks(load_anyhow, 1, str(tmp_path / "node0"), 1, False, False)[0]
+    text, _ = run_new_ranks(load_anyhow, 1, str(tmp_path / "node0"), 1, False, False)[0]
     assert "needs the part of node 1 (" in text
 
     assert main(["verify", str(tmp_path / "node0")]) == 0
@@ -173,7 +173,7 @@ def test_other_ranks_need_the_parts_in_one_folder(
     shutil.copytree(tmp_path / "node0", together)
     shutil.copytree(tmp_path / "node1", together, dirs_exist_ok=True)
     for world, stage, is_local in ((1, 3, False), (2, 1, True), (2, 3, True)):
-        results = run_ranks(load_anyhow, world, str(together), stage, False, is_local)
+        results = run_new_ranks(load_anyhow, world, str(together), stage, False, is_local)
         for (tag, found), own in zip(results, weights, strict=False):
             assert tag == "global_step3"
             assert all(torch.equal(value, own[name]) for name, value in found.items())
@@ -189,8 +189,8 @@ def test_other_ranks_need_the_parts_in_one_folder(
 
 
 def test_another_stage_says_which_part_it_needs(tmp_path: Path) -> None:
-    run_ranks(save_three, 2, str(tmp_path), 3)
-    text, _ = run_ranks(load, 2, str(tmp_path), 0)[0]
+    run_new_ranks(save_three, 2, str(tmp_path), 3)
+    text, _ = run_new_ranks(load, 2, str(tmp_path), 0)[0]
     assert "needs the part of node" in text
     assert "Load with the ranks, the stage and the nodes that saved it" in text
 
@@ -203,7 +203,7 @@ def one_folder(base: str) -> Any:
 
 
 def test_nodes_that_share_a_folder_save_as_usual(tmp_path: Path) -> None:
-    for found in run_ranks(one_folder, 2, str(tmp_path)):
+    for found in run_new_ranks(one_folder, 2, str(tmp_path)):
         assert found == ([0], ["global_step1", "latest"])
 
 
@@ -233,8 +233,8 @@ def refuse(*paths: Any) -> None:
 def test_a_failure_on_one_node_leaves_the_old_checkpoint_on_all(
     tmp_path: Path, broken_rank: int
 ) -> None:
-    assert run_ranks(broken, 2, str(tmp_path), broken_rank) == [(True, [])] * 2
-    assert [tag for tag, _ in run_ranks(load, 2, str(tmp_path), 1)] == ["best", "best"]
+    assert run_new_ranks(broken, 2, str(tmp_path), broken_rank) == [(True, [])] * 2
+    assert [tag for tag, _ in run_new_ranks(load, 2, str(tmp_path), 1)] == ["best", "best"]
 
 
 # -- as arithmetic ------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_new_ranks
 from torch import nn
 
 import xds
@@ -100,7 +100,7 @@ def every_way(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_one_pass_trains_as_torchs_optimizer_on_masters(name: str, world_size: int) -> None:
-    run_ranks(every_way, world_size, name)
+    run_new_ranks(every_way, world_size, name)
 
 
 def resumed(name: str, folder: str) -> None:
@@ -154,7 +154,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_goes_on_with_the_same_bits(name: str, tmp_path: Any) -> None:
-    run_ranks(resumed, 2, name, str(tmp_path))
+    run_new_ranks(resumed, 2, name, str(tmp_path))
 
 
 def fp32_alone() -> None:
@@ -170,7 +170,7 @@ def fp32_alone() -> None:
 
 
 def test_where_nothing_is_cast_nothing_is_compiled() -> None:
-    run_ranks(fp32_alone, 1)
+    run_new_ranks(fp32_alone, 1)
 
 
 def without_compiler(folder: str, require: bool) -> None:
@@ -199,4 +199,4 @@ def without_compiler(folder: str, require: bool) -> None:
 def test_without_a_compiler_training_warns_and_goes_on_or_refuses(
     tmp_path: Any, require: bool
 ) -> None:
-    run_ranks(without_compiler, 1, str(tmp_path), require)
+    run_new_ranks(without_compiler, 1, str(tmp_path), require)

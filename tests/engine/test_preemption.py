@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_new_ranks
 from preempted_runs import Ranks, Run, config_of, final, preempt_and_resume
 
 import xds
@@ -157,7 +157,7 @@ def _handlers_come_and_go(folder):
 
 
 def test_handlers_thread_and_grace_file_go_with_the_last_engine(tmp_path):
-    (asked,) = run_ranks(_handlers_come_and_go, 1, str(tmp_path))
+    (asked,) = run_new_ranks(_handlers_come_and_go, 1, str(tmp_path))
     assert asked == 32.0  # preemption_seconds, and a margin
 
 
@@ -170,7 +170,7 @@ def _ignored_stays_ignored(folder):
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path):
-    run_ranks(_ignored_stays_ignored, 1, str(tmp_path))
+    run_new_ranks(_ignored_stays_ignored, 1, str(tmp_path))
 
 
 def _child_is_ended(folder):
@@ -189,7 +189,7 @@ def _child_is_ended(folder):
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_that_is_told_to_stop_stops_alone(tmp_path):
-    run_ranks(_child_is_ended, 1, str(tmp_path))
+    run_new_ranks(_child_is_ended, 1, str(tmp_path))
 
 
 def _same_folder(folder):
@@ -201,7 +201,7 @@ def _same_folder(folder):
 
 
 def test_two_engines_cannot_save_into_one_folder(tmp_path):
-    run_ranks(_same_folder, 1, str(tmp_path))
+    run_new_ranks(_same_folder, 1, str(tmp_path))
 
 
 def _preempted(folder):
@@ -221,7 +221,7 @@ def _preempted(folder):
 
 
 def test_a_script_may_catch_it_and_close_its_things(tmp_path):
-    run_ranks(_preempted, 1, str(tmp_path))
+    run_new_ranks(_preempted, 1, str(tmp_path))
 
 
 def _preempted_unread(folder, kind):
@@ -244,7 +244,7 @@ def _preempted_unread(folder, kind):
 
 @pytest.mark.parametrize("kind", ["nobody", "a full pipe", "a full disk"])
 def test_it_saves_whoever_reads_standard_error(kind, tmp_path):
-    run_ranks(_preempted_unread, 1, str(tmp_path), kind)
+    run_new_ranks(_preempted_unread, 1, str(tmp_path), kind)
 
 
 def _late_unread(folder):
@@ -265,7 +265,7 @@ def _late_unread(folder):
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_the_deadline_ends_a_process_whoever_reads_standard_error(tmp_path):
-    run_ranks(_late_unread, 1, str(tmp_path))
+    run_new_ranks(_late_unread, 1, str(tmp_path))
 
 
 # -- how ranks agree: many ranks as threads, with steps that only let a rank run a little ahead -------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_new_ranks
 
 from xds.engine.process.process import join
 from xds.utils.errors import UsageError
@@ -39,12 +39,12 @@ def timeout_alone(asked: str | None) -> float | str:
     ("asked", "want"), [(None, 600.0), ("", 600.0), ("45", 45.0), ("0.5", 0.5)]
 )
 def test_the_environment_sets_the_timeout(asked: str | None, want: float) -> None:
-    assert run_ranks(timeout_alone, 1, asked) == [want]
+    assert run_new_ranks(timeout_alone, 1, asked) == [want]
 
 
 @pytest.mark.parametrize("asked", ["0", "-3", "ten", "nan", "inf", "1e9"])
 def test_a_timeout_that_is_none_is_refused(asked: str) -> None:
-    (said,) = run_ranks(timeout_alone, 1, asked)
+    (said,) = run_new_ranks(timeout_alone, 1, asked)
     assert f'XDS_TIMEOUT_SECONDS = "{asked}": must be a number of seconds above 0' in said
 
 
@@ -56,4 +56,4 @@ def timeout_of_the_users_group() -> float:
 
 
 def test_a_group_that_exists_keeps_its_timeout() -> None:
-    assert run_ranks(timeout_of_the_users_group, 1, timeout_seconds=77) == [77.0]
+    assert run_new_ranks(timeout_of_the_users_group, 1, timeout_seconds=77) == [77.0]

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_new_ranks
 from warm_ranks import warm
 
 import xds
@@ -163,7 +163,7 @@ def affinities() -> dict[str, Any]:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_only_the_thread_of_updates_is_bound() -> None:
     every = sorted(os.sched_getaffinity(0))
-    found = run_ranks(affinities, 2)
+    found = run_new_ranks(affinities, 2)
     bound = [one["updates"][0] for one in found]
     if len(every) == os.cpu_count():
         assert sorted(bound[0] + bound[1]) == every and all(bound)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_new_ranks
 
 from xds.ops.comm.collectives import Collectives
 from xds.ops.comm.native import Native
@@ -58,7 +58,7 @@ def test_sums_gathers_and_bytes(world: int, native: bool) -> None:
         for add in (False, True):
             if native and dtype == torch.bfloat16:
                 continue  # gloo's own sum works in bf16: no exact value to compare with
-            results = run_ranks(exercise, world, native, dtype, add)
+            results = run_new_ranks(exercise, world, native, dtype, add)
             for result in results:
                 if native:
                     torch.testing.assert_close(result["out"], result["want"])
@@ -90,8 +90,8 @@ def crossing() -> list[float]:
 
 
 def test_ranks_may_start_gathers_in_different_orders() -> None:
-    assert run_ranks(crossing, 2) == [[1.0, 2.0]] * 2
-    assert run_ranks(crossing, 3) == [[1.0, 2.0]] * 3
+    assert run_new_ranks(crossing, 2) == [[1.0, 2.0]] * 2
+    assert run_new_ranks(crossing, 3) == [[1.0, 2.0]] * 3
 
 
 def losing() -> str:
@@ -108,7 +108,7 @@ def losing() -> str:
 
 def test_a_lost_peer_is_named_with_the_collective() -> None:
     with pytest.raises(AssertionError, match="rank 1 died with exit code 0"):
-        run_ranks(losing, 2)
+        run_new_ranks(losing, 2)
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -126,7 +126,7 @@ def kind_of_gloo() -> str:
 
 
 def test_gloo_on_a_cpu_gets_messages() -> None:
-    assert run_ranks(kind_of_gloo, 2) == [PeerToPeer.__name__] * 2
+    assert run_new_ranks(kind_of_gloo, 2) == [PeerToPeer.__name__] * 2
 
 
 def uneven(native: bool) -> tuple[Any, ...]:
@@ -149,7 +149,7 @@ def uneven(native: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("native", [False, True])
 def test_uneven_parts_are_put_together_and_given_out(world: int, native: bool) -> None:
-    results = run_ranks(uneven, world, native)
+    results = run_new_ranks(uneven, world, native)
     assert all(good for good, _, _ in results)
     if not native:
         sent = sum(sent.get("access", 0) for _, sent, _ in results)
@@ -181,7 +181,7 @@ def activations(native: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_reduce_sums_in_rank_order_and_all_to_all_exchanges(world: int) -> None:
-    found = run_ranks(activations, world, False)
+    found = run_new_ranks(activations, world, False)
     numels = (1, 10, 231)
     for rank, own in enumerate(found):
         for mine, want in own["sums"].values():
@@ -193,7 +193,7 @@ def test_all_reduce_sums_in_rank_order_and_all_to_all_exchanges(world: int) -> N
 
 
 def test_all_reduce_of_the_backend_gives_the_same_sums() -> None:
-    for own in run_ranks(activations_of_backend, 2):
+    for own in run_new_ranks(activations_of_backend, 2):
         for mine, want in own.values():
             assert torch.allclose(mine, want, rtol=1e-6)
 
@@ -227,4 +227,4 @@ def dropped(late: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_collectives_that_nobody_waits_for_do_not_hold_up_later_ones(late: int) -> None:
-    assert run_ranks(dropped, 2, late, timeout_seconds=20) == [[[0.0], [1.0]]] * 2
+    assert run_new_ranks(dropped, 2, late, timeout_seconds=20) == [[[0.0], [1.0]]] * 2

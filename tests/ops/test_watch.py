@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_new_ranks
 
 from xds.ops.comm.collectives import ACCESS_BUFFER
 from xds.ops.comm.native import Native
@@ -188,7 +188,7 @@ def small_gathers_of_two_sizes() -> str:
 
 @pytest.mark.slow
 def test_small_gathers_that_do_not_fit_are_named() -> None:
-    for text in run_ranks(small_gathers_of_two_sizes, 3, timeout_seconds=4):
+    for text in run_new_ranks(small_gathers_of_two_sizes, 3, timeout_seconds=4):
         assert "ranks 0, 1 wait in exchange of norms and flags" in text
         assert "rank 2 waits in access of get_full_param(w), for the 1st time" in text
         assert "Access to parameters is collective" in text
@@ -211,6 +211,6 @@ def barrier_alone(native: bool) -> str:
 
 @pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_barrier_that_nobody_joins_is_named(native: bool) -> None:
-    for text in run_ranks(barrier_alone, 2, native, timeout_seconds=4):
+    for text in run_new_ranks(barrier_alone, 2, native, timeout_seconds=4):
         assert "rank 0 waits in barrier of all ranks, for the 2nd time" in text
         assert "rank 1 waits in all_gather of flat buffer 0" in text

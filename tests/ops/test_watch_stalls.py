@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import stalled_runs
-from helpers import run_ranks
+from helpers import run_new_ranks
 
 TIMEOUT_SECONDS = 3.0
 END_SECONDS = 20.0  # far more than the timeout and 5 s: test machines are busy
@@ -47,7 +47,7 @@ def runs(folder: Path) -> Iterator[Runs]:
                 (folder / name).mkdir()
                 args.append(str(folder / name))
             futures[name] = threads.submit(
-                run_ranks, function, world_size, *args, timeout_seconds=TIMEOUT_SECONDS
+                run_new_ranks, function, world_size, *args, timeout_seconds=TIMEOUT_SECONDS
             )
         yield futures
 
@@ -144,7 +144,7 @@ def test_every_rank_ends_soon_after_the_timeout(name: str, runs: Runs) -> None:
 
 def test_units_in_another_order_are_named() -> None:
     one, two = "all_gather of unit 'blocks.0'", "all_gather of unit 'blocks.1'"
-    for found in run_ranks(stalled_runs.swap_blocks, 2, timeout_seconds=TIMEOUT_SECONDS):
+    for found in run_new_ranks(stalled_runs.swap_blocks, 2, timeout_seconds=TIMEOUT_SECONDS):
         assert (
             f"rank 0 waits in {one}, for the 1st time, which rank 1 never started" in found["error"]
         )
@@ -156,7 +156,7 @@ def test_units_in_another_order_are_named() -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_with_other_shapes_are_refused_by_name(stage: int) -> None:
-    for found in run_ranks(stalled_runs.other_shapes, 2, stage):
+    for found in run_new_ranks(stalled_runs.other_shapes, 2, stage):
         assert found["error"] == (
             "UsageError: rank 1 has another model than rank 0: parameter 1.weight float32[7, 8] on rank 1, "
             "parameter 1.weight float32[4, 8] on rank 0; build the same model, with the same config, on every "
@@ -167,7 +167,7 @@ def test_ranks_with_other_shapes_are_refused_by_name(stage: int) -> None:
 @pytest.mark.slow
 def test_a_wait_that_cannot_raise_ends_its_process_and_tells_the_launcher(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 died with exit code 1"):
-        run_ranks(stalled_runs.never_raise, 2, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS)
+        run_new_ranks(stalled_runs.never_raise, 2, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS)
     record = json.loads((tmp_path / "error1.json").read_text())
     assert record["xds"]["exit_code"] == 1 and record["message"]["extraInfo"]["timestamp"]
     text = record["message"]["message"]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_new_ranks
 from stalled_runs import Lines, engine_of, one_step
 
 from xds.ops.watch.stragglers import SpeedChange, Steps, StragglerDetector
@@ -109,7 +109,7 @@ def slow_rank() -> list[str]:
 
 @pytest.mark.slow
 def test_a_rank_that_sleeps_in_its_steps_is_named_by_rank_0() -> None:
-    first, second = run_ranks(slow_rank, 2)
+    first, second = run_new_ranks(slow_rank, 2)
     assert len(first) == 1 and first[0].startswith("xds: rank 1 (host "), first
     assert " is slower than its peers: compute 0.1" in first[0]
     assert second == []

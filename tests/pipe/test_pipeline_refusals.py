@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_new_ranks
 from pipeline_runs import WIDTH, Model, batches, config_of
 from torch import Tensor, nn
 from warm_ranks import warm
@@ -195,7 +195,7 @@ def test_a_rank_that_fails_is_named_with_its_stage(
     monkeypatch.setenv("XDS_TIMEOUT_SECONDS", "4")
     failure = pytest.raises(Exception) if dies else nullcontext()  # a process ends
     with failure:
-        run_ranks(broken_stage, 2, str(tmp_path), dies, timeout_seconds=4)
+        run_new_ranks(broken_stage, 2, str(tmp_path), dies, timeout_seconds=4)
     message = json.loads((tmp_path / "0.json").read_text())
     assert "stage 1" in message
     assert ("rank 1" if dies else "rank 1 raised ValueError: a broken block") in message

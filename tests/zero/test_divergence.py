@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from divergent_models import Route, build, config_of, plain_run, route_of, samples
-from helpers import run_ranks
+from helpers import run_new_ranks
 from thinned import RUNS_ALL
 from torch import nn
 
@@ -85,7 +85,7 @@ def test_ranks_with_different_graphs_train_as_plain_pytorch(kind: str, world_siz
         (3, apart),  # every layer, or expert, is a unit, and nothing hides when it is gathered
     ]
     losses, norms = plain_run(kind, world_size, NUM_STEPS)
-    for of_rank in run_ranks(train, world_size, kind, cases):
+    for of_rank in run_new_ranks(train, world_size, kind, cases):
         for case, (got_losses, got_norms) in zip(cases, of_rank, strict=True):
             assert got_losses == pytest.approx(losses, rel=1e-5), case
             assert got_norms == pytest.approx(norms, rel=1e-5), case
@@ -95,7 +95,7 @@ def test_reentrant_checkpoints_work_with_divergent_graphs() -> None:
     kind, world_size = "unused experts, reentrant", 2
     losses, norms = plain_run(kind, world_size, NUM_STEPS)
     case = (3, {"stage3_max_reuse_distance": 0, "divergent_graphs": True})
-    for [(got_losses, got_norms)] in run_ranks(train, world_size, kind, [case]):
+    for [(got_losses, got_norms)] in run_new_ranks(train, world_size, kind, [case]):
         assert got_losses == pytest.approx(losses, rel=1e-5)
         assert got_norms == pytest.approx(norms, rel=1e-5)
 
@@ -130,7 +130,7 @@ def hold_back_a_part() -> list[float]:
 
 
 def test_ranks_send_one_dtype_where_only_some_held_gradients_back() -> None:
-    first, second = run_ranks(hold_back_a_part, 2)
+    first, second = run_new_ranks(hold_back_a_part, 2)
     assert first == second and all(norm > 0 for norm in first)
 
 
@@ -158,7 +158,7 @@ def go_on_from_a_part(folder: str) -> list[float]:
 
 
 def test_a_step_goes_on_from_a_checkpoint_where_only_some_held_gradients(tmp_path: Path) -> None:
-    for before, after in run_ranks(go_on_from_a_part, 2, str(tmp_path)):
+    for before, after in run_new_ranks(go_on_from_a_part, 2, str(tmp_path)):
         assert before == after and before > 0
 
 
@@ -304,7 +304,7 @@ def runs() -> Iterator[Runs]:
     with ThreadPoolExecutor(len(RUNS)) as threads:
         yield {
             name: threads.submit(
-                run_ranks, function, world_size, *args, timeout_seconds=TIMEOUT_SECONDS
+                run_new_ranks, function, world_size, *args, timeout_seconds=TIMEOUT_SECONDS
             )
             for name, (function, world_size, args) in RUNS.items()
         }
@@ -395,7 +395,7 @@ def test_a_rank_without_more_data_is_named(runs: Runs) -> None:
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_that_ends_its_process_is_named(stage: int, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 died with exit code 0"):
-        run_ranks(leave, 2, stage, str(tmp_path / "said"), timeout_seconds=TIMEOUT_SECONDS)
+        run_new_ranks(leave, 2, stage, str(tmp_path / "said"), timeout_seconds=TIMEOUT_SECONDS)
     text = (tmp_path / "said").read_text()
     assert (
         "rank 1 did not report: it closed its connection" in text and "Look at the log of" in text

@@ -1,0 +1,177 @@
+"""Tests of `xds.deepspeed` where a script reads the engine's inner state around a backward of its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from warm_ranks import warm
+
+import xds
+import xds.deepspeed as deepspeed
+from xds.deepspeed.runtime.zero import unwrap_model_for_generation
+from xds.deepspeed.runtime.zero.refused import check_zero
+from xds.deepspeed.utils import (
+    safe_get_local_grad,
+    safe_set_full_grad,
+    safe_set_local_grad,
+    set_z3_leaf_modules,
+)
+
+SMALL_GRADIENT = 0.125
+
+
+class Branches(nn.Module):
+    """Two layers in a list that scripts mark as a leaf, and one after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.branches[0](x) + self.branches[1](x)).sum()
+
+
+def engine_of(model: nn.Module, stage: int, **options: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **options,
+    }
+    config["zero_optimization"].update(options.get("zero", {}))
+    config.pop("zero", None)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def batch(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((2, 6), dist.get_rank() + 1.0, dtype=dtype)
+
+
+def unscaled_loss() -> None:
+    engine = engine_of(Branches(), 1, fp16={"enabled": True, "initial_scale_power": 8})
+    with pytest.raises(RuntimeError, match="^Loss scaling is required") as caught:
+        engine(batch(torch.float16)).backward()
+    assert isinstance(caught.value, xds.UsageError)
+    engine.destroy()
+
+
+def test_a_loss_without_the_scale_is_deepspeeds_runtime_error() -> None:
+    """Scripts catch RuntimeError, and look for the words "Loss scaling is required"."""
+    warm(2).run(unscaled_loss)
+
+
+def leaves_and_norms() -> None:
+    torch.manual_seed(3)
+    model = Branches()
+    set_z3_leaf_modules(model, [nn.ModuleList])
+    engine = engine_of(model, 3)
+    optimizer = engine.optimizer
+    assert list(optimizer.leaf_parameters) == [model.branches]
+    own = optimizer.leaf_parameters[model.branches]
+    assert all(a is b for a, b in zip(own, model.branches.parameters(), strict=True))
+    assert optimizer._get_norm_groups() == []
+    engine.backward(engine(batch()))
+    (before,) = optimizer._get_norm_groups()
+    for param in engine.parameters():
+        grad = safe_get_local_grad(param)
+        assert grad is not None
+        safe_set_local_grad(param, grad.clamp(-SMALL_GRADIENT, SMALL_GRADIENT))
+    (after,) = optimizer._get_norm_groups()
+    assert after < before
+    engine.step()
+    assert math.isclose(float(after), float(optimizer._global_grad_norm), rel_tol=1e-5)
+    engine.destroy()
+
+
+def test_stage_3_lists_its_leaves_and_the_norms_of_its_groups() -> None:
+    """The norms follow what a script has written into its gradients, and are the norm of the step."""
+    warm(2).run(leaves_and_norms)
+
+
+def hooks_of_generation() -> None:
+    engine = engine_of(Branches(), 3)
+    held = engine.optimizer.parameter_offload
+    assert held.forward_hooks and held.backward_hooks
+    with pytest.raises(KeyError), unwrap_model_for_generation(engine):
+        assert engine.optimizer.parameter_offload.forward_hooks == []
+        raise KeyError
+    assert held.forward_hooks and held is engine.optimizer.parameter_offload
+    engine.backward(engine(batch()))
+    engine.step()
+    engine.destroy()
+
+
+def test_hooks_are_away_while_a_model_generates() -> None:
+    """Libraries count them; they come back where the block raises too."""
+    warm(2).run(hooks_of_generation)
+
+
+def second_shard() -> None:
+    torch.manual_seed(3)
+    plain = Branches()
+    engine = engine_of(Branches(), 3)
+    assert all(param.ds_secondary_tensor is None for param in engine.parameters())
+    assert all(param.ds_zero_param_process_group is None for param in engine.parameters())
+    engine.destroy()
+    torch.manual_seed(3)
+    engine = engine_of(Branches(), 3, zero={"zero_hpz_partition_size": 2})
+    for param, other in zip(engine.parameters(), plain.parameters(), strict=True):
+        second, flat = param.ds_secondary_tensor, other.detach().flatten()
+        assert second.numel() % param.ds_tensor.numel() == 0
+        padded = nn.functional.pad(flat, (0, 2 * second.numel() - flat.numel()))
+        assert torch.equal(second + 0, padded.chunk(2)[dist.get_rank() % 2])
+    with pytest.raises(xds.UsageError, match="for reading"):
+        next(engine.parameters()).ds_secondary_tensor.zero_()
+    engine.destroy()
+
+
+def test_the_second_shard_of_zeropp_is_an_attribute() -> None:
+    """`ds_secondary_tensor` has the elements of DeepSpeed's second shard; it is None without one."""
+    warm(4).run(second_shard)
+
+
+def scaler_of_overflows() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+    engine = engine_of(Branches(), 1, fp16=fp16)
+    scaler, scales = engine.optimizer.loss_scaler, []
+    for value in (math.inf, 0.5, 0.5, 0.5):
+        engine.backward(engine(batch(torch.float16)))
+        for param in engine.parameters():
+            safe_set_full_grad(param, torch.full_like(param, value))
+        engine.step()
+        scales.append((scaler.cur_iter, scaler.cur_scale))
+    assert scales == [(1, 128.0), (2, 128.0), (3, 128.0), (4, 256.0)]
+    assert (scaler.scale_window, scaler.min_scale, scaler.delayed_shift) == (2, 1, 1)
+    assert scaler.dynamic and scaler.loss_scale == 256.0 and scaler.last_overflow_iter == 0
+    engine.destroy()
+    engine = engine_of(Branches(), 1, fp16={"enabled": True, "loss_scale": 64.0})
+    scaler = engine.optimizer.loss_scaler
+    assert scaler.cur_scale == 64.0 and not scaler.dynamic and not hasattr(scaler, "scale_window")
+    engine.destroy()
+
+
+def test_the_loss_scaler_has_its_state() -> None:
+    """`optimizer.loss_scaler` counts steps and knows its window, as DeepSpeed's."""
+    warm(2).run(scaler_of_overflows)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_untested_optimizers_are_refused_where_the_config_forbids_them(stage: int) -> None:
+    """zero_allow_untested_optimizer = false is a wish; without the key xds decides by itself."""
+    config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+    forbidding = {**config, "zero_allow_untested_optimizer": False}
+    weights = [nn.Parameter(torch.zeros(2))]
+    check_zero(forbidding, torch.optim.AdamW(weights))
+    check_zero(config, torch.optim.SGD(weights))
+    check_zero({**forbidding, "optimizer": {"type": "Adam"}}, None)
+    check_zero({**forbidding, "zero_optimization": {"stage": 0}}, torch.optim.SGD(weights))
+    with pytest.raises(xds.UsageError, match="SGD with zero_allow_untested_optimizer = false"):
+        check_zero(forbidding, torch.optim.SGD(weights))
+    with pytest.raises(xds.UsageError, match="zero_allow_untested_optimizer = false"):
+        check_zero({**forbidding, "optimizer": {"type": "SGD"}}, None)
