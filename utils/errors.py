@@ -4,6 +4,7 @@ XdsError
  +- ConfigError   the JSON config is invalid; lists all problems of the file at once
  +- UsageError    a call that cannot work: wrong order, wrong argument, wrong model
  |   +- DamagedError   a file of a checkpoint is missing, truncated or changed
+ |   +- UnscaledLossError   loss.backward() by the script in fp16, without the loss scale
  +- PeerError     another rank failed or does not answer during a collective
  +- BuildError    a native op cannot be compiled or loaded on this machine
 """
@@ -30,6 +31,10 @@ class UsageError(XdsError):
 
 class DamagedError(UsageError):
     """A file of a checkpoint is missing, truncated or changed. The message names it."""
+
+
+class UnscaledLossError(UsageError, RuntimeError):
+    """A backward in fp16 that the script started on a loss without the loss scale."""
 
 
 class PeerError(XdsError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -12,12 +14,19 @@ from ...engine.engine import Engine
 from ...utils.errors import UsageError
 from ..missing import refuse_method
 from .fp16.loss_scaler import LossScaleConfig
+from .fp16.running_scaler import RunningScaler
 
 
 def norm_of_last_step(engine: Engine) -> float | None:
     """The norm before clipping; inf after a skipped step, as in DeepSpeed, whatever the gradients were."""
     norm = engine.get_global_grad_norm()
     return math.inf if norm is not None and math.isnan(norm) else norm
+
+
+MODES = (
+    "train",
+    "eval",
+)  # of optimizers without a schedule, which evaluate other values than they train
 
 
 class DeepSpeedOptimizer:
@@ -43,9 +52,15 @@ class DeepSpeedOptimizer:
         return norm is not None and not math.isfinite(norm)
 
     @property
-    def loss_scaler(self) -> DeepSpeedOptimizer:
-        """The object with `cur_scale` and `loss_scale`: this one."""
-        return self
+    def loss_scaler(self) -> RunningScaler:
+        """The scale and its state, always those of now."""
+        return self._scaler()
+
+    def _scaler(self) -> RunningScaler:
+        kept: RunningScaler | None = self.__dict__.get("_kept_scaler")
+        if kept is None:
+            kept = self.__dict__["_kept_scaler"] = RunningScaler(self._engine)
+        return kept
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -113,7 +128,21 @@ class DeepSpeedOptimizer:
         if name == "_engine":
             raise AttributeError(name)
         refuse_method("optimizer", name)
-        return getattr(self._engine.optimizer, name)
+        found = getattr(self._engine.optimizer, name)
+        return partial(self._switch, found) if name in MODES and callable(found) else found
+
+    def _switch(self, mode: Callable[[], None]) -> None:
+        """Call `mode`, which changes masters, and give their values to all ranks' parameters. A collective."""
+        model, updater = self._engine._parts.sharded, self._engine._parts.updater
+        model.before_update()
+        with torch.no_grad(), updater.in_memory():
+            updater.take_edits()
+            mode()
+            for master in updater.masters:
+                master.write_compute()
+                if master.is_sharded or master.params.is_sharded:
+                    master.publish()
+        model.wait_published()
 
 
 __all__ = ["DeepSpeedOptimizer", "norm_of_last_step"]

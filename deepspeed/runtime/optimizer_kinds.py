@@ -21,11 +21,11 @@ from torch import Tensor
 from ...engine.engine import Engine
 from ...utils.errors import UsageError
 from ..errors import methods_raise_theirs
-from ..missing import refuse_method
 from ..ops.adam import FusedAdam
 from .optimizer import DeepSpeedOptimizer
 from .zero import gradient_lists
 from .zero.parameter_offload import DeepSpeedZeRoOffload
+from .zero.parameters import note_second_shard
 
 _REMEDY = "engine.load_checkpoint takes states of any number of ranks"
 OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE = "optimizer_state_dict", "base_optimizer_state"
@@ -45,8 +45,7 @@ class WithMasters(DeepSpeedOptimizer):
             raise AttributeError(name)
         if name == self.masters_name:
             return self.masters()
-        refuse_method("optimizer", name)
-        return getattr(self._engine.optimizer, name)
+        return super().__getattr__(name)
 
     def masters(self) -> list[Tensor]:
         """This rank's fp32 values, one flat tensor for each group; the optimizer's own."""
@@ -140,8 +139,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
     @property
     def loss_scaler(self) -> Any:
-        """The object with `cur_scale`: this one. One without an engine may be given another."""
-        return self.__dict__.get("_given_scaler", self)
+        """The scale and its state. An optimizer without an engine may be given one."""
+        given = self.__dict__.get("_given_scaler")
+        return self if given is None and "_engine" not in self.__dict__ else given or self._scaler()
 
     @loss_scaler.setter
     def loss_scaler(self, scaler: Any) -> None:
@@ -191,7 +191,19 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 (DeepSpeed's n
     @property
     def parameter_offload(self) -> DeepSpeedZeRoOffload:
         """What libraries take off and put back around generation."""
-        return DeepSpeedZeRoOffload(self._engine.module)
+        kept: DeepSpeedZeRoOffload | None = self.__dict__.get("_offload")
+        if kept is None:
+            kept = self.__dict__["_offload"] = DeepSpeedZeRoOffload(self._engine.module)
+        return kept
+
+    @property
+    def leaf_parameters(self) -> dict[torch.nn.Module, list[torch.nn.Parameter]]:
+        """`gradient_lists.leaf_parameters`."""
+        return gradient_lists.leaf_parameters(self._engine)
+
+    def _get_norm_groups(self) -> list[Tensor]:
+        """`gradient_lists.norms_of_groups`."""
+        return gradient_lists.norms_of_groups(self._engine)
 
     def _set_fp32_optimizer_param_groups(self) -> None:
         """Does nothing: the optimizer's groups always have the fp32 values."""
@@ -235,6 +247,7 @@ def optimizer_of(engine: Engine) -> torch.optim.Optimizer | DeepSpeedOptimizer |
     if stage == 1 and config.bf16.enabled and config.data_types.grad_accum_dtype == "fp32":
         return BF16_Optimizer(engine)
     if stage:
+        note_second_shard(engine.module, config.zero_optimization.zero_hpz_partition_size)
         return (DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer)(engine)
     if config.bf16.enabled or config.fp16.enabled:
         is_fused = isinstance(engine.optimizer, FusedAdam)

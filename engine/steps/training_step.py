@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...tensor.vocabulary import check_uses_of_logits
 from ...utils.arguments import wrong
-from ...utils.errors import UsageError, XdsError
+from ...utils.errors import UnscaledLossError, UsageError, XdsError
 from ...zero.core.reduction import Scope
 from ..checkpoint.training import Scheduler
 from ..data.batches import check_loss, move
@@ -218,10 +218,10 @@ class TrainingStep:
         if included is not None:
             return self._scale.value / included
         if self._scale.scales_loss:
-            raise UsageError(
-                f"loss.backward() in fp16, on a loss without the loss scale ({self._scale.value:g}): small "
-                "gradients would be lost; call engine.backward(loss) or engine.scale(loss).backward(). "
-                "Gradients of earlier micro-batches are kept"
+            raise UnscaledLossError(
+                "Loss scaling is required: loss.backward() in fp16, on a loss without the loss scale "
+                f"({self._scale.value:g}): small gradients would be lost; call engine.backward(loss) or "
+                "engine.scale(loss).backward(). Gradients of earlier micro-batches are kept"
             )
         return 1.0 / self._accumulation.steps_now
 

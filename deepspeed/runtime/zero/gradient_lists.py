@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from ....engine.engine import Engine
 from ....zero.access.owners import Owner, find_owner
+from ...comm import comm as dist
+from ...utils.leaf_modules import get_z3_leaf_modules
 
 
 def averaged_gradients(engine: Engine) -> dict[int, list[Tensor]]:
@@ -38,6 +40,34 @@ def averaged_gradients(engine: Engine) -> dict[int, list[Tensor]]:
             parts = [held[at + part.start : at + part.stop] for part in item.parts] or [held[:0]]
             given = parts if factor == 1.0 else [part.float() * factor for part in parts]
             found.setdefault(item.group, []).extend(given)
+    return found
+
+
+def norms_of_groups(engine: Engine) -> list[Tensor]:
+    """The norm of each parameter group's gradients over all ranks, with the loss scale. A collective.
+
+    Shapes:  one [] for each group that has gradients; no group before the last backward of a step.
+    """
+    found = averaged_gradients(engine)
+    if not found:
+        return []
+    squares = torch.zeros(len(found), dtype=torch.float64)
+    for at, parts in enumerate(found.values()):
+        squares[at] = sum(float(part.double().square().sum()) for part in parts)
+    summed = squares.float().to(engine.device) if engine.device.type != "cpu" else squares
+    dist.all_reduce(summed, group=engine._sharded.flat_groups.data.everyone.group)
+    return list(summed.sqrt().float())
+
+
+def leaf_parameters(engine: Engine) -> dict[nn.Module, list[nn.Parameter]]:
+    """The trained parameters of each module that `set_z3_leaf_modules` has marked; of the outermost ones."""
+    found: dict[nn.Module, list[nn.Parameter]] = {}
+    taken: set[int] = set()
+    for leaf in get_z3_leaf_modules(engine.module):  # outer modules come first
+        own = [one for one in leaf.parameters() if one.requires_grad and id(one) not in taken]
+        taken.update(map(id, own))
+        if own:
+            found[leaf] = own
     return found
 
 
@@ -102,6 +132,8 @@ def unscale_and_clip_grads(
 __all__ = [
     "accumulated_grads_in_cpu",
     "averaged_gradients",
+    "leaf_parameters",
+    "norms_of_groups",
     "params_of_masters",
     "unscale_and_clip_grads",
 ]

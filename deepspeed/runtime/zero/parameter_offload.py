@@ -1,7 +1,8 @@
 """`optimizer.parameter_offload`: what libraries take off a model of stage 3 while it generates, and put back.
 
 xds gathers by hooks of its own, which find parameters inside `GatheredParameters` whole and leave them alone.
-So there is nothing to take off: the lists of hooks are empty, and registering does nothing.
+So nothing needs to be taken off: a list has one handle that stands for all of the engine's hooks, and removing
+it does nothing. Scripts that count hooks see them come and go, as DeepSpeed's do.
 """
 
 from __future__ import annotations
@@ -15,16 +16,29 @@ from ...missing import placeholder
 
 
 @final
+class Hook:
+    """Stands for the engine's hooks."""
+
+    def remove(self) -> None:
+        """Does nothing: hooks leave whole parameters alone."""
+
+
+@final
 class DeepSpeedZeRoOffload:
     """The attributes that TRL and scripts with the same lines use, for the model of an engine at stage 3."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
+        self.forward_hooks: list[Any] = [Hook()]
+        self.backward_hooks: list[Any] = [Hook()]
+
+    def _remove_module_hooks(self) -> None:
+        """Empty the lists. The engine's hooks stay."""
+        self.forward_hooks, self.backward_hooks = [], []
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """Does nothing: the engine's hooks are never taken off."""
+        """Fill the lists again. The engine's hooks were never taken off."""
+        self.forward_hooks, self.backward_hooks = [Hook()], [Hook()]
 
     def empty_partition_cache(self) -> None:
         """Does nothing: units are released after each use."""

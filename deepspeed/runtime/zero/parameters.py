@@ -44,6 +44,9 @@ class ZeroParamStatus(Enum):
 _BLOCK = 1 << 32  # ids of one engine
 _blocks = itertools.count()
 _known: WeakKeyDictionary[Owner, int] = WeakKeyDictionary()  # -> its first id
+_second: WeakKeyDictionary[Owner, int] = (
+    WeakKeyDictionary()
+)  # -> the ranks of ZeRO++'s second shard
 _built: Any = WeakTensorKeyDictionary()  # parameters of zero.Init on one rank -> their id
 
 
@@ -58,6 +61,14 @@ def answer_for(owners: Iterable[Owner | None]) -> None:
 def answer_for_model(model: nn.Module) -> None:
     """From now on the parameters of a model answer whose engine is at stage 3."""
     answer_for(find_owner(param) for param in model.parameters())
+
+
+def note_second_shard(model: nn.Module, num_ranks: int) -> None:
+    """The engine of `model` keeps a second shard over `num_ranks` ranks (zero_hpz_partition_size)."""
+    for param in model.parameters():
+        owner = find_owner(param)
+        if owner is not None and num_ranks > 1:
+            _second[owner] = num_ranks
 
 
 def answer_for_built(param: nn.Parameter) -> None:
@@ -163,6 +174,17 @@ def _group(param: nn.Parameter, owner: Owner | None) -> dist.ProcessGroup | None
     return dist.group.WORLD if owner is None else owner.group_of(param).group
 
 
+def _second_tensor(param: nn.Parameter, owner: Owner | None) -> Tensor | None:
+    """This rank's slice of ZeRO++'s second shard, for reading, see `OwnSlice`; None without one."""
+    parts = 1 if owner is None else _second.get(owner, 1)
+    return None if owner is None or parts == 1 else OwnSlice.of(param, owner, parts)
+
+
+def _second_group(param: nn.Parameter, owner: Owner | None) -> dist.ProcessGroup | None:
+    """None without a second shard."""
+    return _group(param, owner) if owner is not None and owner in _second else None
+
+
 def _all_gather(param: nn.Parameter, owner: Owner | None) -> Callable[..., None]:
     def all_gather(
         param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
@@ -237,7 +259,8 @@ _READERS: dict[str, Callable[[nn.Parameter, Owner | None], Any]] = {
     "ds_tensor": _tensor,
     "ds_param_type": lambda param, owner: ZeroParamType.PARTITIONED,
     "ds_process_group": _group,
-    "ds_zero_param_process_group": _group,
+    "ds_zero_param_process_group": _second_group,
+    "ds_secondary_tensor": _second_tensor,
     "ds_summary": _summary,
     "ds_active_sub_modules": lambda param, owner: set(),  # the engine's hooks know who uses it
     "all_gather": _all_gather,

@@ -10,9 +10,20 @@ from typing import Any
 
 import torch
 
+from ....compression.config import ONE_BIT_OPTIMIZERS
+from ....engine.config.differences import SHARDED_BY_DEEPSPEED
+from ....utils.errors import UsageError
+from ...ops.adagrad.cpu_adagrad import DeepSpeedCPUAdagrad
 from ...ops.adam.cpu_adam import DeepSpeedCPUAdam
+from ...ops.adam.fused_adam import FusedAdam
 from ...ops.lion.cpu_lion import DeepSpeedCPULion
+from ...ops.lion.fused_lion import FusedLion
 from .utils import ZeRORuntimeException
+
+_TESTED: tuple[type[torch.optim.Optimizer], ...] = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad),
+    *(FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion, FusedLion),
+)
 
 _NORM = "zero_optimization.compute_grad_norm = false"
 
@@ -24,6 +35,25 @@ def check_zero(config: Mapping[str, Any], optimizer: Any) -> None:
     """
     for refusal in _refusals(config, optimizer):
         raise ZeRORuntimeException(refusal)
+    stage = _section(config, "zero_optimization").get("stage", 0)
+    if stage and config.get("zero_allow_untested_optimizer") is False:
+        _check_tested(config, optimizer)
+
+
+def _check_tested(config: Mapping[str, Any], optimizer: Any) -> None:
+    """Raises UsageError: the config forbids optimizers that DeepSpeed does not know at stages above 0."""
+    name: str | None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name, is_known = type(optimizer).__name__, type(optimizer) in _TESTED
+    else:
+        name = _section(config, "optimizer").get("type")
+        known = (None, *SHARDED_BY_DEEPSPEED, *ONE_BIT_OPTIMIZERS)
+        is_known = optimizer is not None or name in known
+    if not is_known:
+        raise UsageError(
+            f"{name} with zero_allow_untested_optimizer = false: DeepSpeed shards "
+            f"{', '.join(sorted({one.__name__ for one in _TESTED}))} alone; set the key to true, or remove it"
+        )
 
 
 def _refusals(config: Mapping[str, Any], optimizer: Any) -> Iterator[str]:

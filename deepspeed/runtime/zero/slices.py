@@ -70,15 +70,19 @@ class OwnSlice(Tensor):
 
     _param: nn.Parameter
     _owner: Owner
+    _num_parts: int
 
     @classmethod
-    def of(cls, param: nn.Parameter, owner: Owner) -> OwnSlice:
+    def of(cls, param: nn.Parameter, owner: Owner, num_parts: int | None = None) -> OwnSlice:
+        """num_parts: with the second shard of ZeRO++ its ranks, which divide the number of ranks."""
         ranks = owner.group_of(param)
-        numel = chunk_of(torch.Size(owner.full_shape(param)).numel(), ranks.world_size)
+        parts = num_parts or ranks.world_size
+        chunk = chunk_of(torch.Size(owner.full_shape(param)).numel(), ranks.world_size)
+        numel = chunk * (ranks.world_size // parts)
         made: OwnSlice = Tensor._make_wrapper_subclass(
             cls, (numel,), dtype=param.dtype, device=ranks.device
         )
-        made._param, made._owner = param, owner
+        made._param, made._owner, made._num_parts = param, owner, parts
         return made
 
     @property
@@ -90,10 +94,21 @@ class OwnSlice(Tensor):
         owner.agree("ds_tensor", param)
         whole = owner.compute(param).read(owner.group_of(param))
         assert whole is not None
-        return read_slice(param, owner, whole)
+        ranks = owner.group_of(param)
+        if self._num_parts == ranks.world_size:
+            return read_slice(param, owner, whole)
+        padded = nn.functional.pad(
+            whole.reshape(-1), (0, self.numel() * self._num_parts - whole.numel())
+        )
+        return own_slice(padded, ranks.rank % self._num_parts, self._num_parts)
 
     def _write(self, value: Tensor) -> None:
         param, owner = self._param, self._owner
+        if self._num_parts != owner.group_of(param).world_size:
+            raise UsageError(
+                f"ds_secondary_tensor of {owner.name_of(param)}: the second shard of ZeRO++ is a copy, for "
+                "reading; write to param.ds_tensor, or inside GatheredParameters"
+            )
         whole = gather_slices("ds_tensor", param, owner, value)
         owner.write(param, reader_of(whole))
 

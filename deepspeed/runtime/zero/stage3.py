@@ -75,8 +75,15 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
     `engine.generate` needs less memory: it gathers units as it uses them.
     """
+    held = getattr(model.optimizer, "parameter_offload", None)
     with GatheredParameters(model.parameters()):
-        yield model
+        if held is not None:
+            held._remove_module_hooks()
+        try:
+            yield model
+        finally:
+            if held is not None:
+                held._register_deepspeed_module(held.module)
 
 
 def __getattr__(name: str) -> Any:
