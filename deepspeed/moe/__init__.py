@@ -1,4 +1,4 @@
-"""`deepspeed.moe`: the functions for models without expert parallelism; layers of experts are stand-ins."""
+"""`deepspeed.moe`: gates, and functions for models without expert parallelism; no layers of experts."""
 
 from __future__ import annotations
 
