@@ -25,9 +25,14 @@ def has_inf_or_nan(x: Tensor) -> Tensor:
 
 
 def is_invalid_grad_norm(norm: Any) -> bool:
-    """A norm that is not finite, or -1, which `get_weight_norm` returns for such a one."""
+    """A norm that is not finite, or negative: `get_weight_norm` returns -1 for such a one.
+
+    Shapes:  any, if it is a tensor: one invalid element is enough.
+    """
+    if isinstance(norm, Tensor):
+        return bool((~torch.isfinite(norm) | (norm < 0)).any())
     value = float(norm)
-    return value == -1 or not math.isfinite(value)
+    return value < 0 or not math.isfinite(value)
 
 
 def is_model_parallel_parameter(p: Any) -> bool:
@@ -106,16 +111,34 @@ def get_flattened_grad_norm(
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """The 2-norm of parts with these norms."""
-    return math.sqrt(sum(norm**2 for norm in norm_list))
+    """The 2-norm of parts with these norms; inf where one of them is no norm, such as -1."""
+    norms = [float(norm) for norm in norm_list]
+    if any(is_invalid_grad_norm(norm) for norm in norms):
+        return math.inf
+    return math.sqrt(sum(norm**2 for norm in norms))
+
+
+def combine_grad_norm_groups(norm_groups: Iterable[Tensor | float], norm_type: float = 2) -> Tensor:
+    """The norm of groups with these norms, []; inf where one of them is no norm, such as -1."""
+    norms = list(norm_groups)
+    device = next((one.device for one in norms if isinstance(one, Tensor)), None)
+    stacked = torch.stack([torch.as_tensor(one, device=device).float() for one in norms])
+    combined = torch.linalg.vector_norm(stacked, norm_type)
+    is_valid = (torch.isfinite(stacked) & (stacked >= 0)).all()
+    return torch.where(is_valid, combined, torch.full_like(combined, math.inf))
 
 
 def get_global_norm_of_tensors(
     input_tensors: Sequence[Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> Tensor:
-    """The norm of all elements of the tensors."""
-    device = input_tensors[0].device if input_tensors else torch.device("cpu")
-    return _norm(input_tensors, float(norm_type), mpu, device)
+    """The norm of all elements of the tensors; -1 where it is not finite."""
+    norm = _norm_of(input_tensors, norm_type, mpu)
+    return torch.where(torch.isfinite(norm), norm, torch.full_like(norm, -1.0))
+
+
+def _norm_of(tensors: Sequence[Tensor], norm_type: float, mpu: Any) -> Tensor:
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return _norm(tensors, float(norm_type), mpu, device)
 
 
 def clip_tensors_by_global_norm(
@@ -126,9 +149,7 @@ def clip_tensors_by_global_norm(
     eps: float = 1e-6,
 ) -> Any:
     """Scale the tensors so that their norm is at most `max_norm`; returns the norm before."""
-    norm = (
-        get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
-    )
+    norm = _norm_of(input_tensors, 2, mpu) if global_norm is None else global_norm
     factor = max_norm / (float(norm) + eps)
     if factor < 1:
         for one in input_tensors:

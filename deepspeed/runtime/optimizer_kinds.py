@@ -201,6 +201,11 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 (DeepSpeed's n
         """`gradient_lists.leaf_parameters`."""
         return gradient_lists.leaf_parameters(self._engine)
 
+    @property
+    def grad_partitions_flat_buffer(self) -> Tensor:
+        """`gradient_lists.flat_partition`, for reading."""
+        return gradient_lists.flat_partition(self._engine)
+
     def _get_norm_groups(self) -> list[Tensor]:
         """`gradient_lists.norms_of_groups`."""
         return gradient_lists.norms_of_groups(self._engine)

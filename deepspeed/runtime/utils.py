@@ -24,6 +24,7 @@ from .memory import torch_memory_reserved as torch_memory_reserved
 from .norms import CheckOverflow as CheckOverflow
 from .norms import clip_grad_norm_ as clip_grad_norm_
 from .norms import clip_tensors_by_global_norm as clip_tensors_by_global_norm
+from .norms import combine_grad_norm_groups as combine_grad_norm_groups
 from .norms import get_flattened_grad_norm as get_flattened_grad_norm
 from .norms import get_global_norm as get_global_norm
 from .norms import get_global_norm_of_tensors as get_global_norm_of_tensors

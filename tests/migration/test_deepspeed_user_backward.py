@@ -13,7 +13,19 @@ from warm_ranks import warm
 
 import xds
 import xds.deepspeed as deepspeed
+from xds.deepspeed.runtime.utils import (
+    CheckOverflow,
+    combine_grad_norm_groups,
+    get_global_norm,
+    get_global_norm_of_tensors,
+)
 from xds.deepspeed.runtime.zero import unwrap_model_for_generation
+from xds.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from xds.deepspeed.runtime.zero.offload_states import (
+    get_state_devices,
+    offload_optimizer_states,
+    reload_optimizer_states,
+)
 from xds.deepspeed.runtime.zero.refused import check_zero
 from xds.deepspeed.utils import (
     safe_get_local_grad,
@@ -175,3 +187,46 @@ def test_untested_optimizers_are_refused_where_the_config_forbids_them(stage: in
         check_zero(forbidding, torch.optim.SGD(weights))
     with pytest.raises(xds.UsageError, match="zero_allow_untested_optimizer = false"):
         check_zero({**forbidding, "optimizer": {"type": "SGD"}}, None)
+
+
+def states_and_devices() -> None:
+    engine = engine_of(Branches(), 3, bf16={"enabled": True})
+    engine.backward(engine(batch(torch.bfloat16)))
+    held = engine.optimizer.grad_partitions_flat_buffer
+    parts = [one for found in engine.optimizer.averaged_gradients.values() for one in found]
+    assert torch.equal(held, torch.cat(parts)) and held.any()
+    engine.step()
+    engine.offload_states()
+    engine.reload_states()
+    assert engine.optimizer.grad_partitions_flat_buffer.eq(torch.zeros_like(held)).all()
+    for state in OffloadStateTypeEnum:
+        assert get_state_devices(engine, state) == {torch.device("cpu")}
+    engine.offload_states()
+    assert get_state_devices(engine, OffloadStateTypeEnum.contiguous_grad_buffer) == set()
+    engine.destroy()
+
+
+def test_places_of_states_and_the_flat_gradients_of_stage_3() -> None:
+    """Scripts ask where a state is after offload_states, and read the flat buffer of gradients."""
+    warm(2).run(states_and_devices)
+
+
+def test_norms_that_are_no_norms_stay_invalid() -> None:
+    """A norm of -1 stands for one that is not finite: its square is not part of a sum."""
+    for bad in (-1.0, math.nan, math.inf):
+        assert get_global_norm([3.0, bad]) == math.inf
+        assert combine_grad_norm_groups([torch.tensor(3.0), bad]) == math.inf
+        assert CheckOverflow().check_using_norm([bad], reduce_overflow=False)
+    assert combine_grad_norm_groups([3.0, torch.tensor(4.0)]) == 5.0
+    assert get_global_norm_of_tensors([torch.tensor([1.0, math.nan])]) == -1.0
+
+
+def test_states_of_a_plain_optimizer_move() -> None:
+    """The tensors are replaced in the optimizer's state."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    offload_optimizer_states(optimizer, "cpu")
+    before = reload_optimizer_states(optimizer, "cpu")
+    assert any(one is optimizer.state[weight]["exp_avg"] for one in before)

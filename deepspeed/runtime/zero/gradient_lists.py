@@ -59,6 +59,19 @@ def norms_of_groups(engine: Engine) -> list[Tensor]:
     return list(summed.sqrt().float())
 
 
+def flat_partition(engine: Engine) -> Tensor:
+    """This rank's parts of all gradients as one tensor, a copy. Zeros where no step is under way. A collective.
+
+    Shapes:  [elements of this rank's parts], in fp32 for 16-bit parameters.
+    """
+    found = [part for parts in averaged_gradients(engine).values() for part in parts]
+    if found:
+        return torch.cat(found)
+    masters = engine._parts.updater.masters
+    spans = [part for master in masters for item in master.items for part in item.parts]
+    return torch.zeros(sum(part.stop - part.start for part in spans), device=engine.device)
+
+
 def leaf_parameters(engine: Engine) -> dict[nn.Module, list[nn.Parameter]]:
     """The trained parameters of each module that `set_z3_leaf_modules` has marked; of the outermost ones."""
     found: dict[nn.Module, list[nn.Parameter]] = {}
@@ -132,6 +145,7 @@ def unscale_and_clip_grads(
 __all__ = [
     "accumulated_grads_in_cpu",
     "averaged_gradients",
+    "flat_partition",
     "leaf_parameters",
     "norms_of_groups",
     "params_of_masters",
