@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..pipe.layer_specs import LayerSpec, TiedLayerSpec
-from ..pipe.module import DualPipeVModule, PipelineModule
 from .missing import placeholder
 from .runtime.pipe.coordinates import ProcessTopology
+from .runtime.pipe.module import DualPipeVModule, PipelineModule
 
 
 def __getattr__(name: str) -> Any:
