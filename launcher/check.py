@@ -17,7 +17,7 @@ from ..engine.config.differences import (
 from ..engine.config.optimizer import OptimizerConfig
 from ..engine.config.ranks import mesh_of
 from ..engine.config.scheduler import SchedulerConfig
-from ..engine.config.text import read_source
+from ..engine.config.text import ConfigText, open_source, read_source
 from ..utils.errors import ConfigError
 from ..utils.quoting import escaped, printable
 from ..utils.schema.rules import shown
@@ -39,15 +39,20 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(list(argv))
     try:
         auto = _auto_values(options.auto)
-        world_size = options.world_size
+        source = open_source(options.config)
+    except ConfigError as error:
+        print(f"xds check: {error}", file=sys.stderr)
+        return 2
+    world_size = options.world_size
+    try:
         config = parse_config(
-            options.config, auto=auto, world_size=world_size, one_replica=world_size is None
+            source, auto=auto, world_size=world_size, one_replica=world_size is None
         )
     except ConfigError as error:
         print(f"xds check: {error}", file=sys.stderr)
-        _print(DIFFERS, _ignored_elsewhere(options.config, error), sys.stderr)
+        _print(DIFFERS, _ignored_elsewhere(source, error), sys.stderr)
         return 2
-    differing = differences(read_source(options.config)[0], config)
+    differing = differences(read_source(source)[0], config)
     if options.json:
         print(json.dumps({**config.as_dict(), JSON_KEY: differing}, indent=2))
         return 0
@@ -74,7 +79,7 @@ def _head(line: str) -> str:
     return line.partition(":")[0]
 
 
-def _ignored_elsewhere(source: str, error: ConfigError) -> list[str]:
+def _ignored_elsewhere(source: ConfigText, error: ConfigError) -> list[str]:
     try:
         data = read_source(source)[0]
     except ConfigError:

@@ -15,7 +15,8 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 from ...utils.errors import ConfigError
 from ...utils.quoting import printable
@@ -39,6 +40,23 @@ class _Pairs(list[tuple[str, Any]]):
     """A JSON object as written; keys may repeat."""
 
 
+@final
+@dataclass(frozen=True)
+class ConfigText:
+    """A config that has been read and not parsed. A pipe can be read only once."""
+
+    text: str
+    name: str
+
+
+def open_source(source: str | os.PathLike[str]) -> ConfigText:
+    """Read a path, JSON text or base64 of it once; `read_source` takes the result any number of times.
+
+    Raises ConfigError if it cannot be read.
+    """
+    return ConfigText(*_text_of(source))
+
+
 def read_source(source: object) -> tuple[Any, str, list[str]]:
     """(data, name of the source, complaints about keys). Raises ConfigError if it cannot be read.
 
@@ -47,6 +65,8 @@ def read_source(source: object) -> tuple[Any, str, list[str]]:
     if isinstance(source, Mapping):
         complaints: list[str] = []
         return _copy(source, "", complaints, 0), "config", complaints
+    if isinstance(source, ConfigText):
+        return _parse(source.text, source.name)
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(
             [

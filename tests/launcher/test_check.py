@@ -1,8 +1,10 @@
 """`xds check`: its output and its exit code."""
 
 import json
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -150,3 +152,16 @@ def test_it_shows_the_product_of_the_axes(capsys):
 def test_ranks_that_are_no_multiple_of_the_stages(capsys):
     assert main([json.dumps(PIPELINE), "--world-size", "6"]) == 2
     assert "pipeline.stages (4) x data = 6 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['{"train_batch_size": 8}', '{"train_batch_size": 8, "gpus": 2}'])
+def test_a_pipe_is_read_once(text, tmp_path, capsys):
+    """As `xds check <(make-config)` gives it: what is read is gone."""
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,))
+    writer.start()
+    code = main([str(tmp_path / "pipe")])
+    writer.join()
+    said = capsys.readouterr()
+    assert ("pipe resolved for" in said.out) if code == 0 else ("gpus" in said.err), said
+    assert "no data" not in said.err and code == (2 if "gpus" in text else 0)

@@ -70,7 +70,9 @@ class Guards:
 
     def keep_with_model(self, model: nn.Module, engine: object) -> None:
         """`engine` lives as long as `model`, until `remove`: where a script dropped it, it can be destroyed."""
-        self._handles.append(model.register_load_state_dict_post_hook(_Kept(engine)))
+        self._handles.append(
+            model.register_load_state_dict_post_hook(_Kept(engine))  # type: ignore[no-untyped-call]
+        )
 
     def let_state_dict_have_parts(self) -> None:
         """From now on state_dict() works, for ranks that write nothing: what is in parts is a tensor of [0].
