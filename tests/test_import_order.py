@@ -12,6 +12,7 @@ Lower packages never import higher ones:
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,11 +75,22 @@ def package_files():
     return [path.relative_to(ROOT) for path in [ROOT / "__init__.py", *inside]]
 
 
+@cache
+def parsed(source):
+    """The tree of `source`; one for all tests."""
+    return ast.parse(source)
+
+
+@cache
+def nodes_of(source):
+    return list(ast.walk(parsed(source)))
+
+
 def imported_modules(source, file):
     """Absolute names of the modules that `source` imports, in functions and for types as well."""
     package = ("xds", *file.parent.parts)
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -90,7 +102,7 @@ def imported_modules(source, file):
 
 def modules_in_text(source):
     """Modules of the package that strings of `source` name, as a lazy table does."""
-    texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    texts = {node.value for node in nodes_of(source) if isinstance(node, ast.Constant)}
     names = {text for text in texts if re.fullmatch(r"xds(\.\w+)+", str(text))}
     paths = {name: ROOT.joinpath(*name.split(".")[1:]) for name in names}
     return {n for n, path in paths.items() if path.is_dir() or path.with_suffix(".py").exists()}
@@ -125,7 +137,7 @@ def distributed_names(tree):
 
 def calls_to_collectives(source):
     """The collectives of torch.distributed that `source` uses, also under other names."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     modules, functions = distributed_names(tree)
     found = set()
     for node in ast.walk(tree):
@@ -209,7 +221,7 @@ def test_files_are_small():
 def test_functions_are_short():
     long = []
     for file in package_files():
-        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        for node in nodes_of((ROOT / file).read_text()):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = node.end_lineno - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:
@@ -219,7 +231,7 @@ def test_functions_are_short():
 
 def test_every_file_has_a_docstring():
     silent = [
-        str(f) for f in package_files() if not ast.get_docstring(ast.parse((ROOT / f).read_text()))
+        str(f) for f in package_files() if not ast.get_docstring(parsed((ROOT / f).read_text()))
     ]
     assert not silent, "no module docstring:\n" + "\n".join(silent)
 
@@ -229,7 +241,7 @@ def test_folder_inits_hold_a_docstring_or_a_lazy_table():
     wrong = []
     for folder in FOLDERS:
         for file in (ROOT / folder).rglob("__init__.py"):
-            imports = [ast.unparse(node) for node in load_time(ast.parse(file.read_text()).body)]
+            imports = [ast.unparse(node) for node in load_time(parsed(file.read_text()).body)]
             if [text for text in imports if text not in LAZY]:
                 wrong.append(str(file.relative_to(ROOT)))
     assert not wrong

@@ -185,7 +185,9 @@ def check_each(results: list[Any]) -> None:
         check_resumed(list(case))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [0, 3, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))]
+)
 def test_a_resumed_run_equals_the_one_that_never_stopped(tmp_path: Path, stage: int) -> None:
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 1e-2}}
     more = {"scheduler": schedule, "gradient_clipping": 0.5}

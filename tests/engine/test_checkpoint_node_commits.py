@@ -72,7 +72,10 @@ def _check_end(base: str, tags: tuple[str, str], victim: int, call: int) -> None
         assert steps == {(2, 2)}  # both nodes had placed it
 
 
-@pytest.mark.parametrize(("tags", "victim", "call"), FEW)
+@pytest.mark.parametrize(
+    ("tags", "victim", "call"),
+    [FEW[2], *(pytest.param(*case, marks=pytest.mark.slow) for case in FEW[:2])],
+)
 def test_a_rank_ends_within_the_commit(
     tmp_path: Path, tags: tuple[str, str], victim: int, call: int
 ) -> None:
@@ -106,7 +109,7 @@ def kill_often(scenario: Scenario, seed: int, kills: int) -> Any:
     return killer.finish()
 
 
-@pytest.mark.parametrize("number", [1, 5])
+@pytest.mark.parametrize("number", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_kill_loses_no_checkpoint_of_nodes(number: int) -> None:
     tally = kill_often(SCENARIOS[number], number, 2)
     assert tally.problems == []

@@ -155,7 +155,7 @@ def read(source: object) -> Config | None:
         return None
 
 
-SLOW = settings(max_examples=300, deadline=None, suppress_health_check=[*HealthCheck])
+SLOW = settings(max_examples=150, deadline=None, suppress_health_check=[*HealthCheck])
 
 
 @SLOW

@@ -219,10 +219,10 @@ def llama_counts(more: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     "more",
     [
-        {"pipeline": {"stages": 2}},
+        pytest.param({"pipeline": {"stages": 2}}, marks=pytest.mark.slow),
         {"pipeline": {"stages": 2, "schedule": "zero_bubble"}},
         {"tensor_parallel": {"autotp_size": 2}},
-        {"sequence_parallel_size": 2},
+        pytest.param({"sequence_parallel_size": 2}, marks=pytest.mark.slow),
     ],
     ids=["pipeline", "zero-bubble", "tensor", "sequence"],
 )

@@ -205,7 +205,8 @@ def mesh_case(axis: str, stage: int, size: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("axis", "stage", "world_size", "size"),
     [
-        ("sequence", 3, 4, 2),  # two data ranks of two sequence ranks: a group is one data rank
+        # two data ranks of two sequence ranks: a group is one data rank
+        pytest.param("sequence", 3, 4, 2, marks=SLOW),
         *(pytest.param(axis, 1 + at % 3, 8, 2, marks=SLOW) for at, axis in enumerate(AXES)),
     ],
 )

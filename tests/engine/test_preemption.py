@@ -360,13 +360,14 @@ class _Trial:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_ranks_always_agree_on_a_step_or_all_come_to_the_end(monkeypatch, capsys):
+@pytest.mark.parametrize("num_seeds", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_ranks_always_agree_on_a_step_or_all_come_to_the_end(num_seeds, monkeypatch, capsys):
     monkeypatch.setattr("xds.engine.preemption.coordinator.POLL_SECONDS", 0.005)
     monkeypatch.setattr(
         "xds.engine.preemption.coordinator.Coordinator._give_up", lambda self, why: pytest.fail(why)
     )
     agreed = 0
-    for seed in range(60):
+    for seed in range(num_seeds):
         trial = _Trial(world_size=2 + seed % 4, steps=24, seed=seed)
         saved = trial.run(asked=1 + seed % 2)
         assert trial.problems == [], seed
@@ -374,4 +375,4 @@ def test_ranks_always_agree_on_a_step_or_all_come_to_the_end(monkeypatch, capsys
         if saved[0] is None:
             assert trial.at == [24] * trial.world_size
         agreed += saved[0] is not None
-    assert agreed > 20
+    assert agreed > num_seeds // 3

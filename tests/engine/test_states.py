@@ -202,7 +202,7 @@ def from_files(folder: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_are_loaded_from_outside(tmp_path: Path, world: int, stage: int) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

@@ -58,8 +58,16 @@ def told(verdict: Verdict) -> str:
     return f"{verdict.outcome}: {verdict.job.case()}\n{verdict.said}"
 
 
-@pytest.mark.parametrize("most", [1, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("names", FOUND)
+@pytest.mark.parametrize(
+    ("names", "most"),
+    [
+        *(
+            pytest.param(names, 1, marks=pytest.mark.slow if number % 2 else ())
+            for number, names in enumerate(FOUND)
+        ),
+        *(pytest.param(names, 1000, marks=pytest.mark.slow) for names in FOUND),
+    ],
+)
 def test_what_found_something_once_is_equal_or_refused(
     runner: Runner, names: str, most: int
 ) -> None:

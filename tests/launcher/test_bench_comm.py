@@ -102,7 +102,9 @@ def rows_on_a_rank(text):
     return found, list(ranks.rows_of(context, plan, found))
 
 
-@pytest.mark.parametrize("world_size, dtype", [(2, "bfloat16"), (3, "float32")])
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [(3, "bfloat16"), pytest.param(2, "float32", marks=pytest.mark.slow)]
+)
 def test_every_collective_is_right_and_timed(world_size, dtype, monkeypatch):
     monkeypatch.setattr(link, "_ROUND_SECONDS", 0.05)
     plan = Plan(max_bytes=4096, min_bytes=1024, dtype=dtype, trials=2)

@@ -29,6 +29,8 @@ KINDS = ("param", "grad", "master", "optimizer")
 # norms and flags, batches, shapes, one number for each forward
 NOT_PLANNED = {"control", "broadcast", "header", "sequence losses"}
 
+SLOW = pytest.mark.slow
+
 
 def plan_of(build: str, config: dict[str, Any], world_size: int) -> Plan:
     return make_plan(FunctionModel(f"planned_models:{build}"), parse_config(config), world_size, 8)
@@ -57,21 +59,26 @@ def compare(build: str, config: dict[str, Any], world_size: int, num_notes=0) ->
 @pytest.mark.parametrize(
     ("build", "config", "world_size"),
     [
-        ("plain", config_of(0, "bf16"), 2),
+        pytest.param("plain", config_of(0, "bf16"), 2, marks=SLOW),
         ("plain", config_of(2, count=2), 2),
-        ("frozen", config_of(3, "bf16", param_persistence_threshold=3000), 2),
+        pytest.param(
+            "frozen",
+            config_of(3, "bf16", param_persistence_threshold=3000),
+            2,
+            marks=pytest.mark.slow,
+        ),
         ("tied", config_of(3, "bf16", pipe=2, count=4), 4),
-        ("plain", config_of(1, pipe=2, tensor=2, count=2), 4),
+        pytest.param("plain", config_of(1, pipe=2, tensor=2, count=2), 4, marks=SLOW),
         ("plain", config_of(3, "bf16", tensor=2, count=2, max_reuse_distance=0), 4),
         ("plain", config_of(3, "bf16", count=2, mics_shard_size=2), 4),
-        ("plain", config_of(1, mics_shard_size=2), 4),
+        pytest.param("plain", config_of(1, mics_shard_size=2), 4, marks=SLOW),
     ],
 )
 def test_bytes_equal_those_of_real_ranks(build, config, world_size):
     compare(build, config, world_size)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize(
     ("build", "mesh", "precision", "stage"),
     pairwise(
@@ -87,7 +94,7 @@ def test_bytes_of_every_stage_and_mesh(build, mesh, precision, stage):
         compare(build, config_of(stage, precision, pipe, tensor, count), 4)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize(
     ("stage", "pipe", "tensor", "world_size", "size"),
     [
@@ -118,7 +125,7 @@ def test_gathers_in_two_levels_send_fewer_bytes_between_hosts():
     assert one["all_reduce"].inside == 0 and one["all_reduce"] == two["all_reduce"]
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b", "zero_bubble", "zbv"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_bytes_of_every_schedule(schedule, stage):
@@ -131,8 +138,8 @@ def test_bytes_of_every_schedule(schedule, stage):
     ("tensor", "more"),
     [
         # two heads of keys and values, which ranks copy; uneven columns of the head
-        pytest.param(4, {}, marks=pytest.mark.slow),
-        pytest.param(2, {"activation_checkpointing": {"enabled": True}}, marks=pytest.mark.slow),
+        pytest.param(4, {}, marks=SLOW),
+        pytest.param(2, {"activation_checkpointing": {"enabled": True}}, marks=SLOW),
     ],
 )
 def test_bytes_of_copied_heads_and_of_recomputed_blocks(tensor, more):
@@ -144,7 +151,7 @@ def test_bytes_of_copied_heads_and_of_recomputed_blocks(tensor, more):
     assert all(link.between == 0 for rank in plan.ranks for link in rank.sent.values())
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize(("stage", "pipe"), [(1, 1), (3, 2)])
 def test_bytes_of_a_transformers_model(stage, pipe):
     """Its head has 61 columns, which two ranks share unevenly."""
@@ -156,7 +163,7 @@ def test_bytes_of_a_transformers_model(stage, pipe):
 
 @pytest.mark.parametrize(
     ("stage", "pipe", "tensor"),
-    [(3, 1, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 2, 1), (0, 1, 2)))],
+    [(3, 1, 1), *(pytest.param(*case, marks=SLOW) for case in ((1, 2, 1), (0, 1, 2)))],
 )
 def test_bytes_of_sequence_ranks(stage, pipe, tensor):
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
@@ -274,7 +281,7 @@ def test_bad_input_is_one_sentence(here, capsys, model, ranks, message):
     assert err.startswith("xds plan: ") and message in err and err.count("\n") <= 3
 
 
-@pytest.mark.slow
+@SLOW
 def test_torch_does_not_load_its_compiler(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(config_of(1, "bf16", pipe=2, tensor=2, count=2)))
@@ -289,7 +296,7 @@ def test_torch_does_not_load_its_compiler(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.slow  # it starts the launcher and two ranks
+@SLOW  # it starts the launcher and two ranks
 def test_a_real_step_is_shown_beside_the_plan(here, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     config = config_of(1, "bf16", tensor=2)
@@ -330,7 +337,7 @@ LLAMA_405B = {
 }
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_published_layout_within_five_percent(tmp_path):
     """Llama 3 405B on 16 x 128 x 8 ranks: 1/128 of the parameters, 6 bytes each and 12 / 128 more."""
     pytest.importorskip("transformers", reason="pip install -e '.[test]'")
@@ -346,7 +353,7 @@ def test_a_published_layout_within_five_percent(tmp_path):
     assert layers == [7, *[8] * 14, 7]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), 1])
 def test_one_bit_optimizers_are_planned_before_their_freeze(stage):
     config = config_of(stage)
     config["optimizer"] = {"type": "OneBitAdam", "params": {"lr": 1e-2}}

@@ -67,8 +67,16 @@ def norms(precision: str, calls: list[tuple[int, ...]], *, bare: bool, offloads:
     return found
 
 
-@pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "bare"),
+    [
+        *(("fp32", True), ("bf16", False)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("fp32", False), ("bf16", True))
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     "calls", [[(2,)], [(1, 1)], [(2,), (1,)], [(1,), (2,)], [(1, 1), (1,), (2,)], [(0,), (1,)]]
 )

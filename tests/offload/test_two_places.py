@@ -41,13 +41,13 @@ def check(world_size: int, offload: dict[str, Any], *case: Any) -> None:
 @pytest.mark.parametrize(
     ("world_size", "stage", "precision", "offload"),
     [
-        (1, 2, "bf16", CPU),
         (1, 2, "fp32", OVERLAP | GUESS),
-        (2, 0, "fp32", CPU),
         (2, 1, "bf16", HALF),
-        (2, 2, "bf16", AUTO),
         (2, 3, "fp32", CPU | PARAMS),
-        (2, 3, "bf16", GUESS | PARAMS),
+        pytest.param(1, 2, "bf16", CPU, marks=pytest.mark.slow),
+        pytest.param(2, 0, "fp32", CPU, marks=pytest.mark.slow),
+        pytest.param(2, 2, "bf16", AUTO, marks=pytest.mark.slow),
+        pytest.param(2, 3, "bf16", GUESS | PARAMS, marks=pytest.mark.slow),
     ],
 )
 def test_ops_stay_in_one_place(

@@ -188,7 +188,7 @@ def broken_stage(folder: str, dies: bool) -> None:
             json.dump(str(error), file)
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_rank_that_fails_is_named_with_its_stage(
     dies: bool, tmp_path: Any, monkeypatch: Any
 ) -> None:

@@ -82,7 +82,7 @@ def read_and_write_everywhere() -> None:
             read_and_write(stage, precision)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
 def test_values_are_read_and_written_at_every_stage(world: int) -> None:
     run_ranks(read_and_write_everywhere, world)
 

@@ -64,7 +64,7 @@ def train(kind: str, cases: list[tuple[int, dict[str, Any]]]) -> list[Any]:
     ("kind", "world_size"),
     [
         *(
-            pytest.param(kind, 2, marks=() if number % 2 == 0 else pytest.mark.slow)
+            pytest.param(kind, 2, marks=() if number % 4 == 0 else pytest.mark.slow)
             for number, kind in enumerate(TOGETHER)
         ),
         *(

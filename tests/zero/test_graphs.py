@@ -234,7 +234,16 @@ def settings() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "width", [WIDTHS[-1], *(pytest.param(width, marks=pytest.mark.slow) for width in WIDTHS[:-1])]
 )
-@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        if kind not in (HeldViews, After, Passed)
+        else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in MODELS
+    ],
+    ids=lambda kind: kind.__name__,
+)
 def test_norms_are_those_of_plain_torch(kind: type[Net], width: int) -> None:
     want = plain(kind, width, 2, retains=False)
     per_rank = run_ranks(train, 2, kind, width, settings())
