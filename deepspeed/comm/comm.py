@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...engine.process.foreign_launcher import fill
 from ...engine.process.process import join, local_rank, pick_device
 from ...utils.errors import UsageError
+from ..errors import raises_theirs
 from ..missing import placeholder
 from ..utils.comms_logging import CommsLogger
 from .accelerate_state import tell_accelerate
@@ -110,6 +112,15 @@ def get_world_group() -> dist.ProcessGroup:
 def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
     """The global ranks of the members of `group`, in group order."""
     return dist.get_process_group_ranks(group or get_world_group())
+
+
+@raises_theirs
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
+    """A mesh of all ranks: `get_group(mesh_dim=name)` is the group of one dimension. A collective."""
+    if not dist.is_initialized():
+        raise UsageError("comm.initialize_mesh_device() before init_distributed(): call that first")
+    device = pick_device().type
+    return init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
 def configure(

@@ -19,6 +19,26 @@ def is_moe_param(param: Tensor) -> bool:
     return not getattr(param, "allreduce", True)
 
 
+def split_params_into_shared_and_expert_params(
+    params: Iterable[nn.Parameter],
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(those that all data ranks share, those of experts), by DeepSpeed's mark."""
+    given = list(params)
+    return [p for p in given if not is_moe_param(p)], [p for p in given if is_moe_param(p)]
+
+
+def split_params_grads_into_shared_and_expert_params(
+    group: Iterable[nn.Parameter],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of both kinds, in the dtype of the parameters, where there are any."""
+    shared, experts = split_params_into_shared_and_expert_params(group)
+    return _grads(shared), _grads(experts)
+
+
+def _grads(params: list[nn.Parameter]) -> list[Tensor]:
+    return [param.grad.to(param.dtype) for param in params if param.grad is not None]
+
+
 def is_moe_param_group(param_group: Group) -> bool:
     return bool(param_group.get("moe", False))
 

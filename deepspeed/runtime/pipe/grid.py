@@ -127,6 +127,12 @@ class PipelineParallelGrid:
     def get_slice_parallel_world_size(self) -> int:
         return self.slice_parallel_size
 
+    # Megatron's newer names
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+
     def get_slice_parallel_group(self) -> dist.ProcessGroup:
         return self._group("model")
 

@@ -13,6 +13,8 @@ from ....pipe.layer_specs import LayerSpec, TiedLayerSpec
 from ....utils.errors import UsageError
 from ...errors import raises_theirs
 from ...missing import placeholder
+from .coordinates import PipeDataParallelTopology
+from .grid import PipelineParallelGrid
 
 
 class _Asked(module.PipelineModule, ABC):
@@ -57,6 +59,20 @@ class _Asked(module.PipelineModule, ABC):
                 f"stage_owner({layer_idx}): the layers are 0 to {len(self.layers) - 1}"
             )
         return sum(bound <= layer_idx for bound in self.parts) - 1
+
+    def mpu(self) -> PipelineParallelGrid:
+        """The places of ranks, with groups that are made when they are asked for.
+
+        Raises:
+            UsageError: there is no process group, or neither a topology nor the number of stages.
+        """
+        topology = self.topology()
+        if topology is None and self.num_stages is None:
+            self._own_stages()
+        if topology is None:
+            num_pp = int(self.num_stages or 1)
+            topology = PipeDataParallelTopology(num_pp=num_pp, num_dp=self.world_size // num_pp)
+        return PipelineParallelGrid(topology)
 
     def num_pipeline_stages(self) -> int | None:
         """None: that of the config."""

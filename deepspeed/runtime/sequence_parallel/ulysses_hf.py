@@ -12,86 +12,18 @@ from collections.abc import Iterator
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ....engine.data.sharing import gather_batches
 from ....ops.comm.opening import open_collectives
 from ....utils.errors import UsageError
 from ...errors import raises_theirs
+from . import parallel_state_sp
 from .replaced_attention import check_implementation, replace_attention
+from .ulysses_groups import UlyssesGroups
 
 IGNORED = -100
 WHAT = "batches of sequence ranks"
-
-
-@final
-class UlyssesGroups:
-    """What DeepSpeed calls an mpu: the groups of ranks that share a sequence, and of all ranks."""
-
-    def __init__(self, sequence_parallel_size: int, *, cuts_in_eval: bool = True) -> None:
-        """A collective of all ranks.
-
-        Args:
-            cuts_in_eval: each rank passes a part of the batch after `eval()` as well; else whole batches.
-        Raises:
-            UsageError: the number of ranks is no multiple of it.
-        """
-        num_ranks = dist.get_world_size()
-        if sequence_parallel_size < 1 or num_ranks % sequence_parallel_size:
-            raise UsageError(
-                f"sequence_parallel_size = {sequence_parallel_size}: {num_ranks} ranks are no multiple of it; "
-                "start another number of ranks"
-            )
-        self._size = sequence_parallel_size
-        self.cuts_in_eval = cuts_in_eval
-        rank = dist.get_rank()
-        first = rank - rank % sequence_parallel_size
-        self._group: Any = None
-        for start in range(0, num_ranks, sequence_parallel_size):
-            group = dist.new_group(list(range(start, start + sequence_parallel_size)))
-            self._group = group if start == first else self._group
-        self._data: Any = None
-        for place in range(sequence_parallel_size):
-            group = dist.new_group(list(range(place, num_ranks, sequence_parallel_size)))
-            self._data = group if place == rank % sequence_parallel_size else self._data
-
-    def get_sequence_parallel_group(self) -> dist.ProcessGroup:
-        found: dist.ProcessGroup = self._group
-        return found
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return self._size
-
-    def get_sequence_parallel_rank(self) -> int:
-        return dist.get_rank() % self._size
-
-    def get_sequence_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """All ranks."""
-        return dist.group.WORLD
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks with the same tokens of other batches."""
-        found: dist.ProcessGroup = self._data
-        return found
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size() // self._size
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank() // self._size
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
 
 
 class UlyssesSPAttentionHF(nn.Module):
@@ -132,6 +64,7 @@ class UlyssesSPAttentionHF(nn.Module):
         mpu = UlyssesGroups(sequence_parallel_size, cuts_in_eval=not disable_in_eval)
         group = mpu.get_sequence_parallel_group()
         replace_attention(core_attn_implementation, group, in_eval=mpu.cuts_in_eval)
+        parallel_state_sp.remember(mpu)
         return mpu
 
 
@@ -164,11 +97,12 @@ class UlyssesSPDataLoaderAdapter:
 
     def __next__(self) -> dict[str, Any]:
         if not self._ready:
-            self._refill()
+            self.refill()
         return self._ready.popleft()
 
-    def _refill(self) -> None:
-        """
+    def refill(self) -> None:
+        """Read a batch of each rank. A collective.
+
         Raises:
             StopIteration: the loader has ended; the next call begins it again.
             UsageError: a batch lacks position_ids, or its length is no multiple of the ranks.
