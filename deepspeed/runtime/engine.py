@@ -144,6 +144,7 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it before the step, "
                 "so that gradients are reduced"
             )
+        self._shown_grads.bring_own()
         self._shown_grads.take_back()
         self._engine.step()
 

@@ -4,6 +4,8 @@ Scripts clip it with `torch.nn.utils.clip_grad_norm_`, or read it. The engine ha
 shown is their mean, and what the script has made of it goes back into the sums before the step:
 
     engine.backward ──> sums ── x 1/ranks ──> param.grad ──> the script ── x ranks ──> sums ──> engine.step
+
+A script may also set `param.grad` itself at stage 0, without any backward: `engine.step` takes those.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ class ShownGrads:
     def __init__(self, engine: Engine) -> None:
         config = engine.config
         self._engine = engine
-        self._is_used = (
+        self._is_whole = (
             engine.zero_optimization_stage() == 0
-            and not (config.fp16.enabled or config.bf16.enabled)
             and config.zero_optimization.offload_optimizer.device == "none"
         )
+        self._is_used = self._is_whole and not (config.fp16.enabled or config.bf16.enabled)
         self._shown: list[tuple[nn.Parameter, Stored, Tensor, float]] = []
 
     def show(self) -> None:
@@ -72,6 +74,26 @@ class ShownGrads:
             found, param.grad = param.grad, None
             if found is not None and (found is not grad or factor != 1.0):
                 torch.div(found, factor, out=stored.local.view(param.shape))
+
+    def bring_own(self) -> None:
+        """Before a step without a backward: gradients that the script has set are those of the step.
+
+        They have the loss scale, and are averaged over ranks. The backward of a loss brings them, which has
+        exactly these gradients.
+        """
+        engine = self._engine
+        if not self._is_whole or engine._sharded.backwards.has_seen_one:
+            return
+        params = [one for one in engine.module.parameters() if one.requires_grad]
+        own = [(param, param.grad) for param in params if param.grad is not None]
+        if not own:
+            return
+        parts: list[Tensor] = []
+        for param, grad in own:
+            param.grad = None
+            wide = torch.promote_types(param.dtype, torch.float32)
+            parts.append((param.to(wide) * (grad.to(wide) / engine.loss_scale)).sum())
+        engine.backward(torch.stack(parts).sum(), scale_wrt_gas=False)
 
     def forget(self) -> None:
         """The engine drops its gradients."""

@@ -230,3 +230,39 @@ def test_states_of_a_plain_optimizer_move() -> None:
     offload_optimizer_states(optimizer, "cpu")
     before = reload_optimizer_states(optimizer, "cpu")
     assert any(one is optimizer.state[weight]["exp_avg"] for one in before)
+
+
+def gradients_of_the_script() -> None:
+    torch.manual_seed(3)
+    plain = Branches()
+    torch.manual_seed(3)
+    model = Branches()
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    for _ in range(2):
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            param.grad = torch.full_like(param, float(dist.get_rank()))
+            other.data.sub_(0.5 * 0.5)  # lr, and the mean of the ranks 0 and 1
+        engine.step()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param, other)
+        assert param.grad is None
+    with pytest.raises(xds.UsageError, match=r"without engine\.backward"):
+        engine.step()
+    engine.destroy()
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+    engine = engine_of(Branches(), 0, fp16=fp16)
+    scales = []
+    for value in (math.inf, 0.5, -0.5, 0.5, math.nan):
+        for param in engine.module.parameters():
+            param.grad = torch.full_like(param, value)
+        engine.step()
+        scales.append(engine.optimizer.cur_scale)
+    assert scales == [128.0, 128.0, 128.0, 256.0, 128.0]
+    engine.destroy()
+
+
+def test_a_step_takes_gradients_that_the_script_has_set() -> None:
+    """At stage 0, without a backward, as in DeepSpeed; in fp16 they have the loss scale."""
+    warm(2).run(gradients_of_the_script)
