@@ -30,6 +30,7 @@ from .optimizer import norm_of_last_step
 from .optimizer_kinds import WithMasters, optimizer_of
 from .shown_grads import ShownGrads
 from .timing import EngineTiming
+from .unused_params import UnusedParams
 from .zero.lost_edits import refuse_edits
 
 ROUTE_TRAIN = "train"
@@ -50,6 +51,7 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
     _engine: Engine
     _only_infers: OnlyInfers
     _shown_grads: ShownGrads
+    _unused: UnusedParams
     _optimizer: Any
     _collate_fn: Callable[[list[Any]], Any] | None
 
@@ -58,7 +60,7 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
         # not by assignment: __setattr__ sets attributes of the engine
         self.__dict__.update(_engine=engine, _optimizer=optimizer, _collate_fn=collate_fn)
         self.__dict__.update(EngineTiming(engine).attributes(), _only_infers=OnlyInfers())
-        self.__dict__["_shown_grads"] = ShownGrads(engine)
+        self.__dict__.update(_shown_grads=ShownGrads(engine), _unused=UnusedParams(engine, {}))
         profiler = engine.config.flops_profiler
         if profiler.enabled:
             own = FlopsProfiler.of_engine(self, profiler.recompute_fwd_factor)
@@ -116,6 +118,7 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
         self.__dict__["_only_infers"] = only_infers
         refuse_edits(source, (find_owner(param) for param in self._engine.module.parameters()))
         given = self.__dict__["_given_config"] = GivenConfig(source, self._engine.config)
+        self.__dict__["_unused"] = UnusedParams(self._engine, given)
         if {"log_level", "data_types"} & given.keys():
             self._follow_config()
         section = given.get("zero_optimization")
@@ -146,6 +149,7 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
             )
         self._shown_grads.bring_own()
         self._shown_grads.take_back()
+        self._unused.before_step()
         self._engine.step()
 
     def backward(
@@ -155,6 +159,7 @@ class EngineAdapter(MixedPrecision, Checkpoints, AsModule):
         self._shown_grads.take_back()
         found = self._engine.backward(loss, retain_graph, scale_wrt_gas)
         self._shown_grads.show()
+        self._unused.after_backward()
         return found
 
     def zero_grad(self) -> None:

@@ -41,6 +41,7 @@ PATHS: dict[str, str] = {
         f"zero_{name}": f"zero_config.{name}"
         for name in (
             *("allgather_bucket_size", "allgather_partitions", "allgather_sequential"),
+            "ignore_unused_parameters",
             *(
                 "compute_grad_norm",
                 "elastic_checkpoint",

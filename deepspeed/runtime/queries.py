@@ -55,7 +55,6 @@ ANSWERS: dict[str, Any] = {
     "pld_enabled": False,
     "random_ltd_enabled": False,
     "zero_contiguous_gradients": True,
-    "zero_ignore_unused_parameters": True,
     "zero_load_from_fp32_weights": True,
     "zero_reduce_scatter": True,
 }

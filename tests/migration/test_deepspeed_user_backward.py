@@ -266,3 +266,26 @@ def gradients_of_the_script() -> None:
 def test_a_step_takes_gradients_that_the_script_has_set() -> None:
     """At stage 0, without a backward, as in DeepSpeed; in fp16 they have the loss scale."""
     warm(2).run(gradients_of_the_script)
+
+
+def unused_parameters() -> None:
+    asked = {"ignore_unused_parameters": False, "offload_optimizer": {"device": "cpu"}}
+    model = nn.ModuleDict({"used": nn.Linear(6, 1), "other": nn.Linear(6, 1)})
+    engine = engine_of(model, 2, zero=asked, gradient_accumulation_steps=2)
+    assert engine.zero_ignore_unused_parameters() is False
+    model = engine.module
+    for names in (("used", "other"), ("used", "used")):
+        for name in names:  # in some micro-batch is enough
+            engine.backward(model[name](batch()).sum())
+            if names != ("used", "used") or not engine.is_gradient_accumulation_boundary():
+                engine.step()
+    with pytest.raises(
+        AssertionError, match=r"ignore_unused_parameters.*other\.weight, other\.bias;"
+    ):
+        engine.step()
+    engine.destroy()
+
+
+def test_unused_parameters_are_an_error_where_the_config_asks_for_it() -> None:
+    """zero_optimization.ignore_unused_parameters = false, with an offloaded optimizer at stages 1 and 2."""
+    warm(2).run(unused_parameters)

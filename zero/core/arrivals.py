@@ -46,6 +46,12 @@ class Arrivals:
         return self._remaining == 0
 
     @property
+    def absent(self) -> list[nn.Parameter]:
+        """Parameters that need a gradient and have none in the running or last backward."""
+        slots = zip(self._params, self._counts, strict=True)
+        return [param for param, seen in slots if param.requires_grad and not seen]
+
+    @property
     def is_complete(self) -> bool:
         """Every expected gradient has arrived."""
         return self._remaining <= 0

@@ -194,6 +194,11 @@ class Backwards:
         if grads.add_grad(position):
             self._completed(unit)
 
+    @property
+    def trained(self) -> list[FlatGrads]:
+        """The gradients of all units that are trained."""
+        return [grads for _, grads in self._trainable]
+
     def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """Add `grad` to the sum of `param`, as if autograd had brought it at the end of the last backward.
 
