@@ -70,7 +70,6 @@ MISSING: dict[str, str] = {
     **dict.fromkeys(("autotuning", "datastates", "nebula"), _ABSENT),
     "compile": "torch.compile the model before initialize, or see the config's section compile",
     "CheckpointFunction": _ACTIVATIONS,
-    "initialize_mesh_device": _TENSOR,
 }
 
 # methods and attributes of the engine, and of the optimizer that `initialize` returns

@@ -22,8 +22,25 @@ class CometMonitor(SectionMonitor):
         return getattr(self.writer, "experiment", None)
 
 
+@final
+class EventsLogScheduler:
+    """Which events are sent: each name again after so many samples."""
+
+    def __init__(self, samples_log_interval: int) -> None:
+        self._interval = samples_log_interval
+        self._last: dict[str, int] = {}
+
+    def needs_logging(self, name: str, current_sample: int) -> bool:
+        """Whether the event is sent now; then the next interval begins."""
+        last = self._last.get(name)
+        is_due = last is None or current_sample - last >= self._interval
+        if is_due:
+            self._last[name] = current_sample
+        return is_due
+
+
 def __getattr__(name: str) -> Any:
     return placeholder(__name__, name)
 
 
-__all__ = ["CometMonitor"]
+__all__ = ["CometMonitor", "EventsLogScheduler"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, final
 
 from ...engine.telemetry.monitor import TensorBoardWriter
 from ..missing import placeholder
-from .section import SectionMonitor
+from .section import Event, SectionMonitor
 
 
 @final
@@ -15,6 +16,13 @@ class TensorBoardMonitor(SectionMonitor):
 
     def __init__(self, tensorboard_config: Any) -> None:
         super().__init__(tensorboard_config, TensorBoardWriter)
+
+    def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
+        """Write the events; `flush` has no effect, they are in the file."""
+        super().write_events(event_list)
+
+    def flush(self) -> None:
+        """Does nothing: each write is in the file."""
 
 
 def __getattr__(name: str) -> Any:

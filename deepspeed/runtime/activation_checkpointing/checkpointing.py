@@ -14,9 +14,13 @@ from ....engine.config.text import read_source
 from ....utils.errors import UsageError
 from ...errors import raises_theirs
 from ...missing import placeholder
+from .arguments import detach_variable as detach_variable
+from .arguments import extract_tensors as extract_tensors
+from .arguments import is_activation_to_checkpoint as is_activation_to_checkpoint
+from .arguments import merge_tensors as merge_tensors
 from .random_states import CudaRNGStatesTracker as CudaRNGStatesTracker
 from .random_states import get_cuda_rng_tracker as get_cuda_rng_tracker
-from .random_states import seed_model_parallel
+from .random_states import reseed_model_parallel, seed_model_parallel
 
 SECTION = "activation_checkpointing"
 # argument of configure -> (key of the section, DeepSpeed's name for the value)
@@ -125,8 +129,21 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed this rank, and the tracked state for regions whose tensors are cut over model-parallel ranks."""
-    rank = 0 if _settings.mpu is None else int(_settings.mpu.get_model_parallel_rank())
-    seed_model_parallel(seed, rank)
+    seed_model_parallel(seed, _model_parallel_rank())
+
+
+@raises_theirs
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """A new seed for the tracked state alone.
+
+    Raises:
+        UsageError: `model_parallel_cuda_manual_seed` was not called.
+    """
+    reseed_model_parallel(seed, _model_parallel_rank())
+
+
+def _model_parallel_rank() -> int:
+    return 0 if _settings.mpu is None else int(_settings.mpu.get_model_parallel_rank())
 
 
 def __getattr__(name: str) -> Any:

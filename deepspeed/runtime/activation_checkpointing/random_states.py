@@ -86,6 +86,12 @@ def seed_model_parallel(seed: int, rank: int) -> None:
     _tracker.add(MODEL_PARALLEL, seed + OFFSET + rank)
 
 
+def reseed_model_parallel(seed: int, rank: int) -> None:
+    """A new seed for the state of each model-parallel rank, which `seed_model_parallel` has added."""
+    with _tracker.fork():
+        _seed(seed + OFFSET + rank)
+
+
 def _state() -> Tensor:
     return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
 
@@ -104,4 +110,9 @@ def _seed(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-__all__ = ["CudaRNGStatesTracker", "get_cuda_rng_tracker", "seed_model_parallel"]
+__all__ = [
+    "CudaRNGStatesTracker",
+    "get_cuda_rng_tracker",
+    "reseed_model_parallel",
+    "seed_model_parallel",
+]
