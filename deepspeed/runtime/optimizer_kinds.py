@@ -193,7 +193,9 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 (DeepSpeed's n
         """What libraries take off and put back around generation."""
         kept: DeepSpeedZeRoOffload | None = self.__dict__.get("_offload")
         if kept is None:
-            kept = self.__dict__["_offload"] = DeepSpeedZeRoOffload(self._engine.module)
+            engine = self._engine
+            kept = DeepSpeedZeRoOffload(engine.module, engine._sharded._gatherer)
+            self.__dict__["_offload"] = kept
         return kept
 
     @property

@@ -110,11 +110,17 @@ def hooks_of_generation() -> None:
     engine = engine_of(Branches(), 3)
     held = engine.optimizer.parameter_offload
     assert held.forward_hooks and held.backward_hooks
+    coordinator = held.get_param_coordinator()
+    assert coordinator.is_invalid_trace()
+    engine(batch())
+    assert coordinator.is_complete_trace()
     with pytest.raises(KeyError), unwrap_model_for_generation(engine):
         assert engine.optimizer.parameter_offload.forward_hooks == []
         raise KeyError
     assert held.forward_hooks and held is engine.optimizer.parameter_offload
+    assert coordinator.is_invalid_trace()  # the order of the forward before does not count
     engine.backward(engine(batch()))
+    assert not coordinator.is_invalid_trace() and not coordinator.is_record_trace()
     engine.step()
     engine.destroy()
 

@@ -188,6 +188,11 @@ class Gatherer:
         if not self._keeps_all:
             unit.reshard()
 
+    @property
+    def order(self) -> Sequence[Unit]:
+        """Units in the order of the last forward: a new list for each forward."""
+        return self._order
+
     # -- forward ----------------------------------------------------------------------------------------
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any, final
 
 from torch import nn
 
+from ....zero.core.gather import Gatherer
 from ...missing import placeholder
 
 
@@ -24,11 +25,37 @@ class Hook:
 
 
 @final
+class ParamCoordinator:
+    """The order of units in the last forward, from which the engine knows what to gather early."""
+
+    def __init__(self, gatherer: Gatherer | None) -> None:
+        self._gatherer = gatherer
+        self._unknown: object = None  # the order of the forward that does not count
+
+    def is_complete_trace(self) -> bool:
+        """A forward has run since the start, and since hooks were put back."""
+        order = None if self._gatherer is None else self._gatherer.order
+        return bool(order) and order is not self._unknown
+
+    def is_invalid_trace(self) -> bool:
+        """The next forward finds the order anew."""
+        return not self.is_complete_trace()
+
+    def is_record_trace(self) -> bool:
+        """Never between two calls of the engine."""
+        return False
+
+    def _invalidate_trace(self) -> None:
+        self._unknown = None if self._gatherer is None else self._gatherer.order
+
+
+@final
 class DeepSpeedZeRoOffload:
     """The attributes that TRL and scripts with the same lines use, for the model of an engine at stage 3."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, gatherer: Gatherer | None = None) -> None:
         self.module = module
+        self._coordinator = ParamCoordinator(gatherer)
         self.forward_hooks: list[Any] = [Hook()]
         self.backward_hooks: list[Any] = [Hook()]
 
@@ -39,6 +66,11 @@ class DeepSpeedZeRoOffload:
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
         """Fill the lists again. The engine's hooks were never taken off."""
         self.forward_hooks, self.backward_hooks = [Hook()], [Hook()]
+        self._coordinator._invalidate_trace()
+
+    def get_param_coordinator(self) -> ParamCoordinator:
+        """Says whether the order in which units are gathered is known."""
+        return self._coordinator
 
     def empty_partition_cache(self) -> None:
         """Does nothing: units are released after each use."""
