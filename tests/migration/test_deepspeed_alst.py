@@ -79,6 +79,9 @@ def without_an_engine() -> None:
         with pytest.raises(UsageError, match="has no position_ids"):
             cut.train()
             replaced(cut.model.layers[0].self_attn, *[torch.zeros(1, 4, 4, 4)] * 3, None)
+        with pytest.raises(UsageError, match="keys in a cache"):
+            x = torch.zeros(1, 4, 4, 4)
+            replaced(cut.model.layers[0].self_attn, x[:, :, :1], x, x, None)
     finally:
         table["sdpa"] = own
 

@@ -88,6 +88,11 @@ class _Exchanged:
         ) -> Any:
             if not (module.training or self._in_eval):
                 return self._former.attend(module, query, key, value, mask, **kwargs)
+            if key.shape[2] != query.shape[2]:
+                raise UsageError(
+                    "UlyssesSPAttentionHF: a forward has keys in a cache, which sequence ranks cannot share; "
+                    "pass use_cache=False, or register with disable_in_eval=True and generate after eval()"
+                )
             batch = self._whole(query, kwargs.get("position_ids"))
             attention = SequenceAttention(self._collectives(query.device), batch, None)
             return attention.attend(self._former, module, (query, key, value), kwargs)
