@@ -1,14 +1,15 @@
-"""A PartialState that counted one rank before accelerate knew of DeepSpeed."""
+"""A PartialState that counted one rank before accelerate knew of DeepSpeed, and runs that never told it."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from xds.deepspeed.stand_in import unused
 from xds.deepspeed.stand_in.finders import AliasFinder
 
 # as accelerate's class does: it asks for the version before it makes its state
@@ -64,3 +65,37 @@ def test_ranks_are_counted_again_for_an_accelerator_with_a_plugin(
         names["__init__"](ask, cpu, plugin)
     assert (shared == {}) is counts_again
     assert ("counts 2 from here on" in caplog.text) is counts_again
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "rank", "was_used", "said"),
+    [
+        ("NO", "2", "0", False, "each rank alone"),
+        ("MULTI_GPU", "2", "0", False, "MULTI_GPU"),
+        ("DEEPSPEED", "2", "0", False, ""),
+        ("NO", "1", "0", False, ""),
+        ("NO", "2", "1", False, ""),
+        ("NO", "2", "0", True, ""),
+        (None, "2", "0", False, ""),
+    ],
+)
+def test_a_run_that_trained_without_deepspeed_is_told_at_its_end(
+    kind: str | None,
+    world_size: str,
+    rank: str,
+    was_used: bool,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state: Any = ModuleType("accelerate.state")
+    shared = {} if kind is None else {"distributed_type": SimpleNamespace(name=kind)}
+    state.AcceleratorState = type("AcceleratorState", (), {"_shared_state": shared})
+    monkeypatch.setattr(unused, "_used", {"engine"} if was_used else set())
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setenv("RANK", rank)
+    with caplog.at_level(logging.WARNING, "xds"):
+        unused.warn_of_unused()
+    assert bool(caplog.records) is bool(said)
+    assert said in caplog.text

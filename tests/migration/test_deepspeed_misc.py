@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pydantic
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_new_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -72,7 +72,7 @@ def made_groups() -> dict[str, object]:
 
 
 def test_expert_groups_exist_once_per_size() -> None:
-    for rank, found in enumerate(run_ranks(made_groups, 2)):
+    for rank, found in enumerate(run_new_ranks(made_groups, 2)):
         assert found == {
             "experts": [0, 1],
             "copies": [rank],
@@ -118,7 +118,7 @@ def exchanged() -> None:
 
 
 def test_heads_and_tokens_change_places_with_uneven_heads() -> None:
-    run_ranks(exchanged, 2)
+    run_new_ranks(exchanged, 2)
 
 
 # -- memory -----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_new_ranks
 from torch import nn
 
 import xds
@@ -60,7 +60,7 @@ def warn(stage: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_first_rank_warns_once_of_an_optimizer_that_sees_shapes(stage: int) -> None:
-    first, second = run_ranks(warn, 2, stage)
+    first, second = run_new_ranks(warn, 2, stage)
     assert [len(texts) for texts in first] == [1, 1, 1, 0, 1] and not any(second)
     assert first[0][0].startswith("Shampoo: its update depends on the shape")
 
@@ -72,7 +72,7 @@ def refuse() -> None:
 
 
 def test_without_the_users_word_it_is_refused_on_shards() -> None:
-    run_ranks(refuse, 2)
+    run_new_ranks(refuse, 2)
 
 
 def train_whole(through_a_callable: bool) -> None:
@@ -94,4 +94,4 @@ def train_whole(through_a_callable: bool) -> None:
 
 @pytest.mark.parametrize("through_a_callable", [False, True])
 def test_at_stage_0_it_gets_whole_parameters(through_a_callable: bool) -> None:
-    run_ranks(train_whole, 2, through_a_callable)
+    run_new_ranks(train_whole, 2, through_a_callable)
