@@ -8,6 +8,7 @@ from weakref import ReferenceType, WeakKeyDictionary
 from torch import nn
 
 from ..engine.engine import Engine
+from .stand_in.unused import note_use
 from .utils.logging import logger
 
 _engines: WeakKeyDictionary[nn.Module, ReferenceType[Engine]] = WeakKeyDictionary()
@@ -19,6 +20,7 @@ def remember_engine(model: nn.Module, engine: Engine) -> None:
     The model holds the engine, as DeepSpeed's hooks do, so that a second engine of the model can end the first.
     """
     _engines[model] = weakref.ref(engine)
+    note_use("engine")
     engine._guards.keep_with_model(model, engine)
 
 

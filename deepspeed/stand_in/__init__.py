@@ -24,7 +24,17 @@ def activate() -> None:
     """Let `import deepspeed` find `xds.deepspeed`, also for importlib.metadata. A second call does nothing."""
     from .finders import install_alias
 
+    if not is_active():
+        import atexit
+
+        atexit.register(_at_exit)
     install_alias()
+
+
+def _at_exit() -> None:
+    from .unused import warn_of_unused
+
+    warn_of_unused()
 
 
 def is_active() -> bool:
