@@ -45,7 +45,8 @@ ONLY_HERE = (
 # accepted without effect here, and without one in DeepSpeed
 IDLE_IN_BOTH = (
     *("allgather_size", "cuda_visible_devices", "disable_allgather", "disable_fused_adam"),
-    *("optimizer.legacy_fusion", "vocabulary_size", "flops_profiler.step"),
+    *("optimizer.legacy_fusion", "vocabulary_size", "flops_profiler.step", "local_rank"),
+    *("grandient_accumulation_steps", "optimizer.torch_adam"),
     f"{ZERO}.offload_param.device",
 )
 SHARDED_BY_DEEPSPEED = ("Adam", "AdamW", "Adagrad", "Lion", "Muon")

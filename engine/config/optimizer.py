@@ -29,7 +29,8 @@ class OptimizerConfig(Section):
     """The optimizer that the engine builds if the script passes none."""
 
     others: ClassVar[Mapping[str, Entry]] = {
-        "legacy_fusion": NoEffect(FLAG, "the update is always one fused pass", same=(False,))
+        "legacy_fusion": NoEffect(FLAG, "the update is always one fused pass", same=(False,)),
+        "torch_adam": NoEffect(FLAG, "DeepSpeed too reads it in optimizer.params alone"),
     }
 
     type: Annotated[str, TEXT] = Field(

@@ -148,6 +148,10 @@ SCALARS: dict[str, Entry] = {
     "cuda_visible_devices": NoEffect(
         either(ANYTHING), "set the environment variable CUDA_VISIBLE_DEVICES"
     ),
+    "local_rank": NoEffect(either(ANYTHING), "the launcher's environment says it"),
+    "grandient_accumulation_steps": Refused(  # as scripts of DeepSpeed spell it, which ignores it
+        whole(1), "write gradient_accumulation_steps", harmless=(1,)
+    ),
     "datastates_ckpt": Group(
         {},
         "a checkpoint engine",
