@@ -1,6 +1,9 @@
-"""How long a rank waits for the others: the environment's word, or that of a group that exists."""
+"""The group of all ranks: how long a rank waits for the others, and how NCCL is started."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -57,3 +60,36 @@ def timeout_of_the_users_group() -> float:
 
 def test_a_group_that_exists_keeps_its_timeout() -> None:
     assert run_new_ranks(timeout_of_the_users_group, 1, timeout_seconds=77) == [77.0]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "world_size", "binds"),
+    [
+        ("cuda:1", "nccl", 2, True),
+        ("cuda:1", "nccl", 1, False),  # it has nobody to connect to
+        ("cuda:1", "gloo", 2, False),
+        ("cpu", "gloo", 2, False),
+    ],
+)
+def test_nccl_connects_on_the_device_and_later_groups_do_not_split(
+    device: str, backend: str, world_size: int, binds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    world = SimpleNamespace(bound_device_id=None)
+
+    def start(backend: str, **options: Any) -> None:
+        asked.append(options)
+        world.bound_device_id = options.get("device_id")
+
+    monkeypatch.setattr(dist, "init_process_group", start)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    environment = {"RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "x", "MASTER_PORT": 1}
+    for key, value in {**environment, "XDS_BACKEND": backend}.items():
+        monkeypatch.setenv(key, str(value))
+    join(torch.device(device))
+    (options,) = asked
+    assert options.get("device_id") == (torch.device(device) if binds else None)
+    # torch builds each later group by a split, for which all ranks have to come, while this is set
+    assert world.bound_device_id is None
