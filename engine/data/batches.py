@@ -6,26 +6,36 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch import Tensor, nn
 
 from ...utils.errors import UsageError
+from .lanes import lane_to
+from .nested import replaced
 
 
 def move(batch: Any, device: torch.device, float_dtype: torch.dtype | None = None) -> Any:
     """Move every tensor in `batch` to `device`; cast fp32 tensors to `float_dtype`, if given.
 
     Scalars are not cast: they are counts or weights, which 16 bits would round, and a scalar never decides
-    the dtype of a result.
+    the dtype of a result. Tensors that xds's loaders have pinned are copied beside the computation.
     """
+    copies = lane_to(device).copies_of(batch)
 
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        casts = leaf.dtype == torch.float32 and leaf.dim() > 0
-        return leaf.to(device=device, dtype=float_dtype if casts else None, non_blocking=True)
+    def one(tensor: Tensor) -> Tensor:
+        casts = tensor.dtype == torch.float32 and tensor.dim() > 0
+        arrived = copies.get(id(tensor), tensor)
+        return arrived.to(device=device, dtype=float_dtype if casts else None, non_blocking=True)
 
-    return tree_map(one, batch)
+    def other(value: Any) -> Any:
+        return value.to(device) if _moves_itself(value) else value
+
+    # what goes into a module in 16 bits may be an object that the module writes to: it stays the same one
+    return replaced(batch, one, other) if float_dtype is None else replaced(batch, one)
+
+
+def _moves_itself(value: Any) -> bool:
+    is_movable = callable(getattr(value, "to", None))
+    return is_movable and not isinstance(value, nn.Module | type)
 
 
 def call_with(function: Callable[..., Any], batch: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 from torch.utils.data.distributed import DistributedSampler
 
 from ...utils.errors import UsageError
+from .lanes import not_pinned, pinned, pinned_by_torch
 
 
 class Resumable(ABC):
@@ -187,8 +188,12 @@ class InOrder(Dataset[Any]):
 class RankLoader(DataLoader[Any]):
     """A DataLoader that counts the batches it has returned, however far its workers have read ahead."""
 
-    def __init__(self, source: Resumable, seed: int, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, source: Resumable, seed: int, *, num_workers: int, **options: Any) -> None:
+        """Batches come in pinned memory where there is a GPU. With workers a thread of torch pins them."""
+        has_gpu = torch.cuda.is_available()
+        by_torch = has_gpu and num_workers > 0
+        super().__init__(num_workers=num_workers, pin_memory=by_torch, **options)
+        self._ready = pinned_by_torch if by_torch else pinned if has_gpu else not_pinned
         self._source = source
         self._seed = seed
         self._position = source.start()
@@ -204,7 +209,7 @@ class RankLoader(DataLoader[Any]):
         assert self.batch_size is not None
         for number, batch in enumerate(batches, start=1):
             self._position = self._source.after(start, number * self.batch_size)
-            yield batch
+            yield self._ready(batch)
         self._position = self._source.start()
 
     def position(self) -> dict[str, int]:
@@ -292,7 +297,6 @@ def build_loader(  # noqa: PLR0913 (a rank and the arguments of a DataLoader)
         "collate_fn": collate_fn,
         "drop_last": drop_last,
         "num_workers": num_workers,
-        "pin_memory": torch.cuda.is_available(),
         "generator": generator,
     }
     if isinstance(dataset, IterableDataset):
