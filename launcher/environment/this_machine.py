@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from .probes import cpu, machine, network, software
+from .probes import cpu, gpus, machine, network, software
 from .probes.line import Line
 
 _PROBES: tuple[Callable[[], Iterator[Line]], ...] = (
@@ -18,6 +18,7 @@ _PROBES: tuple[Callable[[], Iterator[Line]], ...] = (
     software.python,
     software.torch_and_backends,
     machine.devices,
+    gpus.settings,
     network.nvlink,
     network.infiniband,
     network.interfaces,

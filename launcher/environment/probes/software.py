@@ -15,13 +15,17 @@ from typing import Any
 from ....ops.build.plan import Library
 from ....utils.errors import BuildError
 from ....utils.version import __version__
+from . import slow_variables
 from .line import Line, first_output, output
 
 _MIN_TORCH = (2, 11)
 _PYTHONS = ((3, 10), (3, 13))
 _PACKAGES = ("pydantic", "tqdm")
 _OPTIONAL_PACKAGES = ("numpy", "safetensors", "transformers")
-_PREFIXES = ("NCCL_", "GLOO_", "XDS_", "CUDA_", "OMP_", "TORCH_", "UCX_", "FI_")
+_PREFIXES = (
+    *("NCCL_", "GLOO_", "XDS_", "OMP_", "TORCH_", "TORCHDYNAMO_", "PYTORCH_", "UCX_", "FI_"),
+    *("CUDA_", "CUBLAS_", "NVIDIA_TF32_"),
+)
 # variables that the launcher sets for its own ranks, and those that may hold a secret
 _NOT_SHOWN = re.compile(r"XDS_RUN_FOLDER|XDS_GRACE_FILE|.*(TOKEN|SECRET|PASSW|KEY|CREDENTIAL).*")
 _SLOW = "native ops fall back to torch, which is slower"
@@ -106,6 +110,10 @@ def compilers() -> Iterator[Line]:
     needs_nvcc = not nvcc and shutil.which("nvidia-smi") is not None
     remedy = "install the CUDA toolkit or set CUDA_HOME; without it " + _SLOW
     yield Line("nvcc", nvcc or "missing", remedy * needs_nvcc)
+    triton = package_version("triton") or package_version("pytorch-triton")
+    needs_triton = not triton and shutil.which("nvidia-smi") is not None
+    remedy = "`pip install triton`; without it torch.compile cannot compile for GPUs"
+    yield Line("triton", triton or "not installed", remedy * needs_triton)
 
 
 def _nvcc_version() -> str:
@@ -130,16 +138,20 @@ def _native_op(library: Library) -> Line:
     from ....ops.build import build
 
     key = f"ops {library.name}"
+    has_device = library.device == "cpu" or bool(shutil.which("nvidia-smi"))
     reason = libraries.why_not(library)
     try:
         entry = build.find(library) if not reason else None
     except BuildError as error:
         entry, reason = None, error.what
     if reason:
-        has_device = library.device == "cpu" or bool(shutil.which("nvidia-smi"))
         remedy = f"see `xds ops build {library.name}`; without it {_SLOW}"
         return Line(key, f"cannot be built: {reason}", remedy * has_device)
-    return Line(key, "built" if entry else "not built yet, compiled on first use")
+    if entry:
+        return Line(key, "built")
+    waits = library.device != "cpu" and has_device
+    remedy = f"the first run waits for the compiler; `xds ops build {library.name}`" * waits
+    return Line(key, "not built yet, compiled on first use", remedy)
 
 
 def variables() -> Iterator[Line]:
@@ -151,14 +163,17 @@ def variables() -> Iterator[Line]:
 
 
 def _variable_remedy(key: str, value: str) -> str:
-    """The remedy if the value is certainly wrong, else ""."""
+    """The remedy if the value is certainly wrong or costs speed, else ""."""
     if key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         return _interface_remedy(value)
     if key == "CUDA_VISIBLE_DEVICES" and value.strip() in ("", "-1"):
         return "hides every GPU; unset it to use them"
     if key == "OMP_NUM_THREADS" and not value.replace(",", "").isdigit():
         return "not a number; unset it, and xds sets it to cores / ranks"
-    return ""
+    has_gpu = shutil.which("nvidia-smi") is not None
+    return slow_variables.remedy(
+        key, value, has_gpu=has_gpu, num_cores=slow_variables.usable_cores()
+    )
 
 
 def _interface_remedy(value: str) -> str:
