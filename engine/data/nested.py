@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,22 +23,23 @@ def replaced(
     An object of the script is never changed: a copy has the new tensors, if any tensor is another one.
     """
 
-    def leaf(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return one(value)
-        if other is None:
-            return value
-        if isinstance(value, Mapping):
-            return _mapping(value, {key: again(item) for key, item in value.items()})
-        if is_dataclass(value) and not isinstance(value, type):
-            names = [field.name for field in fields(value) if hasattr(value, field.name)]
-            return _dataclass(value, {name: again(getattr(value, name)) for name in names})
-        return other(value)
+    # functions that call each other would hold the tensors until Python looks for cycles
+    return tree_map(partial(_leaf, one, other), batch, is_leaf=_is_packed)
 
-    def again(value: Any) -> Any:
-        return tree_map(leaf, value, is_leaf=_is_packed)
 
-    return again(batch)
+def _leaf(one: Callable[[Tensor], Tensor], other: Callable[[Any], Any] | None, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return one(value)
+    if other is None:
+        return value
+    if isinstance(value, Mapping):
+        return _mapping(value, {key: replaced(item, one, other) for key, item in value.items()})
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value) if hasattr(value, field.name)]
+        return _dataclass(
+            value, {name: replaced(getattr(value, name), one, other) for name in names}
+        )
+    return other(value)
 
 
 def _is_packed(value: Any) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections import UserDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +63,17 @@ def test_what_is_there_already_is_the_same_object() -> None:
             moved, [sample, tokens, layer, torch.float16, torch.Tensor], strict=True
         )
     )
+
+
+def test_a_moved_batch_is_freed_with_its_last_reference() -> None:
+    gc.disable()
+    try:
+        moved = move({"s": Sample(torch.ones(2), [torch.zeros(1)])}, META)
+        alive = weakref.ref(moved["s"].ids)
+        del moved
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_inputs_in_16_bits_keep_the_scripts_objects() -> None:
