@@ -65,12 +65,18 @@ def test_what_is_there_already_is_the_same_object() -> None:
     )
 
 
-def test_a_moved_batch_is_freed_with_its_last_reference() -> None:
+def test_walking_through_a_batch_leaves_no_cycle_that_keeps_its_tensors() -> None:
+    copied = torch.ones(3)
+    alive = weakref.ref(copied)
     gc.disable()
     try:
-        moved = move({"s": Sample(torch.ones(2), [torch.zeros(1)])}, META)
-        alive = weakref.ref(moved["s"].ids)
-        del moved
+        walked = replaced(
+            {"s": Sample(torch.ones(2), [])},
+            lambda tensor, copied=copied: copied,
+            lambda value: value,
+        )
+        assert walked["s"].ids is copied
+        del copied, walked
         assert alive() is None
     finally:
         gc.enable()
