@@ -40,6 +40,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="of each section")
     parser.add_argument("--models", nargs="+", metavar="SIZE", help="of 125M 350M 1.3B 6.7B")
     parser.add_argument("--deepspeed", type=Path, help="a folder with an unpacked DeepSpeed")
+    both = ["plain", "deepspeed"]
+    parser.add_argument("--against", nargs="+", choices=both, default=both, help="peers of --train")
     parser.add_argument("--disk", type=Path, help="folder for checkpoints; default: temporary")
     parser.add_argument("--out", type=Path, help="folder of the results; default: results/")
     options = parser.parse_args()

@@ -50,6 +50,12 @@ def environment(*, dry: bool) -> dict[str, str]:
             link.symlink_to(ROOT)
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), found.get("PYTHONPATH")]))
     found["PYTHONUNBUFFERED"] = "1"
+    extensions = (
+        scratch() / "extensions"
+    )  # of DeepSpeed; a lock of a killed build would stop the next
+    found["TORCH_EXTENSIONS_DIR"] = str(extensions)
+    for lock in extensions.rglob("lock"):
+        lock.unlink(missing_ok=True)
     if dry:
         found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "XDS_BENCH_DRY": "1"}
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from session import Child, Failed, Session
 from harness import Row, ratio_row  # isort: skip
 
 ROUNDS, STEPS = 7, 4
+BUILD_SECONDS = 200.0  # with compilation; a process that hangs does not take the whole section
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,18 @@ class Pair:
         return f"{self.size} {how}: {self.ours} / {self.theirs}"
 
 
-def pairs(sizes: list[str], deepspeed: bool) -> Iterator[Pair]:
-    """All comparisons, the important ones first."""
+def pairs(sizes: list[str], peers: list[str], deepspeed: bool) -> Iterator[Pair]:
+    """All comparisons, the important ones first; those with DeepSpeed last, for it may have to compile."""
+    if "plain" in peers:
+        yield from _plain_pairs(sizes)
+    for size in sizes if "deepspeed" in peers else ():
+        if size == "350M" or (deepspeed and size != "6.7B"):
+            for stage in (2, 3, 1):
+                bars = (0.90, 0.75) if size == "350M" else (None, None)
+                yield Pair(size, f"xds-{stage}", f"deepspeed-{stage}", False, *bars)
+
+
+def _plain_pairs(sizes: list[str]) -> Iterator[Pair]:
     for size in sizes:
         if size == "6.7B":
             yield Pair(size, "xds-3", "plain", False)
@@ -43,10 +55,6 @@ def pairs(sizes: list[str], deepspeed: bool) -> Iterator[Pair]:
             for stage in (2, 0, 1, 3):
                 bars = (must, aim) if stage < 3 and size == "350M" else (None, None)
                 yield Pair(size, f"xds-{stage}", "plain", compiled, *bars)
-        if deepspeed or size == "350M":
-            for stage in (2, 3, 1):
-                bars = (0.90, 0.75) if size == "350M" else (None, None)
-                yield Pair(size, f"xds-{stage}", f"deepspeed-{stage}", False, *bars)
 
 
 class Section:
@@ -65,9 +73,12 @@ class Section:
         sizes = self.session.options.models or ["350M", "1.3B", "125M", "6.7B"]
         folder = self.session.options.deepspeed
         failed: dict[Any, str] = {}
-        for pair in pairs(sizes, bool(folder)):
+        deepspeed = ""  # why it cannot run
+        for pair in pairs(sizes, self.session.options.against, bool(folder)):
             key = (pair.size, pair.theirs, pair.compiled)
             reason = failed.get(key) or self._reason(pair, folder)
+            if pair.theirs.startswith("deepspeed"):
+                reason = reason or deepspeed
             if reason:
                 self.session.skip(pair.name, reason, pair.must, aim=pair.aim)
                 continue
@@ -75,8 +86,10 @@ class Section:
                 self._run(pair)
             except Failed as error:
                 self.session.skip(pair.name, str(error), pair.must, aim=pair.aim)
-                if self._peer is None:
+                if self._peer is None or not self._peer[1].is_alive:
                     failed[key] = f"the peer failed: {error}"
+                if self._peer is None and pair.theirs.startswith("deepspeed"):
+                    deepspeed = f"DeepSpeed failed: {error}"
         self.session.end()
 
     def _reason(self, pair: Pair, folder: Any) -> str:
@@ -179,9 +192,10 @@ class Section:
     def _build(self, pair: Pair, kind: str) -> Child:
         """A contestant after its first steps. The next process starts meanwhile: its imports take seconds."""
         child, self._next = self._next or self.session.child(), self.session.child()
+        limit = 60.0 if self.session.dry else BUILD_SECONDS
         built = child.ask(
             "build",
-            self.session.deadline,
+            min(self.session.deadline, time.monotonic() + limit),
             dry=self.session.dry,
             size=pair.size,
             kind=kind,
