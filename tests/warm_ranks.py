@@ -9,6 +9,7 @@ import gc
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -109,6 +110,22 @@ def _serve(rank: int, world_size: int, where: tuple[str, int], pipe: Any) -> Non
             answer: tuple[bool, Any] = (True, function(*args))
         except BaseException:
             answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
+        _forget_attentions()
         pipe.send_bytes(pickle.dumps(answer))
         if not answer[0]:
             os._exit(1)
+
+
+def _forget_attentions() -> None:
+    """Take back what a test has entered in transformers' table of attentions, which the next test would use."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is not None:
+        table = modeling.ALL_ATTENTION_FUNCTIONS
+        for name in [name for name in table._local_mapping if name in _attentions()]:
+            table._local_mapping[name] = _attentions()[name]
+
+
+@cache
+def _attentions() -> dict[str, Any]:
+    modeling = sys.modules["transformers.modeling_utils"]
+    return dict(modeling.AttentionInterface._global_mapping)
