@@ -180,7 +180,7 @@ class AdamRule:
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
-            grad_scale=None if divisor is None else torch.tensor(divisor, device=step.device),
+            grad_scale=None if divisor is None else factor(divisor, step.device),
             found_inf=None,
         )
 

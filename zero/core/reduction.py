@@ -223,7 +223,7 @@ class Reduction:
             return self._agree_by_norms(said, exact=exact)
         # at stage 0 every rank gets all sums, so no exchange of norms follows: send the flag first
         world = self._world
-        flag = torch.tensor([said], dtype=torch.uint8, device=world.device)
+        flag = torch.full((1,), said, dtype=torch.uint8, device=world.device)  # no copy to wait for
         table, handle = world.start_gather_small(flag)
         self._drain()
         squares = torch.zeros(world.world_size, dtype=torch.float64, device=world.device)

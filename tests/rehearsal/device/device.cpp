@@ -1,0 +1,393 @@
+// A CUDA device that is host memory: every op computes its numbers at once, on the CPU, and is recorded with its stream.
+#include <torch/library.h>
+
+#include "guard.h"
+
+namespace {
+
+// -- ops ------------------------------------------------------------------------------------------------------
+
+bool on_device(const at::Tensor& t) { return t.defined() && t.device().type() == DeviceType::CUDA; }
+
+at::Tensor alias_of(const at::Tensor& t) {  // the same memory, as a tensor of the CPU
+  auto storage = t.storage();
+  auto keep = storage;  // alive as long as the alias
+  c10::DataPtr data(storage.mutable_data(), new c10::Storage(keep), [](void* s) { delete (c10::Storage*)s; },
+                    Device(DeviceType::CPU));
+  c10::Storage on_host(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetAllocator(DeviceType::CPU), true);
+  auto made = at::detail::make_tensor<at::TensorImpl>(std::move(on_host), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                      t.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides());
+  made.unsafeGetTensorImpl()->set_storage_offset(t.storage_offset());
+  if (t.is_conj()) made._set_conj(true);
+  if (t.is_neg()) made._set_neg(true);
+  if (t.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return made;
+}
+
+at::Tensor on_storage(const at::Tensor& alias, const c10::Storage& storage) {
+  auto made = at::detail::make_tensor<at::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                                      alias.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides());
+  made.unsafeGetTensorImpl()->set_storage_offset(alias.storage_offset());
+  if (alias.is_conj()) made._set_conj(true);
+  if (alias.is_neg()) made._set_neg(true);
+  return made;
+}
+
+at::Tensor to_device(const at::Tensor& result) {
+  at::Tensor made = at::detail::empty_strided_generic(
+      result.sizes(), result.strides(), &g_allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), result.scalar_type());
+  if (result.storage().nbytes() && result.numel())
+    alias_of(made).copy_(result);
+  return made;
+}
+
+struct Pair {
+  at::Tensor original, alias;
+};
+
+struct Call {
+  std::vector<Pair> pairs;
+  at::Tensor in(const at::Tensor& t) {
+    if (!on_device(t)) return t;
+    for (auto& p : pairs)
+      if (p.original.is_same(t)) return p.alias;
+    for (auto& p : pairs)
+      if (p.original.storage().is_alias_of(t.storage())) {  // views of one storage stay so
+        auto made = at::detail::make_tensor<at::TensorImpl>(
+            c10::Storage(p.alias.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
+        made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides());
+        made.unsafeGetTensorImpl()->set_storage_offset(t.storage_offset());
+        pairs.push_back({t, made});
+        return made;
+      }
+    pairs.push_back({t, alias_of(t)});
+    return pairs.back().alias;
+  }
+  at::Tensor out(const at::Tensor& t) {
+    if (!t.defined()) return t;
+    for (auto& p : pairs)
+      if (p.alias.is_same(t)) return p.original;
+    for (auto& p : pairs)
+      if (p.alias.storage().is_alias_of(t.storage())) return on_storage(t, p.original.storage());
+    return to_device(t);
+  }
+};
+
+c10::IValue convert(const c10::IValue& value, Call& call, bool inwards) {
+  auto one = [&](const at::Tensor& t) { return inwards ? call.in(t) : call.out(t); };
+  if (value.isTensor()) return one(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> made;
+    for (const auto& t : value.toTensorVector()) made.push_back(one(t));
+    return made;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> made;
+    for (const auto& t : value.toOptionalTensorVector())
+      made.push_back(t.has_value() && t->defined() ? std::optional<at::Tensor>(one(*t)) : t);
+    return made;
+  }
+  if (value.isDevice() && inwards && value.toDevice().type() == DeviceType::CUDA) return Device(DeviceType::CPU);
+  if (value.isGenerator() && inwards && value.toGenerator().defined() &&
+      value.toGenerator().device().type() == DeviceType::CUDA)
+    return value;  // it is a CPUGeneratorImpl
+  return value;
+}
+
+void touch_all(const c10::IValue& value, bool writes, StreamId stream) {
+  if (value.isTensor()) {
+    if (on_device(value.toTensor())) touch(value.toTensor(), writes, stream);
+  } else if (value.isTensorList()) {
+    for (const auto& t : value.toTensorVector())
+      if (on_device(t)) touch(t, writes, stream);
+  } else if (value.isOptionalTensorList()) {
+    for (const auto& t : value.toOptionalTensorVector())
+      if (t.has_value() && on_device(*t)) touch(*t, writes, stream);
+  }
+}
+
+const char* kept_name(const std::string& name) {
+  static std::map<std::string, bool>* names = new std::map<std::string, bool>;
+  return names->emplace(name, true).first->first.c_str();
+}
+
+bool is_view(const c10::FunctionSchema& schema) {  // results share memory with arguments, nothing runs
+  for (const auto& r : schema.returns())
+    if (r.alias_info() && !r.alias_info()->isWrite()) return true;
+  return false;
+}
+
+void check_devices(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, size_t first) {
+  for (size_t at = 0; at < schema.arguments().size(); ++at) {
+    const auto& value = stack[first + at];
+    auto check = [&](const at::Tensor& t) {
+      if (t.defined() && t.device().type() == DeviceType::CPU && t.dim() > 0 && schema.name() != "aten::copy_" &&
+          schema.name() != "aten::index.Tensor" && schema.name() != "aten::_index_put_impl_" && schema.name() != "aten::index")
+        TORCH_CHECK(false, schema.name(), ": Expected all tensors to be on the same device, but found cuda:0 and cpu (argument ",
+                    schema.arguments()[at].name(), ")");
+    };
+    if (value.isTensor()) check(value.toTensor());
+    if (value.isTensorList()) for (const auto& t : value.toTensorVector()) check(t);
+  }
+}
+
+// ops whose result the host must know
+bool needs_host(const std::string& name) {
+  static const std::vector<std::string> names{"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::unique_dim",
+                                              "aten::_unique2", "aten::masked_select", "aten::is_nonzero"};
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+// an index of booleans: the host must know how many are true
+bool has_mask(const std::string& name, const std::vector<c10::IValue>& arguments) {
+  if (name != "aten::index" && name != "aten::index_put_" && name != "aten::_index_put_impl_") return false;
+  for (const auto& t : arguments[1].toOptionalTensorVector())
+    if (t.has_value() && t->defined() && (t->scalar_type() == at::kBool || t->scalar_type() == at::kByte)) return true;
+  return false;
+}
+
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  auto& s = state();
+  size_t num = schema.arguments().size(), first = stack->size() - num;
+  bool views = is_view(schema);
+  const char* name = kept_name(schema.name());
+  Call call;
+  std::vector<c10::IValue> originals(stack->begin() + first, stack->end());
+  StreamId stream = t_stream;
+  {
+    std::lock_guard guard(s.lock);
+    t_op = name;
+    check_devices(schema, *stack, first);
+    if (!views) {
+      stream = launch(name);
+      for (size_t at = 0; at < num; ++at) {
+        auto* info = schema.arguments()[at].alias_info();
+        bool writes = info && info->isWrite();
+        touch_all(originals[at], writes, stream);
+      }
+    }
+  }
+  if (needs_host(name) || has_mask(schema.name(), originals)) host_waits(s.clocks[stream], name);
+  for (size_t at = 0; at < num; ++at) (*stack)[first + at] = convert((*stack)[first + at], call, true);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  // an out= argument may have been resized
+  for (auto& p : call.pairs) {
+    if (!p.alias.sizes().equals(p.original.sizes()) || p.alias.storage().data() != p.original.storage().data()) {
+      auto fresh = to_device(p.alias);
+      p.original.unsafeGetTensorImpl()->set_storage_keep_dtype(fresh.storage());
+      p.original.unsafeGetTensorImpl()->set_sizes_and_strides(fresh.sizes(), fresh.strides());
+      p.original.unsafeGetTensorImpl()->set_storage_offset(0);
+      p.alias = alias_of(p.original);
+    }
+  }
+  std::lock_guard guard(s.lock);
+  size_t back = stack->size() - schema.returns().size();
+  for (size_t at = back; at < stack->size(); ++at) {
+    (*stack)[at] = convert((*stack)[at], call, false);
+    if (!views && !(schema.returns()[at - back].alias_info())) touch_all((*stack)[at], true, stream);
+  }
+}
+
+at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                 std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &g_allocator,
+                                   c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                   dtype.value_or(c10::get_default_dtype_as_scalartype()), format);
+}
+
+at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(
+      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &g_allocator,
+      c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype.value_or(c10::get_default_dtype_as_scalartype()));
+}
+
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  auto& s = state();
+  if (self.numel() == 0 && source.numel() == 0) return self;
+  bool in = on_device(self), out = on_device(source);
+  auto to = in ? alias_of(self) : self, from = out ? alias_of(source) : source;
+  {
+    std::lock_guard guard(s.lock);
+    t_op = in && out ? "aten::copy_" : in ? "copy_to_device" : "copy_to_host";
+    auto stream = launch(t_op);
+    if (out) touch(source, false, stream);
+    if (in) touch(self, true, stream);
+    bool host_pinned = in && out ? true : is_pinned(in ? source.data_ptr() : self.data_ptr());
+    bool simple = self.is_contiguous() && source.is_contiguous() && self.dtype() == source.dtype();
+    if (!(in && out)) {
+      if (non_blocking && host_pinned && simple) {
+        s.counts["async_copy"]++;
+        size_t n = self.numel() * self.element_size();
+        Pending p{stream, s.clocks[stream][stream], nullptr, {}, nullptr, t_op};
+        auto* bytes = (const char*)from.data_ptr();
+        p.bytes.assign(bytes, bytes + n);
+        if (in) {
+          p.from = bytes;
+          to.copy_(from);
+        } else {
+          p.to = (char*)self.data_ptr();
+          memset(p.to, 0xff, n);
+        }
+        s.pending.push_back(std::move(p));
+        return self;
+      }
+    }
+  }
+  if (!in) host_waits(s.clocks[t_stream], "copy_to_host");
+  else if (!out && !non_blocking) host_waits(s.clocks[t_stream], "copy_to_device");
+  to.copy_(from);
+  return self;
+}
+
+const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
+  auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  auto* impl = self.unsafeGetTensorImpl();
+  size_t need = 1;
+  for (auto n : sizes) need *= n;
+  need = (need + self.storage_offset()) * self.element_size();
+  if (need > self.storage().nbytes()) {
+    auto data = g_allocator.allocate(need);
+    if (self.storage().nbytes()) memcpy(data.get(), self.storage().data(), self.storage().nbytes());
+    auto storage = self.storage();
+    storage.set_data_ptr(std::move(data));
+    storage.set_nbytes(need);
+  }
+  impl->set_sizes_contiguous(sizes);
+  return self;
+}
+
+at::Tensor& set_source(at::Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(source);
+  impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  impl->set_storage_offset(offset.guard_int(__FILE__, __LINE__));
+  return self;
+}
+at::Tensor& set_storage(at::Tensor& self, at::Storage source) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(source);
+  impl->set_storage_offset(0);
+  impl->set_sizes_contiguous({(int64_t)(source.nbytes() / self.element_size())});
+  return self;
+}
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(source.storage());
+  impl->set_sizes_and_strides(source.sizes(), source.strides());
+  impl->set_storage_offset(source.storage_offset());
+  return self;
+}
+at::Tensor& set_nothing(at::Tensor& self) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(c10::Storage(c10::Storage::use_byte_size_t(), 0, &g_allocator, true));
+  impl->set_storage_offset(0);
+  impl->set_sizes_contiguous({0});
+  return self;
+}
+
+void record_stream(at::Tensor& self, at::Stream stream) { g_allocator.recordStream(self.storage().data_ptr(), stream); }
+
+int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
+                   std::optional<double>, bool) {
+  return 0;  // the plain formula: the CPU has no op of CUDA's name
+}
+
+// -- what Python asks -----------------------------------------------------------------------------------------
+
+at::Tensor host_alias(const at::Tensor& t) { return alias_of(t); }
+
+void use(const at::Tensor& t, bool writes) {  // something that is no op of torch uses `t` on the current stream
+  std::lock_guard guard(state().lock);
+  t_op = "message";
+  touch(t, writes, t_stream);
+}
+void begin(const std::string& what) {
+  std::lock_guard guard(state().lock);
+  t_op = kept_name(what);
+  launch(t_op);
+}
+void note(const std::string& text) {
+  if (state().records) state().log.push_back(text);
+}
+void pin_memory_at(int64_t address, int64_t size) { pin((void*)address, size); }
+void unpin_memory_at(int64_t address) { unpin((void*)address); }
+void resize_storage(const at::Tensor& t, int64_t nbytes) {
+  auto storage = t.storage();
+  if ((size_t)nbytes == storage.nbytes()) return;
+  auto data = g_allocator.allocate(nbytes);
+  size_t n = std::min<size_t>(nbytes, storage.nbytes());
+  if (n) memcpy(data.get(), storage.data(), n);
+  storage.set_data_ptr(std::move(data));
+  storage.set_nbytes(nbytes);
+}
+std::vector<std::string> take_faults() {
+  std::vector<std::string> found;
+  std::lock_guard guard(state().lock);
+  found.swap(state().faults);
+  return found;
+}
+std::vector<std::string> take_log() {
+  std::vector<std::string> found;
+  std::lock_guard guard(state().lock);
+  found.swap(state().log);
+  return found;
+}
+std::vector<std::string> counts() {
+  std::vector<std::string> found;
+  for (auto& [name, n] : state().counts) found.push_back(name + " " + std::to_string(n));
+  return found;
+}
+void refuse_sync(bool refuses) { state().refuses_sync = refuses; }
+void settings(bool records, bool raises) {
+  state().records = records;
+  state().raises = raises;
+}
+std::vector<int64_t> memory() { return {(int64_t)state().allocated, (int64_t)state().peak}; }
+void reset_peak() { state().peak = state().allocated; }
+
+struct SetUp {
+  SetUp() { c10::SetAllocator(DeviceType::CUDA, &g_allocator); }
+} g_set_up;
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("copy_", copy_);
+  m.impl("resize_", resize_);
+  m.impl("set_.source_Storage_storage_offset", set_source);
+  m.impl("set_.source_Storage", set_storage);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_", set_nothing);
+  m.impl("record_stream", record_stream);
+  m.impl("_fused_sdp_choice", sdp_choice);
+}
+
+TORCH_LIBRARY(host_cuda, m) {
+  m.def("take_faults() -> str[]", take_faults);
+  m.def("take_log() -> str[]", take_log);
+  m.def("counts() -> str[]", counts);
+  m.def("settings(bool records, bool raises) -> ()", settings);
+  m.def("refuse_sync(bool refuses) -> ()", refuse_sync);
+  m.def("memory() -> int[]", memory);
+  m.def("reset_peak() -> ()", reset_peak);
+  m.def("begin(str what) -> ()", begin);
+  m.def("note(str text) -> ()", note);
+  m.def("pin(int address, int size) -> ()", pin_memory_at);
+  m.def("unpin(int address) -> ()", unpin_memory_at);
+  m.def("alias(Tensor t) -> Tensor");
+  m.def("use(Tensor t, bool writes) -> ()");
+  m.def("resize_storage(Tensor t, int nbytes) -> ()");
+}
+TORCH_LIBRARY_IMPL(host_cuda, CUDA, m) {
+  m.impl("alias", host_alias);
+  m.impl("use", use);
+  m.impl("resize_storage", resize_storage);
+}

@@ -1,0 +1,100 @@
+// Memory of the device, which is memory of the host: filled with NaN before it is used and when it is freed.
+#pragma once
+
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include "clocks.h"
+
+namespace {
+
+// -- memory -------------------------------------------------------------------------------------------------
+
+void free_block(void* data) {
+  if (!data) return;
+  auto& s = state();
+  std::lock_guard guard(s.lock);
+  auto found = s.blocks.find((char*)data);
+  if (found == s.blocks.end()) return;
+  Block& block = found->second;
+  auto clock = s.clocks[block.stream];
+  join(clock, s.host);
+  for (int r = 0; r < kStreams; ++r) {
+    if (r == block.stream || block.kept[r]) continue;
+    for (auto& cell : block.cells) {
+      uint32_t used = std::max(cell.read_at[r], cell.writer == r ? cell.written_at : 0);
+      if (used > clock[r]) {
+        fault("memory of " + std::to_string(block.size) + " bytes is freed on stream " + std::to_string(block.stream) +
+              " while stream " + std::to_string(r) + " uses it, without record_stream");
+        break;
+      }
+    }
+  }
+  memset(block.data, 0xff, block.size);  // not a number, in every floating type
+  s.allocated -= block.size;
+  free(block.data);
+  s.blocks.erase(found);
+}
+
+struct HostCuda final : c10::DeviceAllocator {
+  c10::DataPtr allocate(size_t size) override {
+    Device device(DeviceType::CUDA, t_device);
+    if (size == 0) return {nullptr, nullptr, &free_block, device};
+    void* data = nullptr;
+    size_t rounded = (size + 511) / 512 * 512;
+    TORCH_CHECK(posix_memalign(&data, 512, rounded) == 0, "no memory");
+    memset(data, 0xff, rounded);
+    auto& s = state();
+    std::lock_guard guard(s.lock);
+    s.blocks[(char*)data] = Block{(char*)data, rounded, t_stream, std::vector<Cell>(rounded / kCell)};
+    s.allocated += rounded;
+    s.peak = std::max(s.peak, s.allocated);
+    return {data, data, &free_block, device};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* to, const void* from, size_t n) const override { memcpy(to, from, n); }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr& data, Stream stream) override {
+    std::lock_guard guard(state().lock);
+    if (auto* block = block_of(data.get())) block->kept[stream.id()] = true;
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex) override { return {}; }
+  void resetAccumulatedStats(DeviceIndex) override {}
+  void resetPeakStats(DeviceIndex) override { state().peak = state().allocated; }
+};
+HostCuda g_allocator;
+
+void pin(void* data, size_t size) {
+  std::lock_guard guard(state().lock);
+  state().pinned[(char*)data] = std::max<size_t>(size, 1);
+}
+
+void unpin(void* data) {
+  auto& s = state();
+  std::lock_guard guard(s.lock);
+  for (auto& p : s.pending) {
+    const char* used = p.to ? p.to : p.from;
+    if (used >= (char*)data && used < (char*)data + s.pinned[(char*)data])
+      fault(p.what + ": its page-locked memory is freed while the copy is in flight");
+  }
+  s.pinned.erase((char*)data);
+}
+
+void free_pinned(void* data) {
+  unpin(data);
+  free(data);
+}
+
+struct Pinned final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    void* data = nullptr;
+    TORCH_CHECK(posix_memalign(&data, 512, std::max<size_t>(size, 1)) == 0, "no memory");
+    pin(data, size);
+    return {data, data, &free_pinned, Device(DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
+  void copy_data(void* to, const void* from, size_t n) const override { memcpy(to, from, n); }
+};
+Pinned g_pinned;
+
+}  // namespace

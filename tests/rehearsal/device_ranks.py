@@ -1,0 +1,141 @@
+"""Ranks that have the device of stand_in.py: processes of their own, forked from one that has imported xds."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+CALL_SECONDS = 120
+
+
+class DeviceRanks:
+    """`run` calls a module-level function on all ranks. A fault of the device is an error of that call."""
+
+    def __init__(self, world_size: int) -> None:
+        if sys.platform != "linux" or shutil.which("g++") is None:
+            pytest.skip("the device's stand-in needs Linux and g++")
+        self._folder = tempfile.TemporaryDirectory()
+        ends = [Pipe() for _ in range(world_size)]
+        self._pipes = [here for here, _ in ends]
+        numbers = [there.fileno() for _, there in ends]
+        code = f"import device_ranks; device_ranks.serve({numbers}, {self._folder.name!r})"
+        paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=numbers,
+            env=environment,
+            start_new_session=True,
+        )
+        for _, there in ends:
+            there.close()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results by rank."""
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps((function, args)))
+        answers = [_answer(pipe) for pipe in self._pipes]
+        failures = [text for ok, text in answers if not ok]
+        if failures:
+            if len(self._pipes) > 1:  # the others may still wait for a message
+                del _started[len(self._pipes)]
+                self.stop()
+            raise AssertionError(failures[0])
+        return [value for _, value in answers]
+
+    def stop(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._folder.cleanup()
+
+
+def _answer(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        if not pipe.poll(CALL_SECONDS):
+            return False, "a rank gave no answer"
+        answer: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
+        return answer
+    except EOFError:
+        return False, "a rank died"
+
+
+_started: dict[int, DeviceRanks] = {}
+
+
+def ranks(world_size: int) -> DeviceRanks:
+    """The same ranks for every test, until `stop_ranks`."""
+    if world_size not in _started:
+        _started[world_size] = DeviceRanks(world_size)
+    return _started[world_size]
+
+
+def stop_ranks() -> None:
+    """End the processes of all ranks."""
+    while _started:
+        _started.popitem()[1].stop()
+
+
+def serve(numbers: list[int], folder: str) -> None:
+    """The program of the processes."""
+    import stand_in
+
+    stand_in.load(stand_in.compiled())
+    import messages
+    import torch
+    import torch.distributed as dist
+
+    import xds  # noqa: F401
+
+    torch.set_num_threads(1)
+    rank = next((rank for rank in range(1, len(numbers)) if os.fork() == 0), 0)
+    pipes = [Connection(number) for number in numbers]
+    pipe = pipes[rank]
+    for other in pipes:
+        if other is not pipe:
+            other.close()
+    world_size = len(numbers)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    where = f"file://{folder}/rendezvous"
+    dist.init_process_group(messages.BACKEND, init_method=where, rank=rank, world_size=world_size)
+    while True:
+        try:
+            function, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        pipe.send_bytes(pickle.dumps(_called(function, args)))
+
+
+def _called(function: Callable[..., Any], args: Any) -> tuple[bool, Any]:
+    import gc
+
+    import torch
+
+    ops = torch.ops.host_cuda
+    torch.manual_seed(0)
+    try:
+        result = function(*args)
+        gc.collect()
+        faults = sorted(set(ops.take_faults()))
+        return (False, "\n".join(faults)) if faults else (True, result)
+    except BaseException:
+        faults = ops.take_faults()
+        return False, "\n".join([traceback.format_exc(), *faults])

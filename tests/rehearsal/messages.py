@@ -1,0 +1,157 @@
+"""NCCL's stand-in: messages of device tensors on a stream of their own, with the numbers of gloo.
+
+A message starts after what its caller's stream has launched. `wait` lets the caller's stream wait, not the
+host. The work keeps its tensors until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BACKEND = "device"
+_ops = torch.ops.host_cuda
+
+
+class _Sent(dist._Work):  # type: ignore[misc,name-defined]
+    def __init__(self, event: Any, kept: list[Tensor]) -> None:
+        super().__init__()
+        self._event, self._kept = event, kept
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        self._kept = []
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class DeviceGroup(dist.ProcessGroup):
+    """`started`: the names and sizes of the messages of this rank, in their order."""
+
+    _count = 0
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        DeviceGroup._count += 1
+        self._place, self._label = (rank, size), f"device{DeviceGroup._count}"
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self._stream: Any = None
+        self.started: list[tuple[str, int]] = []
+
+    def size(self) -> int:
+        return self._place[1]
+
+    def rank(self) -> int:
+        return self._place[0]
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        return self._label
+
+    def _send(
+        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[[], Any]
+    ) -> _Sent:
+        if not any(tensor.is_cuda for tensor in (*reads, *writes)):
+            run()
+            return _Sent(None, [])
+        self.started.append((name, sum(tensor.numel() for tensor in reads)))
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with self._stream:
+            _ops.begin(f"message {name}")
+            for tensor in reads:
+                _ops.use(tensor, False)
+            for tensor in writes:
+                _ops.use(tensor, True)
+            run()
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return _Sent(event, [*reads, *writes])
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._gloo.barrier()
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Sent:
+        def run() -> None:
+            options = dist.AllreduceOptions() if opts is None else opts
+            self._gloo.allreduce([_host(tensors[0])], options).wait()
+
+        return self._send("all_reduce", tensors, tensors, run)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> _Sent:
+        is_mine = opts.rootRank == self.rank()
+        reads, writes = (tensors, []) if is_mine else ([], tensors)
+        return self._send(
+            "broadcast",
+            reads,
+            writes,
+            lambda: self._gloo.broadcast([_host(tensors[0])], opts).wait(),
+        )
+
+    def allgather(self, outs: list[list[Tensor]], ins: list[Tensor], opts: Any = None) -> _Sent:
+        def run() -> None:
+            self._gloo.allgather([[_host(out) for out in outs[0]]], [_host(ins[0])]).wait()
+
+        return self._send("all_gather", ins, outs[0], run)
+
+    def all_gather_single(self, out: Tensor, own: Tensor, opts: Any = None) -> _Sent:
+        def run() -> None:
+            parts = list(_host(out).view(-1).chunk(self.size()))
+            self._gloo.allgather([parts], [_host(own).reshape(-1)]).wait()
+
+        return self._send("all_gather", [own], [out], run)
+
+    def reduce_scatter_single(self, out: Tensor, flat: Tensor, opts: Any = None) -> _Sent:
+        def run() -> None:
+            total = _host(flat).clone().view(-1)
+            self._gloo.allreduce([total]).wait()
+            start = self.rank() * out.numel()
+            _host(out).view(-1).copy_(total[start : start + out.numel()])
+
+        return self._send("reduce_scatter", [flat], [out], run)
+
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+
+    def alltoall(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> _Sent:
+        def run() -> None:
+            works = []
+            for peer, (out, own) in enumerate(zip(outs, ins, strict=True)):
+                if peer == self.rank():
+                    _host(out).copy_(_host(own))
+                else:
+                    works.append(self._gloo.send([_host(own).contiguous()], peer, 7))
+                    works.append(self._gloo.recv([_host(out)], peer, 7))
+            for work in works:
+                work.wait()
+
+        return self._send("all_to_all", ins, outs, run)
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> _Sent:
+        return self._send(
+            "send", tensors, [], lambda: self._gloo.send([_host(tensors[0])], peer, tag).wait()
+        )
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> _Sent:
+        return self._send(
+            "receive", [], tensors, lambda: self._gloo.recv([_host(tensors[0])], peer, tag).wait()
+        )
+
+
+def _host(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor of the CPU."""
+    return _ops.alias(tensor) if tensor.is_cuda else tensor
+
+
+dist.Backend.register_backend(BACKEND, DeviceGroup, devices=["cpu", "cuda"])

@@ -1,0 +1,157 @@
+"""A CUDA device on a machine without one: device/device.cpp, and the functions of torch.cuda over it.
+
+The device is host memory, so every number is real. What it records and refuses, see device/clocks.h:
+
+- an op that reads or writes bytes of another stream without waiting for it; memory that is freed while another
+  stream uses it; tensors of the CPU among those of the device;
+- copies from and to page-locked memory arrive late, when the host waits for them. Until then the target is NaN;
+- each wait of the host is counted by its reason.
+
+Not there: the time that anything takes, CUDA graphs, torch.compile, xds's own CUDA kernels (torch's ops run
+instead).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+SOURCES = Path(__file__).parent / "device"
+
+
+def compiled() -> str:
+    """The library, compiled once for these sources and this torch, in 12 seconds. Torch is not imported."""
+    spec = find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    torch = Path(spec.origin).parent
+    sources = sorted(SOURCES.iterdir())
+    text = b"".join(path.read_bytes() for path in sources) + str(torch).encode()
+    text += (torch / "version.py").read_bytes()
+    name = f"xds-device-{hashlib.sha256(text).hexdigest()[:16]}-{os.getuid()}.so"
+    library = Path(tempfile.gettempdir()) / name
+    if not library.exists():
+        new = library.with_suffix(f".{os.getpid()}")
+        include = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
+        command = [
+            "g++",
+            "-O0",
+            "-shared",
+            "-fPIC",
+            "-std=c++20",
+            *include,
+            str(SOURCES / "device.cpp"),
+        ]
+        command += [
+            "-o",
+            str(new),
+            f"-L{torch}/lib",
+            "-lc10",
+            "-ltorch_cpu",
+            f"-Wl,-rpath,{torch}/lib",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        new.rename(library)
+    return str(library)
+
+
+def load(library: str) -> None:
+    """For a process that has not imported torch: torch asks once, at its import, whether there is CUDA."""
+    assert "torch" not in sys.modules, "torch is imported already"
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+    import torch
+
+    torch.ops.load_library(library)
+    _replace_functions(torch)
+    _replace_storage(torch)
+
+
+def _replace_functions(torch: Any) -> None:
+    ops, cuda = torch.ops.host_cuda, torch.cuda
+
+    class Stream(torch.Stream):  # type: ignore[misc]
+        def __new__(cls, device: Any = None, priority: int = 0) -> Any:
+            return super().__new__(cls, device="cuda", priority=priority)
+
+    class Event(torch.Event):  # type: ignore[misc]
+        def __new__(cls, enable_timing: bool = False, **_: Any) -> Any:
+            return super().__new__(cls, "cuda", enable_timing=enable_timing)
+
+    cuda._initialized = True
+    for name, answer in {
+        "_lazy_init": None,
+        "init": None,
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "empty_cache": None,
+        "mem_get_info": (1 << 34, 1 << 34),
+        "get_device_capability": (9, 0),
+        "get_device_name": "host memory",
+    }.items():
+        setattr(cuda, name, lambda *_, _answer=answer, **__: _answer)
+    cuda.Stream, cuda.Event = Stream, Event
+    default = torch.accelerator.current_stream()
+    cuda.default_stream = lambda device=None: default
+    cuda.current_stream = lambda device=None: torch.accelerator.current_stream()
+    cuda.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
+    cuda.device = lambda device: contextlib.nullcontext()
+    cuda.synchronize = lambda device=None: torch.accelerator.synchronize()
+    cuda.memory_allocated = cuda.memory_reserved = lambda device=None: ops.memory()[0]
+    cuda.max_memory_allocated = cuda.max_memory_reserved = lambda device=None: ops.memory()[1]
+    cuda.reset_peak_memory_stats = lambda device=None: ops.reset_peak()
+    cuda.get_rng_state = lambda device=None: (
+        torch.get_rng_state()
+    )  # ops draw from the CPU's generator
+    cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.default_generators = (torch.default_generator,)
+    cuda.cudart = _Runtime
+
+
+class _Runtime:
+    """The functions of CUDA's runtime that the engine calls itself."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, num_bytes: int, flags: int) -> int:
+        import torch
+
+        torch.ops.host_cuda.pin(address, num_bytes)
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        import torch
+
+        torch.ops.host_cuda.unpin(address)
+        return 0
+
+
+def _replace_storage(torch: Any) -> None:
+    resize = torch.UntypedStorage.resize_
+
+    def resized(self: Any, num_bytes: int) -> Any:
+        if self.device.type != "cuda":
+            return resize(self, num_bytes)
+        whole = torch.empty(0, dtype=torch.uint8, device="cuda").set_(self)
+        torch.ops.host_cuda.resize_storage(whole, num_bytes)
+        return self
+
+    torch.UntypedStorage.resize_ = resized
+
+
+def waits_of_host() -> dict[str, int]:
+    """How often the host has waited for the device, by reason."""
+    import torch
+
+    found = dict(line.rsplit(" ", 1) for line in torch.ops.host_cuda.counts())
+    return {name: int(n) for name, n in found.items() if name not in ("launch", "async_copy")}
