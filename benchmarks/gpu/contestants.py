@@ -34,6 +34,7 @@ class Contestant:
     def __init__(self, spec: dict[str, Any], device: Cpu) -> None:
         self.shape = shape_of(spec["size"], dry=not device.is_real)
         self.device = device
+        torch.manual_seed(2)  # each contestant is a process: all train on the same batch
         self.batch = draw(self.shape, spec["sequences"] * self.shape.context, device.torch_device)
         self.plan = {}
         kind, _, stage = spec["kind"].partition("-")
