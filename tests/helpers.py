@@ -89,6 +89,7 @@ def _call_again(small_numel: int | None, function: Callable[..., Any], *args: An
     gc.collect()
     torch.manual_seed(0)
     random.seed(0)
+    torch.set_num_threads(1)
     own = local_sum.SMALL_NUMEL
     local_sum.SMALL_NUMEL = own if small_numel is None else small_numel
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run_ranks
+from helpers import run_new_ranks
 from real_models import LORA_SAVED, NAMES, batch, build, part_of
 from real_runs import (
     EVERY_CASE,
@@ -139,7 +139,7 @@ VARIANTS = {name: _variants_of(name) for name in NAMES}
 @cache
 def _runs_or_error(name: str) -> dict[str, dict[tuple[int, str], Any]] | AssertionError:
     try:
-        first, second = run_ranks(engine_runs, WORLD_SIZE, list(VARIANTS[name].values()))
+        first, second = run_new_ranks(engine_runs, WORLD_SIZE, list(VARIANTS[name].values()))
     except AssertionError as error:  # kept as well: it took as long
         return error
     for one, two in zip(first, second, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import run_ranks
+from helpers import run_new_ranks, run_ranks
 from threaded_ranks import run_threads
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -245,7 +245,7 @@ def read_kinds(folder: str) -> list[list[list[list[int]]]]:
 
 @pytest.mark.slow
 def test_workers_that_read_ahead_do_not_move_the_position(tmp_path: Path) -> None:
-    for kinds in run_ranks(read_kinds, 2, str(tmp_path)):
+    for kinds in run_new_ranks(read_kinds, 2, str(tmp_path)):  # which may start workers
         for without, with_workers in kinds:
             assert without[0] == without[1] == with_workers[0] == with_workers[1]
 
