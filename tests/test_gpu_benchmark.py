@@ -36,6 +36,7 @@ def reasons(rows: dict[str, dict[str, object]]) -> set[object]:
     return {row["note"] for row in rows.values() if row["value"] is None}
 
 
+@pytest.mark.slow
 def test_a_section_runs_without_a_gpu(tmp_path: Path) -> None:
     text, rows = dry(tmp_path, "--trace")
     assert rows["350M stage 3: launches of the update"]["value"]

@@ -12,6 +12,7 @@ from threaded_ranks import run_threads
 from warm_ranks import warm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "length"),
     [

@@ -69,6 +69,7 @@ def test_ranks_that_cannot_reach_a_boundary_leave_at_the_deadline(tmp_path):
     assert "preemption_seconds are over, nothing saved" in ranks.said()
 
 
+@pytest.mark.slow
 def test_a_rank_blocked_in_a_collective_gives_up_when_it_is_asked_again(tmp_path):
     run = Run(str(tmp_path), 2, seconds=50.0, stuck_rank=1)
     ranks = Ranks(run)

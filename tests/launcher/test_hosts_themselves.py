@@ -73,6 +73,7 @@ def test_ctrl_c_is_not_ignored_on_a_host(hosts):
     assert int(said.stdout.split()[1], 16) & (1 << (signal.SIGINT - 1)) == 0
 
 
+@pytest.mark.slow
 def test_a_cut_link_carries_nothing_until_it_is_mended(hosts):
     name = hosts.names[1]
     hosts.cut(name)

@@ -264,6 +264,7 @@ def test_a_cut_link_ends_the_run_on_both_sides(hosts, two, start, tmp_path):
     assert "host host1 was lost" in err
 
 
+@pytest.mark.slow
 def test_a_host_that_cannot_be_reached_is_named_and_nothing_is_started(hosts, start, tmp_path):
     file = hosts.hostfile(1, ["host0", NOWHERE, "host1"], file="nowhere")
     code, _, err = end(start("here(f'began{RANK}')", "--hostfile", str(file)))

@@ -36,6 +36,7 @@ def test_events_between_backward_and_step(precision: str) -> None:
     check(1, 2, precision, 1, GUESS)
 
 
+@pytest.mark.slow
 def test_events_with_parameters_on_the_host() -> None:
     check(2, 3, "bf16", 2, GUESS | PARAMS)
 

@@ -79,6 +79,7 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_an_output_writer_waits_for_a_slow_reader_and_drops_the_rest_when_urgent(pipe):
     reader, writer = pipe
     is_urgent = threading.Event()

@@ -68,6 +68,7 @@ def test_a_stopped_rank_is_named_by_all_others(runs: Runs, folder: Path) -> None
             assert "tests/stalled_runs.py:" in text and "Look at the log of rank 1" in text
 
 
+@pytest.mark.slow
 def test_every_rank_keeps_its_collectives_in_a_file(runs: Runs, folder: Path) -> None:
     said(runs, "in its data")
     for rank in range(3):

@@ -99,7 +99,7 @@ def train(config: dict[str, Any]) -> tuple[list[float], list[float], int, int]:
 
 CASES = [
     *((2, stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16", "fp16")),
-    *((1, stage, "bf16") for stage in (0, 3)),
+    *(pytest.param(1, stage, "bf16", marks=pytest.mark.slow) for stage in (0, 3)),
     *(pytest.param(8, stage, "bf16", marks=pytest.mark.slow) for stage in (0, 1, 2, 3)),
 ]
 

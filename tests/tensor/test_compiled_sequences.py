@@ -115,6 +115,7 @@ def plain(size: int, section: dict[str, Any] | None) -> Any:
     return found, counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_a_plain_model_equals_one_process() -> None:
     wanted, _ = warm(1).run(plain, 1, None)[0]
     for found, graphs in warm(2).run(plain, 2, ONE_GRAPH):

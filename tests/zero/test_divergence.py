@@ -392,6 +392,7 @@ def test_a_rank_without_more_data_is_named(runs: Runs) -> None:
     assert "rank 1 raised StopIteration in the data iterator of train_batch" in texts[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_that_ends_its_process_is_named(stage: int, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 died with exit code 0"):
