@@ -14,7 +14,10 @@ from session import Session, scratch
 from harness import Row  # isort: skip
 
 # `python -m pytest` would put the root on the path, where folders have names of standard modules
-PYTEST = "import sys; sys.path.pop(0); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+PYTEST = (
+    "import sys; getattr(sys.flags, 'safe_path', 0) or sys.path.pop(0); "
+    "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+)
 
 
 def run_ops(session: Session) -> None:

@@ -14,6 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+HERE = Path(__file__).resolve().parent
+if str(HERE) not in sys.path:  # python -P and PYTHONSAFEPATH leave a script's folder out
+    sys.path.insert(0, str(HERE))
+
 MARK = "@@"
 
 
