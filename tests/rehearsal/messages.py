@@ -42,6 +42,7 @@ class DeviceGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         DeviceGroup._count += 1
         self._place, self._label = (rank, size), f"device{DeviceGroup._count}"
+        self._store = store
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._stream: Any = None
         self.started: list[tuple[str, int]] = []
@@ -59,12 +60,14 @@ class DeviceGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._label
 
+    def get_group_store(self) -> Any:
+        return self._store
+
     def _send(
         self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[[], Any]
     ) -> _Sent:
-        if not any(tensor.is_cuda for tensor in (*reads, *writes)):
-            run()
-            return _Sent(None, [])
+        if not all(tensor.is_cuda for tensor in (*reads, *writes)):
+            raise RuntimeError(f"{name}: No backend type associated with device type cpu")
         self.started.append((name, sum(tensor.numel() for tensor in reads)))
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -81,6 +84,7 @@ class DeviceGroup(dist.ProcessGroup):
         return _Sent(event, [*reads, *writes])
 
     def barrier(self, opts: Any = None) -> Any:
+        torch.cuda.current_stream().synchronize()  # NCCL's lets the host wait
         return self._gloo.barrier()
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Sent:
