@@ -42,7 +42,7 @@ _INSTRUCTION_SETS = {
         "-mprefer-vector-width=512",
     ),
 }
-OPTIMIZERS = ("adam", "frozen_adam", "lion", "adagrad", "sgd", "lamb", "square_sum")
+OPTIMIZERS = ("adam", "frozen_adam", "lion", "adagrad", "sgd", "lamb", "square_sum", "decide")
 QUANTIZE = ("quantize", "signs")
 
 

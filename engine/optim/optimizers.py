@@ -238,15 +238,17 @@ def _layout_for(
     if allow_untested and is_cut and sees_shapes(kind) and updater.world.collectives.rank == 0:
         log.warning(warning_text(name))
     if issubclass(kind, ShardOptimizer):
-        return updater.tensors_of
+        return updater.places.tensors_of
     if updater.world.is_alone:
-        return updater.whole_params  # the tensors plain torch would get: bit-identical results
+        return (
+            updater.places.whole_params
+        )  # the tensors plain torch would get: bit-identical results
     if kind in ELEMENTWISE:
-        return updater.tensors_of
+        return updater.places.tensors_of
     if not updater.world.is_sharded:
-        return updater.whole_params
+        return updater.places.whole_params
     if allow_untested:
-        return updater.tensors_of
+        return updater.places.tensors_of
     raise UsageError(refusal_text(name, _elementwise_names()))
 
 
@@ -280,5 +282,6 @@ def _elementwise_names() -> str:
 
 def _entries(updater: Updater, groups: Groups) -> list[Named]:
     return [
-        {"params": updater.tensors_of(at), **options} for at, options in enumerate(groups.options)
+        {"params": updater.places.tensors_of(at), **options}
+        for at, options in enumerate(groups.options)
     ]

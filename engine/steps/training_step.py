@@ -11,6 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ...ops.kernels.decide import CLIP_EPS
+from ...ops.optim.scale import Scale
 from ...tensor.vocabulary import check_uses_of_logits
 from ...utils.arguments import wrong
 from ...utils.errors import UnscaledLossError, UsageError, XdsError
@@ -227,12 +229,32 @@ class TrainingStep:
 
     def _measure(self) -> float:
         with self._report.region("reduce"):
-            square_norm = self._sharded.finish_reduction()
-        return math.sqrt(square_norm) * self.gradient_factor() if square_norm >= 0 else math.nan
+            return self._norm(self._sharded.end_finish(self._sharded.start_finish()))
+
+    def _norm(self, square: float) -> float:
+        return math.sqrt(square) * self.gradient_factor() if square >= 0 else math.nan
+
+    def _update_decided(self) -> tuple[float, bool]:
+        """The norm, and whether the parameters are updated, which the device has decided without the host.
+
+        The host reads the norm while the device updates. Where it is no plain step nothing has changed.
+        """
+        limit, factor = self._parts.config.gradient_clipping, self.gradient_factor()
+        with self._report.region("reduce"):
+            agreement = self._sharded.start_finish()
+        scale = Scale(None, agreement.decide(factor, limit))
+        is_done = self._parts.updater.step(scale, agreement)
+        return self._norm(self._sharded.end_finish(agreement)), is_done
 
     def _update(self, scheduler: Scheduler | None) -> None:
+        limit, is_done = self._parts.config.gradient_clipping, False
         try:
-            norm, limit = self._clipping or (self._measure(), self._parts.config.gradient_clipping)
+            if self._clipping is not None:
+                norm, limit = self._clipping
+            elif self._parts.updater.takes_decisions:
+                norm, is_done = self._update_decided()
+            else:
+                norm = self._measure()
         except UsageError:  # parameters that differ over the ranks: as after a step that is skipped
             self._sharded.skip()
             raise
@@ -243,8 +265,9 @@ class TrainingStep:
         if overflow:
             self._skip(norm)
         else:
-            clip = limit / (norm + 1e-6) if limit and norm > limit else 1.0
-            self._parts.updater.step(self.gradient_factor() * clip)
+            if not is_done:
+                clip = limit / (norm + CLIP_EPS) if limit and norm > limit else 1.0
+                self._parts.updater.step(Scale(self.gradient_factor() * clip))
             self._sharded.reset()
             self._parts.filling.after_update()
             self.was_applied = True

@@ -5,20 +5,38 @@ The arithmetic and the state are those of torch.optim.Adagrad, with the unscalin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..kernels.adagrad import adagrad_
-from .shard_optimizer import OnePassOptimizer, Update
+from ..libraries import is_loaded, optimizer_library
+from .adam import count_steps
+from .scale import Scale
+from .shard_optimizer import Item, OnePassOptimizer, Update
 
 
 class Adagrad(OnePassOptimizer):
     """g += decay p; s += g^2; p -= lr / (1 + (step - 1) lr_decay) * g / (sqrt(s) + eps)."""
 
     num_states = 1
+
+    def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
+        return is_loaded(optimizer_library(device))
+
+    @torch.no_grad()
+    def count_step(self, items: Sequence[Item], scale: Scale) -> bool:
+        count_steps([self._state_of(item) for item in items], scale)
+        return True
+
+    def _state_of(self, item: Item) -> dict[str, Any]:
+        state: dict[str, Any] = self._states[item.master]
+        if not state:
+            first = self.param_groups[item.group]["initial_accumulator_value"]
+            state["step"] = torch.zeros((), dtype=torch.float32, device=item.master.device)
+            state["sum"] = torch.full_like(item.master, first)
+        return state
 
     def __init__(
         self,
@@ -39,21 +57,20 @@ class Adagrad(OnePassOptimizer):
         super().__init__(params, defaults)
 
     def one_pass(
-        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Tensor | None
+        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Scale
     ) -> None:
         master = update.item.master
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            state["sum"] = torch.full_like(master, group["initial_accumulator_value"])
-        state["step"] += 1
+        state = self._state_of(update.item)
+        if not update.is_counted:
+            state["step"] += 1
         adagrad_(
             master,
             update.grad,
             state["sum"],
             update.out,
             state["step"],
-            scale,
-            None,
+            scale.on(master.device),
+            scale.found_inf,
             float(group["lr"]),
             group["lr_decay"],
             group["eps"],

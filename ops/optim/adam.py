@@ -18,7 +18,8 @@ from ..flat import chunks
 from ..kernels.adam import adam_
 from ..libraries import is_loaded, optimizer_library
 from .edits import take_edits
-from .shard_optimizer import ShardOptimizer, Update, World, factor, mark_written
+from .scale import Scale
+from .shard_optimizer import Item, ShardOptimizer, Update, World, mark_written
 
 
 class Adam(ShardOptimizer):
@@ -57,15 +58,28 @@ class Adam(ShardOptimizer):
 
     takes_edits = True
 
+    def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
+        """torch's kernel takes them where nothing is cast, and a kernel of a library anywhere."""
+        return not self.gains_from_kernels(casts=casts) or is_loaded(optimizer_library(device))
+
     @torch.no_grad()
-    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
+    def count_step(self, items: Sequence[Item], scale: Scale) -> bool:
+        count_steps([self._state_of(item) for item in items], scale)
+        return True
+
+    @torch.no_grad()
+    def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         for update in updates:
-            master = update.item.master
-            state = self._states[master]
-            if not state:
-                state.update(new_moments(master))
-            state["step"] += 1
+            state = self._state_of(update.item)
+            if not update.is_counted:
+                state["step"] += 1
             self._rule.step(update, state, scale, world)
+
+    def _state_of(self, item: Item) -> dict[str, Any]:
+        state: dict[str, Any] = self._states[item.master]
+        if not state:
+            state.update(new_moments(item.master))
+        return state
 
 
 def new_moments(master: Tensor) -> dict[str, Tensor]:
@@ -77,6 +91,19 @@ def new_moments(master: Tensor) -> dict[str, Tensor]:
     }
 
 
+def count_steps(states: Sequence[dict[str, Any]], scale: Scale) -> None:
+    """Add the step to the states' numbers of steps: one launch for many."""
+    steps, taken = [state["step"] for state in states], scale.steps_taken
+    if not steps:
+        return
+    if isinstance(taken, Tensor):
+        torch._foreach_add_(
+            steps, taken, alpha=1
+        )  # without alpha torch reads the number on the host
+    else:
+        torch._foreach_add_(steps, taken)
+
+
 @final
 class AdamRule:
     """The arithmetic of one step of Adam on one item."""
@@ -84,7 +111,7 @@ class AdamRule:
     def __init__(self, adam_w_mode: bool) -> None:
         self._adam_w_mode = adam_w_mode
 
-    def step(self, update: Update, state: dict[str, Any], scale: float, world: World) -> None:
+    def step(self, update: Update, state: dict[str, Any], scale: Scale, world: World) -> None:
         """Update master, moments and `out`. state["step"] counts this step."""
         if self._is_one_pass(update, update.group):
             self._one_pass(update, state, update.group, scale)
@@ -99,7 +126,7 @@ class AdamRule:
         return has_casts and is_loaded(optimizer_library(update.grad.device))
 
     def _one_pass(
-        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: float
+        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Scale
     ) -> None:
         adam_(
             update.item.master,
@@ -108,8 +135,8 @@ class AdamRule:
             state["exp_avg_sq"],
             update.out,
             state["step"],
-            factor(scale, update.grad.device),
-            None,
+            scale.on(update.grad.device),
+            scale.found_inf,
             float(group["lr"]),
             *group["betas"],
             group["eps"],
@@ -126,17 +153,16 @@ class AdamRule:
         update: Update,
         state: dict[str, Any],
         group: dict[str, Any],
-        scale: float,
+        scale: Scale,
         world: World,
     ) -> None:
         """torch's own kernel: the same bits as plain torch where nothing is cast."""
         master, out = update.item.master, update.out
-        divisor = None if scale == 1.0 else 1.0 / scale
         grad = update.grad.to(master.dtype)
         if update.old is not None:
             update.old.copy_to(master, state)
             # the kernel writes the unscaled gradient back
-            grad = grad.clone() if grad is update.grad and divisor is not None else grad
+            grad = grad.clone() if grad is update.grad and not scale.is_one else grad
         tensors = (master, grad, state["exp_avg"], state["exp_avg_sq"])
         if world.flat_of(update.item).collectives.world_size == 1:
             if update.takes_edits and out is not None:
@@ -144,7 +170,7 @@ class AdamRule:
             # one call per parameter, as in torch: its kernel rounds the last partial vector of a tensor
             # differently, and a single rank must equal plain torch bit for bit
             here = [slice(part.start, part.stop) for part in update.item.parts]
-            self._fused([[t[at] for at in here] for t in tensors], state["step"], group, divisor)
+            self._fused([[t[at] for at in here] for t in tensors], state["step"], group, scale)
             if out is not None:
                 out.copy_(master)
             return
@@ -153,7 +179,7 @@ class AdamRule:
         for piece in chunks(master.numel(), on_cpu and out is not None):
             if update.takes_edits and out is not None:
                 take_edits(master[piece], out[piece])
-            self._fused([[t[piece]] for t in tensors], state["step"], group, divisor)
+            self._fused([[t[piece]] for t in tensors], state["step"], group, scale)
             if out is not None:
                 out[piece].copy_(master[piece])
 
@@ -162,7 +188,7 @@ class AdamRule:
         lists: Sequence[list[Tensor]],
         step: Tensor,
         group: dict[str, Any],
-        divisor: float | None,
+        scale: Scale,
     ) -> None:
         params, grads, exp_avgs, exp_avg_sqs = lists
         call = torch._fused_adamw_ if self._adam_w_mode else torch._fused_adam_
@@ -180,9 +206,9 @@ class AdamRule:
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
-            grad_scale=None if divisor is None else factor(divisor, step.device),
-            found_inf=None,
+            grad_scale=scale.inverse_on(step.device),
+            found_inf=scale.found_inf,
         )
 
 
-__all__ = ["Adam", "AdamRule", "new_moments"]
+__all__ = ["Adam", "AdamRule", "count_steps", "new_moments"]

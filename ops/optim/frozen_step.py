@@ -6,11 +6,12 @@ from typing import Any
 
 from ..kernels.frozen_adam import frozen_adam_
 from .one_bit import Moment, most_rates
-from .shard_optimizer import Update, factor, mark_written
+from .scale import Scale
+from .shard_optimizer import Update, mark_written
 
 
 def frozen_step(
-    update: Update, state: dict[str, Any], scale: float, moment: Moment, *, is_momentum: bool
+    update: Update, state: dict[str, Any], scale: Scale, moment: Moment, *, is_momentum: bool
 ) -> None:
     """Update master, momentum and `out`. is_momentum: scale * grad is the new momentum."""
     group = update.group
@@ -21,8 +22,8 @@ def frozen_step(
         state["exp_avg"],
         state["exp_avg_sq"],
         update.out,
-        factor(scale, update.grad.device),
-        None,
+        scale.on(update.grad.device),
+        scale.found_inf,
         lr * corrections.mean,
         group["betas"][0],
         corrections.root,

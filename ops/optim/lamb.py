@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..kernels.lamb import lamb_apply_, lamb_direction_
 from .part_tables import PartTables
-from .shard_optimizer import ShardOptimizer, Update, World, factor, mark_written
+from .scale import Scale
+from .shard_optimizer import ShardOptimizer, Update, World, mark_written
 
 
 class Lamb(ShardOptimizer):
@@ -49,7 +50,7 @@ class Lamb(ShardOptimizer):
         self._tables = PartTables()
 
     @torch.no_grad()
-    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
+    def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         directions = [self._direction(update, scale) for update in updates]
         ratios = self._ratios(updates, [norms for _, norms in directions], world)
         for update, (direction, _) in zip(updates, directions, strict=True):
@@ -63,7 +64,7 @@ class Lamb(ShardOptimizer):
             lamb_apply_(update.item.master, direction, update.out, cuts.bounds, rates, None)
             mark_written(update)
 
-    def _direction(self, update: Update, scale: float) -> tuple[Tensor, Tensor]:
+    def _direction(self, update: Update, scale: Scale) -> tuple[Tensor, Tensor]:
         """Adam's direction plus decay, [n], in the gradient's memory if its dtype allows it, and the squared
         norms, [cuts, 2], of master and direction."""
         master, grad = update.item.master, update.grad
@@ -86,7 +87,7 @@ class Lamb(ShardOptimizer):
             norms,
             cuts.bounds,
             state["step"],
-            factor(scale, master.device),
+            scale.on(master.device),
             None,
             *group["betas"],
             group["eps"],

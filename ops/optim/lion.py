@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..kernels.lion import lion_
+from ..libraries import is_loaded, optimizer_library
+from .scale import Scale
 from .shard_optimizer import OnePassOptimizer, Update
 
 
@@ -21,6 +22,9 @@ class Lion(OnePassOptimizer):
     """p -= lr * (sign(beta1 m + (1 - beta1) g) + decay p); m = beta2 m + (1 - beta2) g."""
 
     num_states = 1
+
+    def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
+        return is_loaded(optimizer_library(device))
 
     def __init__(
         self,
@@ -32,7 +36,7 @@ class Lion(OnePassOptimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     def one_pass(
-        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Tensor | None
+        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Scale
     ) -> None:
         master = update.item.master
         if not state:
@@ -42,8 +46,8 @@ class Lion(OnePassOptimizer):
             update.grad,
             state["exp_avg"],
             update.out,
-            scale,
-            None,
+            scale.on(master.device),
+            scale.found_inf,
             float(group["lr"]),
             *group["betas"],
             group["weight_decay"],

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .adam import Adam
+from .scale import Scale
 from .shard_optimizer import Flat, Part, ShardOptimizer, Update, World
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -76,7 +77,7 @@ class Muon(ShardOptimizer):
         return self._adam.gains_from_kernels(casts=casts)
 
     @torch.no_grad()
-    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
+    def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         plain = [u for u in updates if not u.group["use_muon"]]
         self._adam.update(plain, scale, world)
         mine: dict[int, list[Update]] = {}
@@ -87,7 +88,7 @@ class Muon(ShardOptimizer):
             if any(self.param_groups[part.group]["use_muon"] for part in flat.parts):
                 self._update_flat(flat, mine.get(flat.index, []), scale)
 
-    def _update_flat(self, flat: Flat, updates: Sequence[Update], scale: float) -> None:
+    def _update_flat(self, flat: Flat, updates: Sequence[Update], scale: Scale) -> None:
         """Update one flat buffer. Every rank of its group calls this, also without matrices of its own."""
         collectives = flat.collectives
         whole = torch.zeros(flat.numel, dtype=torch.bfloat16, device=collectives.device)
@@ -104,12 +105,12 @@ class Muon(ShardOptimizer):
             if update.out is not None:
                 update.out.copy_(update.item.master)
 
-    def _momentum(self, update: Update, scale: float) -> Tensor:
+    def _momentum(self, update: Update, scale: Scale) -> Tensor:
         group = update.group
         state = self._states[update.item.master]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(update.item.master)
-        grad = update.grad.to(update.item.master.dtype).mul_(scale)
+        grad = update.grad.to(update.item.master.dtype).mul_(scale.value)
         buffer: Tensor = state["momentum_buffer"]
         buffer.lerp_(grad, 1 - group["momentum"])
         return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer

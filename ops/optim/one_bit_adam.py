@@ -16,6 +16,7 @@ import torch
 from .adam import AdamRule
 from .frozen_step import frozen_step
 from .one_bit import OneBitOptimizer, gets_momentum
+from .scale import Scale
 from .shard_optimizer import Update, World
 
 
@@ -53,7 +54,7 @@ class OneBitAdam(OneBitOptimizer):
         self._rule = AdamRule(adam_w_mode=True)
 
     @torch.no_grad()
-    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
+    def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         moment = self.begin_update(updates, world)
         for update in updates:
             if moment.frozen_at is None:

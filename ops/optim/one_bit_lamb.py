@@ -22,7 +22,8 @@ from .adam import new_moments
 from .lamb import clamped
 from .one_bit import Moment, OneBitOptimizer, gets_momentum, most_rates
 from .part_tables import PartTables
-from .shard_optimizer import PartNumbers, Update, World, factor, mark_written
+from .scale import Scale
+from .shard_optimizer import PartNumbers, Update, World, mark_written
 
 COEFF, FACTOR = "lamb_coeff", "last_factor"  # states, a number for each parameter
 FRESH = "exp_avg_sq_fresh"  # the state: the variance that is updated after the freeze
@@ -94,7 +95,7 @@ class OneBitLamb(OneBitOptimizer):
         state[FRESH] = state["exp_avg_sq"].clone()
 
     @torch.no_grad()
-    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
+    def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         moment = self.begin_update(updates, world)
         if moment.frozen_at is None:
             directions, ratios = self._warm_up(updates, scale, world)
@@ -114,7 +115,7 @@ class OneBitLamb(OneBitOptimizer):
     # -- before the freeze ------------------------------------------------------------------------------
 
     def _warm_up(
-        self, updates: Sequence[Update], scale: float, world: World
+        self, updates: Sequence[Update], scale: Scale, world: World
     ) -> tuple[list[Tensor], dict[str, float]]:
         """LAMB's directions, each [n], and ratios by parameter. Adds the ratios to their means."""
         found = [self._direction(update, scale) for update in updates]
@@ -132,7 +133,7 @@ class OneBitLamb(OneBitOptimizer):
                     means[part.name] = beta * means.get(part.name, 0.0) + (1.0 - beta) * ratio
         return [direction for direction, _ in found], ratios
 
-    def _direction(self, update: Update, scale: float) -> tuple[Tensor, Tensor]:
+    def _direction(self, update: Update, scale: Scale) -> tuple[Tensor, Tensor]:
         master, grad, group = update.item.master, update.grad, update.group
         state, cuts = self._states[master], self._tables.cuts_of(update.item)
         direction = grad if grad.dtype == master.dtype else torch.empty_like(master)
@@ -146,7 +147,7 @@ class OneBitLamb(OneBitOptimizer):
             norms,
             cuts.bounds,
             state["step"],
-            factor(scale, master.device),
+            scale.on(master.device),
             None,
             *group["betas"],
             group["eps"],
@@ -158,7 +159,7 @@ class OneBitLamb(OneBitOptimizer):
     # -- after it ---------------------------------------------------------------------------------------
 
     def _frozen(
-        self, updates: Sequence[Update], scale: float, world: World, moment: Moment
+        self, updates: Sequence[Update], scale: Scale, world: World, moment: Moment
     ) -> tuple[list[Tensor], dict[str, float]]:
         """The directions, each [n], and the ratios by parameter."""
         found = [
@@ -176,7 +177,7 @@ class OneBitLamb(OneBitOptimizer):
         return [direction for direction, _ in found], ratios
 
     def _frozen_direction(
-        self, update: Update, scale: float, moment: Moment, *, is_momentum: bool
+        self, update: Update, scale: Scale, moment: Moment, *, is_momentum: bool
     ) -> tuple[Tensor, Tensor]:
         """The direction [n]; for each cut the squared norms of the direction without and with decay, and the
         largest (sqrt(v) + eps) / (sqrt(fresh v) + eps), [cuts, 3]."""
@@ -184,7 +185,7 @@ class OneBitLamb(OneBitOptimizer):
         beta1, beta2 = group["betas"]
         mean, fresh = state["exp_avg"], state[FRESH]
         corrections = moment.corrections(group)
-        arrived = update.grad.to(master.dtype) * scale
+        arrived = update.grad.to(master.dtype) * scale.value
         if is_momentum:
             grad = (arrived - mean * beta1).div_(1.0 - beta1)
             mean.copy_(arrived)

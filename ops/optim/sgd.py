@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any, final
 
 import torch
-from torch import Tensor
 
 from ..kernels.sgd import sgd_
+from .scale import Scale
 from .shard_optimizer import OnePassOptimizer, Update
 
 
@@ -41,7 +41,7 @@ class SGD(OnePassOptimizer):
         super().__init__(params, defaults)
 
     def one_pass(
-        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Tensor | None
+        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Scale
     ) -> None:
         master = update.item.master
         is_first = "momentum_buffer" not in state
@@ -54,8 +54,8 @@ class SGD(OnePassOptimizer):
             state.get("momentum_buffer"),
             update.out,
             step,
-            scale,
-            None,
+            scale.on(master.device),
+            scale.found_inf,
             float(group["lr"]),
             group["momentum"],
             group["dampening"],

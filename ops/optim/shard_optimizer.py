@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...utils.errors import UsageError
 from ..comm.collectives import Collectives
+from .scale import Scale
 
 ADDED_GROUP = (
     "optimizer.add_param_group after xds.initialize: the engine has fixed which parameters are trained. Give "
@@ -120,6 +121,7 @@ class Update:
     has_old: `out` holds the old values and a script's changes to them; else its contents are undefined.
     old: where the values before the step are, if master and states have memory that holds nothing yet.
         The gradient is not overwritten then.
+    is_counted: `count_step` has counted this step.
     """
 
     item: Item
@@ -128,6 +130,7 @@ class Update:
     group: dict[str, Any]
     has_old: bool = True
     old: Old | None = None
+    is_counted: bool = False
 
     def old_values(self, state: dict[str, Any], *keys: str) -> tuple[Tensor | None, ...]:
         """The old master and states `keys`, as the ops of kernels/ take them. New states are their own."""
@@ -155,11 +158,6 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """The name by which a checkpoint knows its states: of its class, or of the class that defines them."""
     named = optimizer.kind if isinstance(optimizer, ShardOptimizer) else ""
     return named or type(optimizer).__name__
-
-
-def factor(scale: float, device: torch.device) -> Tensor | None:
-    """`scale` in the form that the ops of kernels/ take: fp32 [], or None for 1."""
-    return None if scale == 1.0 else torch.full((), scale, dtype=torch.float32, device=device)
 
 
 def mark_written(update: Update) -> None:
@@ -237,8 +235,16 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         """Whether native kernels would be used. casts: parameters have a narrower dtype than their masters."""
         return True
 
+    def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
+        """Whether `update` can be told the scale, and whether to step, by tensors of `device`."""
+        return False
+
+    def count_step(self, items: Sequence[Item], scale: Scale) -> bool:
+        """Count a step of all `items` in one launch, before their updates. False: `update` counts each."""
+        return False
+
     @abstractmethod
-    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
+    def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         """Update every item's master with gradient `scale * grad`, and write `out`."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -263,14 +269,13 @@ class OnePassOptimizer(ShardOptimizer, ABC):
 
     @abstractmethod
     def one_pass(
-        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Tensor | None
+        self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Scale
     ) -> None:
         """Call the op for one item. `state` is empty at its first step; `group` has the hyperparameters."""
 
     @torch.no_grad()
-    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
+    def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         for update in updates:
             master = update.item.master
-            scale_tensor = factor(scale, master.device)
-            self.one_pass(update, self._states[master], update.group, scale_tensor)
+            self.one_pass(update, self._states[master], update.group, scale)
             mark_written(update)

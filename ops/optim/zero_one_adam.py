@@ -26,6 +26,7 @@ from .edits import take_edits
 from .frozen_step import frozen_step
 from .intervals import Intervals, Limits
 from .one_bit import Carried, Moment, OneBitOptimizer, gets_momentum, most_rates
+from .scale import Scale
 from .shard_optimizer import Flat, Item, Update, World
 
 # states between two synchronisations: the values at the last one, the sum of rate * momentum, and numbers:
@@ -117,7 +118,7 @@ class ZeroOneAdam(OneBitOptimizer):
             state.update(self.intervals.as_state())
 
     @torch.no_grad()
-    def update(self, updates: Sequence[Update], scale: float, world: World) -> None:
+    def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         steps, carried = self.begin_update(updates, world).steps, self.carried
         moment = Moment(steps, self.variance_steps + (carried is Carried.EXACT))
         for update in updates:
@@ -139,20 +140,20 @@ class ZeroOneAdam(OneBitOptimizer):
                 if update.out is not None:
                     update.out.copy_(update.item.master)
 
-    def _variance_step(self, update: Update, scale: float, world: World, moment: Moment) -> None:
+    def _variance_step(self, update: Update, scale: Scale, world: World, moment: Moment) -> None:
         """Adam, with a variance that is corrected for the steps that it has seen."""
         state = self._states[update.item.master]
         if moment.frozen_at == moment.steps:
             self._rule.step(update, state, scale, world)
             return
         # the momentum has noise of one-bit steps: the variance sees this gradient, then a step of limited size
-        grad, beta2 = update.grad.float() * scale, update.group["betas"][1]
+        grad, beta2 = update.grad.float() * scale.value, update.group["betas"][1]
         state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
         frozen_step(update, state, scale, moment, is_momentum=False)
 
     # -- local steps ------------------------------------------------------------------------------------
 
-    def _local_step(self, update: Update, scale: float, world: World, moment: Moment) -> None:
+    def _local_step(self, update: Update, scale: Scale, world: World, moment: Moment) -> None:
         """A step with this rank's gradients, which stand for those of all."""
         master, group, state = update.item.master, update.group, self._states[update.item.master]
         if not self.intervals.apart_steps:
@@ -162,7 +163,7 @@ class ZeroOneAdam(OneBitOptimizer):
                 {ANCHOR: master.clone(), SUM: torch.zeros_like(master), RATES: 0.0, KEPT: 1.0}
             )
         num_ranks = world.flat_of(update.item).collectives.world_size
-        frozen_step(update, state, scale * num_ranks, moment, is_momentum=False)
+        frozen_step(update, state, Scale(scale.value * num_ranks), moment, is_momentum=False)
         lr = float(group["lr"])
         rate = max(lr * moment.corrections(group).mean, LEAST_RATE)
         state[SUM].add_(state["exp_avg"], alpha=rate)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from xds.ops.kernels.decide import decide_reference
 from xds.ops.optim.edits import take_edits
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.1
@@ -401,6 +402,29 @@ def test_an_overflow_shows_in_the_square_sum(kernels: Kernels) -> None:
         assert not torch.isfinite(square_sum(kernels, flat))
     big = torch.full((5,), 1e30, device=kernels.device)  # its square is no fp32 number
     assert float(square_sum(kernels, big)) == pytest.approx(5e60, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------- decide
+
+
+def test_a_decision_has_the_numbers_of_the_host_in_one_launch(kernels: Kernels) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for ranks, limit in product((1, 3, 1000), (0.0, 0.5, 1e9)):
+        table = torch.rand(ranks, 2, generator=draw, dtype=torch.float64)
+        table[:, 1] = 0
+        for bad in (None, float("inf"), float("nan"), 0.0, "says"):
+            rows = table.clone()
+            if bad == "says":
+                rows[-1, 1] = 2
+            elif bad is not None:
+                rows[:, 0] = bad
+            arguments = (rows.to(kernels.device), 1e-20, 0.25, limit)
+            found = kernels.call(op("decide"), *arguments).cpu()
+            want = decide_reference(rows, *arguments[1:])
+            assert torch.equal(found[2:], want[2:]) and bool(found[3]) is (bad is None)
+            if bad is None:
+                assert torch.equal(found, want)
+    assert kernels.launches(lambda: kernels.call(op("decide"), *arguments)) == 1
 
 
 # --------------------------------------------------------------------------------------------------------- LAMB

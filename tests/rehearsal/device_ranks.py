@@ -24,14 +24,15 @@ CALL_SECONDS = 120
 class DeviceRanks:
     """`run` calls a module-level function on all ranks. A fault of the device is an error of that call."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, kernels: bool) -> None:
         if sys.platform != "linux" or shutil.which("g++") is None:
             pytest.skip("the device's stand-in needs Linux and g++")
         self._folder = tempfile.TemporaryDirectory()
         ends = [Pipe() for _ in range(world_size)]
         self._pipes = [here for here, _ in ends]
         numbers = [there.fileno() for _, there in ends]
-        code = f"import device_ranks; device_ranks.serve({numbers}, {self._folder.name!r})"
+        arguments = f"{numbers}, {self._folder.name!r}, kernels={kernels}"
+        code = f"import device_ranks; device_ranks.serve({arguments})"
         paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self._process = subprocess.Popen(
@@ -51,7 +52,8 @@ class DeviceRanks:
         failures = [text for ok, text in answers if not ok]
         if failures:
             if len(self._pipes) > 1:  # the others may still wait for a message
-                del _started[len(self._pipes)]
+                for key in [key for key, ranks in _started.items() if ranks is self]:
+                    del _started[key]
                 self.stop()
             raise AssertionError(failures[0])
         return [value for _, value in answers]
@@ -78,14 +80,15 @@ def _answer(pipe: Connection) -> tuple[bool, Any]:
         return False, "a rank died"
 
 
-_started: dict[int, DeviceRanks] = {}
+_started: dict[tuple[int, bool], DeviceRanks] = {}
 
 
-def ranks(world_size: int) -> DeviceRanks:
-    """The same ranks for every test, until `stop_ranks`."""
-    if world_size not in _started:
-        _started[world_size] = DeviceRanks(world_size)
-    return _started[world_size]
+def ranks(world_size: int, *, kernels: bool = False) -> DeviceRanks:
+    """The same ranks for every test, until `stop_ranks`. kernels: see `stand_in.use_host_kernels`."""
+    key = (world_size, kernels)
+    if key not in _started:
+        _started[key] = DeviceRanks(world_size, kernels=kernels)
+    return _started[key]
 
 
 def stop_ranks() -> None:
@@ -94,7 +97,7 @@ def stop_ranks() -> None:
         _started.popitem()[1].stop()
 
 
-def serve(numbers: list[int], folder: str) -> None:
+def serve(numbers: list[int], folder: str, *, kernels: bool) -> None:
     """The program of the processes."""
     import stand_in
 
@@ -105,6 +108,8 @@ def serve(numbers: list[int], folder: str) -> None:
 
     import xds  # noqa: F401
 
+    if kernels:
+        stand_in.use_host_kernels()
     torch.set_num_threads(1)
     rank = next((rank for rank in range(1, len(numbers)) if os.fork() == 0), 0)
     pipes = [Connection(number) for number in numbers]

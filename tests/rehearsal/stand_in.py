@@ -8,7 +8,7 @@ The device is host memory, so every number is real. What it records and refuses,
 - each wait of the host is counted by its reason.
 
 Not there: the time that anything takes, CUDA graphs, torch.compile, xds's own CUDA kernels (torch's ops run
-instead).
+instead, or the kernels of the CPU, see `use_host_kernels`).
 """
 
 from __future__ import annotations
@@ -147,6 +147,28 @@ def _replace_storage(torch: Any) -> None:
         return self
 
     torch.UntypedStorage.resize_ = resized
+
+
+def use_host_kernels() -> None:
+    """From now on a library of CUDA kernels is that of the CPU, whose every op is one launch."""
+    from xds.ops import libraries
+
+    open_library = libraries._open
+
+    def opened(library: Any) -> int:
+        import torch
+
+        if library.device == "cuda":
+            for name in torch._C._dispatch_get_all_op_names():
+                if name.startswith("xds::") and name not in _served:
+                    _served.add(name)
+                    torch.ops.host_cuda.use_host_kernel(name)
+        return open_library(libraries.LIBRARIES["cpu"])
+
+    libraries._open = opened
+
+
+_served: set[str] = set()
 
 
 def waits_of_host() -> dict[str, int]:

@@ -515,11 +515,11 @@ def places_of(kind: str) -> None:
     updater = engine._parts.updater
     for group in engine.optimizer.param_groups:
         for tensor in group["params"]:
-            master, start = updater.place_of(tensor)
+            master, start = updater.places.of(tensor)
             assert tensor.data_ptr() == master.tensor[start:].data_ptr()
             assert tensor.dtype == master.tensor.dtype
-            assert updater.place_of(tensor.clone()) is None
-            assert updater.place_of(tensor[1:]) is None
+            assert updater.places.of(tensor.clone()) is None
+            assert updater.places.of(tensor[1:]) is None
     engine.destroy()
 
 

@@ -237,7 +237,7 @@ class Snapshot:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         for number, group in enumerate(groups):
             for tensor in group["params"]:
-                place = self._updater.place_of(tensor)
+                place = self._updater.places.of(tensor)
                 if place is not None:
                     yield self._held(tensor, *place, number)
 

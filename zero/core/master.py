@@ -190,6 +190,7 @@ class Master:
         *,
         has_old: bool,
         old: Sequence[Old] | None = None,
+        is_counted: bool = False,
     ) -> list[Update]:
         """For each item its gradient, the place of its new values and its hyperparameters.
 
@@ -200,7 +201,8 @@ class Master:
             here = slice(item.start, item.start + item.master.numel())
             values = None if out is None else out[here]
             before = None if old is None else old[at]
-            found.append(Update(item, grad[here], values, groups[item.group], has_old, before))
+            group = groups[item.group]
+            found.append(Update(item, grad[here], values, group, has_old, before, is_counted))
         return found
 
     def use_memory(self, memory: Tensor) -> None:

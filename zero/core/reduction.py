@@ -11,32 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from ...ops.comm.handles import Handle
-from ...ops.kernels.square_sum import is_in_range
+from .agreement import Agreement
 from .flat_grads import FlatGrads
 from .groups import FlatGroups
 from .same_edits import NUM_COUNTS, SameEdits
 
 REDUCTIONS_IN_FLIGHT = 2  # one is sent while the one before it is summed; 0 without overlap_comm
-
-
-class _Agreed(NamedTuple):
-    """What all ranks know after the small message of a step."""
-
-    square: float
-    is_late: bool
-    edits: list[int]  # by rank
-
-    @classmethod
-    def of(cls, squares: Sequence[float], said: Sequence[float]) -> _Agreed:
-        numbers = [int(number) for number in said]
-        is_late = any(number >= NUM_COUNTS for number in numbers)
-        return cls(float(sum(squares)), is_late, [number % NUM_COUNTS for number in numbers])
 
 
 @final
@@ -173,25 +159,30 @@ class Reduction:
         for grads in self.order:
             grads.scale_by(factor)
 
-    def finish(self, edits: SameEdits) -> float:
-        """Sum every gradient over the ranks, also those that were held back. Check `edits` on the way.
+    def start_finish(self, edits: SameEdits) -> Agreement:
+        """Sum every gradient over the ranks, also those that were held back. The host waits for no device.
+
+        Sends 16 bytes to each rank beside the gradients, one byte at stage 0. `end_finish` must follow.
+        """
+        self.reduce_held()
+        self.complete()
+        return self._agree(exact=False, edits=edits.count())
+
+    def end_finish(self, agreed: Agreement, edits: SameEdits) -> float:
+        """Check `edits`, and reduce late gradients.
 
         Returns:
             the squared 2-norm of the sums over all parameters, fp64, the same on every rank; inf or nan on
             overflow. Partial sums of the ranks' shards are added in rank order.
 
-        Sends 16 bytes to each rank beside the gradients, one byte at stage 0.
         Raises UsageError: see `SameEdits.agree`; the gradients are kept.
         """
-        self.reduce_held()
-        self.complete()
-        agreed = self._agree(exact=False, edits=edits.count())
         edits.agree(agreed.edits)
         if agreed.is_late:
             self.reduce_late()
             self.complete()
             agreed = self._agree(exact=False)
-        if is_in_range(agreed.square, self._numel):
+        if agreed.is_in_range:
             return agreed.square
         return self._agree(exact=True).square
 
@@ -214,13 +205,13 @@ class Reduction:
                 self._start(grads)
         self._held = self._held.difference(only)
 
-    def _agree(self, *, exact: bool, edits: int = 0) -> _Agreed:
+    def _agree(self, *, exact: bool, edits: int = 0) -> Agreement:
         """The squared norm of the reduced sums, and what each rank has to say: late gradients, its `edits`."""
         said = edits + NUM_COUNTS * any(grads.is_late for grads in self.order)
         if any(grads.reducer.is_silent for grads in self.order):
-            return self._agree_alone(said, exact=exact)
+            return Agreement(self._alone(said, exact=exact), self._numel)
         if self._spans_stages or self._groups.data.policy.shards_optimizer:
-            return self._agree_by_norms(said, exact=exact)
+            return Agreement(self._by_norms(said, exact=exact), self._numel)
         # at stage 0 every rank gets all sums, so no exchange of norms follows: send the flag first
         world = self._world
         flag = torch.full((1,), said, dtype=torch.uint8, device=world.device)  # no copy to wait for
@@ -230,24 +221,25 @@ class Reduction:
         for one in self._squares(self.order, exact=exact):
             squares += one
         handle.wait()
-        numbers = torch.cat([squares, table.view(-1).to(squares.dtype)]).tolist()  # one read
-        return _Agreed.of(numbers[: len(squares)], numbers[len(squares) :])
+        rows = torch.stack([squares, table.view(-1).to(squares.dtype)], dim=1)
+        return Agreement(rows, self._numel)
 
-    def _agree_alone(self, said: int, *, exact: bool) -> _Agreed:
-        """As `_agree`, where each rank steps with its own gradients: their mean squared norm over the ranks.
+    def _alone(self, said: int, *, exact: bool) -> Tensor:
+        """The table of an `Agreement` where each rank steps with its own gradients: their mean squared norm.
 
-        It is that of sums, for which a rank's gradients times the number of ranks stand. Sends 16 bytes.
+        It is that of sums over the ranks, for which a rank's gradients times the number of ranks stand. Sends
+        16 bytes.
         """
         world = self._world
         own = torch.zeros((), dtype=torch.float64, device=world.device)
         for one in self._squares(self.order, exact=exact):
             own += one.sum()
         table = world.gather_small(torch.stack([own, own.new_full((), said)]))
-        squares, numbers = table.T.tolist()
-        return _Agreed.of([square * world.world_size for square in squares], numbers)
+        table[:, 0] *= world.world_size
+        return table
 
-    def _agree_by_norms(self, said: int, *, exact: bool) -> _Agreed:
-        """As `_agree`, with a message of this rank's part of the norm.
+    def _by_norms(self, said: int, *, exact: bool) -> Tensor:
+        """The table of an `Agreement`, with a message of this rank's part of the norm.
 
         Sums that every rank has are no part of it. They may arrive while it is sent.
         """
@@ -266,7 +258,7 @@ class Reduction:
         handle.wait()
         for one in found:
             table[:, 0] += one
-        return _Agreed.of(*table.T.tolist())
+        return table
 
     def _squares(self, order: Sequence[FlatGrads], *, exact: bool) -> list[Tensor]:
         found = []

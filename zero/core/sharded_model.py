@@ -14,6 +14,7 @@ from ...offload.homes import Homes
 from ...ops.comm.pool import BufferPool
 from ...utils.errors import XdsError
 from ..config import ZeroConfig
+from .agreement import Agreement
 from .backwards import Backwards
 from .building import Builder
 from .discover import found_blocks
@@ -192,10 +193,14 @@ class ShardedModel:
             for unit in dropped:
                 unit.reshard()
 
-    def finish_reduction(self) -> float:
-        """Every gradient is summed over the ranks on return. See `Reduction.finish`."""
+    def start_finish(self) -> Agreement:
+        """Every gradient is summed over the ranks on return. See `Reduction.start_finish`."""
         self.backwards.end()  # a loss.backward() of the script's own
-        return self._reduction.finish(self._same_edits)
+        return self._reduction.start_finish(self._same_edits)
+
+    def end_finish(self, agreement: Agreement) -> float:
+        """The squared norm. See `Reduction.end_finish`."""
+        return self._reduction.end_finish(agreement, self._same_edits)
 
     def agree_on_edits(self) -> None:
         """Let all ranks know whether a script has written to parameters since they last agreed on it."""

@@ -31,12 +31,13 @@ class Squares:
         held: all shards, or this rank's; None: nothing.
         """
         compute = exact_square_sum if self.exact else square_sum
-        sums = torch.zeros(self.collectives.world_size, dtype=torch.float64, device=device)
-        if held is None:
-            return sums
-        for rank in range(len(sums)) if self.sees_all else ():
-            sums[rank] = compute(self.collectives.shard_of(held, rank), self.dtype)
-        if not self.sees_all:
+        size = self.collectives.world_size
+        if held is not None and self.sees_all:
+            shards = [self.collectives.shard_of(held, rank) for rank in range(size)]
+            found = [compute(shard, self.dtype) for shard in shards]
+            return found[0].view(1) if size == 1 else torch.stack(found)
+        sums = torch.zeros(size, dtype=torch.float64, device=device)
+        if held is not None:
             sums[self.collectives.rank] = compute(held, self.dtype)
         return sums
 

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from ...offload.lanes import Ticket
+from ...ops.optim.scale import Scale
 from ...ops.optim.shard_optimizer import ADDED_GROUP, Flat, ShardOptimizer, Update, World, states_of
 from ...utils.errors import UsageError, XdsError
+from .agreement import Agreement
 from .apart import Apart, Ids
 from .disk_failures import agree_on_disks
 from .frozen import FrozenValues, Range, clip, frozen_ids, frozen_ranges
@@ -25,6 +27,8 @@ from .guesses import Guesses
 from .host_updates import HostUpdate, Olds, copies_of, start
 from .layout import Slot
 from .master import Master, parts_in
+from .other_states import states_of_others
+from .places import Places
 from .sharded_model import ShardedModel
 from .tensors import values_of
 
@@ -56,8 +60,7 @@ class Updater:
         self._num_tensors = 0  # in the optimizer's groups
         self._guesses: Guesses | None = None
         self._apart: Apart | None = None
-        # id of an optimizer's tensor -> the tensor, its master, its first element in the master
-        self._places: dict[int, tuple[Tensor, Master, int]] = {}
+        self.places = Places(self.masters, self.world)
 
     @property
     def casts(self) -> bool:
@@ -70,48 +73,6 @@ class Updater:
         slots = (slot for master in self.masters for slot in master.params.layout.slots)
         return any(slot.box is not None for slot in slots)
 
-    def tensors_of(self, group: int) -> list[Tensor]:
-        """The tensors of the optimizer's group `group`: one 1-D tensor for each flat buffer."""
-        return [
-            self._add_tensor(item.master, master, item.start)
-            for master in self.masters
-            for item in master.items
-            if item.group == group
-        ]
-
-    def whole_params(self, group: int) -> list[Tensor]:
-        """The same as tensors of the parameters' own shapes, for optimizers that use shapes.
-
-        Raises:
-            UsageError: the optimizer state is sharded, so no rank has full parameters.
-        """
-        if self.world.is_sharded:
-            raise UsageError("a shard does not keep the shapes of its parameters")
-        return [
-            self._add_view(
-                item.master[part.start : part.stop].view(part.shape),
-                master,
-                item.start + part.start,
-            )
-            for master in self.masters
-            for item in master.items
-            if item.group == group
-            for part in item.parts
-        ]
-
-    def _add_view(self, tensor: Tensor, master: Master, start: int) -> Tensor:
-        master.residence.add_view(tensor, start)
-        return self._add_tensor(tensor, master, start)
-
-    def _add_tensor(self, tensor: Tensor, master: Master, start: int) -> Tensor:
-        self._places[id(tensor)] = (tensor, master, start)
-        return tensor
-
-    def place_of(self, tensor: Tensor) -> tuple[Master, int] | None:
-        """The master that contains an optimizer's `tensor`, and the tensor's first element in it; or None."""
-        _, master, start = self._places.get(id(tensor), (None, None, 0))
-        return None if master is None or not tensor.numel() else (master, start)
-
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Use `optimizer`, whose param_groups hold `tensors_of` or `whole_params` of each group."""
         self._optimizer = optimizer
@@ -121,7 +82,7 @@ class Updater:
             self._apart = Apart(optimizer, self._model, self.masters, self._keep_frozen)
             host = self.homes.host
             if host is not None and host.spare is not None and optimizer.is_elementwise:
-                prepare = partial(self._host_update, optimizer)
+                prepare = partial(self._prepared, optimizer)
                 self._guesses = Guesses(self.masters, optimizer, host.spare, prepare)
         for master in self.masters:
             master.residence.bind(partial(self.states_in, master))
@@ -148,11 +109,29 @@ class Updater:
         if self._guesses is not None:
             self._guesses.expect(scale)
 
+    @property
+    def takes_decisions(self) -> bool:
+        """`step` can be called before the host knows whether it is a plain one."""
+        optimizer = self._optimizer
+        if not isinstance(optimizer, ShardOptimizer) or self.homes.host is not None:
+            return False
+        device = self.world.collectives.device
+        casts = self.casts
+        return (
+            device.type == "cuda"
+            and optimizer.is_elementwise
+            and not any(master.sends_differences or master.is_far for master in self.masters)
+            and optimizer.takes_decisions(device, casts=casts)
+        )
+
     @torch.no_grad()
-    def step(self, scale: float) -> None:
+    def step(self, scale: Scale, agreement: Agreement | None = None) -> bool:
         """Update all masters with gradient `scale` times the sums, and publish the new values.
 
         Stages 1 and 2 send (world_size - 1) shards per rank, in the parameters' dtype.
+
+        agreement: `scale` is what the device has decided from it. The host reads it when the device is busy
+            with updates. False: the step is not a plain one, and nothing has changed.
         """
         assert self._optimizer is not None
         if _num_tensors(self._optimizer) != self._num_tensors:
@@ -167,7 +146,8 @@ class Updater:
                 self._take_edits_into_masters()
                 self._step_torch(optimizer, scale)
         elif optimizer.is_elementwise:
-            self._step_elementwise(optimizer, scale)
+            if not self._step_elementwise(optimizer, scale, agreement):
+                return False
             optimizer.step()
         else:
             with self.in_memory():
@@ -177,6 +157,7 @@ class Updater:
         for master in self.masters:
             if master.is_near:
                 master.remember()
+        return True
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
@@ -228,7 +209,9 @@ class Updater:
             if not (master.is_far or master.is_near or by_update):
                 master.take_edits()
 
-    def _step_elementwise(self, optimizer: ShardOptimizer, scale: float) -> None:
+    def _step_elementwise(
+        self, optimizer: ShardOptimizer, scale: Scale, agreement: Agreement | None
+    ) -> bool:
         """Masters on the host update in a thread, those on the device meanwhile."""
         self._take_edits_into_masters(also_near=not optimizer.takes_edits)
         updates = [
@@ -242,13 +225,19 @@ class Updater:
         else:
             tickets = [start(update) for update in updates]
         arrivals = [(u.master, ticket) for u, ticket in zip(updates, tickets, strict=True)]
-        for master in self.masters:
-            if not master.home.is_on_host:
-                kept = self._keep_frozen([master])
-                optimizer.update(self._updates(master, groups), scale, self.world)
-                kept.restore()
-                master.write_apart()
-                self._publish(master)
+        here = [master for master in self.masters if not master.home.is_on_host]
+        is_counted = optimizer.count_step([item for m in here for item in m.items], scale)
+        for master in here:
+            kept = self._keep_frozen([master])
+            updates_here = self._updates(master, groups, is_counted=is_counted)
+            optimizer.update(updates_here, scale, self.world)
+            kept.restore()
+            master.write_apart()
+            if agreement is not None and self._publishes(master) and not agreement.is_plain:
+                return False
+            self._publish(master)
+        if agreement is not None and not agreement.is_plain:
+            return False
         if self.homes.are_on_disk:
             self._wait_for_disks(arrivals)
         for master, arrival in arrivals:
@@ -259,6 +248,7 @@ class Updater:
             else:
                 arrival.order()
                 self._publish(master)
+        return True
 
     def _wait_for_disks(self, arrivals: Sequence[tuple[Master, Ticket]]) -> None:
         """Wait for what is published in this step. Raises XdsError: on every rank, if a disk has failed."""
@@ -274,7 +264,10 @@ class Updater:
             self.masters, key=lambda m: (m.params.may_be_resharded, id(m.params) not in roots)
         )
 
-    def _host_update(self, optimizer: ShardOptimizer, master: Master, scale: float) -> HostUpdate:
+    def _prepared(self, optimizer: ShardOptimizer, master: Master, scale: float) -> HostUpdate:
+        return self._host_update(optimizer, master, Scale(scale))
+
+    def _host_update(self, optimizer: ShardOptimizer, master: Master, scale: Scale) -> HostUpdate:
         """The update of `master` on the host. The script may change rates and flags while it runs."""
         groups = copies_of(optimizer.param_groups)
         frozen = self._frozen_ranges(master)
@@ -291,9 +284,11 @@ class Updater:
             self._keep_states(kept, master, frozen)
             return kept
 
-        return HostUpdate(master, groups, scale, frozen, run, keep)
+        return HostUpdate(master, groups, scale.value, frozen, run, keep)
 
-    def _updates(self, master: Master, groups: Sequence[dict[str, Any]]) -> list[Update]:
+    def _updates(
+        self, master: Master, groups: Sequence[dict[str, Any]], *, is_counted: bool = False
+    ) -> list[Update]:
         grad = master.grads.for_update()
         out = None
         if master.casts and master.is_far:
@@ -301,9 +296,10 @@ class Updater:
             out = torch.empty(grad.numel(), dtype=master.params.dtype, device=master.raw.device)
         elif master.casts and not master.sends_differences:
             out = master.compute
-        return master.updates(groups, grad, out, has_old=not (master.is_far or master.is_near))
+        has_old = not (master.is_far or master.is_near)
+        return master.updates(groups, grad, out, has_old=has_old, is_counted=is_counted)
 
-    def _step_at_once(self, optimizer: ShardOptimizer, scale: float) -> None:
+    def _step_at_once(self, optimizer: ShardOptimizer, scale: Scale) -> None:
         self._take_edits_into_masters(also_near=not optimizer.takes_edits)
         groups = optimizer.param_groups
         updates = [update for master in self.masters for update in self._updates(master, groups)]
@@ -343,13 +339,13 @@ class Updater:
                 state = states_of(self._optimizer).get(tensor, {})
                 kept.keep_state(state, tensor.numel(), inside)
 
-    def _step_torch(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
+    def _step_torch(self, optimizer: torch.optim.Optimizer, scale: Scale) -> None:
         """Step any torch optimizer, with `.grad` set on its tensors in the master's dtype."""
         for master in self.masters:
             grad = master.grads.for_update()
             wide = grad.to(master.tensor.dtype)
-            if scale != 1.0:
-                wide.mul_(scale)
+            if not scale.is_one:
+                wide.mul_(scale.value)
             self._set_grads(master, wide)
         kept = self._keep_frozen(self.masters)
         optimizer.step()
@@ -384,32 +380,8 @@ class Updater:
                 return state or None, None
             if at < first + slot.numel and first < at + tensor.numel():
                 return state or None, (at, at + tensor.numel())
-        return self._states_elsewhere(master, slot.group), (0, 0)
-
-    def _states_elsewhere(self, master: Master, group: int) -> dict[str, Any] | None:
-        """States of other parameters: they show the keys and dtypes if this rank has no part of a slot.
-
-        First those of the slot's hyperparameter group: an optimizer may keep other states for other groups.
-        """
-        assert self._optimizer is not None
-        states = states_of(self._optimizer)
         own = [tensor for tensor, _ in self._tensors_in(master)]
-        alike = {id(tensor) for tensor in self._optimizer.param_groups[group]["params"]}
-        order = sorted([*own, *states], key=lambda tensor: id(tensor) not in alike)
-        found = next((tensor for tensor in order if states.get(tensor)), None)
-        if found is None:
-            return None
-        if id(found) not in alike and isinstance(self._optimizer, ShardOptimizer):
-            keys = self._optimizer.state_keys(self._optimizer.param_groups[group])
-            if keys is not None:
-                return dict.fromkeys(keys, master.tensor.new_empty(0))
-        if any(tensor is found for tensor in own):
-            state: dict[str, Any] = states[found]
-            return state
-        return {
-            key: master.tensor.new_empty(0) if isinstance(value, Tensor) and value.dim() else value
-            for key, value in states[found].items()
-        }
+        return states_of_others(self._optimizer, own, master.tensor, slot.group), (0, 0)
 
     def states_in(self, master: Master) -> list[tuple[int, Tensor, dict[str, Any]]]:
         """The optimizer's tensors in `master`: the first element of each, and its states."""
@@ -419,12 +391,15 @@ class Updater:
         """The optimizer's tensors that are ranges of `master`, and their first elements in it."""
         for group in [] if self._optimizer is None else self._optimizer.param_groups:
             for tensor in group["params"]:
-                place = self.place_of(tensor)
+                place = self.places.of(tensor)
                 if place is not None and place[0] is master:
                     yield tensor, place[1]
 
+    def _publishes(self, master: Master) -> bool:
+        return master.is_sharded or master.params.is_sharded
+
     def _publish(self, master: Master) -> None:
-        if master.is_sharded or master.params.is_sharded:
+        if self._publishes(master):
             master.publish()
 
     @property

@@ -142,6 +142,9 @@ inline void run_block(unsigned threads) {
 
 }  // namespace host
 
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+
 inline void __syncthreads() { host::wait(&host::Fiber::block_barriers, 0, blockDim.x); }
 
 inline double __shfl_xor_sync(unsigned, double value, int other) {

@@ -1,0 +1,80 @@
+"""What all ranks know after the small message of a step, on the device and, once it is read, on the host."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ...ops.kernels.decide import decide
+from ...ops.kernels.square_sum import is_in_range
+from .same_edits import NUM_COUNTS
+
+
+@final
+class Agreement:
+    """The squared norm of the reduced sums, and what each rank has to say."""
+
+    def __init__(self, table: Tensor, numel: int) -> None:
+        """
+        Args:
+            table: fp64 [world_size, 2], by rank: its part of the squared norm; its writes, plus NUM_COUNTS if
+                it has late gradients.
+            numel: elements of all gradients, on the rank that has the most.
+        """
+        self._table, self._numel = table, numel
+        self._arrived: tuple[Tensor, torch.Event] | None = None
+
+    def decide(self, factor: float, limit: float) -> Tensor:
+        """What the kernels of a plain step read; see the op `decide`. Reading on the host waits for no more."""
+        numbers = decide(self._table, self._numel, factor, limit)
+        host = torch.empty(self._table.shape, dtype=self._table.dtype, pin_memory=True)
+        host.copy_(self._table, non_blocking=True)
+        event = torch.Event(self._table.device)
+        event.record()
+        self._arrived = host, event
+        return numbers
+
+    @cached_property
+    def _rows(self) -> list[list[float]]:
+        """The table on the host: waits for the device once, at most for what was launched before `decide`."""
+        if self._arrived is None:
+            rows: list[list[float]] = self._table.tolist()
+            return rows
+        host, event = self._arrived
+        event.synchronize()
+        rows = host.tolist()
+        return rows
+
+    @property
+    def square(self) -> float:
+        """The squared norm, added in rank order; inf or nan on overflow."""
+        total = 0.0
+        for square, _ in self._rows:  # `sum` compensates rounding in some versions of Python
+            total += square
+        return total
+
+    @property
+    def is_late(self) -> bool:
+        """Some rank has late gradients."""
+        return any(number >= NUM_COUNTS for _, number in self._rows)
+
+    @property
+    def edits(self) -> list[int]:
+        """The writes of scripts by rank."""
+        return [int(number) % NUM_COUNTS for _, number in self._rows]
+
+    @property
+    def is_in_range(self) -> bool:
+        """The square needs no second, exact computation."""
+        return is_in_range(self.square, self._numel)
+
+    @property
+    def is_plain(self) -> bool:
+        """The condition of the op `decide`."""
+        return self.is_in_range and not any(number for _, number in self._rows)
+
+
+__all__ = ["Agreement"]
