@@ -121,10 +121,17 @@ void land(const Clock& done) {  // pending copies that `done` includes have been
   }
 }
 
+bool is_over(const Clock& clock) {  // the host has waited for all of it
+  for (int at = 0; at < kStreams; ++at)
+    if (clock[at] > state().host[at]) return false;
+  return true;
+}
+
 void host_waits(const Clock& clock, const char* what) {
   auto& s = state();
-  TORCH_CHECK(!s.refuses_sync, "the host waits for the device: ", what);
   std::lock_guard guard(s.lock);
+  if (is_over(clock)) return;  // the host knows: it returns at once
+  TORCH_CHECK(!s.refuses_sync, "the host waits for the device: ", what);
   join(s.host, clock);
   land(s.host);
   s.counts[what]++;

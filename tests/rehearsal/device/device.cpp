@@ -347,6 +347,10 @@ void settings(bool records, bool raises) {
   state().records = records;
   state().raises = raises;
 }
+bool event_is_over(int64_t event) {  // the host has waited for it, or seen that it is over
+  std::lock_guard guard(state().lock);
+  return event && is_over(((Event*)event)->clock);
+}
 std::vector<int64_t> memory() { return {(int64_t)state().allocated, (int64_t)state().peak}; }
 void reset_peak() { state().peak = state().allocated; }
 
@@ -385,6 +389,7 @@ TORCH_LIBRARY(host_cuda, m) {
   m.def("counts() -> str[]", counts);
   m.def("settings(bool records, bool raises) -> ()", settings);
   m.def("refuse_sync(bool refuses) -> ()", refuse_sync);
+  m.def("is_over(int event) -> bool", event_is_over);
   m.def("memory() -> int[]", memory);
   m.def("reset_peak() -> ()", reset_peak);
   m.def("use_host_kernel(str name) -> ()", use_host_kernel);
