@@ -97,9 +97,8 @@ def count_steps(states: Sequence[dict[str, Any]], scale: Scale) -> None:
     if not steps:
         return
     if isinstance(taken, Tensor):
-        torch._foreach_add_(
-            steps, taken, alpha=1
-        )  # without alpha torch reads the number on the host
+        # without alpha torch takes it for a number, and reads it on the host
+        torch._foreach_add_(steps, taken, alpha=1)
     else:
         torch._foreach_add_(steps, taken)
 

@@ -105,11 +105,13 @@ def serve(numbers: list[int], folder: str, *, kernels: bool) -> None:
     import messages
     import torch
     import torch.distributed as dist
+    from helpers import SMALL_NUMEL
 
-    import xds  # noqa: F401
+    from xds.zero.core import local_sum
 
     if kernels:
         stand_in.use_host_kernels()
+    local_sum.SMALL_NUMEL = SMALL_NUMEL  # as in the ranks of helpers.py
     torch.set_num_threads(1)
     rank = next((rank for rank in range(1, len(numbers)) if os.fork() == 0), 0)
     pipes = [Connection(number) for number in numbers]

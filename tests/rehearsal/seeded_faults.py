@@ -1,0 +1,220 @@
+"""Twenty faults that would be wrong on a GPU and nowhere else, each one change to a copy of the code.
+
+The tests of the engine on a CPU pass with them. A test of the rehearsal must fail, for the reason of its kind.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = "tests/rehearsal"
+SKIPPED = (".git", "docs", "benchmarks", "examples", "runs", "*.egg-info", "__pycache__", ".*cache")
+
+# what the rehearsal says: a race, memory in flight, a tensor of the host, a wait too many
+RACE = r"without waiting|NaN to integer"
+FLIGHT = r"is freed on stream|writes what stream \d+ still reads|while the copy is in flight"
+DEVICE = (
+    r"on the same device|No backend type associated with device type cpu|in_micro_batches|in_steps"
+)
+WAIT = r"in_micro_batches|in_steps|num_waits|sync event"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Replace `old` by `new` in `file`; `test` must fail and say `says`."""
+
+    name: str
+    says: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+def training(stage: int, precision: str) -> str:
+    """A test of training on two ranks."""
+    name = "test_training_has_the_numbers_of_the_cpu_and_no_race"
+    return f"test_rehearsal.py::{name}[2-{stage}-{precision}]"
+
+
+FAULTS = [
+    # -- a missing wait ------------------------------------------------------------------------------------
+    Fault(
+        "a unit is used before it is gathered",
+        RACE,
+        "zero/core/flat_params.py",
+        "            handle.wait()\n            self._remember()",
+        "            self._kept = handle\n            self._remember()",
+        training(3, "bf16"),
+    ),
+    Fault(
+        "new parameters are used before they are published",
+        RACE,
+        "zero/core/flat_params.py",
+        "            handle.wait()\n            self._remember()",
+        "            self._kept = handle\n            self._remember()",
+        training(1, "fp32"),
+    ),
+    Fault(
+        "sums are read before they are reduced",
+        RACE,
+        "zero/core/flat_grads.py",
+        "        handle.wait()\n        self._local.protect()",
+        "        self._kept = handle\n        self._local.protect()",
+        training(2, "fp32"),
+    ),
+    Fault(
+        "sums of stage 0 are read before they are gathered",
+        RACE,
+        "zero/core/flat_grads.py",
+        "            handle.wait()\n            if self._home.is_on_host:",
+        "            self._kept = handle\n            if self._home.is_on_host:",
+        training(0, "bf16"),
+    ),
+    Fault(
+        "norms of the other ranks are read before they arrive",
+        RACE,
+        "zero/core/reduction.py",
+        "        handle.wait()\n        for one in found:",
+        "        self._kept = handle\n        for one in found:",
+        training(2, "bf16"),
+    ),
+    Fault(
+        "the host reads the norm before it has arrived",
+        RACE,
+        "zero/core/agreement.py",
+        "        event.synchronize()\n",
+        "        event.query\n",
+        training(0, "fp32"),
+    ),
+    # -- a tensor on the wrong device ----------------------------------------------------------------------
+    Fault(
+        "norms are added on the host",
+        DEVICE,
+        "zero/core/squares.py",
+        "sums = torch.zeros(size, dtype=torch.float64, device=device)",
+        "sums = torch.zeros(size, dtype=torch.float64)",
+        training(2, "bf16"),
+    ),
+    Fault(
+        "a message of the host",
+        DEVICE,
+        "zero/core/reduction.py",
+        "flag = torch.full((1,), said, dtype=torch.uint8, device=world.device)",
+        "flag = torch.full((1,), said, dtype=torch.uint8)",
+        training(0, "bf16"),
+    ),
+    Fault(
+        "the factor of gradients is on the host",
+        DEVICE,
+        "ops/optim/scale.py",
+        "torch.full((), value, dtype=torch.float32, device=device)",
+        "torch.full((), value, dtype=torch.float32)",
+        training(1, "bf16"),
+    ),
+    Fault(
+        "numbers of steps are on the host",
+        DEVICE,
+        "ops/optim/adam.py",
+        '"step": torch.zeros((), dtype=torch.float32, device=master.device)',
+        '"step": torch.zeros((), dtype=torch.float32)',
+        training(2, "fp32"),
+    ),
+    Fault(
+        "gradients are collected on the host",
+        DEVICE,
+        "zero/core/local_sum.py",
+        "            tensor = torch.empty(numel, dtype=dtype, device=device)",
+        "            tensor = torch.empty(numel, dtype=dtype)",
+        training(0, "fp32"),
+    ),
+    # -- a wait of the host --------------------------------------------------------------------------------
+    Fault(
+        "backward looks at the loss",
+        WAIT,
+        "engine/steps/training_step.py",
+        "        self._report.add_loss(result)",
+        "        self._report.add_loss(result) if result.item() else None",
+        training(0, "bf16"),
+    ),
+    Fault(
+        "a hook looks at a gradient",
+        WAIT,
+        "zero/core/local_sum.py",
+        "        elif grad.layout == torch.strided:\n            view.copy_(grad)",
+        "        elif grad.layout == torch.strided and bool(grad.any()):\n            view.copy_(grad)",
+        training(1, "bf16"),
+    ),
+    Fault(
+        "a count reaches the device by a copy",
+        WAIT,
+        "zero/core/reduction.py",
+        "flag = torch.full((1,), said, dtype=torch.uint8, device=world.device)",
+        "flag = torch.tensor([said], dtype=torch.uint8, device=world.device)",
+        training(0, "bf16"),
+    ),
+    Fault(
+        "torch reads the tensor that is added to the numbers of steps",
+        WAIT,
+        "ops/optim/adam.py",
+        "torch._foreach_add_(steps, taken, alpha=1)",
+        "torch._foreach_add_(steps, taken)",
+        "test_decisions.py::test_an_update_is_one_launch_for_each_flat_and_two_and_hides_the_wait[2-2-bf16]",
+    ),
+    Fault(
+        "each buffer's norm is read",
+        WAIT,
+        "zero/core/reduction.py",
+        "            found.append(grads.square_sums(exact=exact))",
+        "            found.append(grads.square_sums(exact=exact))\n"
+        "            found[-1].sum().item()",
+        training(3, "bf16"),
+    ),
+    # -- memory that is freed or reused in flight ----------------------------------------------------------
+    Fault(
+        "gradients return to the pool while they are sent",
+        FLIGHT,
+        "zero/core/flat_grads.py",
+        "        self._handle = self.reducer.reduce(payload, self._total, add=adds)\n"
+        "        self._local.clear()",
+        "        self._handle = self.reducer.reduce(payload, self._total, add=adds)\n"
+        "        self._local.give_back()",
+        training(3, "bf16"),
+    ),
+]
+
+
+def copied(folder: Path, fault: Fault) -> Path:
+    """A copy of the code with the fault, at `folder`/xds."""
+    root = folder / "xds"
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*SKIPPED), symlinks=True)
+    path = root / fault.file
+    text = path.read_text()
+    count = text.count(fault.old)
+    assert count == 1, f"{fault.file} has the text of {fault.name!r} {count} times"
+    path.write_text(text.replace(fault.old, fault.new))
+    return root
+
+
+def report_of(folder: Path, fault: Fault) -> tuple[bool, str]:
+    """Whether the rehearsal found the fault, and the end of what it printed."""
+    root = copied(folder, fault)
+    paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider"]
+        + [f"{root}/{HERE}/{fault.test}"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    failed = done.returncode == 1 and " 1 failed" in " " + done.stdout.splitlines()[-1]
+    return failed and re.search(fault.says, done.stdout) is not None, done.stdout[-4000:]

@@ -1,0 +1,15 @@
+"""The rehearsal finds faults that tests on a CPU cannot see. See seeded_faults.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from seeded_faults import FAULTS, Fault, report_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_rehearsal_finds(fault: Fault, tmp_path: Path) -> None:
+    found, report = report_of(tmp_path, fault)
+    assert found, report
