@@ -74,7 +74,11 @@ class Engine(Readings):
         self._step = TrainingStep(parts, self._counters, self._check_usable)
         self._states = States(parts, self._counters)
         self._access = Access(
-            parts.sharded, parts.updater, self._step.gradient_factor, self._step.reduces_when_asked
+            parts.sharded,
+            parts.updater,
+            self._step.gradient_factor,
+            self._step.reduces_when_asked,
+            self._check_usable,
         )
         self._guards = Guards(parts.module, self._access, defers=parts.sharded.defers)
         self._batches: Loop = parts.loop(parts, self._step, self._counters)

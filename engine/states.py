@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from torch import Tensor
+
 from ..utils.arguments import wrong
 from ..utils.errors import UsageError
 from ..zero.access.whole import full_state_dict
@@ -34,6 +36,10 @@ class States:
     def are_offloaded(self) -> bool:
         """`offload` was called, and `reload` was not called since."""
         return self._host_copies is not None
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """`offload` has moved the values of `tensor`, which keeps its device and has no memory."""
+        return self._host_copies is not None and self._host_copies.holds(tensor)
 
     def full_state_dict(self, *, rank0_only: bool, full_precision: bool) -> dict[str, Any]:
         """The whole model's state dict, on the CPU, gathered parameter by parameter."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, final
 
@@ -87,7 +87,7 @@ class StepReport:
         prints = every is not None and engine.global_steps % every == 0 and engine.global_rank == 0
         if not prints and not self._monitor.enabled:
             return
-        loss = float(sum(float(loss) for loss in losses))  # waits for the device
+        loss = _sum_of(losses)
         if self._monitor.enabled:
             self._monitor.write_events(self._events(engine, loss, milliseconds))
         if prints:
@@ -138,3 +138,11 @@ class StepReport:
                 f"memory {use.now_bytes / MIB:.0f} MiB, peak {use.peak_bytes / MIB:.0f} MiB"
             )
         return ", ".join(parts)
+
+
+def _sum_of(losses: Sequence[Tensor]) -> float:
+    """The sum of scalars. Waits for the device, once."""
+    if not losses:
+        return 0.0
+    values: list[float] = torch.stack([loss.reshape(()).double() for loss in losses]).tolist()
+    return sum(values)

@@ -60,11 +60,13 @@ class Access(Owner):
         updater: Updater,
         gradient_factor: Factor,
         may_reduce: Callable[[], bool],
+        check_usable: Callable[[], None],
     ) -> None:
         """
         Args:
             gradient_factor: the step uses this factor times the sum of gradients, before clipping.
             may_reduce: gradients that are not reduced yet may be: the step will get no others.
+            check_usable: raises UsageError while the states are elsewhere.
         """
         self.collectives = model.collectives
         self.flat_groups = model.flat_groups
@@ -73,6 +75,7 @@ class Access(Owner):
         self._updater = updater
         self._factor = gradient_factor
         self._may_reduce = may_reduce
+        self._check_usable = check_usable
         masters = {id(master.params): master for master in updater.masters}
         self._places: dict[int, _Place] = {}
         self._params: list[nn.Parameter] = []
@@ -149,6 +152,7 @@ class Access(Owner):
         self._settle_own()
 
     def agree(self, doing: str, param: nn.Parameter, value: Tensor | None = None) -> None:
+        self._check_usable()
         self._settle()
         super().agree(doing, param, value)
 

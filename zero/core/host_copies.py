@@ -30,6 +30,11 @@ class HostCopies:
         """Bytes of host memory in use."""
         return sum(host.numel() for _, host in self._moved)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """The values of `tensor` are here."""
+        own = tensor.untyped_storage()._cdata
+        return any(storage._cdata == own for storage, _ in self._moved)
+
     def move_to_host(self, tensors: Iterable[Tensor]) -> None:
         """Copy the storages of `tensors` to the host (each once, completely) and resize them to 0."""
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}

@@ -38,7 +38,13 @@ def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.devi
         OffloadStateTypeEnum.hp_params: memory.master_tensors,
         OffloadStateTypeEnum.lp_params: engine._parts.sharded.memory.param_tensors,
     }[OffloadStateTypeEnum(state)]
-    return {one.device for one in tensors() if one.numel()}
+    host = torch.device("cpu")
+    return {
+        host if is_moved else one.device
+        for one in tensors()
+        for is_moved in (engine._states.is_on_host(one),)
+        if one.numel() and (is_moved or one.untyped_storage().nbytes())  # not gathered at stage 3
+    }
 
 
 def offload_optimizer_states(
