@@ -99,7 +99,6 @@ def _replace_functions(torch: Any) -> None:
         "device_count": 1,
         "current_device": 0,
         "set_device": None,
-        "empty_cache": None,
         "mem_get_info": (1 << 34, 1 << 34),
         "get_device_capability": (9, 0),
         "get_device_name": "host memory",
@@ -111,6 +110,7 @@ def _replace_functions(torch: Any) -> None:
     cuda.current_stream = lambda device=None: torch.accelerator.current_stream()
     cuda.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
     cuda.device = lambda device: contextlib.nullcontext()
+    cuda.empty_cache = lambda: ops.note("empty cache")
     cuda.synchronize = lambda device=None: torch.accelerator.synchronize()
     cuda.memory_allocated = cuda.memory_reserved = lambda device=None: ops.memory()[0]
     cuda.max_memory_allocated = cuda.max_memory_reserved = lambda device=None: ops.memory()[1]

@@ -73,6 +73,7 @@ struct State {
   bool records = false;       // a log of launches, waits and messages
   bool raises = false;        // at the first fault, where it happens
   bool refuses_sync = false;  // raise where the host waits
+  bool logs_memory = false;   // allocations and frees; then nobody's use of bytes is known
 };
 
 State& state() {
@@ -83,6 +84,7 @@ State& state() {
 thread_local DeviceIndex t_device = 0;
 thread_local StreamId t_stream = 0;
 thread_local const char* t_op = "?";  // what runs, for messages
+thread_local const char* t_purpose = "";  // of memory that is allocated now
 
 void fault(const std::string& text) {
   state().faults.push_back(text);

@@ -314,14 +314,16 @@ void begin(const std::string& what) {
   launch(t_op);
 }
 void note(const std::string& text) {
-  if (state().records) state().log.push_back(text);
+  if (state().records || state().logs_memory) state().log.push_back(text);
 }
 void pin_memory_at(int64_t address, int64_t size) { pin((void*)address, size); }
 void unpin_memory_at(int64_t address) { unpin((void*)address); }
 void resize_storage(const at::Tensor& t, int64_t nbytes) {
   auto storage = t.storage();
   if ((size_t)nbytes == storage.nbytes()) return;
+  t_purpose = " gathered";
   auto data = g_allocator.allocate(nbytes);
+  t_purpose = "";
   size_t n = std::min<size_t>(nbytes, storage.nbytes());
   if (n) memcpy(data.get(), storage.data(), n);
   storage.set_data_ptr(std::move(data));
@@ -345,6 +347,7 @@ std::vector<std::string> counts() {
   return found;
 }
 void refuse_sync(bool refuses) { state().refuses_sync = refuses; }
+void log_memory(bool logs) { state().logs_memory = logs; }
 void settings(bool records, bool raises) {
   state().records = records;
   state().raises = raises;
@@ -391,6 +394,7 @@ TORCH_LIBRARY(host_cuda, m) {
   m.def("counts() -> str[]", counts);
   m.def("settings(bool records, bool raises) -> ()", settings);
   m.def("refuse_sync(bool refuses) -> ()", refuse_sync);
+  m.def("log_memory(bool logs) -> ()", log_memory);
   m.def("is_over(int event) -> bool", event_is_over);
   m.def("memory() -> int[]", memory);
   m.def("reset_peak() -> ()", reset_peak);

@@ -30,6 +30,7 @@ void free_block(void* data) {
     }
   }
   memset(block.data, 0xff, block.size);  // not a number, in every floating type
+  if (s.logs_memory) s.log.push_back("free " + std::to_string((uintptr_t)block.data));
   s.allocated -= block.size;
   free(block.data);
   s.blocks.erase(found);
@@ -45,7 +46,10 @@ struct HostCuda final : c10::DeviceAllocator {
     memset(data, 0xff, rounded);
     auto& s = state();
     std::lock_guard guard(s.lock);
-    s.blocks[(char*)data] = Block{(char*)data, rounded, t_stream, std::vector<Cell>(rounded / kCell)};
+    size_t cells = s.logs_memory ? 0 : rounded / kCell;
+    s.blocks[(char*)data] = Block{(char*)data, rounded, t_stream, std::vector<Cell>(cells)};
+    if (s.logs_memory)
+      s.log.push_back("alloc " + std::to_string((uintptr_t)data) + " " + std::to_string(size) + " " + std::to_string(t_stream) + t_purpose);
     s.allocated += rounded;
     s.peak = std::max(s.peak, s.allocated);
     return {data, data, &free_block, device};
