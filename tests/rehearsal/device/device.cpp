@@ -25,9 +25,9 @@ at::Tensor alias_of(const at::Tensor& t) {  // the same memory, as a tensor of t
   return made;
 }
 
-at::Tensor on_storage(const at::Tensor& alias, const c10::Storage& storage) {
-  auto made = at::detail::make_tensor<at::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA),
-                                                      alias.dtype());
+at::Tensor view_of(const at::Tensor& original, const at::Tensor& alias) {  // in inference mode it is as its base
+  auto keys = original.key_set() - c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  auto made = at::detail::make_tensor<at::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(original.storage()), keys, alias.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides());
   made.unsafeGetTensorImpl()->set_storage_offset(alias.storage_offset());
   if (alias.is_conj()) made._set_conj(true);
@@ -70,7 +70,7 @@ struct Call {
     for (auto& p : pairs)
       if (p.alias.is_same(t)) return p.original;
     for (auto& p : pairs)
-      if (p.alias.storage().is_alias_of(t.storage())) return on_storage(t, p.original.storage());
+      if (p.alias.storage().is_alias_of(t.storage())) return view_of(p.original, t);
     return to_device(t);
   }
 };
