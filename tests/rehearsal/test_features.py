@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from device_ranks import ranks, stop_ranks
+from helpers import run_ranks
 from test_rehearsal import batch, build, config_of, waits
+from torch import nn
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,10 +48,10 @@ def train(engine: Any, first: int, last: int) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def counted(call: Callable[[], Any]) -> int:
+def counted(call: Callable[..., Any], *args: Any) -> int:
     """How often the host waits in `call`."""
     before = sum(waits().values())
-    call()
+    call(*args)
     return sum(waits().values()) - before
 
 
@@ -122,7 +124,7 @@ def observed(stage: int, accumulation: int, section: dict[str, Any]) -> tuple[in
     for step in range(7):
         for micro in range(accumulation):
             inputs = inputs_of(engine, step * accumulation + micro)
-            in_micro_batches += counted(partial(micro_batch, engine, inputs))
+            in_micro_batches += counted(micro_batch, engine, inputs)
             in_steps.append(counted(engine.step))
     engine.destroy()
     return in_micro_batches // 7, in_steps[2 * accumulation :]
@@ -155,3 +157,133 @@ def test_a_measurement_waits_where_it_is_on(
         if isinstance(part, dict) and "output_path" in part:
             part["output_path"] = str(tmp_path)
     assert ranks(2).run(observed, 2, 3, section)[0] == (in_micro_batches, in_steps)
+
+
+# -- overflow -----------------------------------------------------------------------------------------------
+
+
+def overflowing(
+    stage: int, *, accumulation: int, native: bool
+) -> tuple[Any, list[float], int, int]:
+    """After each step: scale, skipped steps, applied; the losses; waits in micro-batches and in steps."""
+    config = config_of(stage, "fp16", accumulation) | {"ops": {"native": native}}
+    config["fp16"] |= {"initial_scale_power": 12, "loss_scale_window": 3, "hysteresis": 1}
+    engine = engine_of(stage, "fp16", accumulation, **{key: config[key] for key in ("fp16", "ops")})
+    found, losses, in_micro_batches, in_steps = [], [], 0, 0
+    for step in range(10):
+        for micro in range(accumulation):
+            inputs = inputs_of(engine, step * accumulation + micro)
+            if step in (4, 5) and micro == 0:
+                inputs[0, 0] = float("inf") if step == 4 else float("nan")
+            before = sum(waits().values())
+            losses.append(micro_batch(engine, inputs))
+            in_micro_batches += sum(waits().values()) - before
+            in_steps += counted(engine.step)
+        found.append((engine.loss_scale, engine.skipped_steps, engine.was_step_applied()))
+    engine.destroy()
+    return found, [loss.item() for loss in losses], in_micro_batches, in_steps
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "accumulation", "native"),
+    [
+        (2, 2, 3, True),
+        pytest.param(2, 0, 1, False, marks=pytest.mark.slow),
+        pytest.param(2, 3, 1, False, marks=pytest.mark.slow),
+        pytest.param(1, 1, 3, True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_loss_scale_goes_down_and_up(
+    world_size: int, stage: int, accumulation: int, native: bool
+) -> None:
+    run = partial(overflowing, accumulation=accumulation, native=native)
+    plain = run_ranks(
+        partial(overflowing, accumulation=accumulation, native=False), world_size, stage
+    )
+    for number, found in enumerate(ranks(world_size, kernels=native).run(run, stage)):
+        steps, losses, in_micro_batches, in_steps = found
+        assert steps == plain[number][0]
+        powers = [12, 12, 12, 13, 12, 11, 11, 11, 11, 12]
+        assert [scale for scale, _, _ in steps] == [2.0**power for power in powers]
+        assert losses == pytest.approx(plain[number][1], rel=1e-2, nan_ok=True)
+        assert in_micro_batches == 0
+        assert (
+            in_steps == 10 + 1 + 2
+        )  # the clock of samples a second starts; skipped steps compute the norm twice
+
+
+# -- data of the engine -------------------------------------------------------------------------------------
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 46
+
+    def __getitem__(self, at: int) -> Any:
+        noise = torch.Generator().manual_seed(at)
+        nested = {"number": torch.tensor(at), "list": [torch.ones(3)]}
+        return {
+            "x": torch.randn(24, generator=noise),
+            "y": torch.randn(1, generator=noise),
+            "rest": nested,
+        }
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build()
+
+    def forward(self, x: Any, y: Any, rest: Any) -> Any:
+        assert rest["number"].device == rest["list"][0].device == x.device
+        found = self.net(x.to(self.net[0].weight.dtype)).float()
+        return {"loss": (found[:, :1] - y).square().mean(), "found": found}
+
+
+def whole_batches(stage: int, precision: str, accumulation: int) -> tuple[list[float], list[int]]:
+    """Losses of train_batch and eval_batch over three epochs, and the waits of each after the first two."""
+    import xds
+
+    config = config_of(stage, precision, accumulation)
+    engine = xds.initialize(WithLoss(), config, training_data=Samples())
+    losses: list[Any] = []
+    num_waits = []
+
+    def one(call: Callable[..., Any], *args: Any) -> None:
+        losses.append(call(*args))
+
+    for step in range(9):
+        num_waits.append(counted(one, engine.train_batch))
+        if step % 4 == 3:
+            num_waits.append(counted(one, engine.eval_batch, iter(engine.training_dataloader)))
+    engine.destroy()
+    return [loss.item() for loss in losses], num_waits[2:]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "precision", "accumulation"),
+    [
+        (2, 3, "bf16", 2),
+        pytest.param(2, 1, "fp16", 3, marks=pytest.mark.slow),
+        pytest.param(2, 2, "fp32", 1, marks=pytest.mark.slow),
+        pytest.param(1, 0, "bf16", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_batches_of_the_engines_loader_come_on_a_stream_of_their_own(
+    world_size: int, stage: int, precision: str, accumulation: int
+) -> None:
+    plain = run_ranks(whole_batches, world_size, stage, precision, accumulation)
+    found = ranks(world_size).run(whole_batches, stage, precision, accumulation)
+    for (losses, num_waits), (expected, _) in zip(found, plain, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 3e-2)
+        assert num_waits == [
+            1,
+            1,
+            0,
+            1,
+            1,
+            1,
+            1,
+            0,
+            1,
+        ]  # the norm; none to evaluate, none for a batch

@@ -66,6 +66,7 @@ struct State {
   Clock host{};
   StreamId next_stream = 1;
   std::vector<Pending> pending;
+  std::vector<char*> leaving;  // pinned memory of torch's allocator, freed before the copy was over: it waits
   std::vector<std::string> faults;
   std::vector<std::string> log;
   std::map<std::string, int64_t> counts;
@@ -111,6 +112,14 @@ bool is_pinned(const void* data) {
 
 // -- time ---------------------------------------------------------------------------------------------------
 
+bool in_flight(const char* data) {  // a pending copy uses this pinned memory
+  for (auto& p : state().pending) {
+    const char* used = p.to ? p.to : p.from;
+    if (used >= data && used < data + state().pinned[(char*)data]) return true;
+  }
+  return false;
+}
+
 void land(const Clock& done) {  // pending copies that `done` includes have been executed
   auto& all = state().pending;
   auto stays = std::stable_partition(all.begin(), all.end(), [&](const Pending& p) { return p.at > done[p.stream]; });
@@ -121,6 +130,13 @@ void land(const Clock& done) {  // pending copies that `done` includes have been
     else if (memcmp(p.from, p.bytes.data(), p.bytes.size()))
       fault(p.what + ": its pinned source was changed while the copy was in flight");
   }
+  auto& leaving = state().leaving;
+  auto ends = std::partition(leaving.begin(), leaving.end(), [](char* data) { return in_flight(data); });
+  for (auto at = ends; at != leaving.end(); ++at) {
+    state().pinned.erase(*at);
+    free(*at);
+  }
+  leaving.erase(ends, leaving.end());
 }
 
 bool is_over(const Clock& clock) {  // the host has waited for all of it

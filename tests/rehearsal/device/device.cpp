@@ -208,6 +208,8 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, s
       c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype.value_or(c10::get_default_dtype_as_scalartype()));
 }
 
+constexpr size_t kStaged = 65536;  // more pageable bytes: the driver may wait for the stream before it stages them
+
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   auto& s = state();
   if (self.numel() == 0 && source.numel() == 0) return self;
@@ -241,7 +243,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     }
   }
   if (!in) host_waits(s.clocks[t_stream], "copy_to_host");
-  else if (!out && !non_blocking) host_waits(s.clocks[t_stream], "copy_to_device");
+  else if (!out && (!non_blocking || self.nbytes() > kStaged)) host_waits(s.clocks[t_stream], "copy_to_device");
   to.copy_(from);
   return self;
 }

@@ -76,16 +76,18 @@ void pin(void* data, size_t size) {
 void unpin(void* data) {
   auto& s = state();
   std::lock_guard guard(s.lock);
-  for (auto& p : s.pending) {
-    const char* used = p.to ? p.to : p.from;
-    if (used >= (char*)data && used < (char*)data + s.pinned[(char*)data])
-      fault(p.what + ": its page-locked memory is freed while the copy is in flight");
-  }
+  if (in_flight((char*)data)) fault("page-locked memory is freed while a copy of it is in flight");
   s.pinned.erase((char*)data);
 }
 
-void free_pinned(void* data) {
-  unpin(data);
+void free_pinned(void* data) {  // torch's allocator keeps the memory until its copies are over
+  auto& s = state();
+  std::lock_guard guard(s.lock);
+  if (in_flight((char*)data)) {
+    s.leaving.push_back((char*)data);
+    return;
+  }
+  s.pinned.erase((char*)data);
   free(data);
 }
 
