@@ -16,6 +16,7 @@ from ...ops.optim.scale import Scale
 from ...tensor.vocabulary import check_uses_of_logits
 from ...utils.arguments import wrong
 from ...utils.errors import UnscaledLossError, UsageError, XdsError
+from ...zero.core.first_update import first_update
 from ...zero.core.reduction import Scope
 from ..checkpoint.training import Scheduler
 from ..data.batches import check_loss, move
@@ -48,6 +49,7 @@ class TrainingStep:
         self._check_usable = check_usable
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         self._forecast = Forecast()
+        self._first = first_update(parts.sharded.memory, parts.device)
         mesh = parts.sharded.flat_groups.mesh
         self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale)
         parts.sharded.backwards.set_script_callbacks(
@@ -242,6 +244,7 @@ class TrainingStep:
         limit, factor = self._parts.config.gradient_clipping, self.gradient_factor()
         with self._report.region("reduce"):
             agreement = self._sharded.start_finish()
+        self._first.begin()
         scale = Scale(None, agreement.decide(factor, limit))
         is_done = self._parts.updater.step(scale, agreement)
         return self._norm(self._sharded.end_finish(agreement)), is_done
@@ -266,9 +269,11 @@ class TrainingStep:
             self._skip(norm)
         else:
             if not is_done:
+                self._first.begin()
                 clip = limit / (norm + CLIP_EPS) if limit and norm > limit else 1.0
                 self._parts.updater.step(Scale(self.gradient_factor() * clip))
             self._sharded.reset()
+            self._first.end()
             self._parts.filling.after_update()
             self.was_applied = True
         self._scale.after_step(overflow=overflow)

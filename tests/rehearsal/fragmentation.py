@@ -2,8 +2,8 @@
 
     python tests/rehearsal/fragmentation.py
 
-Width, tokens and vocabulary are an eighth of the real ones, so weights and activations take 1/64 of their bytes;
-the allocator gets every size times 64. Attention keeps what a fused kernel keeps.
+Width, tokens and vocabulary are an eighth of the real ones, so weights and activations take 1/64 of
+their bytes; the allocator gets every size times 64. Attention keeps what a fused kernel keeps.
 """
 
 from __future__ import annotations

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
+import torch
 from caching_allocator import MIB, CachingAllocator, OutOfMemory, replay, smallest_device
+from device_ranks import ranks, stop_ranks
+from test_rehearsal import batch, build, config_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[None]:
+    yield
+    stop_ranks()
 
 
 def test_sizes_of_segments() -> None:
@@ -43,3 +55,41 @@ def test_a_full_device_returns_free_segments_first() -> None:
     # b holds its segment, in which 30 are free: 20 + 40 are in use
     held = [f"alloc a {30 * MIB} 0", "free a", f"alloc b {11 * MIB} 0", f"alloc c {40 * MIB} 0"]
     assert smallest_device(held, 1) == pytest.approx(70 * MIB, rel=0.01)
+
+
+def segments(config: dict[str, Any]) -> list[str]:
+    """Allocations of three steps."""
+    import xds
+
+    ops = torch.ops.host_cuda
+    engine = xds.initialize(build(), config)
+    dtype = next(engine.module.parameters()).dtype
+    ops.log_memory(True)
+    ops.take_log()
+    for step in range(3):
+        loss = engine(batch(step, engine.device, dtype)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    ops.log_memory(False)
+    log = ops.take_log()
+    engine.destroy()
+    return log
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_stays_is_not_among_activations(stage: int) -> None:
+    """Between the steps after the first one no buffer lies where the first backward had put it."""
+    log = ranks(2).run(segments, config_of(stage, "bf16", 1))[0]
+    emptied = [at for at, line in enumerate(log) if line == "empty cache"]
+    assert len(emptied) == 2  # before the first update, and after it
+    stays: dict[str, int] = {}
+    for at, line in enumerate(log):
+        kind, name, *_ = line.split()
+        if kind == "alloc":
+            stays[name] = at
+        elif kind == "free":
+            stays.pop(name, None)
+        if at == emptied[1]:
+            # neither sums nor buffers of the first backward, only states; and the losses
+            sizes = [int(log[born].split()[2]) for born in stays.values() if born < emptied[0]]
+            assert [size for size in sizes if size > 8] == []

@@ -353,14 +353,11 @@ class FlatGrads:
 
     def for_update(self) -> Tensor:
         """The sums that the optimizer reads: the shard if its state is sharded, else the whole buffer."""
-        if self._home.is_on_host:
-            total = self._home.total()
-            assert total is not None
-            return total
-        if not self._policy.shards_optimizer:
-            assert self._local.tensor is not None
-            return self._local.tensor
-        return self.shard()
+        if self._policy.shards_optimizer and not self._home.is_on_host:
+            return self.shard()
+        whole = self._home.total() if self._home.is_on_host else self._local.tensor
+        assert whole is not None
+        return whole
 
     def watch(self, on_left: Callable[[], None], before_change: Callable[[], None]) -> None:
         """Call `on_left` when a sum is on its way to the host, and `before_change` before that sum changes."""
@@ -400,13 +397,16 @@ class FlatGrads:
         self._total = None
 
     @property
+    def persistent(self) -> list[Tensor]:
+        """What stays allocated between steps, in memory of its own; the pool has its own buffers."""
+        local = None if self._frees else self._local.tensor
+        total = None if self._total_is_in_local() else self._total
+        return [tensor for tensor in (local, total) if tensor is not None]
+
+    @property
     def held_bytes(self) -> int:
-        """Bytes of gradients that stay allocated between steps; the pool counts its own buffers."""
-        kept = [] if self._frees or self._local.tensor is None else [self._local.tensor]
-        if self._total is not None and not self._total_is_in_local():
-            kept.append(self._total)
-        owed_bytes = self.reducer.held_bytes
-        return owed_bytes + sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        """Bytes of gradients that stay allocated between steps, without those of the pool."""
+        return self.reducer.held_bytes + sum(tensor.nbytes for tensor in self.persistent)
 
     # -- checkpoints in the middle of an accumulation ---------------------------------------------------
 
@@ -417,7 +417,6 @@ class FlatGrads:
         total = self._home.total() if self._total is None else self._total
         return GradSums(local if any(filled) else None, filled, total if self._has_total else None)
 
-    @torch.no_grad()
     def mark_held(self) -> None:
         """Some rank held back gradients since the last step, possibly another one than this."""
         self._was_held = True
