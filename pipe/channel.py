@@ -5,7 +5,8 @@
 
 - A header (shapes, dtypes, structure) travels once for each new shape of the input of the model. Both sides
   know the input, so both know when a header is on its way. With `is_dynamic` every message has one.
-- Receives are posted before they are needed. Sends are waited for at the end of the step.
+- Receives are posted before they are needed, in the order in which the peer sends: NCCL has no tags. What
+  follows a header waits until that is read. Sends are waited for at the end of the step.
 - Leaves that require no gradient get none sent back.
 - Tensor ranks have equal activations. With `parts` each sends its share, and the receivers exchange theirs.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
@@ -24,10 +26,13 @@ from torch import Tensor
 from ..ops.comm.collectives import Collectives
 from ..ops.comm.handles import Handle
 from ..ops.comm.parts import EqualParts
+from ..ops.from_host import bytes_of, bytes_to
 from ..utils.errors import UsageError
 from .cut.part import Flow
 
 JOINS = "pipeline joins"  # the kind of messages between tensor ranks that have parts of activations
+HEADER_BYTES = 1024  # of the first message of a header; a longer one has a second message
+LENGTH_BYTES = 8
 SENT_AS_IT_IS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8})
 
 
@@ -100,6 +105,14 @@ class Ways:
         return self.up if receiver > sender else self.down
 
 
+@dataclass(frozen=True, eq=False)
+class _HeaderOnItsWay:
+    stage: int
+    micro_batch: int
+    first: Tensor
+    handle: Handle
+
+
 @final
 class Channel:
     """Sends and receives for the stages of one rank."""
@@ -126,10 +139,10 @@ class Channel:
         ] = {}  # (stage, input) -> what flows out of it
         self._known: dict[tuple[int, Hashable], Header] = {}  # (stage, input) -> what flows into it
         self._arriving: dict[tuple[int, int], tuple[Header, list[tuple[Tensor, Handle]]]] = {}
-        self._first: dict[
-            tuple[int, Hashable], int
-        ] = {}  # the micro-batch whose header is on its way
-        self._lengths: dict[tuple[int, int], tuple[Tensor, Handle]] = {}
+        self._due: dict[int, deque[tuple[int, int]]] = defaultdict(
+            deque
+        )  # by sender, not started yet
+        self._headers: dict[int, _HeaderOnItsWay] = {}  # by sender: that before what is due
         self._returning: dict[tuple[int, int], list[tuple[_Leaf, Tensor, Handle]]] = {}
         self._outgoing: list[Handle] = []
         self._inputs: Sequence[Hashable] = ()
@@ -165,25 +178,32 @@ class Channel:
 
     def _send_header(self, header: Header, peer: int, stage: int, micro_batch: int) -> None:
         data = header.to_bytes()
-        device = self._device
-        length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-        text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-        for part in (length, text):
-            self._send(self._forward, part, peer, (stage, micro_batch), "header")
+        data = len(data).to_bytes(LENGTH_BYTES, "little") + data
+        data += bytes(max(0, HEADER_BYTES - len(data)))
+        for part in (data[:HEADER_BYTES], data[HEADER_BYTES:]):
+            if part:
+                sent = bytes_to(self._device, part)
+                self._send(self._forward, sent, peer, (stage, micro_batch), "header")
 
     def post_forward(self, stage: int, micro_batch: int) -> None:
-        """Start to receive what flows into `stage`."""
-        key = (stage, self._inputs[micro_batch])
-        if key in self._known and not self._is_dynamic:
-            self._post_leaves(self._known[key], stage, micro_batch)
-        elif key not in self._first or self._is_dynamic:
-            self._first[key] = micro_batch
-            length = torch.empty(1, dtype=torch.int64, device=self._device)
+        """Start to receive what flows into `stage`, once every header before it is known."""
+        sender = self._ranks.rank_of(stage - 1)
+        self._due[sender].append((stage, micro_batch))
+        self._start_due(sender)
+
+    def _start_due(self, sender: int) -> None:
+        due = self._due[sender]
+        while due and sender not in self._headers:
+            stage, micro_batch = due.popleft()
+            known = self._known.get((stage, self._inputs[micro_batch]))
+            if known is not None and not self._is_dynamic:
+                self._post_leaves(known, stage, micro_batch)
+                continue
+            first = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._device)
             handle = self._receive(
-                self._forward, length, stage - 1, stage - 1, micro_batch, "header"
+                self._forward, first, stage - 1, stage - 1, micro_batch, "header"
             )
-            self._lengths[stage, micro_batch] = (length, handle)
-        # else the header comes with an earlier micro-batch, which was posted before
+            self._headers[sender] = _HeaderOnItsWay(stage, micro_batch, first, handle)
 
     def _post_leaves(self, header: Header, stage: int, micro_batch: int) -> None:
         device, works = self._device, []
@@ -197,14 +217,9 @@ class Channel:
 
     def take_forward(self, stage: int, micro_batch: int) -> Flow:
         """What flows into `stage`; leaves that need a gradient require it."""
-        if (stage, micro_batch) not in self._arriving:
-            key = (stage, self._inputs[micro_batch])
-            first = micro_batch if self._is_dynamic else self._first.pop(key, micro_batch)
-            if (stage, first) in self._lengths:
-                self._known[key] = self._read_header(stage, first)
-                self._post_leaves(self._known[key], stage, first)
-            if first != micro_batch or (stage, micro_batch) not in self._arriving:
-                self._post_leaves(self._known[key], stage, micro_batch)
+        sender = self._ranks.rank_of(stage - 1)
+        while (stage, micro_batch) not in self._arriving:
+            self._take_header(sender)
         header, works = self._arriving.pop((stage, micro_batch))
         leaves = []
         for leaf, (tensor, work) in zip(header.leaves, works, strict=True):
@@ -216,12 +231,25 @@ class Channel:
             leaves.append(tensor.requires_grad_(leaf.needs_grad))
         return Flow(tuple(leaves), header.spec)
 
-    def _read_header(self, stage: int, micro_batch: int) -> Header:
-        length, handle = self._lengths.pop((stage, micro_batch))
-        handle.wait()
-        text = torch.empty(int(length), dtype=torch.uint8, device=self._device)
-        self._receive(self._forward, text, stage - 1, stage - 1, micro_batch, "header").wait()
-        return Header.from_bytes(bytes(text.cpu().numpy().tobytes()))
+    def _take_header(self, sender: int) -> None:
+        """Read the header that is on its way, and start to receive what follows it. The host waits for it."""
+        found = self._headers.pop(sender)
+        found.handle.wait()
+        header = Header.from_bytes(self._read(found))
+        self._known[found.stage, self._inputs[found.micro_batch]] = header
+        self._post_leaves(header, found.stage, found.micro_batch)
+        self._start_due(sender)
+
+    def _read(self, found: _HeaderOnItsWay) -> bytes:
+        data = bytes_of(found.first)
+        length = int.from_bytes(data[:LENGTH_BYTES], "little")
+        rest = LENGTH_BYTES + length - HEADER_BYTES
+        if rest > 0:
+            more = torch.empty(rest, dtype=torch.uint8, device=self._device)
+            before, micro_batch = found.stage - 1, found.micro_batch
+            self._receive(self._forward, more, before, before, micro_batch, "header").wait()
+            data += bytes_of(more)
+        return data[LENGTH_BYTES : LENGTH_BYTES + length]
 
     # -- backward ---------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Batches that one rank reads and other ranks need.
 
-    share_batches     first stage   iterator ──> micro-batches ──header──tensors──>  other stages
+    share_batches     first stage   iterator ──> micro-batches ──header, then tensors──>  other stages
     gather_batches    each rank     one batch ──header, tensors──> all ranks
 
 A header is text: the structure, the shapes and dtypes, plain values. Nothing in it is executed.
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
 from ...ops.flat import align_up, numel_of
+from ...ops.from_host import bytes_of, moved
 from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 
 PLAIN = (bool, int, float, str, type(None))
+HEAD_BYTES = 4096  # of a header in the first message
+NUMBER_BYTES = 8
 ALIGN_BYTES = 16  # where a tensor of any dtype may begin
 WHAT = "the batches of a step"
 KIND = "batches"
@@ -60,7 +63,7 @@ def share_batches(
         raise error
     if "error" in found:
         raise UsageError(found["error"])
-    arrived = _cut(data.to(device), found["tensors"])
+    arrived = _cut(data, found["tensors"])
     return [_decode(item, arrived) for item in found["batches"]]
 
 
@@ -72,37 +75,59 @@ def gather_batches(collectives: Collectives, batch: Any, what: str) -> list[Any]
     """
     device = collectives.device
     header, tensors = _encode([batch])
-    text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    parts = [_padded(part.to(device)) for part in [text, *map(_as_bytes, tensors)]]
-    mine = torch.cat(parts)
-    lengths = torch.tensor([len(header), mine.numel()], device=device)
+    mine = _packed([_text(header), *map(_as_bytes, tensors)], device)
+    lengths = moved(torch.tensor([len(header), mine.numel()]), device)
     table = collectives.gather_small(lengths, what=what).tolist()
     outs = [torch.empty(total, dtype=torch.uint8, device=device) for _, total in table]
     collectives.all_to_all(outs, [mine] * len(outs), what=what, kind=KIND).wait()
     found = []
     for (header_bytes, _), data in zip(table, outs, strict=True):
-        row = json.loads(bytes(data[:header_bytes].cpu().numpy().tobytes()))
+        row = json.loads(bytes_of(data[:header_bytes]))
         arrived = _cut(data[align_up(header_bytes, ALIGN_BYTES) :], row["tensors"])
         found.append(_decode(row["batches"][0], arrived))
     return found
 
 
 def _send(collectives: Collectives, header: bytes, tensors: list[Tensor]) -> tuple[bytes, Tensor]:
-    """The header and the bytes of all tensors of rank 0, each tensor at a multiple of `ALIGN_BYTES`."""
-    device = collectives.device
-    parts = []
-    if header:
-        text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        parts = [_padded(part.to(device)) for part in [text, *map(_as_bytes, tensors)]]
-    lengths = torch.tensor([len(header), sum(part.numel() for part in parts)], device=device)
-    collectives.broadcast(lengths, what=WHAT)
-    header_bytes, total_bytes = lengths.tolist()
+    """The header and the bytes of all tensors of rank 0, each tensor at a multiple of `ALIGN_BYTES`.
+
+    The first message has the header, if it is short, and both lengths: the host of a receiver waits for it.
+    """
+    device, is_first = collectives.device, collectives.rank == 0
+    parts = [_text(header[HEAD_BYTES:]), *map(_as_bytes, tensors)] if is_first else []
+    total = sum(align_up(part.numel(), ALIGN_BYTES) for part in parts)
+    numbers = b"".join(n.to_bytes(NUMBER_BYTES, "little") for n in (len(header), total))
+    head = numbers + header[:HEAD_BYTES].ljust(HEAD_BYTES)
+    if is_first:
+        first = moved(_text(head), device)
+    else:
+        first = torch.empty(len(head), dtype=torch.uint8, device=device)
+    collectives.broadcast(first, what=WHAT)
+    if not is_first:
+        head = bytes_of(first)
+    start = 2 * NUMBER_BYTES
+    header_bytes = int.from_bytes(head[:NUMBER_BYTES], "little")
+    total = int.from_bytes(head[NUMBER_BYTES:start], "little")
     data = (
-        torch.cat(parts) if header else torch.empty(total_bytes, dtype=torch.uint8, device=device)
+        _packed(parts, device) if is_first else torch.empty(total, dtype=torch.uint8, device=device)
     )
-    collectives.broadcast(data, what=WHAT)
-    start = align_up(header_bytes, ALIGN_BYTES)
-    return bytes(data[:header_bytes].cpu().numpy().tobytes()), data[start:]
+    if total:
+        collectives.broadcast(data, what=WHAT)
+    rest = max(0, header_bytes - HEAD_BYTES)
+    if not is_first:
+        header = head[start:][:header_bytes] + (bytes_of(data[:rest]) if rest else b"")
+    return header, data[align_up(rest, ALIGN_BYTES) :]
+
+
+def _packed(parts: list[Tensor], device: torch.device) -> Tensor:
+    """Bytes of the host or of a device, one part after another; those of the host in one copy."""
+    if any(part.device.type != "cpu" for part in parts):
+        return torch.cat([_padded(moved(part, device)) for part in parts])
+    return moved(torch.cat([_padded(part) for part in parts]), device)
+
+
+def _text(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

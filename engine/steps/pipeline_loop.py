@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.comm.collectives import Collectives
+from ...ops.from_host import moved
 from ...pipe.channel import Channel
 from ...pipe.cut.part import Part
 from ...pipe.executor import Executor, Outcome, StageStates
@@ -269,19 +270,23 @@ class PipelineLoop(Loop):
         return [move(batch, device) for batch in found]
 
     def _agree(self, inputs: Sequence[Hashable], problem: UsageError | None, call: str) -> None:
-        """Raise on all ranks what is wrong with the batches of one. Sends 8 bytes to each rank."""
-        device = self._parts.device
-        mine = torch.tensor([-1 if problem else _number_of(inputs)], device=device)
-        table = self._parts.sharded.collectives.gather_small(mine, what="shapes of the batches")
-        columns = table.view(self._pipeline.pipe.world_size, -1)  # each is one pipeline
+        """Raise on all ranks what is wrong with the batches of one. Sends 8 bytes to each rank.
+
+        The host waits once, before it starts the step.
+        """
+        number = -1 if problem else _number_of(inputs)
+        mine = torch.full((1,), number, dtype=torch.int64, device=self._parts.device)
+        collectives = self._parts.sharded.collectives
+        table = collectives.gather_small(mine, what="shapes of the batches").view(-1).tolist()
         if problem is not None:
             raise problem
-        differs = (columns != columns[0]).any(0)
-        if differs[self._parts.sharded.flat_groups.data.everyone.rank]:
+        rows = len(table) // self._pipeline.pipe.world_size
+        columns = [table[at::rows] for at in range(rows)]  # each is one pipeline
+        differs = [at for at, column in enumerate(columns) if len({*column}) > 1]
+        if self._parts.sharded.flat_groups.data.everyone.rank in differs:
             raise self._other_shapes(inputs)
-        unread = (table.view(-1) < 0).nonzero().view(-1).tolist()
-        if unread or bool(differs.any()):
-            ranks = unread or differs.nonzero().view(-1).tolist()
+        ranks = [rank for rank, number in enumerate(table) if number < 0] or differs
+        if ranks:
             raise UsageError(
                 f"{call}: rank {ranks[0]} could not use its batches, so no rank has run the step; its own "
                 "message says why"
@@ -289,9 +294,9 @@ class PipelineLoop(Loop):
 
     def _other_shapes(self, inputs: Sequence[Hashable]) -> UsageError:
         """For all stages of one pipeline, where loaders of stages give batches of different shapes."""
-        seen = torch.tensor([_number_of(found) for found in inputs], device=self._parts.device)
-        table = self._pipeline.pipe.gather_small(seen, what="shapes of each batch")
-        number = (table != table[0]).any(0).nonzero().view(-1).tolist()[0]
+        seen = moved(torch.tensor([_number_of(found) for found in inputs]), self._parts.device)
+        table = self._pipeline.pipe.gather_small(seen, what="shapes of each batch").tolist()
+        number = next(at for at, found in enumerate(zip(*table, strict=True)) if len({*found}) > 1)
         return UsageError(
             f"micro-batch {number} has other shapes on the first stage than on another: every stage "
             "reads training_data itself, so its loader must give the same batches on all stages; seed its "
@@ -300,11 +305,10 @@ class PipelineLoop(Loop):
 
     def _mean(self, outcome: Outcome, count: int) -> Tensor:
         """The mean over micro-batches and data ranks, on every rank, [] fp32."""
-        device = self._parts.device
-        total = torch.zeros(2, dtype=torch.float64, device=device)
+        total = torch.zeros(2, dtype=torch.float64, device=self._parts.device)
         if outcome.losses:
-            total[0] = sum(loss.double() for loss in outcome.losses) / count
-            total[1] = 1
+            total[:1] += sum(loss.double() for loss in outcome.losses) / count
+            total[1:] += 1
         table = self._parts.sharded.collectives.gather_small(total).sum(0)
         return (table[0] / table[1]).float()
 

@@ -2,11 +2,15 @@
 
 A message starts after what its caller's stream has launched. `wait` lets the caller's stream wait, not the
 host. The work keeps its tensors until then.
+
+Sends and receives between two ranks have a stream of their own in each group, as NCCL's have. They run in the
+order of their start: a receive that is started early holds back a send. What is received is there after `wait`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +23,17 @@ _ops = torch.ops.host_cuda
 
 
 class _Sent(dist._Work):  # type: ignore[misc,name-defined]
-    def __init__(self, event: Any, kept: list[Tensor]) -> None:
+    def __init__(
+        self, event: Any, kept: list[Tensor], arrive: Callable[[], None] | None = None
+    ) -> None:
+        """arrive: gives `kept` the values that the device has at the end of the message."""
         super().__init__()
-        self._event, self._kept = event, kept
+        self._event, self._kept, self._arrive = event, kept, arrive
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._arrive is not None:
+            arrive, self._arrive = self._arrive, None
+            arrive()
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         self._kept = []
@@ -44,7 +54,8 @@ class DeviceGroup(dist.ProcessGroup):
         self._place, self._label = (rank, size), f"device{DeviceGroup._count}"
         self._store = store
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        self._stream: Any = None
+        self._streams: dict[int | None, Any] = {}  # by peer; None: of collectives
+        self._pairs: dict[int, ThreadPoolExecutor] = {}  # by peer
         self.started: list[tuple[str, int]] = []
 
     def size(self) -> int:
@@ -64,24 +75,36 @@ class DeviceGroup(dist.ProcessGroup):
         return self._store
 
     def _send(
-        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[[], Any]
+        self,
+        name: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        run: Callable[[], Callable[[], None] | None],
+        peer: int | None = None,
     ) -> _Sent:
+        """run: returns what is left to do when the message has ended."""
         if not all(tensor.is_cuda for tensor in (*reads, *writes)):
             raise RuntimeError(f"{name}: No backend type associated with device type cpu")
         self.started.append((name, sum(tensor.numel() for tensor in reads)))
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with self._stream:
+        if peer not in self._streams:
+            self._streams[peer] = torch.cuda.Stream()
+        stream = self._streams[peer]
+        stream.wait_stream(torch.cuda.current_stream())
+        with stream:
             _ops.begin(f"message {name}")
             for tensor in reads:
                 _ops.use(tensor, False)
             for tensor in writes:
                 _ops.use(tensor, True)
-            run()
+            arrive = run()
             event = torch.cuda.Event()
-            event.record(self._stream)
-        return _Sent(event, [*reads, *writes])
+            event.record(stream)
+        return _Sent(event, [*reads, *writes], arrive)
+
+    def _in_order(self, peer: int, run: Callable[[], Any]) -> Future[Any]:
+        if peer not in self._pairs:
+            self._pairs[peer] = ThreadPoolExecutor(1)
+        return self._pairs[peer].submit(run)
 
     def barrier(self, opts: Any = None) -> Any:
         torch.cuda.current_stream().synchronize()  # NCCL's lets the host wait
@@ -97,12 +120,11 @@ class DeviceGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> _Sent:
         is_mine = opts.rootRank == self.rank()
         reads, writes = (tensors, []) if is_mine else ([], tensors)
-        return self._send(
-            "broadcast",
-            reads,
-            writes,
-            lambda: self._gloo.broadcast([_host(tensors[0])], opts).wait(),
-        )
+
+        def run() -> None:
+            self._gloo.broadcast([_host(tensors[0])], opts).wait()
+
+        return self._send("broadcast", reads, writes, run)
 
     def allgather(self, outs: list[list[Tensor]], ins: list[Tensor], opts: Any = None) -> _Sent:
         def run() -> None:
@@ -143,14 +165,25 @@ class DeviceGroup(dist.ProcessGroup):
         return self._send("all_to_all", ins, outs, run)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> _Sent:
-        return self._send(
-            "send", tensors, [], lambda: self._gloo.send([_host(tensors[0])], peer, tag).wait()
-        )
+        def run() -> None:
+            sent = _host(tensors[0]).clone()
+            self._in_order(peer, lambda: self._gloo.send([sent], peer, tag).wait())
+
+        return self._send("send", tensors, [], run, peer)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> _Sent:
-        return self._send(
-            "receive", [], tensors, lambda: self._gloo.recv([_host(tensors[0])], peer, tag).wait()
-        )
+        def run() -> Callable[[], None]:
+            target = _host(tensors[0])
+            found = torch.empty_like(target)
+            done = self._in_order(peer, lambda: self._gloo.recv([found], peer, tag).wait())
+
+            def arrive() -> None:
+                done.result()
+                target.copy_(found)
+
+            return arrive
+
+        return self._send("receive", [], tensors, run, peer)
 
 
 def _host(tensor: Tensor) -> Tensor:

@@ -1,0 +1,136 @@
+"""Pipelines, slices, sequences, compressed messages on a CUDA device that is host memory. See stand_in.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from device_ranks import ranks, stop_ranks
+from helpers import run_ranks
+from pipeline_runs import Model, batches
+from test_rehearsal import waits
+from torch import Tensor
+
+STEPS, COUNT = 4, 4
+FIRST = 2  # waits are counted from here on: shapes are known, and the clock of samples runs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[None]:
+    yield
+    stop_ranks()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank has seen. in_steps: waits of the host in each step; in_micro_batches: those before `step`."""
+
+    losses: list[float]
+    norms: list[float]
+    values: dict[str, Tensor]
+    in_steps: list[int]
+    in_micro_batches: int = 0
+    first_in_pipeline: bool = True
+
+
+def config_of(stage: int, precision: str, **more: Any) -> dict[str, Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": COUNT,
+        "gradient_clipping": 0.5,
+        "steps_per_print": 10**6,
+        "ops": {"native": False},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3}},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "unit_min_numel": 0,
+        },
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    if precision == "fp16":
+        config["fp16"]["initial_scale_power"] = 8
+    return config | more
+
+
+def counted(call: Callable[[], Any]) -> tuple[Any, int]:
+    """The result of `call`, and how often the host waits in it."""
+    before = sum(waits().values())
+    found = call()
+    return found, sum(waits().values()) - before
+
+
+def values_of(engine: Any) -> dict[str, Tensor]:
+    whole = engine.full_state_dict(rank0_only=False, full_precision=True)
+    return {name: value.cpu() for name, value in whole.items()}
+
+
+def assert_same(found: list[Trained], expected: list[Trained], precision: str) -> None:
+    """Both have the same numbers, up to rounding."""
+    near = 1e-5 if precision == "fp32" else 2e-2
+    for here, there in zip(found, expected, strict=True):
+        assert here.losses == pytest.approx(there.losses, rel=near, abs=near / 10)
+        assert here.norms == pytest.approx(there.norms, rel=near, abs=near / 10)
+        assert {*here.values} == {*there.values}
+        for name, value in here.values.items():
+            near_values = 1e-4 if precision == "fp32" else 3e-2
+            assert torch.allclose(value, there.values[name], near_values, near_values), name
+
+
+# -- pipelines ----------------------------------------------------------------------------------------------
+
+
+def train_in_stages(config: dict[str, Any], kind: str) -> Trained:
+    import xds
+
+    torch.manual_seed(0)
+    engine = xds.initialize(Model(4, tied=kind == "tied"), config)
+    losses, norms, in_steps = [], [], []
+    for step in range(STEPS):
+        data = iter(batches(step, engine.dp_rank, COUNT))
+        loss, num_waits = counted(lambda data=data: engine.train_batch(data))
+        losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm() or 0.0)
+        in_steps.append(num_waits)
+    losses += [  # the first has headers: of another call, without gradients
+        engine.eval_batch(iter(batches(STEPS, engine.dp_rank, COUNT))).item() for _ in range(2)
+    ]
+    found = Trained(
+        losses, norms, values_of(engine), in_steps, first_in_pipeline=engine.is_first_stage()
+    )
+    engine.destroy()
+    return found
+
+
+PIPELINES = [
+    (2, 0, "1f1b", "fp32", "tied"),
+    (2, 3, "zbv", "bf16", "plain"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (2, 1, "gpipe", "fp16", "tied"),
+            (2, 2, "interleaved_1f1b", "bf16", "plain"),
+            (2, 3, "zero_bubble", "fp32", "tied"),
+            (2, 1, "dualpipev", "bf16", "plain"),
+            (4, 3, "1f1b", "bf16", "tied"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("world_size", "stage", "schedule", "precision", "kind"), PIPELINES)
+def test_a_pipeline_has_the_numbers_of_the_cpu_and_waits_before_a_step_and_at_its_end(
+    world_size: int, stage: int, schedule: str, precision: str, kind: str
+) -> None:
+    config = config_of(stage, precision, pipeline={"stages": 2, "schedule": schedule})
+    found = ranks(world_size).run(train_in_stages, config, kind)
+    assert_same(found, run_ranks(train_in_stages, world_size, config, kind), precision)
+    for each in found:
+        assert math.isfinite(each.losses[-1])
+        # what the first stage has read, where this is another one; whether all ranks go on; the norm
+        assert set(each.in_steps[FIRST:]) == {2 if each.first_in_pipeline else 3}
