@@ -46,8 +46,12 @@ class DeviceHome(Home):
 
     is_on_host = False
 
+    def __init__(self, device: torch.device | None = None) -> None:
+        """device: None where all values are on the device already; with `offload_param` they are not."""
+        self._device = device
+
     def store(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        return values.to(dtype, copy=True)
+        return values.to(self._device or values.device, dtype, copy=True)
 
     def residence(self, index: int, master: Tensor, *, holds_master: bool) -> Residence:
         return InMemory()
@@ -78,6 +82,7 @@ class HostHome(Home):
             adds: a step has several reductions.
             guesses: updates run before it is known that their step will not be clipped or skipped.
         """
+        self.device = device
         self.pin = pin and device.type == "cuda"
         self.lanes = Lanes.of(device)
         self.sender = Sender(self.lanes, pin=self.pin)
@@ -143,7 +148,7 @@ class Homes:
         self.states: StateHome = StatesInMemory() if host is None else host.states
         self.defers = defers and host is not None
         self.shards = shards or ShardsOnDevice()
-        self.device: Home = DeviceHome()
+        self.device: Home = DeviceHome(None if host is None else host.device)
         self._all_on_device = host is None or not ratio
         self._device_numel = round((1 - ratio) * total_numel)
 

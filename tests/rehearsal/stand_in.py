@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def load(library: str) -> None:
     torch.ops.load_library(library)
     _replace_functions(torch)
     _replace_storage(torch)
+    _tell_workers(torch)
 
 
 def _replace_functions(torch: Any) -> None:
@@ -154,6 +156,17 @@ def _replace_storage(torch: Any) -> None:
     torch.UntypedStorage.resize_ = resized
 
 
+def _tell_workers(torch: Any) -> None:
+    """Waits in a thread that Python starts are counted apart; autograd's threads are not such."""
+    run = threading.Thread.run
+
+    def run_as_worker(self: threading.Thread) -> None:
+        torch.ops.host_cuda.is_worker()
+        run(self)
+
+    threading.Thread.run = run_as_worker  # type: ignore[method-assign]
+
+
 def use_host_kernels() -> None:
     """From now on a library of CUDA kernels is that of the CPU, whose every op is one launch."""
     from xds.ops import libraries
@@ -176,9 +189,24 @@ def use_host_kernels() -> None:
 _served: set[str] = set()
 
 
-def waits_of_host() -> dict[str, int]:
-    """How often the host has waited for the device, by reason."""
+def waits_of_host(*, of_workers: bool = False) -> dict[str, int]:
+    """How often the host has waited for the device, by reason. of_workers: in threads of Python instead."""
     import torch
 
-    found = dict(line.rsplit(" ", 1) for line in torch.ops.host_cuda.counts())
-    return {name: int(n) for name, n in found.items() if name not in ("launch", "async_copy")}
+    found = {}
+    for line in torch.ops.host_cuda.counts():
+        name, number = line.rsplit(" ", 1)
+        if (
+            name not in ("launch", "async_copy", "page_lock")
+            and name.startswith("worker ") == of_workers
+        ):
+            found[name.removeprefix("worker ")] = int(number)
+    return found
+
+
+def num_page_locks() -> int:
+    """How often memory of the host was page-locked: all streams wait for that, and it takes milliseconds."""
+    import torch
+
+    lines = (line.rsplit(" ", 1) for line in torch.ops.host_cuda.counts())
+    return next((int(number) for name, number in lines if name == "page_lock"), 0)

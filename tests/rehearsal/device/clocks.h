@@ -26,6 +26,7 @@ using c10::StreamId;
 namespace {
 
 constexpr int kStreams = 16;
+constexpr char kUnknown = (char)0xff;  // each byte of what is not known yet: not a number, in every floating type
 constexpr size_t kCell = 2;  // bytes whose users are known together: two neighbours in bf16 may differ
 using Clock = std::array<uint32_t, kStreams>;
 
@@ -86,6 +87,7 @@ thread_local DeviceIndex t_device = 0;
 thread_local StreamId t_stream = 0;
 thread_local const char* t_op = "?";  // what runs, for messages
 thread_local const char* t_purpose = "";  // of memory that is allocated now
+thread_local bool t_is_worker = false;  // a thread that Python started: its waits are counted apart
 
 void fault(const std::string& text) {
   state().faults.push_back(text);
@@ -112,24 +114,33 @@ bool is_pinned(const void* data) {
 
 // -- time ---------------------------------------------------------------------------------------------------
 
-bool in_flight(const char* data) {  // a pending copy uses this pinned memory
-  for (auto& p : state().pending) {
-    const char* used = p.to ? p.to : p.from;
-    if (used >= data && used < data + state().pinned[(char*)data]) return true;
-  }
-  return false;
+bool meets(const Pending& p, const char* data, size_t size) {
+  const char* used = p.to ? p.to : p.from;
+  return used && used < data + size && data < used + p.bytes.size();
+}
+
+bool in_flight(const char* data) {  // a pending copy uses this page-locked memory
+  auto& s = state();
+  return std::any_of(s.pending.begin(), s.pending.end(), [&](const Pending& p) { return meets(p, data, s.pinned[(char*)data]); });
 }
 
 void land(const Clock& done) {  // pending copies that `done` includes have been executed
-  auto& all = state().pending;
+  auto& s = state();
+  auto& all = s.pending;
   auto stays = std::stable_partition(all.begin(), all.end(), [&](const Pending& p) { return p.at > done[p.stream]; });
   std::vector<Pending> landed(std::make_move_iterator(stays), std::make_move_iterator(all.end()));
   all.erase(stays, all.end());
+  for (auto& p : landed)
+    if (p.to && std::any_of(p.to, p.to + p.bytes.size(), [](char c) { return c != kUnknown; }))
+      fault(p.what + ": its pinned target was written while the copy was in flight");
   for (auto& p : landed) {
     if (p.to) memcpy(p.to, p.bytes.data(), p.bytes.size());
-    else if (memcmp(p.from, p.bytes.data(), p.bytes.size()))
+    else if (p.from && memcmp(p.from, p.bytes.data(), p.bytes.size()))
       fault(p.what + ": its pinned source was changed while the copy was in flight");
   }
+  for (auto& p : all)  // the bytes of a later copy to the same memory are not known
+    for (auto& before : landed)
+      if (p.to && before.to && meets(before, p.to, p.bytes.size())) memset(p.to, kUnknown, p.bytes.size());
   auto& leaving = state().leaving;
   auto ends = std::partition(leaving.begin(), leaving.end(), [](char* data) { return in_flight(data); });
   for (auto at = ends; at != leaving.end(); ++at) {
@@ -137,6 +148,28 @@ void land(const Clock& done) {  // pending copies that `done` includes have been
     free(*at);
   }
   leaving.erase(ends, leaving.end());
+}
+
+// A copy of `stream` begins that uses page-locked memory: other copies that use it have to come before.
+void meet_pending(const char* data, size_t size, bool writes, StreamId stream, const char* what) {
+  for (auto& p : state().pending) {
+    if (!meets(p, data, size) || !(writes || p.to)) continue;
+    if (p.at > state().clocks[stream][p.stream])
+      fault(std::string(what) + ": a copy of stream " + std::to_string(p.stream) + " still uses its page-locked memory");
+    else if (!p.to)
+      p.from = nullptr;  // it has read before
+  }
+}
+
+// The bytes of page-locked memory as a copy on a stream finds them, after the copies before it.
+std::vector<char> bytes_for_copy(const char* data, size_t size) {
+  std::vector<char> found(data, data + size);
+  for (auto& p : state().pending) {
+    if (!p.to || !meets(p, data, size)) continue;
+    const char *low = std::max<const char*>(p.to, data), *high = std::min<const char*>(p.to + p.bytes.size(), data + size);
+    memcpy(found.data() + (low - data), p.bytes.data() + (low - p.to), high - low);
+  }
+  return found;
 }
 
 bool is_over(const Clock& clock) {  // the host has waited for all of it
@@ -149,10 +182,10 @@ void host_waits(const Clock& clock, const char* what) {
   auto& s = state();
   std::lock_guard guard(s.lock);
   if (is_over(clock)) return;  // the host knows: it returns at once
-  TORCH_CHECK(!s.refuses_sync, "the host waits for the device: ", what);
+  TORCH_CHECK(!s.refuses_sync || t_is_worker, "the host waits for the device: ", what);
   join(s.host, clock);
   land(s.host);
-  s.counts[what]++;
+  s.counts[std::string(t_is_worker ? "worker " : "") + what]++;
   if (s.records) s.log.push_back(std::string("sync ") + what);
 }
 

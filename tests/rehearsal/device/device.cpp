@@ -229,13 +229,15 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
         size_t n = self.numel() * self.element_size();
         Pending p{stream, s.clocks[stream][stream], nullptr, {}, nullptr, t_op};
         auto* bytes = (const char*)from.data_ptr();
-        p.bytes.assign(bytes, bytes + n);
+        meet_pending(in ? bytes : (char*)self.data_ptr(), n, !in, stream, t_op);
         if (in) {
+          p.bytes = bytes_for_copy(bytes, n);
           p.from = bytes;
-          to.copy_(from);
+          memcpy(to.data_ptr(), p.bytes.data(), n);
         } else {
+          p.bytes.assign(bytes, bytes + n);
           p.to = (char*)self.data_ptr();
-          memset(p.to, 0xff, n);
+          memset(p.to, kUnknown, n);
         }
         s.pending.push_back(std::move(p));
         return self;
@@ -318,7 +320,11 @@ void begin(const std::string& what) {
 void note(const std::string& text) {
   if (state().records || state().logs_memory) state().log.push_back(text);
 }
-void pin_memory_at(int64_t address, int64_t size) { pin((void*)address, size); }
+void pin_memory_at(int64_t address, int64_t size) {
+  std::lock_guard guard(state().lock);
+  state().counts["page_lock"]++;
+  pin((void*)address, size);
+}
 void unpin_memory_at(int64_t address) { unpin((void*)address); }
 void resize_storage(const at::Tensor& t, int64_t nbytes) {
   auto storage = t.storage();
@@ -345,11 +351,13 @@ std::vector<std::string> take_log() {
 }
 std::vector<std::string> counts() {
   std::vector<std::string> found;
+  std::lock_guard guard(state().lock);
   for (auto& [name, n] : state().counts) found.push_back(name + " " + std::to_string(n));
   return found;
 }
 void refuse_sync(bool refuses) { state().refuses_sync = refuses; }
 void log_memory(bool logs) { state().logs_memory = logs; }
+void is_worker() { t_is_worker = true; }
 void settings(bool records, bool raises) {
   state().records = records;
   state().raises = raises;
@@ -397,6 +405,7 @@ TORCH_LIBRARY(host_cuda, m) {
   m.def("settings(bool records, bool raises) -> ()", settings);
   m.def("refuse_sync(bool refuses) -> ()", refuse_sync);
   m.def("log_memory(bool logs) -> ()", log_memory);
+  m.def("is_worker() -> ()", is_worker);
   m.def("is_over(int event) -> bool", event_is_over);
   m.def("memory() -> int[]", memory);
   m.def("reset_peak() -> ()", reset_peak);
