@@ -49,7 +49,7 @@ class TrainingStep:
         self._check_usable = check_usable
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         self._forecast = Forecast()
-        self._first = first_update(parts.sharded.memory, parts.device)
+        self._first = first_update(parts.sharded.memory, parts.updater, parts.device)
         mesh = parts.sharded.flat_groups.mesh
         self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale)
         parts.sharded.backwards.set_script_callbacks(
@@ -62,6 +62,7 @@ class TrainingStep:
         forget_failed()
         if torch.is_grad_enabled():
             self._accumulation.forward()
+            self._first.begin()
         module = self._parts.module
         self._sharded.check_unchanged()
         watched = self._sharded.forward_context(
@@ -107,6 +108,8 @@ class TrainingStep:
     def begin_stages(self) -> None:
         """Before a run of pipeline stages."""
         forget_failed()
+        if torch.is_grad_enabled():
+            self._first.begin()
         self._sharded.check_unchanged()
 
     @contextmanager
@@ -244,7 +247,6 @@ class TrainingStep:
         limit, factor = self._parts.config.gradient_clipping, self.gradient_factor()
         with self._report.region("reduce"):
             agreement = self._sharded.start_finish()
-        self._first.begin()
         scale = Scale(None, agreement.decide(factor, limit))
         is_done = self._parts.updater.step(scale, agreement)
         return self._norm(self._sharded.end_finish(agreement)), is_done
@@ -269,7 +271,6 @@ class TrainingStep:
             self._skip(norm)
         else:
             if not is_done:
-                self._first.begin()
                 clip = limit / (norm + CLIP_EPS) if limit and norm > limit else 1.0
                 self._parts.updater.step(Scale(self.gradient_factor() * clip))
             self._sharded.reset()

@@ -22,6 +22,10 @@ class Adagrad(OnePassOptimizer):
 
     num_states = 1
 
+    def prepare(self, items: Sequence[Item]) -> None:
+        for item in items:
+            self._state_of(item)
+
     def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
         return is_loaded(optimizer_library(device))
 

@@ -58,6 +58,10 @@ class Adam(ShardOptimizer):
 
     takes_edits = True
 
+    def prepare(self, items: Sequence[Item]) -> None:
+        for item in items:
+            self._state_of(item)
+
     def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
         """torch's kernel takes them where nothing is cast, and a kernel of a library anywhere."""
         return not self.gains_from_kernels(casts=casts) or is_loaded(optimizer_library(device))

@@ -52,16 +52,18 @@ class Lamb(ShardOptimizer):
     @torch.no_grad()
     def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         directions = [self._direction(update, scale) for update in updates]
-        ratios = self._ratios(updates, [norms for _, norms in directions], world)
+        norms = [found for _, found in directions]
+        table = self._tables.table(updates, norms, world, lambda every: every.sum(0))
+        ratios: dict[int, Tensor] = {}  # by group
         for update, (direction, _) in zip(updates, directions, strict=True):
-            cuts = self._tables.cuts_of(update.item)
-            lr = float(update.group["lr"])
-            rates = torch.tensor(
-                [0.0 if name is None else lr * ratios[name] for name in cuts.names],
-                dtype=torch.float32,
-                device=direction.device,
-            )
-            lamb_apply_(update.item.master, direction, update.out, cuts.bounds, rates, None)
+            group = update.group
+            if update.item.group not in ratios:
+                ratios[update.item.group] = _ratios(table, group)
+            rows = self._tables.rows_of(update.item, world)
+            mine = ratios[update.item.group].to(rows.device)[rows]
+            rates = (mine * float(group["lr"])).to(torch.float32)
+            bounds = self._tables.cuts_of(update.item).bounds
+            lamb_apply_(update.item.master, direction, update.out, bounds, rates, None)
             mark_written(update)
 
     def _direction(self, update: Update, scale: Scale) -> tuple[Tensor, Tensor]:
@@ -96,13 +98,14 @@ class Lamb(ShardOptimizer):
         )
         return direction, norms
 
-    def _ratios(
-        self, updates: Sequence[Update], norms: Sequence[Tensor], world: World
-    ) -> dict[str, float]:
-        """Every parameter's clamped |p| / |direction|, over all ranks that hold a part of it."""
-        groups = {part.name: update.group for update in updates for part in update.item.parts}
-        found = self._tables.over_ranks(updates, norms, world, lambda every: every.sum(0))
-        return {name: clamped(squares, groups[name]) for name, squares in found.items()}
+
+def _ratios(table: Tensor, group: dict[str, Any]) -> Tensor:
+    """`clamped` of each row, fp64 [parameters + 1]; the last is 0."""
+    weight, direction = table[:, 0].sqrt(), table[:, 1].sqrt()
+    ratios = (weight / direction).clamp(group["min_coeff"], group["max_coeff"])
+    ratios = torch.where((weight == 0) | (direction == 0), 1.0, ratios)
+    ratios[-1].zero_()
+    return ratios
 
 
 def clamped(squares: Sequence[float], group: dict[str, Any]) -> float:

@@ -15,13 +15,23 @@ import torch
 from ..kernels.lion import lion_
 from ..libraries import is_loaded, optimizer_library
 from .scale import Scale
-from .shard_optimizer import OnePassOptimizer, Update
+from .shard_optimizer import Item, OnePassOptimizer, Update
 
 
 class Lion(OnePassOptimizer):
     """p -= lr * (sign(beta1 m + (1 - beta1) g) + decay p); m = beta2 m + (1 - beta2) g."""
 
     num_states = 1
+
+    def prepare(self, items: Sequence[Item]) -> None:
+        for item in items:
+            self._state_of(item)
+
+    def _state_of(self, item: Item) -> dict[str, Any]:
+        state: dict[str, Any] = self._states[item.master]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(item.master)
+        return state
 
     def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
         return is_loaded(optimizer_library(device))
@@ -38,9 +48,7 @@ class Lion(OnePassOptimizer):
     def one_pass(
         self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Scale
     ) -> None:
-        master = update.item.master
-        if not state:
-            state["exp_avg"] = torch.zeros_like(master)
+        master, state = update.item.master, self._state_of(update.item)
         lion_(
             master,
             update.grad,

@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ..comm.collectives import Collectives
 from .shard_optimizer import Item, Update, World
 
 
@@ -26,6 +27,9 @@ class PartTables:
 
     def __init__(self) -> None:
         self._cuts: dict[Item, Cuts] = {}
+        self._numbers: dict[str, int] = {}  # rows by parameter
+        self._rows_of: dict[Item, Tensor] = {}
+        self._own: dict[tuple[Collectives, torch.device], Tensor] = {}
 
     def cuts_of(self, item: Item) -> Cuts:
         """Where `item` is cut, on the device of its master."""
@@ -34,6 +38,50 @@ class PartTables:
             cuts = self._cuts[item] = _cut(item)
         return cuts
 
+    def rows_of(self, item: Item, world: World) -> Tensor:
+        """For each cut of `item` its row in the `table`, int64 on the item's device; for a gap the last one."""
+        rows = self._rows_of.get(item)
+        if rows is None or rows.device != item.master.device:
+            numbers = self._rows(world)
+            found = [
+                len(numbers) if name is None else numbers[name] for name in self.cuts_of(item).names
+            ]
+            rows = torch.tensor(found, dtype=torch.int64, device=item.master.device)
+            self._rows_of[item] = rows
+        return rows
+
+    def table(
+        self,
+        updates: Sequence[Update],
+        figures: Sequence[Tensor],
+        world: World,
+        join: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """The figures of every parameter over all ranks, [parameters + 1, k]; the last row is 0.
+
+        Sends 8 bytes for each parameter, figure and peer. The host waits for no device after the first call.
+
+        Args:
+            figures: for each update [cuts, k] fp64.
+            join: [ranks, parameters, k] -> [parameters, k]; the figures of a rank without a part are 0.
+        """
+        # every rank holds different parts, so the table has a row for every parameter
+        num_rows = len(self._rows(world)) + 1
+        device = figures[0].device if figures else world.collectives.device
+        width = figures[0].shape[1] if figures else 1
+        table = torch.zeros(num_rows, width, dtype=torch.float64, device=device)
+        for update, found in zip(updates, figures, strict=True):
+            # with some masters on the host, figures are in both places
+            table.index_add_(0, self.rows_of(update.item, world).to(device), found.to(device))
+        table[-1].zero_()  # what gaps have added
+        sharded = [flat for flat in world.flats if flat.is_sharded]
+        for collectives in dict.fromkeys(flat.collectives for flat in sharded):
+            own = self._own_rows(collectives, world, device)
+            sent = table[own].view(-1).to(collectives.device)
+            every = collectives.gather_small(sent).view(collectives.world_size, -1, width)
+            table[own] = join(every).to(device)
+        return table
+
     def over_ranks(
         self,
         updates: Sequence[Update],
@@ -41,39 +89,26 @@ class PartTables:
         world: World,
         join: Callable[[Tensor], Tensor],
     ) -> dict[str, list[float]]:
-        """For every parameter of `updates` its figures over all ranks. Sends 8 bytes for each and peer.
+        """The same on the host, for every parameter of `updates`. Waits for the device."""
+        found = self.table(updates, figures, world, join).tolist()
+        rows = self._rows(world)
+        return {part.name: found[rows[part.name]] for one in updates for part in one.item.parts}
 
-        Args:
-            figures: for each update [cuts, k] fp64.
-            join: [ranks, parameters, k] -> [parameters, k]; the figures of a rank without a part are 0.
-        """
-        # every rank holds different parts, so the table has a row for every parameter
-        names = [part.name for flat in world.flats for part in flat.parts]
-        rows = {name: at for at, name in enumerate(names)}
-        device = figures[0].device if figures else world.collectives.device
-        width = figures[0].shape[1] if figures else 1
-        table = torch.zeros(len(rows), width, dtype=torch.float64, device=device)
-        held: set[str] = set()
-        for update, found in zip(updates, figures, strict=True):
-            here = self.cuts_of(update.item).names
-            inside = [(at, rows[name]) for at, name in enumerate(here) if name is not None]
-            if inside:
-                ours, theirs = zip(*inside, strict=True)
-                to = torch.tensor(theirs, device=device)
-                # with some masters on the host, figures are in both places
-                table.index_add_(0, to, found.to(device)[torch.tensor(ours, device=device)])
-            held.update(part.name for part in update.item.parts)
-        sharded = [flat for flat in world.flats if flat.is_sharded]
-        for collectives in dict.fromkeys(flat.collectives for flat in sharded):
-            flats = [flat for flat in sharded if flat.collectives is collectives]
-            own = torch.tensor(
-                [rows[part.name] for flat in flats for part in flat.parts], device=device
-            )
-            sent = table[own].view(-1).to(collectives.device)
-            every = collectives.gather_small(sent).view(collectives.world_size, -1, width)
-            table[own] = join(every).to(device)
-        found_rows = table.tolist()
-        return {name: found_rows[rows[name]] for name in held}
+    def _rows(self, world: World) -> dict[str, int]:
+        if not self._numbers:
+            names = [part.name for flat in world.flats for part in flat.parts]
+            self._numbers = {name: at for at, name in enumerate(names)}
+        return self._numbers
+
+    def _own_rows(self, collectives: Collectives, world: World, device: torch.device) -> Tensor:
+        """The rows of the parameters in sharded buffers of one group."""
+        rows = self._own.get((collectives, device))
+        if rows is None:
+            flats = [f for f in world.flats if f.is_sharded and f.collectives is collectives]
+            numbers = self._rows(world)
+            found = [numbers[part.name] for flat in flats for part in flat.parts]
+            rows = self._own[collectives, device] = torch.tensor(found, device=device)
+        return rows
 
 
 def _cut(item: Item) -> Cuts:

@@ -235,6 +235,9 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         """Whether native kernels would be used. casts: parameters have a narrower dtype than their masters."""
         return True
 
+    def prepare(self, items: Sequence[Item]) -> None:  # noqa: B027 (the first update allocates the others')
+        """Allocate the states of `items` before the first update."""
+
     def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
         """Whether `update` can be told the scale, and whether to step, by tensors of `device`."""
         return False

@@ -1,11 +1,11 @@
 """Gives what stays for the whole training memory of its own on a GPU, once.
 
-    first backward    gradient buffers are allocated between activations
-    first update      the cache is emptied: the optimizer's states get segments of their own
-    after it          gradient buffers are freed, the cache is emptied, they are allocated again
+    first forward    the optimizer's states are allocated, before any activation
+    first backward   gradient buffers are allocated between activations
+    first update     then all of them are freed, and allocated again in the space of joined blocks
 
 torch's allocator takes a block that activations have freed, and splits it. A part that stays for ever keeps the
-rest from being joined again, so the next forward allocates more. Costs two waits for the device, in one step.
+rest from being joined again, so the next forward allocates more.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import final
 import torch
 
 from .memory import Memory
+from .update import Updater
 
 
 class FirstUpdate(ABC):
-    """`begin` is called before every update, and `end` after it, when gradients are dropped."""
+    """`begin` is called before every forward that trains, and `end` after every update."""
 
     @abstractmethod
     def begin(self) -> None: ...
@@ -43,24 +44,25 @@ class Anywhere(FirstUpdate):
 class SegmentsOfTheirOwn(FirstUpdate):
     """The device is a GPU."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, updater: Updater) -> None:
         self._memory: Memory | None = memory
+        self._updater: Updater | None = updater
 
     def begin(self) -> None:
-        if self._memory is not None:
-            torch.cuda.empty_cache()
+        if self._updater is not None:
+            updater, self._updater = self._updater, None
+            torch.cuda.empty_cache()  # what the construction of the model has left
+            updater.prepare()
 
     def end(self) -> None:
         if self._memory is not None:
             memory, self._memory = self._memory, None
-            again = memory.lift_gradients()
-            torch.cuda.empty_cache()
-            again()
+            memory.lift_gradients()()
 
 
-def first_update(memory: Memory, device: torch.device) -> FirstUpdate:
+def first_update(memory: Memory, updater: Updater, device: torch.device) -> FirstUpdate:
     """The one for `device`."""
-    return SegmentsOfTheirOwn(memory) if device.type == "cuda" else Anywhere()
+    return SegmentsOfTheirOwn(memory, updater) if device.type == "cuda" else Anywhere()
 
 
 __all__ = ["FirstUpdate", "first_update"]

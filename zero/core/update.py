@@ -109,6 +109,12 @@ class Updater:
         if self._guesses is not None:
             self._guesses.expect(scale)
 
+    def prepare(self) -> None:
+        """Allocate the optimizer's states, if they would be allocated by the first step, on the device."""
+        if isinstance(self._optimizer, ShardOptimizer):
+            near = [master for master in self.masters if not master.home.is_on_host]
+            self._optimizer.prepare([item for master in near for item in master.items])
+
     @property
     def takes_decisions(self) -> bool:
         """`step` can be called before the host knows whether it is a plain one."""
