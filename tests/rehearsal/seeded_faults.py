@@ -1,4 +1,4 @@
-"""Twenty faults that would be wrong on a GPU and nowhere else, each one change to a copy of the code.
+"""Faults that would be wrong on a GPU and nowhere else, each one change to a copy of the code.
 
 The tests of the engine on a CPU pass with them. A test of the rehearsal must fail, for the reason of its kind.
 """
@@ -43,6 +43,13 @@ def training(stage: int, precision: str) -> str:
     name = "test_training_has_the_numbers_of_the_cpu_and_no_race"
     return f"test_rehearsal.py::{name}[2-{stage}-{precision}]"
 
+
+LOADER = (
+    "test_features.py::test_batches_of_the_engines_loader_come_on_a_stream_of_their_own[2-3-bf16-2]"
+)
+OFFLOAD = (
+    "test_offload.py::test_training_has_the_numbers_of_the_cpu_and_no_race[2-3-bf16-1-none-cpu]"
+)
 
 FAULTS = [
     # -- a missing wait ------------------------------------------------------------------------------------
@@ -187,6 +194,38 @@ FAULTS = [
         "        self._handle = self.reducer.reduce(payload, self._total, add=adds)\n"
         "        self._local.give_back()",
         training(3, "bf16"),
+    ),
+    Fault(
+        "a batch is used before its copy",
+        RACE,
+        "engine/data/lanes.py",
+        "        computation.wait_stream(self._stream)\n",
+        "",
+        LOADER,
+    ),
+    Fault(
+        "memory of a batch is free for the next copy while it is used",
+        FLIGHT,
+        "engine/data/lanes.py",
+        "            copied.record_stream(computation)  # its memory belongs to the other stream\n",
+        "            pass\n",
+        LOADER,
+    ),
+    Fault(
+        "a copy from the host does not wait for the values",
+        RACE,
+        "offload/lanes.py",
+        "        self._stream.wait_event(mark)\n",
+        "",
+        OFFLOAD,
+    ),
+    Fault(
+        "the device uses values that are still on their way from the host",
+        RACE,
+        "offload/lanes.py",
+        "        torch.cuda.current_stream().wait_event(self._event)\n",
+        "        self._event.query\n",
+        OFFLOAD,
     ),
 ]
 
