@@ -59,7 +59,8 @@ def _owner(filename: str) -> str:
 def _callers() -> Iterable[str]:
     frame = sys._getframe(2)
     while frame is not None:
-        if owner := _owner(frame.f_code.co_filename):
+        owner = _owner(frame.f_code.co_filename)
+        if owner and frame.f_code.co_name != "__torch_function__":  # the engine has modes, too
             yield owner
         frame = frame.f_back  # type: ignore[assignment]
 

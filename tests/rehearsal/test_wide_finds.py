@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from device_ranks import ranks, stop_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,3 +25,40 @@ def viewed() -> bool:
 
 def test_a_view_in_inference_mode_is_as_its_base() -> None:
     assert ranks(1).run(viewed) == [False]
+
+
+class _Twice(nn.Module):
+    """Every layer is called twice. In a reentrant checkpoint it gets its second gradient when it was sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(12, 12) for _ in range(4)])
+
+    def forward(self, x: Tensor, reentrant: bool) -> Tensor:
+        for layer in [*self.layers, *self.layers]:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=reentrant))
+        return x.square().mean()
+
+
+def late(reentrant: bool) -> list[float]:
+    import xds
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 0, "unit_min_numel": 0},
+    }
+    engine = xds.initialize(_Twice(), config)
+    norms = []
+    for _ in range(2):
+        x = torch.ones(2, 12, device=engine.device).requires_grad_()
+        engine.backward(engine(x, reentrant and engine.global_rank == 0))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    return norms
+
+
+def test_late_gradients_of_one_rank_do_not_change_the_order_of_messages() -> None:
+    found = ranks(2).run(late, True)
+    assert found[0] == pytest.approx(ranks(2).run(late, False)[0], rel=1e-5)

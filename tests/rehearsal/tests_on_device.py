@@ -1,6 +1,6 @@
 """The tests of ranks on the device of stand_in.py: `XDS_REHEARSE=1 pytest tests/zero`.
 
-Ranks of `helpers.run_ranks`, `run_new_ranks` and of `warm_ranks` are then processes that have loaded the device.
+Ranks of `helpers.run_ranks`, `run_new_ranks` and `warm_ranks` are then processes that have loaded the device.
 What changes in a rank, see rank_on_device.py. A fault of the device fails the call, as in device_ranks.py.
 """
 

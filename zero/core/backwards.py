@@ -190,7 +190,7 @@ class Backwards:
         if not (self._is_running and self._has_factor):
             self._on_first_grad(grads.params[position])
         if grads.is_sent:  # late: it must not be written into a buffer that is being sent
-            self._reduction.settle(grads)
+            self._reduction.settle_late(grads)
         if grads.add_grad(position):
             self._completed(unit)
 
@@ -220,7 +220,7 @@ class Backwards:
         if id(param) in self._slots:
             grads, position = self._slots[id(param)]
             if grads.is_sent:
-                self._reduction.settle(grads)
+                self._reduction.settle_late(grads)
             grads.add_by_call(position, grad)
 
     def _on_first_grad(self, param: nn.Parameter) -> None:

@@ -280,8 +280,8 @@ class FlatGrads:
         if self._is_whole:
             self._handle, self._is_whole = Done(), False
             return
-        local = self._local.tensor
-        assert local is not None and self._total is not None
+        local = self._local.gathered()
+        assert self._total is not None
         self._handle = self.reducer.gather(self._total, local)
         if self.reducer.is_lossy:  # every rank has the same sums, which are not quite the totals
             self._total = self._collectives.shard_of(local)
@@ -290,7 +290,7 @@ class FlatGrads:
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
-            if self._home.is_on_host:
+            if self._home.is_on_host and not self.is_late:  # else they are gathered again
                 local = self._local.tensor
                 assert local is not None
                 self._squares = self._squares_of(local, exact=False)

@@ -227,6 +227,11 @@ class LocalSum:
         self.filled = [True] * len(self.filled)
         assert total is self.tensor
 
+    def gathered(self) -> Tensor:
+        """Where totals are gathered: the buffer, or other memory while late gradients are in it."""
+        assert self.tensor is not None
+        return torch.empty_like(self.tensor) if self.has_any else self.tensor
+
     def clear(self) -> None:
         """The gradients are being sent, or dropped: the next one of a slot is its first."""
         self.filled = [False] * len(self.filled)

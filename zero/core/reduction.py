@@ -290,6 +290,12 @@ class Reduction:
             grads.finish_gather()
         self._end_completing(self.order if only is None else [only])
 
+    def settle_late(self, grads: FlatGrads) -> None:
+        """Let `grads` take a late gradient. Only this rank may have one, so no message starts here."""
+        grads.finish_reduce()
+        grads.finish_gather()
+        self._end_completing([grads])
+
     def complete(self) -> None:
         """Wait until all totals are summed over all replicas. For all ranks."""
         if self._with_replicas:
