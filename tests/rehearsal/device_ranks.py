@@ -104,9 +104,11 @@ def serve(numbers: list[int], folder: str, *, kernels: bool) -> None:
     stand_in.load(stand_in.compiled())
     import messages
     import torch
+    import torch._dynamo  # noqa: F401  (the first optimizer imports it)
     import torch.distributed as dist
     from helpers import SMALL_NUMEL
 
+    import xds.engine.initialize  # noqa: F401  (before the ranks are forked)
     from xds.zero.core import local_sum
 
     if kernels:

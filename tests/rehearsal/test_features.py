@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -112,6 +113,18 @@ def test_states_go_to_the_host_and_come_back_as_they_were(
         assert same and freed > 0
         params = "cpu" if include is None else "cuda"
         assert places == [{"cuda"}, {"cuda"}, {"cpu"}, {params}]
+
+
+def loaded_modules() -> set[str]:
+    engine = engine_of(3, "fp32")
+    train(engine, 0, 2)
+    engine.destroy()
+    return {"torch._dynamo", "torch._inductor.compile_fx"} & set(sys.modules)
+
+
+def test_training_without_compile_does_not_load_inductor() -> None:
+    """It takes a second, and torch._dynamo.reset() loads it where there is a GPU."""
+    assert ranks(2).run(loaded_modules) == [{"torch._dynamo"}] * 2
 
 
 # -- measurements -------------------------------------------------------------------------------------------

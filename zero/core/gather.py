@@ -94,14 +94,16 @@ class Gatherer:
 
         - torch.compile is not loaded here: that takes more than a second.
         - Code compiled for a module without these hooks must not run for one with them: guards are enabled.
-        - Code that was compiled earlier has no such guard: torch._dynamo is reset.
+        - Code that was compiled earlier has no such guard: torch._dynamo is reset. With a GPU a reset loads
+          inductor, which takes a second, so there is none where nothing was compiled.
         """
         if self._is_excluded or "torch._dynamo" not in sys.modules:
             return
         self._is_excluded = True
         if torch._dynamo.config.skip_nnmodule_hook_guards:
             torch._dynamo.config.skip_nnmodule_hook_guards = False
-            torch._dynamo.reset()
+            if getattr(torch._dynamo.convert_frame, "FRAME_COUNTER", 1):
+                torch._dynamo.reset()
         self.remove()
         self._hook_all(_excluded_from_compile)
 
