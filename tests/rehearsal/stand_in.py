@@ -98,6 +98,7 @@ def _replace_functions(torch: Any) -> None:
         "init": None,
         "is_available": True,
         "is_initialized": True,
+        "is_bf16_supported": True,
         "device_count": 1,
         "current_device": 0,
         "set_device": None,
