@@ -32,7 +32,7 @@ class Contestant:
     plan: dict[str, int]
 
     def __init__(self, spec: dict[str, Any], device: Cpu) -> None:
-        self.shape = shape_of(spec["size"], dry=not device.is_real)
+        self.shape = shape_of(spec["size"], small=spec["small"])
         self.device = device
         torch.manual_seed(2)  # each contestant is a process: all train on the same batch
         self.batch = draw(self.shape, spec["sequences"] * self.shape.context, device.torch_device)
@@ -50,7 +50,7 @@ class Contestant:
         elif kind == "xds":
             self.step = self._xds(model, int(stage), recompute, spec.get("more", {}))
         else:
-            self.step = self._deepspeed(model, int(stage), spec["folder"])
+            self.step = self._deepspeed(model, int(stage), spec["folder"], spec["own_adam"])
 
     def _plain(self, model: nn.Module) -> Callable[[], Tensor]:
         params = list(model.parameters())
@@ -101,6 +101,7 @@ class Contestant:
             if not self.device.is_real:
                 config["compile"]["backend"] = "eager"
         self.engine = xds.initialize(model, config)
+        _name_update(self.engine._parts.updater)
         return self._loop()
 
     def _loop(self) -> Callable[[], Tensor]:
@@ -109,13 +110,15 @@ class Contestant:
         def step() -> Tensor:
             loss: Tensor = engine(self.batch)
             engine.backward(loss)
-            with torch.profiler.record_function("bench_update"):
-                engine.step()
+            engine.step()
             return loss.detach()
 
         return step
 
-    def _deepspeed(self, model: nn.Module, stage: int, folder: str) -> Callable[[], Tensor]:
+    def _deepspeed(
+        self, model: nn.Module, stage: int, folder: str, own_adam: bool
+    ) -> Callable[[], Tensor]:
+        """own_adam: its fused kernel, which is compiled now; else torch's fused AdamW."""
         sys.path.insert(0, folder)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -125,16 +128,20 @@ class Contestant:
         import deepspeed
 
         config = self._config(stage) | {"steps_per_print": 10**9}
-        # its fused kernel where it builds; else torch's fused AdamW
-        try:
-            self._start_deepspeed(deepspeed, model, config)
-        except Exception as error:  # a missing compiler, or an op that does not build
-            print(f"DeepSpeed's own Adam failed, torch's is taken: {error}", file=sys.stderr)
+        if not own_adam:
             config["optimizer"]["params"] = ADAMW | {"torch_adam": True, "fused": True}
-            self._start_deepspeed(deepspeed, model, config)
-        return self._loop()
-
-    def _start_deepspeed(self, deepspeed: Any, model: nn.Module, config: dict[str, Any]) -> None:
         self.engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=config
         )
+        return self._loop()
+
+
+def _name_update(updater: Any) -> None:
+    """Let the optimizer's part of a step, without the norm, be a range of a trace."""
+    step = updater.step
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function("bench_update"):
+            return step(*args, **kwargs)
+
+    updater.step = named

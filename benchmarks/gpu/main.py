@@ -2,7 +2,8 @@
 
     python benchmarks/gpu/main.py                     # all sections, each in a process of its own
     python benchmarks/gpu/main.py --train --memory    # some
-    python benchmarks/gpu/main.py --dry-run           # every section with tiny sizes on the CPU
+    python benchmarks/gpu/main.py --tiny              # a first look: tiny sizes on the GPU, no results
+    python benchmarks/gpu/main.py --dry-run           # tiny sizes on the CPU
 
 A section that fails does not stop the others. What is not measured says so, with the reason.
 """
@@ -37,7 +38,10 @@ def arguments() -> argparse.Namespace:
     for name in SECTIONS:
         parser.add_argument(f"--{name}", action="store_true", help="this section")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of each section")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on the GPU, no results")
+    parser.add_argument(
+        "--minutes", type=float, help="of each section; default: 9, with --tiny 1.5"
+    )
     parser.add_argument("--models", nargs="+", metavar="SIZE", help="of 125M 350M 1.3B 6.7B")
     parser.add_argument("--deepspeed", type=Path, help="a folder with an unpacked DeepSpeed")
     both = ["plain", "deepspeed"]
@@ -45,6 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--disk", type=Path, help="folder for checkpoints; default: temporary")
     parser.add_argument("--out", type=Path, help="folder of the results; default: results/")
     options = parser.parse_args()
+    options.minutes = options.minutes or (1.5 if options.tiny else 9.0)
     for size in options.models or []:
         if size not in ("125M", "350M", "1.3B", "6.7B"):
             parser.error(f"--models {size}: use 125M, 350M, 1.3B or 6.7B")
@@ -140,6 +145,11 @@ def summary(found: list[dict[str, Any]]) -> None:
         print("\nNothing was measured.")
         return
     first = found[0]
+    if void := first["no_results"]:
+        ran = sum(row["value"] is not None for _, row in rows)
+        print(f"\n# {void}, no results: {ran} rows ran")
+        _without([(s, r) for s, r in rows if r["value"] is None])
+        return
     facts = ", ".join(f"{k} {v}" for k, v in first["versions"].items() if v)
     print(f"\n# For benchmarks/README.md: {first['device']['name']}, {facts}, {first['date']}\n")
     print("| figure | target | measured |\n|---|---|---|")
@@ -157,7 +167,11 @@ def summary(found: list[dict[str, Any]]) -> None:
         print(f"{verdict}: {len(named)}")
         if verdict == "target missed":
             print("".join(f"  {name}\n" for name in named), end="")
-    without = [(s, r) for s, r in rows if r["void"]]
+    _without([(s, r) for s, r in rows if r["void"]])
+
+
+def _without(without: list[tuple[str, dict[str, Any]]]) -> None:
+    """Rows that have no figure or a void one, with the reasons."""
     print(f"not measured or void: {len(without)}")
     for section, row in without[:25]:
         print(f"  {section}: {row['name']}: {row['void']} {row['note']}".rstrip())

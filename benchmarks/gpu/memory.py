@@ -16,7 +16,7 @@ MAX_LAYERS = 200
 def run(session: Session) -> None:
     """All rows."""
     found = session.measure_rate()
-    for size in session.options.models or ["350M", "1.3B"]:
+    for size in session.options.models or (["350M"] if session.small else ["350M", "1.3B"]):
         against_plan(session, size, found["total"])
     for kind in ("xds-3", "plain"):
         largest(session, kind, found["total"])
@@ -24,8 +24,7 @@ def run(session: Session) -> None:
 
 def _build(session: Session, kind: str, size: str, count: int) -> Any:
     child = session.child()
-    spec = {"dry": session.dry, "size": size, "kind": kind, "sequences": count}
-    child.ask("build", session.deadline, **spec)
+    child.ask("build", session.deadline, size=size, kind=kind, sequences=count)
     return child
 
 
@@ -48,9 +47,9 @@ def against_plan(session: Session, size: str, total: int) -> None:
             note=f"activations {extra / 1e9:.2f} GB",
         )
     )
-    for stage in range(4):
+    for stage in (0, 3) if session.small else range(4):
         name = f"{size} stage {stage}: allocated peak / (plan + activations)"
-        if session.left < (3 if session.dry else 30):
+        if session.left < (3 if session.small else 30):
             session.skip(name, "time", 1.05, aim=1.02)
             continue
         try:
@@ -75,14 +74,14 @@ def against_plan(session: Session, size: str, total: int) -> None:
 def largest(session: Session, kind: str, total: int) -> None:
     """The most layers of width 4096 that take three steps: one sequence, recomputed."""
     name = f"largest GPT, {kind}, 1 x 2,048 tokens, recomputed"
-    limit = 4 if session.dry else MAX_LAYERS
-    one, two = (shape_of(f"wide-{n}", dry=session.dry).numel for n in (1, 2))
+    limit = 2 if session.small else MAX_LAYERS
+    one, two = (shape_of(f"wide-{n}", small=session.small).numel for n in (1, 2))
     room = 0.92 * total / STATE_BYTES - one
-    first = limit // 2 if session.dry else max(1, min(limit, 1 + int(room / (two - one))))
+    first = limit // 2 if session.small else max(1, min(limit, 1 + int(room / (two - one))))
     tried: dict[int, bool] = {}
     why = "the search ended"
     while (layers := next_layers(tried, first, limit)) is not None:
-        if session.left < (2 if session.dry else 40):
+        if session.left < (2 if session.small else 40):
             why = "time"
             break
         try:
@@ -98,5 +97,5 @@ def largest(session: Session, kind: str, total: int) -> None:
     if not good:
         session.skip(name, why)
         return
-    numel = shape_of(f"wide-{good}", dry=session.dry).numel
+    numel = shape_of(f"wide-{good}", small=session.small).numel
     session.add(Row(name, numel / 1e9, unit="e9", note=f"{good} layers; {why}"))

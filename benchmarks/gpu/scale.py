@@ -1,4 +1,4 @@
-"""The sizes that are measured, and those of a dry run."""
+"""The sizes that are measured, and tiny ones for a dry run and a first look."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WIDE = Shape(1, 4096, 32, context=2048)  # a layer of the search for the largest
 WIDE_TINY = Shape(1, 32, 2, context=16, vocabulary=64)
 
 
-def shape_of(size: str, *, dry: bool) -> Shape:
-    """The model called `size`; `wide-N`: N layers of the search."""
+def shape_of(size: str, *, small: bool) -> Shape:
+    """The model called `size`; `wide-N`: N layers of the search. small: tiny ones of these names."""
     if size.startswith("wide-"):
-        one = WIDE_TINY if dry else WIDE
+        one = WIDE_TINY if small else WIDE
         layers = int(size.partition("-")[2])
         return Shape(layers, one.width, one.heads, one.context, one.vocabulary)
-    return (TINY if dry else FULL)[size]
+    return (TINY if small else FULL)[size]
 
 
 def recomputes(size: str) -> bool:

@@ -25,6 +25,7 @@ from harness import Row, print_rows  # isort: skip
 
 HERE = Path(__file__).resolve().parent
 NOT_MEASURED = "not measured"
+LOG_LINES = 25  # of a process that failed
 
 
 def scratch() -> Path:
@@ -58,6 +59,7 @@ def environment(*, dry: bool) -> dict[str, str]:
         lock.unlink(missing_ok=True)
     if dry:
         found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "XDS_BENCH_DRY": "1"}
+        found |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
     return found
 
 
@@ -88,8 +90,10 @@ def versions() -> dict[str, str]:
 class Child:
     """A worker process; `ask` sends a command and waits for its answer."""
 
-    def __init__(self, env: dict[str, str]) -> None:
-        self._log = tempfile.TemporaryFile(mode="w+")
+    def __init__(self, env: dict[str, str], **always: Any) -> None:
+        """always: arguments of every command."""
+        self._always = always
+        self._log = tempfile.TemporaryFile(mode="w+", errors="replace")
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "worker.py")],
             stdin=subprocess.PIPE,
@@ -104,17 +108,24 @@ class Child:
         """The answer to a command. Raises `Failed`; after that the process is gone."""
         try:
             assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({"do": what, **spec}).encode() + b"\n")
+            self._process.stdin.write(
+                json.dumps({"do": what, **self._always, **spec}).encode() + b"\n"
+            )
             self._process.stdin.flush()
             answer = self._answer(until)
         except (BrokenPipeError, EOFError):
             self.end()
-            raise Failed(f"the process ended: {self._last_line()}") from None
+            raise Failed(f"the process ended: {self._tell(what)}") from None
         except Failed:
+            if self.is_alive:  # its stack goes to the log
+                os.kill(self._process.pid, signal.SIGUSR1)
+                time.sleep(0.5)
             self.end()
+            self._tell(what)
             raise
         if "error" in answer:
             self.end()
+            self._tell(what)
             raise Failed(answer["error"])
         return answer
 
@@ -123,11 +134,10 @@ class Child:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while True:
-                while b"\n" in self._text:
+                if b"\n" in self._text:
                     line, _, self._text = self._text.partition(b"\n")
-                    if line.startswith(b"@@"):
-                        found: dict[str, Any] = json.loads(line[2:])
-                        return found
+                    found: dict[str, Any] = json.loads(line)
+                    return found
                 if not selector.select(max(0.0, until - time.monotonic())):
                     raise Failed("time")
                 chunk = os.read(self._process.stdout.fileno(), 65536)
@@ -135,9 +145,15 @@ class Child:
                     raise EOFError
                 self._text += chunk
 
-    def _last_line(self) -> str:
+    def _tell(self, what: str) -> str:
+        """Print the end of what the process wrote to stderr; its last line."""
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()
+        print(
+            "".join(f"    {what} | {line[:300]}\n" for line in lines[-LOG_LINES:]),
+            end="",
+            flush=True,
+        )
         return lines[-1][:200] if lines else f"code {self._process.poll()}"
 
     @property
@@ -159,6 +175,8 @@ class Session:
 
     def __init__(self, section: str, options: Any) -> None:
         self.section, self.options, self.dry = section, options, options.dry_run
+        self.small = options.dry_run or options.tiny  # tiny sizes, which give no results
+        self._void = "dry run" if self.dry else "tiny sizes" if self.small else ""
         self.start = time.monotonic()
         self.deadline = self.start + 60 * options.minutes
         self.env = environment(dry=self.dry)
@@ -166,7 +184,9 @@ class Session:
         self.about: dict[str, Any] = {"name": "dry run" if self.dry else "unknown"}
         self.versions = versions()
         self._children: list[Child] = []
-        default = scratch() / "dry-run" if self.dry else HERE / "results"
+        self._spare: Child | None = None
+        kind = "dry-run" if self.dry else "tiny"
+        default = scratch() / kind if self.small else HERE / "results"
         self.folder = options.out or default
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -176,8 +196,12 @@ class Session:
         return self.deadline - time.monotonic()
 
     def child(self) -> Child:
-        """A new worker process."""
-        made = Child(self.env)
+        """A new worker process. The next one starts meanwhile, for its imports take seconds."""
+        made, self._spare = self._spare or self._started(), self._started()
+        return made
+
+    def _started(self) -> Child:
+        made = Child(self.env, dry=self.dry, small=self.small)
         self._children.append(made)
         return made
 
@@ -185,17 +209,19 @@ class Session:
         """The device and its rate for matrix products; the first thing that a section asks."""
         child = self.child()
         try:
-            found = child.ask("rate", self.deadline, dry=self.dry)
+            width = 128 if self.small else 8192
+            found = child.ask("rate", self.deadline, width=width)
         finally:
             child.end()
         self.about = found["about"]
-        note = f"{self.about['name']}, bf16 {8192 if not self.dry else 128}^3, random values"
+        note = f"{self.about['name']}, bf16 {width}^3, random values"
         self.add(Row("matrix product", found["flops"] / 1e12, unit=" TFLOP/s", note=note))
         return found
 
     def add(self, *rows: Row) -> None:
         """Print rows and write all of them: a section that is killed keeps what it has."""
         for row in rows:
+            row.void = row.void or self._void
             self.rows.append(row)
             print_rows([row]) if len(self.rows) == 1 else self._print(row)
         self.write()
@@ -217,7 +243,7 @@ class Session:
         content = {
             "section": self.section,
             "date": datetime.datetime.now().isoformat("T", "seconds"),
-            "dry_run": self.dry,
+            "no_results": self._void,
             "device": self.about,
             "versions": self.versions,
             "seconds": round(time.monotonic() - self.start, 1),
@@ -230,5 +256,6 @@ class Session:
 
     def end(self) -> None:
         """End every worker."""
+        self._spare = None
         for child in self._children:
             child.end()

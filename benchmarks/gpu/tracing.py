@@ -22,10 +22,9 @@ def rows(session: Session, size: str = "350M") -> None:
             child.ask(
                 "build",
                 session.deadline,
-                dry=session.dry,
                 size=size,
                 kind=f"xds-{stage}",
-                sequences=sequences(size, 80 << 30) if not session.dry else 1,
+                sequences=1 if session.small else sequences(size, 80 << 30),
             )
             name = f"-stage{stage}.trace.json"
             file = session.file(name) if session.section == "trace" else scratch() / f"step{name}"
@@ -37,6 +36,7 @@ def rows(session: Session, size: str = "350M") -> None:
             child.end()
         most = found["flats"] + 2
         note = f"{found['flats']} flats in {found['groups']} groups, so at most {most}"
+        print(f"# stage {stage} launches: " + "; ".join(found["names"]), flush=True)
         name = f"{size} stage {stage}"
         session.add(
             Row(

@@ -15,6 +15,7 @@ from harness import Row, ratio_row  # isort: skip
 
 ROUNDS, STEPS = 7, 4
 BUILD_SECONDS = 200.0  # with compilation; a process that hangs does not take the whole section
+DEEPSPEED_FAILURES = 2  # after these it is not tried again
 
 
 @dataclass(frozen=True)
@@ -34,25 +35,26 @@ class Pair:
         return f"{self.size} {how}: {self.ours} / {self.theirs}"
 
 
-def pairs(sizes: list[str], peers: list[str], deepspeed: bool) -> Iterator[Pair]:
+def pairs(sizes: list[str], peers: list[str], *, deepspeed: bool, few: bool) -> Iterator[Pair]:
     """All comparisons, the important ones first; those with DeepSpeed last, for it may have to compile."""
     if "plain" in peers:
-        yield from _plain_pairs(sizes)
+        yield from _plain_pairs(sizes, few)
     for size in sizes if "deepspeed" in peers else ():
         if size == "350M" or (deepspeed and size != "6.7B"):
-            for stage in (2, 3, 1):
+            for stage in (2, 3) if few else (2, 3, 1):
                 bars = (0.90, 0.75) if size == "350M" else (None, None)
                 yield Pair(size, f"xds-{stage}", f"deepspeed-{stage}", False, *bars)
 
 
-def _plain_pairs(sizes: list[str]) -> Iterator[Pair]:
+def _plain_pairs(sizes: list[str], few: bool) -> Iterator[Pair]:
     for size in sizes:
         if size == "6.7B":
             yield Pair(size, "xds-3", "plain", False)
             continue
         for compiled in (True, False) if size == "1.3B" else (False, True):
             must, aim = (1.02, 1.0) if compiled else (1.0, 0.95)
-            for stage in (2, 0, 1, 3):
+            some = (2, 3) if compiled else (2, 0, 3)
+            for stage in some if few else (2, 0, 1, 3):
                 bars = (must, aim) if stage < 3 and size == "350M" else (None, None)
                 yield Pair(size, f"xds-{stage}", "plain", compiled, *bars)
 
@@ -64,21 +66,24 @@ class Section:
         self.session = session
         found = session.measure_rate()
         self.flops, self.total = found["flops"], found["total"]
-        self.rounds, self.steps = (2, 1) if session.dry else (ROUNDS, STEPS)
+        self.rounds, self.steps = (2, 1) if session.small else (ROUNDS, STEPS)
         self._peer: tuple[tuple[str, str, bool], Child] | None = None
-        self._next: Child | None = None
+        self._own_adam = not session.small  # of DeepSpeed; it takes a minute to compile
         self._losses: dict[str, list[float]] = {}  # of each size's first contestant
 
     def run(self) -> None:
-        sizes = self.session.options.models or ["350M", "1.3B", "125M", "6.7B"]
+        few = self.session.small
+        sizes = self.session.options.models or (
+            ["350M", "6.7B"] if few else ["350M", "1.3B", "125M", "6.7B"]
+        )
         folder = self.session.options.deepspeed
         failed: dict[Any, str] = {}
-        deepspeed = ""  # why it cannot run
-        for pair in pairs(sizes, self.session.options.against, bool(folder)):
+        deepspeed: list[str] = []  # its failures
+        for pair in pairs(sizes, self.session.options.against, deepspeed=bool(folder), few=few):
             key = (pair.size, pair.theirs, pair.compiled)
             reason = failed.get(key) or self._reason(pair, folder)
-            if pair.theirs.startswith("deepspeed"):
-                reason = reason or deepspeed
+            if pair.theirs.startswith("deepspeed") and len(deepspeed) >= DEEPSPEED_FAILURES:
+                reason = reason or f"DeepSpeed failed: {deepspeed[-1]}"
             if reason:
                 self.session.skip(pair.name, reason, pair.must, aim=pair.aim)
                 continue
@@ -89,18 +94,18 @@ class Section:
                 if self._peer is None or not self._peer[1].is_alive:
                     failed[key] = f"the peer failed: {error}"
                 if self._peer is None and pair.theirs.startswith("deepspeed"):
-                    deepspeed = f"DeepSpeed failed: {error}"
+                    deepspeed.append(str(error))
         self.session.end()
 
     def _reason(self, pair: Pair, folder: Any) -> str:
         """Why a pair cannot run; empty if it can."""
         if pair.theirs.startswith("deepspeed") and not folder:
             return "no --deepspeed FOLDER"
-        if self.session.left < (5 if self.session.dry else 45):
+        if self.session.left < (5 if self.session.small else 45):
             return "time: run --train --models " + pair.size
-        numel = shape_of(pair.size, dry=self.session.dry).numel
+        numel = shape_of(pair.size, small=self.session.small).numel
         need = 1.15 * STATE_BYTES * numel
-        if not self.session.dry and need > self.total:
+        if not self.session.small and need > self.total:
             return f"the states and room for a step take {need / 1e9:.0f} GB"
         return ""
 
@@ -148,6 +153,8 @@ class Section:
         row = ratio_row(pair.name, ours, theirs, must=pair.must, aim=pair.aim)
         ms = [1e3 * statistics.median(found) for found in (ours, theirs)]
         apart = "; not alternated" if pair.size == "6.7B" else ""
+        if pair.theirs.startswith("deepspeed"):
+            apart += "; with its own Adam" if self._own_adam else "; with torch's fused Adam"
         row.note = f"{ms[0]:.1f} / {ms[1]:.1f} ms{apart}"
         row.samples = {"ours": ours, "theirs": theirs}
         self.session.add(row)
@@ -161,7 +168,7 @@ class Section:
         name = f"{pair.size} {how} {who}: share of the matrix rate"
         if any(row.name == name for row in self.session.rows):
             return
-        shape = shape_of(pair.size, dry=self.session.dry)
+        shape = shape_of(pair.size, small=self.session.small)
         tokens = sequences(pair.size, self.total) * shape.context
         seconds = statistics.median(turn["seconds"] for turn in turns)
         peaks = child.ask("memory", self.session.deadline)
@@ -190,18 +197,27 @@ class Section:
         self._peer = None
 
     def _build(self, pair: Pair, kind: str) -> Child:
-        """A contestant after its first steps. The next process starts meanwhile: its imports take seconds."""
-        child, self._next = self._next or self.session.child(), self.session.child()
-        limit = 60.0 if self.session.dry else BUILD_SECONDS
+        """A contestant after its first steps. Where DeepSpeed's own Adam does not build, it gets torch's."""
+        if kind.startswith("deepspeed") and self._own_adam:
+            try:
+                return self._built(pair, kind)
+            except Failed as error:
+                print(f"# DeepSpeed's own Adam failed, torch's is taken: {error}", flush=True)
+                self._own_adam = False
+        return self._built(pair, kind)
+
+    def _built(self, pair: Pair, kind: str) -> Child:
+        child = self.session.child()
+        limit = 60.0 if self.session.small else BUILD_SECONDS
         built = child.ask(
             "build",
             min(self.session.deadline, time.monotonic() + limit),
-            dry=self.session.dry,
             size=pair.size,
             kind=kind,
             compile=pair.compiled,
             sequences=sequences(pair.size, self.total),
             folder=str(self.session.options.deepspeed or ""),
+            own_adam=self._own_adam,
         )
         first = self._losses.setdefault(pair.size, built["losses"])
         gap = max(abs(a - b) / abs(b) for a, b in zip(built["losses"], first, strict=True))
@@ -214,7 +230,7 @@ class Section:
 def run(session: Session) -> None:
     """Every pair, then a trace of a step at stages 0, 2 and 3 where time is left."""
     Section(session).run()
-    if session.left > (3 if session.dry else 60):
+    if session.left > (3 if session.small else 60):
         import tracing
 
         tracing.rows(session)

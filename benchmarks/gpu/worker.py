@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:  # python -P and PYTHONSAFEPATH leave a script's folder out
     sys.path.insert(0, str(HERE))
-
-MARK = "@@"
 
 
 class Worker:
@@ -79,7 +79,7 @@ class Worker:
         from device import matmul_flops, pick
 
         device = pick(dry=spec["dry"])
-        flops = matmul_flops(device)
+        flops = matmul_flops(device, spec["width"])
         device.empty_cache()
         return {"flops": flops, "total": device.total_bytes(), "about": device.about()}
 
@@ -133,22 +133,31 @@ class Worker:
 
 def main() -> None:
     """Serve commands until the input ends."""
+    import faulthandler
+
+    faulthandler.register(signal.SIGUSR1)  # a process that hangs says where
     import torch
 
+    try:
+        import xds  # noqa: F401  (before it is needed: that takes seconds)
+    except Exception:
+        traceback.print_exc()  # its use fails again, with a message
     if os.environ.get("XDS_BENCH_DRY"):
         torch.set_num_threads(1)
+    # libraries and what they start print, and may read: they get neither pipe
+    commands, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
     worker = Worker()
-    for line in sys.stdin:
+    for line in commands:
         spec = json.loads(line)
         try:
             answer = getattr(worker, spec["do"])(spec)
         except BaseException as error:
             text = (str(error).strip() or "no message").splitlines()[0][:200]
             answer = {"error": f"{type(error).__name__}: {text}"}
-            import traceback
-
             traceback.print_exc()
-        print(MARK + json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)  # exit hooks of libraries may abort a finished process
 
 
