@@ -46,6 +46,7 @@ class _Sent(dist._Work):  # type: ignore[misc,name-defined]
 class DeviceGroup(dist.ProcessGroup):
     """`started`: the names and sizes of the messages of this rank, in their order."""
 
+    takes_host = False  # tensors of the CPU
     _count = 0
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -83,7 +84,7 @@ class DeviceGroup(dist.ProcessGroup):
         peer: int | None = None,
     ) -> _Sent:
         """run: returns what is left to do when the message has ended."""
-        if not all(tensor.is_cuda for tensor in (*reads, *writes)):
+        if not self.takes_host and not all(tensor.is_cuda for tensor in (*reads, *writes)):
             raise RuntimeError(f"{name}: No backend type associated with device type cpu")
         self.started.append((name, sum(tensor.numel() for tensor in reads)))
         if peer not in self._streams:

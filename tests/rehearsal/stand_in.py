@@ -112,7 +112,7 @@ def _replace_functions(torch: Any) -> None:
     cuda.default_stream = lambda device=None: default
     cuda.current_stream = lambda device=None: torch.accelerator.current_stream()
     cuda.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
-    cuda.device = lambda device: contextlib.nullcontext()
+    cuda.device = type("device", (contextlib.nullcontext,), {})  # torch asks for instances of it
     cuda.empty_cache = lambda: ops.note("empty cache")
     cuda.synchronize = lambda device=None: torch.accelerator.synchronize()
     cuda.memory_allocated = cuda.memory_reserved = lambda device=None: ops.memory()[0]
