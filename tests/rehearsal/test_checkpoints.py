@@ -12,7 +12,7 @@ import torch.distributed as dist
 from device_ranks import ranks, stop_ranks
 from helpers import run_ranks
 from test_features import engine_of, inputs_of, micro_batch, train
-from test_rehearsal import build, config_of
+from test_rehearsal import build, config_of, waits
 from torch import Tensor, nn
 
 
@@ -40,7 +40,11 @@ def saved(folder: str, stage: int, precision: str, background: bool) -> tuple[An
     engine = engine_of(stage, precision, checkpoint={"async_save": background})
     train(engine, 0, 2)
     states = whole(engine)
+    before = waits().get("copy_to_host", 0)
     engine.save_checkpoint(folder, client_state={"epoch": 3})
+    if background:
+        # the tensors are copied with one wait, for their stream; these are agreements of the ranks
+        assert waits().get("copy_to_host", 0) - before <= 2
     losses = train(engine, 2, 4)
     engine.wait_for_checkpoint()
     engine.destroy()

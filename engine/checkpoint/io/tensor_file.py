@@ -77,7 +77,7 @@ def image_bytes(entries: Sequence[Entry]) -> int:
 def copy_image(entries: Sequence[Entry], memory: Tensor) -> None:
     """Put the bytes of the file of `entries` into `memory` [image_bytes], uint8, on the CPU.
 
-    None of them has `blocks`.
+    None of them has `blocks`. Waits once for a device.
     """
     ordered = _in_order(entries)
     header = _header(ordered)
@@ -85,8 +85,10 @@ def copy_image(entries: Sequence[Entry], memory: Tensor) -> None:
     at = len(header)
     for entry in ordered:
         target = memory[at : at + entry.size_bytes].view(entry.tensor.dtype)
-        target.copy_(_part(entry))
+        target.copy_(_part(entry), non_blocking=True)
         at += entry.size_bytes
+    if any(entry.tensor.is_cuda for entry in ordered):
+        torch.cuda.current_stream().synchronize()
 
 
 def _in_order(entries: Sequence[Entry]) -> list[Entry]:

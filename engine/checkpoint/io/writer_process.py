@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
+from ....offload.pinned import tensor_over
 from ....utils.errors import XdsError
 from . import writer
 from .tensor_file import Sums
@@ -34,13 +34,13 @@ class WriterProcess:
         self._end: weakref.finalize[Any, WriterProcess] | None = None
 
     def memory(self, size_bytes: int) -> Tensor:
-        """`size_bytes` of shared memory, uint8, on the CPU; not initialized."""
+        """`size_bytes` of shared memory, uint8, on the CPU; not initialized. Page-locked, if there is a GPU."""
         if self._memory is None or len(self._memory) < size_bytes:
             self._memory = None
             self._fd = _new_memory() if self._fd is None else self._fd
             os.ftruncate(self._fd, size_bytes)
             mapped = mmap.mmap(self._fd, size_bytes, flags=mmap.MAP_SHARED | _POPULATE)
-            self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
+            self._memory = tensor_over(mapped, size_bytes, pin=True, can_warn=False)
         return self._memory[:size_bytes]
 
     def write(self, path: Path, size_bytes: int, on_written: Callable[[int], None]) -> Sums:
