@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ..from_host import moved
 from ..kernels.lamb import lamb_apply_, lamb_direction_
 from .adam import new_moments
 from .lamb import clamped
@@ -104,11 +105,8 @@ class OneBitLamb(OneBitOptimizer):
         for update, direction in zip(updates, directions, strict=True):
             cuts = self._tables.cuts_of(update.item)
             lr = float(update.group["lr"])
-            rates = torch.tensor(
-                [0.0 if name is None else lr * ratios[name] for name in cuts.names],
-                dtype=torch.float32,
-                device=direction.device,
-            )
+            found = [0.0 if name is None else lr * ratios[name] for name in cuts.names]
+            rates = moved(torch.tensor(found, dtype=torch.float32), direction.device)
             lamb_apply_(update.item.master, direction, update.out, cuts.bounds, rates, None)
             mark_written(update)
 
@@ -201,7 +199,7 @@ class OneBitLamb(OneBitOptimizer):
         plain = (mean * corrections.mean).div_(root).clamp_(-most, most).masked_fill_(stays, 0.0)
         direction = plain.add(master, alpha=group["weight_decay"]).masked_fill_(stays, 0.0)
         change.masked_fill_(stays, 0.0)
-        bounds = self._tables.cuts_of(update.item).bounds.tolist()
+        bounds = self._tables.cuts_of(update.item).starts
         figures = torch.zeros(len(bounds) - 1, 3, dtype=torch.float64, device=master.device)
         for row, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
             here = slice(start, stop)

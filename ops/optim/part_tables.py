@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Collectives
+from ..from_host import moved
 from .shard_optimizer import Item, Update, World
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """An item cut at its parameters: bounds int64 [k + 1], and k names; None for a gap between two."""
+    """An item cut at its parameters: bounds int64 [k + 1], and k names; None for a gap between two.
+
+    starts: the bounds on the host.
+    """
 
     bounds: Tensor
+    starts: tuple[int, ...]
     names: tuple[str | None, ...]
 
 
@@ -46,7 +51,7 @@ class PartTables:
             found = [
                 len(numbers) if name is None else numbers[name] for name in self.cuts_of(item).names
             ]
-            rows = torch.tensor(found, dtype=torch.int64, device=item.master.device)
+            rows = moved(torch.tensor(found, dtype=torch.int64), item.master.device)
             self._rows_of[item] = rows
         return rows
 
@@ -59,7 +64,7 @@ class PartTables:
     ) -> Tensor:
         """The figures of every parameter over all ranks, [parameters + 1, k]; the last row is 0.
 
-        Sends 8 bytes for each parameter, figure and peer. The host waits for no device after the first call.
+        Sends 8 bytes for each parameter, figure and peer. The host waits for no device.
 
         Args:
             figures: for each update [cuts, k] fp64.
@@ -107,7 +112,7 @@ class PartTables:
             flats = [f for f in world.flats if f.is_sharded and f.collectives is collectives]
             numbers = self._rows(world)
             found = [numbers[part.name] for flat in flats for part in flat.parts]
-            rows = self._own[collectives, device] = torch.tensor(found, device=device)
+            rows = self._own[collectives, device] = moved(torch.tensor(found), device)
         return rows
 
 
@@ -120,7 +125,7 @@ def _cut(item: Item) -> Cuts:
             bounds.append(part.start)
         names.append(part.name)
         bounds.append(part.stop)
-    return Cuts(torch.tensor(bounds, device=item.master.device), tuple(names))
+    return Cuts(moved(torch.tensor(bounds), item.master.device), tuple(bounds), tuple(names))
 
 
 __all__ = ["Cuts", "PartTables"]
