@@ -141,7 +141,7 @@ class SequenceAttention:
             )
         if kv_heads % layout.size:  # groups are cut: one head of keys for each head of queries
             own_heads = layout.heads[self._group.rank]
-            index = torch.tensor(key_head_of_each(heads, kv_heads, own_heads), device=key.device)
+            index = key_head_of_each(heads, kv_heads, own_heads, key.device)
             key, value = key.index_select(1, index), value.index_select(1, index)
             module = _Ungrouped(module)
         if len(layout.ring) > 1:

@@ -25,6 +25,7 @@ class WholeBatch:
     attention_mask: [B, N] or None. position_ids: [B or 1, N].
     masks: what was built of them; by length of the sliding window, or None for all tokens.
     is_used: by an attention.
+    is_one_document: known without a look at the positions, for which the host would wait.
     seen: padding and documents, where a ring has asked for them.
     """
 
@@ -34,6 +35,7 @@ class WholeBatch:
     position_ids: Tensor
     masks: dict[int | None, Any] = field(default_factory=dict)
     is_used: bool = False
+    is_one_document: bool = False
     seen: tuple[Tensor | None, Tensor | None] | None = None
 
     @property
@@ -51,6 +53,8 @@ class WholeBatch:
             if self.attention_mask is not None:
                 kept = self.attention_mask.bool()
                 self.seen = (None if kept.all() else kept), None
+            elif self.is_one_document:
+                self.seen = None, None
             else:
                 begins = self.position_ids.diff(dim=1) != 1
                 documents = nn.functional.pad(begins.cumsum(1), (1, 0))
@@ -144,7 +148,8 @@ def cut_batch(
             "mask of its heads; pass such a mask, or position_ids that begin at 0 for each document"
         )
     found = dict(inputs)
-    if found.get("position_ids") is None:
+    are_given = found.get("position_ids") is not None
+    if not are_given:
         plain = torch.arange(length, device=ids.device).unsqueeze(0)
         found["position_ids"] = plain if mask is None or not without_padding else positions_of(mask)
     positions = found["position_ids"]
@@ -162,7 +167,8 @@ def cut_batch(
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
             found[name] = value[:, first:end].contiguous()
     found["use_cache"] = False
-    return found, WholeBatch(tokens, size, mask, positions)
+    is_one_document = not are_given and mask is None
+    return found, WholeBatch(tokens, size, mask, positions, is_one_document=is_one_document)
 
 
 __all__ = ["WholeBatch", "cut_batch", "positions_of", "shifted", "short_batch", "skips_padding"]

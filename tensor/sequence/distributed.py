@@ -129,8 +129,7 @@ class DistributedAttention(nn.Module):
             of_keys.to_heads(value),
         )
         if kv_heads % world_size:  # groups are cut: one head of keys for each head of queries
-            index = key_head_of_each(heads, kv_heads, own[group.rank])
-            places = torch.tensor(index, device=key.device)
+            places = key_head_of_each(heads, kv_heads, own[group.rank], key.device)
             key, value = key.index_select(1, places), value.index_select(1, places)
         back = [self._order.index(dim) for dim in range(4)]
         inputs = (x.permute(back) for x in (query, key, value))

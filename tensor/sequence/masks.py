@@ -33,7 +33,8 @@ def build_mask(
         inputs_embeds=inputs,
         attention_mask=whole.attention_mask,
         past_key_values=None,
-        position_ids=whole.position_ids,
+        # transformers looks for documents in them, and the host waits for what it finds
+        position_ids=None if whole.is_one_document else whole.position_ids,
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 Range = tuple[int, int]
 
 
@@ -28,15 +31,14 @@ def key_heads(heads: int, kv_heads: int, world_size: int) -> tuple[Range, ...]:
     )
 
 
-def key_head_of_each(heads: int, kv_heads: int, own: Range) -> list[int]:
-    """For each query head of `own`, its head of keys among those that the rank received.
+def key_head_of_each(heads: int, kv_heads: int, own: Range, device: torch.device) -> Tensor:
+    """For each query head of `own`, its head of keys among those that the rank received. No host waits.
 
-    >>> key_head_of_each(6, 2, (2, 4))
-    [0, 1]
+    >>> key_head_of_each(6, 2, (2, 4), torch.device("cpu"))
+    tensor([0, 1])
     """
     grouped = heads // kv_heads
-    first = own[0] // grouped
-    return [head // grouped - first for head in range(*own)]
+    return torch.arange(*own, device=device) // grouped - own[0] // grouped
 
 
 __all__ = ["Range", "key_head_of_each", "key_heads", "shares"]

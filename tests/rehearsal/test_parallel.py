@@ -1,10 +1,13 @@
-"""Pipelines, slices, sequences, compressed messages on a CUDA device that is host memory. See stand_in.py."""
+"""Pipelines, slices, sequences on a CUDA device that is host memory. See stand_in.py."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from helpers import run_ranks
 from pipeline_runs import Model, batches
 from test_rehearsal import waits
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 STEPS, COUNT = 4, 4
 FIRST = 2  # waits are counted from here on: shapes are known, and the clock of samples runs
@@ -134,3 +138,107 @@ def test_a_pipeline_has_the_numbers_of_the_cpu_and_waits_before_a_step_and_at_it
         assert math.isfinite(each.losses[-1])
         # what the first stage has read, where this is another one; whether all ranks go on; the norm
         assert set(each.in_steps[FIRST:]) == {2 if each.first_in_pipeline else 3}
+
+
+# -- slices and sequences -----------------------------------------------------------------------------------
+
+
+def train_whole(name: str, config: dict[str, Any]) -> Trained:
+    """Forward, backward and step over one of the models of tensor_cases."""
+    from tensor_cases import batches, build
+
+    import xds
+
+    engine = xds.initialize(build(name, config.get("sequence_parallel_size", 1)), config)
+    losses, norms, in_steps, in_micro_batches = [], [], [], 0
+
+    def micro_batch(batch: Any) -> Tensor:
+        loss = engine(**batch).loss if isinstance(batch, dict) else engine(*batch)
+        engine.backward(loss)
+        return loss.detach()
+
+    for step in range(STEPS):
+        total, num_waits = [], 0
+        for batch in batches(name, step, engine.dp_rank):
+            moved = tree_map(lambda tensor: tensor.to(engine.device), batch)
+            loss, found = counted(partial(micro_batch, moved))
+            total.append(loss)
+            in_micro_batches += found if step >= FIRST else 0
+            num_waits += counted(engine.step)[1]
+        losses.append(torch.stack(total).mean().item())
+        norms.append(engine.get_global_grad_norm() or 0.0)
+        in_steps.append(num_waits)
+    found = Trained(losses, norms, values_of(engine), in_steps, in_micro_batches)
+    engine.destroy()
+    return found
+
+
+# in each forward transformers' own code looks at masks, positions and attributes of a tensor
+OF_TRANSFORMERS = {"gpt": 0, "llama": 1, "qwen3": 1, "gpt2": 3}
+TENSOR, OVERLAPPED = {"tp_size": 2}, {"tp_size": 2, "tp_overlap_comm": True}
+RANKS_OF_A_MODEL = [
+    (2, 3, "bf16", "llama", {"tensor_parallel": OVERLAPPED}),
+    (2, 2, "fp32", "llama", {"sequence_parallel_size": 2}),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (2, 0, "fp32", "gpt2", {"tensor_parallel": TENSOR}),
+            (2, 1, "fp16", "qwen3", {"tensor_parallel": OVERLAPPED}),
+            (2, 2, "bf16", "gpt", {"tensor_parallel": TENSOR}),
+            (2, 3, "bf16", "gpt", {"sequence_parallel_size": 2}),
+            (4, 3, "bf16", "llama", {"sequence_parallel_size": 2, "tensor_parallel": TENSOR}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("world_size", "stage", "precision", "name", "more"), RANKS_OF_A_MODEL)
+def test_slices_and_sequences_have_the_numbers_of_the_cpu_and_wait_for_the_norm_alone(
+    world_size: int, stage: int, precision: str, name: str, more: dict[str, Any]
+) -> None:
+    config = config_of(stage, precision, **more)
+    found = ranks(world_size).run(train_whole, name, config)
+    assert_same(found, run_ranks(train_whole, world_size, name, config), precision)
+    for each in found:
+        assert each.in_micro_batches == OF_TRANSFORMERS[name] * COUNT * (STEPS - FIRST)
+        assert each.in_steps[FIRST:] == [1] * (STEPS - FIRST)
+
+
+# -- rings --------------------------------------------------------------------------------------------------
+
+
+def train_in_a_ring(model: tuple[Any, ...], kind: str, config: dict[str, Any]) -> Trained:
+    """More sequence ranks than heads. kind: of the batch, see test_sequence_training.py."""
+    sys.path.append(str(Path(__file__).parents[1] / "tensor"))
+    from test_sequence_training import batch, build
+
+    import xds
+
+    engine = xds.initialize(build(*model), config)
+    losses, norms, in_steps, in_micro_batches = [], [], [], 0
+    for step in range(STEPS):
+        given = tree_map(lambda x: x.to(engine.device), batch(kind, step, engine.dp_rank))
+        loss = engine(**given).loss
+        _, found = counted(partial(engine.backward, loss))
+        in_micro_batches += found if step >= FIRST else 0
+        in_steps.append(counted(engine.step)[1])
+        losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm() or 0.0)
+    found = Trained(losses, norms, values_of(engine), in_steps, in_micro_batches)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "stage", "precision"),
+    [("plain", 3, "bf16"), ("packed", 1, "fp32"), ("padded", 2, "fp16")],
+)
+def test_rings_have_the_numbers_of_the_cpu(kind: str, stage: int, precision: str) -> None:
+    more = {"sequence_parallel_size": 2, "gradient_accumulation_steps": 1}
+    args = (("llama", 1, 1), kind, config_of(stage, precision, **more))
+    found = ranks(2).run(train_in_a_ring, *args)
+    assert_same(found, run_ranks(train_in_a_ring, 2, *args), precision)
+    for each in found:
+        assert each.in_micro_batches == 0
+        assert each.in_steps[FIRST:] == [1] * (STEPS - FIRST)

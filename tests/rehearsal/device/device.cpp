@@ -47,8 +47,26 @@ struct Pair {
   at::Tensor original, alias;
 };
 
+void copy_state(at::Generator from, at::Generator to) {
+  at::Tensor found;
+  {
+    std::lock_guard guard(from.mutex());
+    found = from.get_state();
+  }
+  std::lock_guard guard(to.mutex());
+  to.set_state(found);
+}
+
 struct Call {
   std::vector<Pair> pairs;
+  at::Generator draws, on_host;  // a generator of the device, and one of the CPU with its state
+  at::Generator drawing(at::Generator given) {
+    TORCH_CHECK(given.device().type() == DeviceType::CUDA, "Expected a 'cuda' device type for generator but found 'cpu'");
+    draws = given;
+    on_host = at::make_generator<at::CPUGeneratorImpl>();
+    copy_state(draws, on_host);
+    return on_host;
+  }
   at::Tensor in(const at::Tensor& t) {
     if (!on_device(t)) return t;
     for (auto& p : pairs)
@@ -90,9 +108,7 @@ c10::IValue convert(const c10::IValue& value, Call& call, bool inwards) {
     return made;
   }
   if (value.isDevice() && inwards && value.toDevice().type() == DeviceType::CUDA) return Device(DeviceType::CPU);
-  if (value.isGenerator() && inwards && value.toGenerator().defined() &&
-      value.toGenerator().device().type() == DeviceType::CUDA)
-    return value;  // it is a CPUGeneratorImpl
+  if (value.isGenerator() && inwards && value.toGenerator().defined()) return call.drawing(value.toGenerator());
   return value;
 }
 
@@ -176,6 +192,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   if (needs_host(name) || has_mask(schema.name(), originals)) host_waits(s.clocks[stream], name);
   for (size_t at = 0; at < num; ++at) (*stack)[first + at] = convert((*stack)[first + at], call, true);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  if (call.draws.defined()) copy_state(call.on_host, call.draws);
   // an out= argument may have been resized
   for (auto& p : call.pairs) {
     if (!p.alias.sizes().equals(p.original.sizes()) || p.alias.storage().data() != p.original.storage().data()) {

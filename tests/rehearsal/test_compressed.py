@@ -1,0 +1,107 @@
+"""Compressed messages on a CUDA device that is host memory: their numbers, and waits of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from device_ranks import ranks, stop_ranks
+from helpers import run_ranks
+from test_parallel import FIRST, STEPS, Trained, config_of, counted, values_of
+from torch import Tensor
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[None]:
+    yield
+    stop_ranks()
+
+
+def train_vector(config: dict[str, Any], hosts_of: int) -> Trained:
+    """Over a model whose gradients are exact. hosts_of: so many ranks are on a host."""
+    import torch.distributed as dist
+    from test_rehearsal import batch, build
+
+    import xds
+    from xds.ops.comm import hosts
+
+    hosts._host_id = lambda: f"host {dist.get_rank() // hosts_of}"
+    engine = xds.initialize(build(), config)
+    dtype = next(engine.module.parameters()).dtype
+    losses, norms, in_steps, in_micro_batches = [], [], [], 0
+
+    def micro_batch(inputs: Tensor) -> Tensor:
+        loss = engine(inputs).float().square().mean()
+        engine.backward(loss)
+        return loss.detach()
+
+    for step in range(2 * STEPS):
+        total, num_waits = [], 0
+        for micro in range(2):
+            inputs = batch(2 * step + micro, engine.device, dtype)
+            loss, found = counted(partial(micro_batch, inputs))
+            total.append(loss)
+            in_micro_batches += found if step >= FIRST else 0
+            num_waits += counted(engine.step)[1]
+        losses.append(torch.stack(total).mean().item())
+        norms.append(engine.get_global_grad_norm() or 0.0)
+        in_steps.append(num_waits)
+    found = Trained(losses, norms, values_of(engine), in_steps, in_micro_batches)
+    engine.destroy()
+    return found
+
+
+def one_bit(kind: str, clipper: int = 1) -> dict[str, Any]:
+    """clipper: 0/1 Adam synchronises every so many steps at most."""
+    params: dict[str, Any] = {"lr": 1e-2, "freeze_step": 3}
+    if kind == "ZeroOneAdam":
+        params = {"lr": 1e-2, "var_freeze_step": 4, "var_update_scaler": 1}
+        params |= {"local_step_scaler": 4, "local_step_clipper": clipper}
+    return {"optimizer": {"type": kind, "params": params}, "gradient_clipping": 0.0}
+
+
+WEIGHTS, GRADS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+LOCO = {"zeropp_loco_param": {"err_beta": 0.6, "reset_T": 7}}
+ADAM, LAMB, ZERO_ONE = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
+# 1-bit optimizers at stages 1 and 2 wait once more: the host reads whether a script has written to parameters
+CASES = [
+    (2, 2, "bf16", one_bit(ADAM), 2),
+    (2, 3, "bf16", {"zero_optimization": WEIGHTS | GRADS}, 1),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (2, 0, "fp32", one_bit(ADAM), 1),
+            (2, 1, "fp16", one_bit(ADAM), 2),
+            (2, 0, "bf16", one_bit(LAMB), None),
+            (2, 2, "fp32", one_bit(LAMB), None),
+            (2, 0, "fp32", one_bit(ZERO_ONE, 2), 1),
+            (2, 1, "bf16", one_bit(ZERO_ONE), 2),
+            (2, 2, "fp32", {"zero_optimization": GRADS | LOCO}, 1),
+            (4, 3, "bf16", {"zero_optimization": {"zero_hpz_partition_size": 2} | WEIGHTS}, 1),
+            (4, 3, "fp16", {"zero_optimization": {"mics_shard_size": 2}}, 1),
+            (4, 2, "fp32", {"zero_optimization": GRADS}, 1),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("world_size", "stage", "precision", "more", "num_waits"), CASES)
+def test_compressed_messages_have_the_numbers_of_the_cpu(
+    world_size: int, stage: int, precision: str, more: dict[str, Any], num_waits: int | None
+) -> None:
+    config = config_of(stage, precision, gradient_accumulation_steps=2)
+    zero = config["zero_optimization"] | more.get("zero_optimization", {})
+    config |= more | {"zero_optimization": zero}
+    found = ranks(world_size).run(train_vector, config, 2)
+    expected = run_ranks(train_vector, world_size, config, 2)
+    near = 1e-3 if precision == "fp32" else 5e-2  # a sign that flips changes many weights a little
+    for here, there in zip(found, expected, strict=True):
+        assert here.losses == pytest.approx(there.losses, rel=near, abs=near)
+        assert here.norms == pytest.approx(there.norms, rel=near, abs=near)
+        assert {*here.values} == {*there.values}
+        assert here.in_micro_batches == 0
+        if num_waits is not None:
+            assert here.in_steps[-3:] == [num_waits] * 3  # nothing is agreed on for the first time
