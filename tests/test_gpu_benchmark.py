@@ -46,7 +46,7 @@ def test_a_section_runs_without_a_gpu(tmp_path: Path) -> None:
     text, rows = dry(tmp_path, "--trace")
     assert rows["350M stage 3: launches of the update"]["value"]
     assert not reasons(rows)
-    assert "# dry run, no results: 7 rows ran" in text
+    assert "# dry run, no results: 8 rows ran" in text
     assert "met" not in text and "For benchmarks" not in text
 
 
@@ -74,16 +74,15 @@ def test_a_deepspeed_that_fails_leaves_the_other_rows(tmp_path: Path) -> None:
         "    print('no end of line', end='', flush=True)\n"
         "    if config['zero_optimization']['stage'] == 2:\n"
         "        raise ImportError('an op is missing')\n"
-        "    sys.stderr.write('out of luck')\n"
+        "    sys.stderr.write('\\nout of luck')\n"
         "    os._exit(3)\n"
     )
-    options = ["--models", "350M", "--deepspeed", str(package.parent)]
-    _, rows = dry(tmp_path / "out", "--train", *options)
+    options = ["--against", "deepspeed", "--deepspeed", str(package.parent)]
+    _, rows = dry(tmp_path / "out", "--train", "--models", "350M", *options)
     assert reasons(rows) == {
         "ImportError: an op is missing",
         "the process ended: out of luck",
     }
-    assert rows["350M compiled: xds-3 / plain"]["value"]
     assert rows["350M stage 0: launches of the update"]["value"]
 
 

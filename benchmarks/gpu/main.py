@@ -39,9 +39,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", action="store_true", help="this section")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on the GPU, no results")
-    parser.add_argument(
-        "--minutes", type=float, help="of each section; default: 9, with --tiny 1.5"
-    )
+    parser.add_argument("--minutes", type=float, help="of each section; default: 9, with --tiny 2")
     parser.add_argument("--models", nargs="+", metavar="SIZE", help="of 125M 350M 1.3B 6.7B")
     parser.add_argument("--deepspeed", type=Path, help="a folder with an unpacked DeepSpeed")
     both = ["plain", "deepspeed"]
@@ -49,7 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--disk", type=Path, help="folder for checkpoints; default: temporary")
     parser.add_argument("--out", type=Path, help="folder of the results; default: results/")
     options = parser.parse_args()
-    options.minutes = options.minutes or (1.5 if options.tiny else 9.0)
+    options.minutes = options.minutes or (2.0 if options.tiny else 9.0)
     for size in options.models or []:
         if size not in ("125M", "350M", "1.3B", "6.7B"):
             parser.error(f"--models {size}: use 125M, 350M, 1.3B or 6.7B")

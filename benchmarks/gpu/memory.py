@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from scale import STATE_BYTES, sequences, shape_of
@@ -11,6 +12,8 @@ from harness import Row  # isort: skip
 from offload.search import next_layers  # isort: skip
 
 MAX_LAYERS = 200
+BUILD_SECONDS = 120.0
+NO_MEMORY = ("memory", "alloc_failed")  # torch's words, and those of cuBLAS
 
 
 def run(session: Session) -> None:
@@ -24,7 +27,8 @@ def run(session: Session) -> None:
 
 def _build(session: Session, kind: str, size: str, count: int) -> Any:
     child = session.child()
-    child.ask("build", session.deadline, size=size, kind=kind, sequences=count)
+    limit = min(session.deadline, time.monotonic() + BUILD_SECONDS)
+    child.ask("build", limit, size=size, kind=kind, sequences=count)
     return child
 
 
@@ -88,7 +92,7 @@ def largest(session: Session, kind: str, total: int) -> None:
             _build(session, kind, f"wide-{layers}", 1).end()
             tried[layers] = True
         except Failed as error:
-            if "memory" not in str(error).lower():
+            if not any(word in str(error).lower() for word in NO_MEMORY):
                 why = str(error)
                 break
             tried[layers] = False

@@ -206,7 +206,10 @@ class Session:
         return made
 
     def measure_rate(self) -> dict[str, Any]:
-        """The device and its rate for matrix products; the first thing that a section asks."""
+        """The device and its rate for matrix products; the first thing that a section asks.
+
+        Then the kernels of xds are compiled for this device alone. Without them torch's ops would be measured.
+        """
         child = self.child()
         try:
             width = 128 if self.small else 8192
@@ -216,7 +219,26 @@ class Session:
         self.about = found["about"]
         note = f"{self.about['name']}, bf16 {width}^3, random values"
         self.add(Row("matrix product", found["flops"] / 1e12, unit=" TFLOP/s", note=note))
+        if self.about["capability"]:
+            self.env.setdefault("XDS_CUDA_ARCHS", self.about["capability"].replace(".", ""))
+        if self._spare is not None:  # it has the variables of before
+            self._spare.end()
+            self._spare = None
+        if self.section not in ("tests", "ops"):
+            self._load_kernels()
         return found
+
+    def _load_kernels(self) -> None:
+        name = "kernels of xds: load"
+        child = self.child()
+        try:
+            loaded = child.ask("kernels", min(self.deadline, time.monotonic() + 240))
+            note = f"{loaded['name']}; built if not cached"
+            self.add(Row(name, loaded["seconds"], unit=" s", note=note))
+        except Failed as error:
+            self.skip(name, f"xds runs with torch's ops: {error}")
+        finally:
+            child.end()
 
     def add(self, *rows: Row) -> None:
         """Print rows and write all of them: a section that is killed keeps what it has."""

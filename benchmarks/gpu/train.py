@@ -208,7 +208,7 @@ class Section:
 
     def _built(self, pair: Pair, kind: str) -> Child:
         child = self.session.child()
-        limit = 60.0 if self.session.small else BUILD_SECONDS
+        limit = 60.0 if self.session.dry else BUILD_SECONDS
         built = child.ask(
             "build",
             min(self.session.deadline, time.monotonic() + limit),

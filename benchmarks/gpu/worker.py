@@ -83,6 +83,17 @@ class Worker:
         device.empty_cache()
         return {"flops": flops, "total": device.total_bytes(), "about": device.about()}
 
+    def kernels(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Build and load the kernels of xds for the device, with an error where that fails."""
+        from device import pick
+
+        from xds.ops import libraries
+
+        start = time.perf_counter()
+        name = libraries.optimizer_library(pick(dry=spec["dry"]).torch_device)
+        libraries.load(name, require=True)
+        return {"name": name, "seconds": time.perf_counter() - start}
+
     def trace(self, spec: dict[str, Any]) -> dict[str, Any]:
         """A profile of one step, as numbers; see profile_step.py."""
         from profile_step import profile
