@@ -18,21 +18,41 @@ import torch
 from torch import Tensor
 
 from .lanes import Done, Lanes, Outbox, Ticket
-from .pinned import host_memory
+from .reused import HostBlock, HostPool
 
 MIN_BYTES = 1 << 16  # a smaller tensor costs more to copy than to keep
 
 
 @final
 class _Moved:
-    """One tensor on the host, and on the device again once it is fetched."""
+    """One tensor on the host, and on the device again once it is fetched. Its block is free at its end."""
 
-    def __init__(self, shape: torch.Size, host: Tensor, copied: Ticket) -> None:
+    def __init__(
+        self, shape: torch.Size, host: Tensor, copied: Ticket, place: _Place, pool: HostPool
+    ) -> None:
         self.shape = shape
         self.host = host
         self.copied = copied
         self.previous: weakref.ref[_Moved] | None = None  # moved before it: backward needs it next
+        self.place = place
+        end = weakref.finalize(self, _free, place, pool)
+        end.atexit = False
+
+
+@final
+class _Place:
+    """What outlives a moved tensor: its block, and a copy on the device that nobody has asked for yet."""
+
+    def __init__(self, block: HostBlock) -> None:
+        self.block = block
         self.fetched: tuple[Tensor, Ticket] | None = None
+
+
+def _free(place: _Place, pool: HostPool) -> None:
+    fetched, place.fetched = place.fetched, None
+    if fetched is not None and fetched[0].is_cuda:
+        fetched[1].order()  # its memory may be used again after the copy
+    pool.give(place.block)
 
 
 @final
@@ -41,8 +61,8 @@ class Activations:
 
     def __init__(self, device: torch.device, *, pin: bool) -> None:
         self._device = device
-        self._pin = pin and device.type == "cuda"
-        self._lanes = Lanes.of(device)
+        self._lanes = Lanes.of_copies(device)
+        self._pool = HostPool(pin=pin and device.type == "cuda")
         self._outbox = Outbox()
         self._last: weakref.ref[_Moved] | None = None
 
@@ -70,12 +90,18 @@ class Activations:
         return self._move(tensor) if tensor.nbytes >= MIN_BYTES else tensor
 
     def _move(self, tensor: Tensor) -> _Moved:
-        host = host_memory(tensor.nbytes, pin=self._pin).view(tensor.dtype)
-        source = tensor.view(-1)
-        copied = self._lanes.to_host.run(lambda: host.copy_(source, non_blocking=True))
+        block, source = self._pool.take(tensor.nbytes), tensor.detach().view(-1)
+        host = block.memory[: tensor.nbytes].view(tensor.dtype)
+        reader = block.reader
+
+        def copy() -> None:
+            reader.order()
+            host.copy_(source, non_blocking=True)
+
+        copied = self._lanes.to_host.run(copy)
         # a reference until it is copied: its memory must not be used again before
         self._outbox.add(copied, partial(_forget, source))
-        moved = _Moved(tensor.shape, host, copied)
+        moved = _Moved(tensor.shape, host, copied, _Place(block), self._pool)
         moved.previous, self._last = self._last, weakref.ref(moved)
         return moved
 
@@ -84,11 +110,11 @@ class Activations:
         if isinstance(saved, Tensor):
             return saved
         self._outbox.drain()
-        tensor, ticket = saved.fetched or self._fetch(saved)
-        saved.fetched = None
+        tensor, ticket = saved.place.fetched or self._fetch(saved)
+        saved.place.fetched = None
         following = None if saved.previous is None else saved.previous()
-        if following is not None and following.fetched is None:
-            following.fetched = self._fetch(following)
+        if following is not None and following.place.fetched is None:
+            following.place.fetched = self._fetch(following)
         ticket.order()
         return tensor.view(saved.shape)
 
@@ -98,10 +124,11 @@ class Activations:
             return tensor, Done()
 
         def copy() -> None:
-            moved.copied.wait()
+            moved.copied.order()
             tensor.copy_(moved.host, non_blocking=True)
 
-        return tensor, self._lanes.to_device.run(copy)
+        ticket = moved.place.block.reader = self._lanes.to_device.run(copy)
+        return tensor, ticket
 
     def close(self) -> None:
         """End the threads."""

@@ -19,7 +19,9 @@ from .shards import ShardHome, ShardsOnDevice
 from .spare import Spare
 from .states import InMemory, Residence, StateHome, StatesInMemory
 
-NUM_STAGES = 2  # one is copied to while one is added
+NUM_STAGES = (
+    4  # so many units the host may be behind the device in adding, before backward waits for it
+)
 
 
 class Home(ABC):

@@ -34,6 +34,14 @@ class SumHome(ABC):
         """Replace the sum by `total` [n] of any device; returns when it is copied."""
 
     @abstractmethod
+    def replace(self, total: Tensor) -> None:
+        """Start to replace the sum by `total` [n], on the device, which is written after `order` only."""
+
+    @abstractmethod
+    def order(self) -> None:
+        """Let work that is started on the device from now on come after the copy of `replace`."""
+
+    @abstractmethod
     def total(self) -> Tensor | None:
         """The sum [n] in host memory; None if nothing was added since `reset`."""
 
@@ -70,6 +78,12 @@ class OnDevice(SumHome):
 
     def put(self, total: Tensor) -> None:
         raise AssertionError("the sum stays on the device")
+
+    def replace(self, total: Tensor) -> None:
+        raise AssertionError("the sum stays on the device")
+
+    def order(self) -> None:
+        return
 
     def total(self) -> Tensor | None:
         return None
@@ -120,46 +134,63 @@ class OnHost(SumHome):
         self._pin = pin
         self._memory: Tensor | None = None
         self._sum: Tensor | None = None
-        self._ticket: Ticket | None = None
+        self._writer: Ticket = Done()  # the last one of the memory
+        self._adder: Ticket = Done()  # the last one that is work of the host
         self._reader: Ticket = Done()
+        self._replacing: Ticket = Done()
 
     def add(self, source: Tensor, give_back: Callable[[], None]) -> None:
         if self._sum is None:
             is_wider = source.dtype.itemsize > self._sum_dtype.itemsize
             dtype = self._sum_dtype if self._adds or is_wider else source.dtype
             self._sum = self._allocate(source.numel(), dtype)
-            ticket = self._copy(self._sum, source)
+            self._copy(self._sum, source, give_back)
         else:
-            ticket = self._add(self.widened(), source)
-        self._ticket = ticket
-        self._outbox.add(ticket, give_back)
+            if self._sum.dtype != self._sum_dtype:
+                self.widened()
+            self._add(self._sum, source, give_back)
 
-    def _copy(self, target: Tensor, source: Tensor) -> Ticket:
+    def _copy(self, target: Tensor, source: Tensor, give_back: Callable[[], None]) -> None:
         if target.dtype == source.dtype or source.device.type == "cpu":
-            return self._lanes.to_host.run(lambda: target.copy_(source, non_blocking=True))
-        return self._staged(source, target.copy_)
+            self._directly(lambda: target.copy_(source, non_blocking=True), give_back)
+        else:
+            self._staged(source, target.copy_, give_back)
 
-    def _add(self, target: Tensor, source: Tensor) -> Ticket:
+    def _add(self, target: Tensor, source: Tensor, give_back: Callable[[], None]) -> None:
         if source.device.type == "cpu":
-            return self._lanes.to_host.run(lambda: target.add_(source))
-        return self._staged(source, target.add_)
+            self._directly(lambda: target.add_(source), give_back)
+        else:
+            self._staged(source, target.add_, give_back)
 
-    def _staged(self, source: Tensor, then: Callable[[Tensor], Tensor]) -> Ticket:
-        """Copy `source` to host memory of its dtype first: a copy between devices must not convert."""
+    def _directly(self, copy: Callable[[], Tensor], give_back: Callable[[], None]) -> None:
+        self._writer = self._lanes.to_host.run(copy)
+        self._outbox.add(self._writer, give_back)
+
+    def _staged(
+        self, source: Tensor, then: Callable[[Tensor], Tensor], give_back: Callable[[], None]
+    ) -> None:
+        """Copy `source` to host memory of its dtype first: a copy between devices must not convert.
+
+        Waits for the host only if all stages hold values that are not added yet.
+        """
         stage = self._stages.take(source.numel(), source.dtype)
         copied = self._lanes.to_host.run(lambda: stage.copy_(source, non_blocking=True))
+        earlier = self._writer
 
         def work() -> None:
+            earlier.wait()
             copied.wait()
             then(stage)
 
-        ticket = self._lanes.updates.run(work)
-        self._stages.lend(ticket)
-        return ticket
+        self._writer = self._adder = self._lanes.updates.run(work)
+        self._stages.lend(self._writer)
+        self._outbox.add(copied, give_back)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        reader, self._reader = self._reader, Done()
-        reader.wait()
+        # copies of the lane come after each other, but not after work of the host
+        for ticket in (self._reader, self._adder):
+            ticket.wait()
+        self._reader = self._adder = Done()
         need_bytes = numel * dtype.itemsize
         if self._memory is None or self._memory.numel() < need_bytes:
             self._memory = host_memory(need_bytes, pin=self._pin)
@@ -168,36 +199,45 @@ class OnHost(SumHome):
     def widened(self) -> Tensor:
         narrow = self.total()
         assert narrow is not None and self._sum is not None
-        if narrow.dtype != self._sum_dtype:
+        if narrow.dtype != self._sum_dtype:  # until `reset`; later copies need the pinned memory
             self._sum = narrow.to(self._sum_dtype)
-            self._memory = self._sum.view(torch.uint8)
         return self._sum
 
     def put(self, total: Tensor) -> None:
-        self.reset()
+        self.total()
         self._sum = self._allocate(total.numel(), total.dtype)
         self._sum.copy_(total)
 
+    def replace(self, total: Tensor) -> None:
+        target = self._sum = self._allocate(total.numel(), total.dtype)
+        self._writer = self._lanes.to_host.run(lambda: target.copy_(total, non_blocking=True))
+        self._replacing = self._writer
+
+    def order(self) -> None:
+        self._replacing.order()
+        self._replacing = Done()
+
     def total(self) -> Tensor | None:
-        if self._ticket is not None:
-            ticket, self._ticket = self._ticket, None
-            ticket.wait()
+        writer, self._writer = self._writer, Done()
+        writer.wait()
         return self._sum
 
     def arriving(self) -> tuple[Tensor, Ticket]:
         assert self._sum is not None
-        return self._sum, self._ticket or Done()
+        return self._sum, self._writer
 
     def lend(self, ticket: Ticket) -> None:
         self._reader = ticket
 
     def reset(self) -> None:
-        self.total()
+        self.order()
         self._sum = None
 
     @property
     def host_bytes(self) -> int:
-        return 0 if self._memory is None else self._memory.numel()
+        kept = 0 if self._memory is None else self._memory.numel()
+        is_wider = self._sum is not None and self._sum.nbytes > kept
+        return kept + (self._sum.nbytes if is_wider and self._sum is not None else 0)
 
 
 __all__ = ["OnDevice", "OnHost", "SumHome"]

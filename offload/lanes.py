@@ -55,6 +55,30 @@ class Done(Ticket):
         return
 
 
+@final
+class Landing(Ticket):
+    """Copies to the host that the current stream has started. `order` waits too: the host reads them."""
+
+    is_done = False
+
+    def __init__(self, device: torch.device, then: Callable[[], None]) -> None:
+        """then: is called once, when they have arrived."""
+        self._event = torch.Event(device) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+        self._then: Callable[[], None] | None = then
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def order(self) -> None:
+        self.wait()
+
+
 class Lane(ABC):
     """Runs jobs one after the other."""
 
@@ -218,6 +242,13 @@ class Lanes:
         if device.type == "cuda":
             launched = LaunchedLane(StreamLane(device))
             return cls(StreamLane(device), launched, ThreadLane("xds-update"))
+        return cls.of_copies(device)
+
+    @classmethod
+    def of_copies(cls, device: torch.device) -> Lanes:
+        """The lanes for `device` where no copy waits for work on the host, so no thread has to start them."""
+        if device.type == "cuda":
+            return cls(StreamLane(device), StreamLane(device), ThreadLane("xds-update"))
         return cls(ThreadLane("xds-to-host"), ThreadLane("xds-to-device"), ThreadLane("xds-update"))
 
     def close(self) -> None:
@@ -250,4 +281,14 @@ class Outbox:
         give_back()
 
 
-__all__ = ["Done", "Lane", "Lanes", "Mark", "Outbox", "StreamLane", "ThreadLane", "Ticket"]
+__all__ = [
+    "Done",
+    "Landing",
+    "Lane",
+    "Lanes",
+    "Mark",
+    "Outbox",
+    "StreamLane",
+    "ThreadLane",
+    "Ticket",
+]

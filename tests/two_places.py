@@ -6,7 +6,7 @@ of ops are where their inputs are. Other new tensors have no place until an op u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from xds.offload import activations, homes, host_sums, lanes, rotation, shards
+from xds.offload import homes, host_sums, lanes, reused, rotation, shards
 from xds.ops.comm.pool import BufferPool
-from xds.zero.core import gathered_writes
+from xds.zero.core import gathered_writes, reduction
 from xds.zero.core.flat_params import FlatParams
 from xds.zero.core.local_sum import LocalSum
 
@@ -101,9 +101,16 @@ class _Functions(TorchFunctionMode):
             return copy.copy_(result)
 
 
-def _add_staged(sums: host_sums.OnHost, target: Tensor, source: Tensor) -> lanes.Ticket:
+def _add_staged(
+    sums: host_sums.OnHost, target: Tensor, source: Tensor, give_back: Callable[[], None]
+) -> None:
     """The way of a GPU: on a CPU the lane adds device memory to host memory directly."""
-    return sums._staged(source, target.add_)
+    sums._staged(source, target.add_, give_back)
+
+
+def _on_device(found: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The way of a GPU: norms of sums on the host are copied to the device."""
+    return [put(one.clone(), DEVICE) if place_of(one) == HOST else one for one in found]
 
 
 def _marked(owner: Any, name: str, place: str) -> Any:
@@ -134,7 +141,7 @@ def two_places() -> Iterator[None]:
 
     READ.clear()
     with ExitStack() as stack:
-        for module in (activations, host_sums, rotation, shards):
+        for module in (reused, host_sums, rotation, shards):
             stack.enter_context(_marked(module, "host_memory", HOST))
         stack.enter_context(_marked(homes.HostHome, "store", HOST))
         stack.enter_context(_marked(homes.DeviceHome, "store", DEVICE))
@@ -142,6 +149,7 @@ def two_places() -> Iterator[None]:
         stack.enter_context(_marked(BufferPool, "take", DEVICE))
         stack.enter_context(_marked(LocalSum, "allocate", DEVICE))
         stack.enter_context(mock.patch.object(host_sums.OnHost, "_add", _add_staged))
+        stack.enter_context(mock.patch.object(reduction, "_on_device", _on_device))
         stack.enter_context(mock.patch.object(FlatParams, "__init__", build))
         # on a GPU only the first drops look for writes to gathered parameters; here fewer still
         few = mock.patch.object(gathered_writes, "drops_to_check", lambda device: 2)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from device_ranks import ranks, stop_ranks
 from helpers import run_ranks
 from test_rehearsal import batch, build, config_of, waits
-from torch import nn
+from torch import Tensor, nn
 
 STEPS, FIRST = 4, 2  # waits are counted after the first steps
 
@@ -79,11 +81,37 @@ def sum_of(param: nn.Parameter) -> float:
     return float(xds.zero.get_full_param(param).double().abs().sum())
 
 
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+CASES = [
+    # world_size, stage, precision, accumulation, optimizer, params, waits in two steps
+    (2, 0, "bf16", 1, "cpu", "none", 4),
+    (2, 2, "bf16", 3, "cpu", "none", 4),
+    (2, 3, "fp32", 1, "nvme", "nvme", 8),
+    (2, 3, "bf16", 1, "none", "cpu", 2),
+    *(slow(2, stage, "fp16", 1, "cpu", "none", 4) for stage in (0, 1, 2)),
+    *(slow(1, stage, "bf16", 3, "cpu", "none", 4) for stage in (0, 1, 2)),
+    slow(2, 1, "fp32", 3, "cpu", "none", 4),
+    slow(2, 2, "bf16", 1, "nvme", "none", 8),
+    *(slow(2, 3, precision, 3, "cpu", "cpu", 4) for precision in ("fp32", "bf16", "fp16")),
+    slow(1, 3, "bf16", 1, "cpu", "cpu", 2),
+    slow(1, 3, "fp32", 3, "none", "cpu", 4),
+    slow(1, 3, "bf16", 3, "nvme", "nvme", 8),
+    slow(2, 3, "fp16", 1, "cpu", "nvme", 6),
+]
+
+
+def num_asked(accumulation: int) -> int:
+    """With offload_param the first 8 drops of a buffer ask whether a script has written to it."""
+    before, counted = FIRST * accumulation, (STEPS - FIRST) * accumulation
+    # three units are dropped after forward and after backward, the last one after backward alone
+    return sum(min(max(8 - each * before, 0), each * counted) for each in (2, 2, 2, 1))
+
+
 @pytest.mark.parametrize(
-    ("world_size", "stage", "precision", "accumulation", "optimizer", "params"),
-    [
-        (2, 3, "bf16", 1, "none", "cpu"),
-    ],
+    ("world_size", "stage", "precision", "accumulation", "optimizer", "params", "in_steps"), CASES
 )
 def test_training_has_the_numbers_of_the_cpu_and_no_race(
     world_size: int,
@@ -92,9 +120,43 @@ def test_training_has_the_numbers_of_the_cpu_and_no_race(
     accumulation: int,
     optimizer: str,
     params: str,
+    in_steps: int,
     tmp_path: Path,
 ) -> None:
-    check(world_size, stage, precision, accumulation, offloaded(optimizer, params, tmp_path))
+    zero = offloaded(optimizer, params, tmp_path)
+    drops = 0 if params == "none" else num_asked(accumulation)
+    for in_micro_batches, found, locks in check(world_size, stage, precision, accumulation, zero):
+        assert (in_micro_batches, locks) == (drops, 0)
+        assert found <= in_steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "precision", "accumulation", "more"),
+    [
+        (2, "bf16", 1, {"overlap_step": True}),
+        (0, "fp16", 3, {"overlap_step": True}),
+        (1, "bf16", 1, {"super_offload": True}),
+        (3, "fp32", 1, {"super_offload": True}),
+        (2, "bf16", 3, {"ratio": 0.5}),
+        (3, "fp16", 1, {"ratio": 0.5}),
+        (1, "fp32", 1, {"ratio": "auto"}),
+    ],
+)
+def test_choices_of_the_update(
+    stage: int, precision: str, accumulation: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    zero = offloaded("cpu", "none", tmp_path, **more)
+    for in_micro_batches, in_steps, locks in check(2, stage, precision, accumulation, zero):
+        assert in_micro_batches == locks == 0 and in_steps <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "place"), [(2, "cpu"), (3, "cpu"), (3, "nvme")])
+def test_pageable_memory_has_the_same_numbers(stage: int, place: str, tmp_path: Path) -> None:
+    zero = offloaded(place, place if stage == 3 else "none", tmp_path, pin=False)
+    for _, _, locks in check(2, stage, "bf16", 3, zero):
+        assert locks == 0
 
 
 def check(
@@ -109,6 +171,63 @@ def check(
         for mine, expected in zip(one[:3], other[:3], strict=True):
             assert mine == pytest.approx(expected, rel=tolerance, abs=tolerance / 10)
     return [counted for *_, counted in found]
+
+
+# -- inputs of recomputed blocks ----------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.relu(self.first(x)))
+
+
+def recomputed(config: dict[str, Any], *, offloads: bool) -> tuple[list[float], tuple[int, int]]:
+    """Losses, and waits in micro-batches and page locks after the first steps. Some graphs are dropped."""
+    import xds
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 64), *(Block() for _ in range(4)), nn.Linear(64, 3))
+    section = {"activation_checkpointing": {"cpu_checkpointing": offloads}}
+    engine = xds.initialize(model, config | section)
+    losses, waited, locked = [], 0, 0
+    for step in range(5):
+        seed = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        # later batches are shorter, and their inputs fit into the memory of the first ones
+        inputs = torch.randn(1024 - 64 * step, 64, generator=seed)
+        inputs = inputs.to(engine.device, engine.module[0].weight.dtype)
+        before = counts()
+        if step == 3:
+            engine(inputs)
+        loss = engine(inputs).float().square().mean()
+        engine.backward(loss)
+        after = counts()
+        engine.step()
+        waited += after[0] - before[0] if step >= FIRST else 0
+        locked += after[1] - before[1] if step >= FIRST else 0
+        losses.append(loss.detach())
+    engine.destroy()
+    return [loss.item() for loss in losses], (waited, locked)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(2, "bf16"), *(slow(stage, precision) for stage, precision in ((0, "fp32"), (3, "fp16")))],
+)
+def test_inputs_of_blocks_leave_and_come_back_without_a_wait(stage: int, precision: str) -> None:
+    here = ranks(2)
+    config = config_of(stage, precision, 1)
+    kept = here.run(partial(recomputed, offloads=False), config)
+    moved = here.run(partial(recomputed, offloads=True), config)
+    for (losses, _), (expected, _) in zip(moved, kept, strict=True):
+        assert losses == expected
+    assert [counted for _, counted in moved] == [(0, 0)] * 2
+
+
+# -- the stand-in -------------------------------------------------------------------------------------------
 
 
 def reads_too_early() -> float:

@@ -27,7 +27,7 @@ def agree(
     """Raise `kind` on every rank if one has a `text`; "" is none. Sends 512 bytes to each rank."""
     # a character that is cut in two is left out
     own = bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
-    sent = torch.frombuffer(own, dtype=torch.uint8).to(collectives.device)
+    sent = torch.frombuffer(own, dtype=torch.uint8).to(collectives.device, non_blocking=True)
     table = collectives.gather_small(sent, what=f"whether {doing} works").view(-1, TEXT_BYTES).cpu()
     if not table[:, 0].any():
         return

@@ -128,6 +128,7 @@ class FlatGrads:
 
     def _separate_total(self) -> None:
         """`local` is about to be written: a total in its memory needs memory of its own."""
+        self._home.order()
         if self._has_total and self._total_is_in_local():
             assert self._total is not None
             self._total = self._total.clone()
@@ -294,7 +295,7 @@ class FlatGrads:
                 local = self._local.tensor
                 assert local is not None
                 self._squares = self._squares_of(local, exact=False)
-                self._home.put(local)
+                self._home.replace(local)
 
     # -- the optimizer's view ---------------------------------------------------------------------------
 

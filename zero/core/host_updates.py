@@ -115,11 +115,16 @@ def start(update: HostUpdate) -> Ticket:
 @torch.no_grad()
 def _start_near(update: HostUpdate) -> Ticket:
     master = update.master
-    grad, compute = master.grads.for_update(), master.compute if master.casts else None
+    (grad, arrives), compute = master.grads.arriving(), master.compute if master.casts else None
     master.wait()
     master.residence.begin()
     write = partial(update.write_near, grad, compute)
-    ticket = master.host.lanes.updates.run(lambda: master.residence.run(write))
+
+    def work() -> None:
+        arrives.wait()
+        master.residence.run(write)
+
+    ticket = master.host.lanes.updates.run(work)
     master.begin_update(ticket)
     return ticket
 
@@ -127,13 +132,14 @@ def _start_near(update: HostUpdate) -> Ticket:
 @torch.no_grad()
 def _start_far(update: HostUpdate) -> Arrival:
     master = update.master
-    grad, host, dtype = master.grads.for_update(), master.host, master.params.dtype
+    (grad, arrives), host, dtype = master.grads.arriving(), master.host, master.params.dtype
     mark = host.lanes.to_device.mark()
     master.wait()
     master.residence.begin()
     compute, arrival = master.begin_send(), Arrival()
 
     def work() -> None:
+        arrives.wait()
         values = host.sender.buffer(grad.numel(), dtype)
         is_done = master.residence.run(partial(update.write_far, grad, values))
         arrival.sent(master.send(values, compute, mark) if is_done else Done())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...offload.homes import Home, HostHome
-from ...offload.lanes import Done, Mark, Ticket
+from ...offload.lanes import Done, Landing, Mark, Ticket
 from ...offload.states import InMemory, Residence
 from ...ops.fingerprint import fingerprint
 from ...ops.optim.edits import take_edits
@@ -275,10 +275,15 @@ class Master:
         if self.params.place.is_on_disk and not self.home.is_on_host:
             self.send(self.tensor.to("cpu", self.params.dtype), self.begin_send(), None)
             return
-        if not (self.is_far and self.home.is_on_host):
+        if not self.is_far:
             if self.is_apart:
                 self.compute.copy_(self.tensor.to(self.params.dtype))
             self.remember()
+            return
+        if not self.home.is_on_host:
+            # on this stream, so that a fetch of the new values comes after it; one wait for all masters
+            self.compute.copy_(self.tensor.to(self.params.dtype), non_blocking=True)
+            self.params.expect(Landing(self._tensor.device, self.remember))
             return
         tensor, compute = self.tensor, self.begin_send()
         mark = self.host.lanes.to_device.mark()

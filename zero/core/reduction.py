@@ -360,11 +360,11 @@ class Reduction:
 
 
 def _on_device(found: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The same in the same order; those on the host are copied together, because each copy waits."""
+    """The same in the same order; those on the host are copied together, without a wait for the device."""
     at = [number for number, one in enumerate(found) if one.device != device]
     if not at:
         return list(found)
-    moved = torch.stack([found[number] for number in at]).to(device)
+    moved = torch.stack([found[number] for number in at]).to(device, non_blocking=True)
     copies = dict(zip(at, moved, strict=True))
     return [copies.get(number, one) for number, one in enumerate(found)]
 

@@ -1,0 +1,52 @@
+"""Host memory that is used again: CUDA takes milliseconds to register it, and freeing waits for the device."""
+
+from __future__ import annotations
+
+import threading
+from typing import final
+
+from torch import Tensor
+
+from .lanes import Done, Ticket
+from .pinned import host_memory
+
+
+@final
+class HostBlock:
+    """Memory of the host. reader: the last copy out of it that was started."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.reader: Ticket = Done()
+
+
+@final
+class HostPool:
+    """Gives out blocks, pinned if `pin`: as many as were in use at the same time. Threads may share it."""
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._free: list[HostBlock] = []
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> HostBlock:
+        """A block of at least `num_bytes`. A copy into it has to come after its `reader`."""
+        with self._lock:
+            fitting = [block for block in self._free if block.memory.numel() >= num_bytes]
+            size = min if fitting else max
+            found = size(
+                fitting or self._free, key=lambda block: block.memory.numel(), default=None
+            )
+            if found is not None:
+                self._free.remove(found)
+        if found is None or not fitting:  # a larger one replaces it
+            found = HostBlock(host_memory(num_bytes, pin=self._pin))
+        return found
+
+    def give(self, block: HostBlock) -> None:
+        """Return `block`, of which no further copy is started."""
+        with self._lock:
+            self._free.append(block)
+
+
+__all__ = ["HostBlock", "HostPool"]
