@@ -173,6 +173,139 @@ def check(
     return [counted for *_, counted in found]
 
 
+# -- steps that are skipped, checkpoints, accesses ----------------------------------------------------------
+
+
+def run_steps(engine: Any, first: int, last: int, *, bad: int = -1) -> list[float]:
+    """Losses of the steps [first, last); step `bad` overflows."""
+    losses = []
+    for step in range(first, last):
+        for micro in range(engine.gradient_accumulation_steps()):
+            inputs = batch(step * 5 + micro, engine.device, next(engine.module.parameters()).dtype)
+            loss = engine(inputs * (torch.inf if step == bad else 1)).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
+
+
+def state_of(engine: Any) -> list[float]:
+    """Sums of each parameter, its master and a moment."""
+    import xds
+
+    found = []
+    for param in engine.module.parameters():
+        moment = xds.zero.get_full_optimizer_state(param, "exp_avg")
+        found += [sum_of(param), float(moment.double().abs().sum())]
+    return found
+
+
+def overflowed(config: dict[str, Any]) -> tuple[list[float], list[float], Any]:
+    import xds
+
+    engine = xds.initialize(build(), config)
+    losses = run_steps(engine, 0, 5, bad=2)
+    found = losses[:2] + losses[3:], state_of(engine), (engine.skipped_steps, engine.loss_scale)
+    engine.destroy()
+    return found
+
+
+PLACES = [
+    (2, "bf16", 1, "cpu", "none"),
+    slow(0, "fp32", 3, "cpu", "none"),
+    slow(3, "fp32", 1, "cpu", "cpu"),
+    slow(3, "bf16", 3, "nvme", "nvme"),
+    slow(3, "bf16", 1, "none", "cpu"),
+]
+
+
+@pytest.mark.parametrize(("stage", "_", "accumulation", "optimizer", "params"), PLACES)
+def test_an_overflow_is_skipped_as_on_the_cpu(
+    stage: int, _: str, accumulation: int, optimizer: str, params: str, tmp_path: Path
+) -> None:
+    config = config_of(stage, "fp16", accumulation, **offloaded(optimizer, params, tmp_path))
+    for mine, expected in zip(
+        ranks(2).run(overflowed, config), run_ranks(overflowed, 2, config), strict=True
+    ):
+        assert mine[2] == expected[2] and mine[2][0] == 1
+        assert mine[0] == pytest.approx(expected[0], rel=2e-2)
+        assert mine[1] == pytest.approx(expected[1], rel=5e-2)
+
+
+def resumed(config: dict[str, Any], folder: str) -> tuple[Any, Any]:
+    """Losses and states at the end, of one run, and of another one from its checkpoint."""
+    import xds
+
+    engine = xds.initialize(build(), config)
+    run_steps(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    ends = [(run_steps(engine, 2, 5), state_of(engine))]
+    engine.destroy()
+    engine = xds.initialize(build(), config)
+    run_steps(engine, 0, 1)
+    engine.load_checkpoint(folder)
+    ends.append((run_steps(engine, 2, 5), state_of(engine)))
+    engine.destroy()
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize(("stage", "precision", "accumulation", "optimizer", "params"), PLACES)
+def test_a_checkpoint_continues_with_the_same_bits(
+    stage: int, precision: str, accumulation: int, optimizer: str, params: str, tmp_path: Path
+) -> None:
+    config = config_of(stage, precision, accumulation, **offloaded(optimizer, params, tmp_path))
+    for plain, again in ranks(2).run(resumed, config, str(tmp_path / "out")):
+        assert plain == again
+
+
+def accessed(config: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """A model that is built in shards; a script reads and writes its parameters between steps."""
+    import xds
+
+    torch.manual_seed(3)
+    with xds.zero.Init(config=config):
+        model = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 40), nn.Linear(40, 7))
+    with xds.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        for at, param in enumerate(model.parameters()):
+            values = torch.linspace(-0.2, 0.1 + at / 10, param.numel()).view(param.shape)
+            if dist.get_rank() == 0:
+                param.data.copy_(values)
+    engine = xds.initialize(model, config)
+    losses = []
+    for step in range(3):
+        losses += run_steps(engine, step, step + 1)
+        with xds.zero.GatheredParameters([model[0].weight], modifier_rank=0):
+            if dist.get_rank() == 0:
+                model[0].weight.data.mul_(1.25)
+        full = xds.zero.get_full_param(model[2].weight)
+        xds.zero.set_full_param(model[2].weight, full * 0.75)
+    found = losses, state_of(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "params"),
+    [
+        ("bf16", "cpu", "cpu"),
+        slow("fp32", "cpu", "cpu"),
+        slow("bf16", "none", "cpu"),
+        slow("bf16", "nvme", "nvme"),
+        slow("fp16", "cpu", "none"),
+    ],
+)
+def test_what_a_script_writes_counts(
+    precision: str, optimizer: str, params: str, tmp_path: Path
+) -> None:
+    config = config_of(3, precision, 1, **offloaded(optimizer, params, tmp_path))
+    for mine, expected in zip(
+        ranks(2).run(accessed, config), run_ranks(accessed, 2, config), strict=True
+    ):
+        tolerance = 1e-5 if precision == "fp32" else 3e-2
+        assert mine[0] == pytest.approx(expected[0], rel=tolerance)
+        assert mine[1] == pytest.approx(expected[1], rel=tolerance, abs=tolerance)
+
+
 # -- inputs of recomputed blocks ----------------------------------------------------------------------------
 
 
