@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...engine.process.foreign_launcher import fill
-from ...engine.process.process import join, local_rank, pick_device
+from ...engine.process.process import join, local_rank, pick_device, start_group
 from ...utils.errors import UsageError
 from ..errors import raises_theirs
 from ..missing import placeholder
@@ -74,9 +74,9 @@ def init_distributed(  # noqa: PLR0913 (DeepSpeed's arguments)
     _check_backend(backend, device)
     if init_method is None and rank < 0 and backend != "mpi":
         fill(os.environ)
-    dist.init_process_group(
-        backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
-    )
+    num_ranks = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
+    where = {"init_method": init_method, "rank": rank, "world_size": world_size}
+    start_group(backend, device, num_ranks, timeout=timeout, **where)
     tell_accelerate()
 
 

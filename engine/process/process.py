@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def join(device: torch.device) -> dist.ProcessGroup:
     - `XDS_BACKEND` selects nccl, gloo or mpi; the default is nccl on GPUs and gloo on CPUs.
     - `XDS_TIMEOUT_SECONDS` is how long a rank waits for the others before it fails. An existing group keeps
       its own timeout.
-    - NCCL connects the ranks here, on their devices, and not at the first collective; see `_start`.
+    - NCCL connects the ranks here, on their devices, and not at the first collective; see `start_group`.
 
     Raises:
         UsageError: the backend is not available, the timeout is invalid, or the environment is incomplete.
@@ -58,7 +59,7 @@ def join(device: torch.device) -> dist.ProcessGroup:
         if backend == "mpi":
             dist.init_process_group("mpi")
         elif len(present) == len(LAUNCHER_KEYS):
-            _start(backend, device, timeout)
+            start_group(backend, device, int(os.environ["WORLD_SIZE"]), timeout=timeout)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             missing = ", ".join(key for key in LAUNCHER_KEYS if key not in present)
             raise UsageError(
@@ -74,18 +75,20 @@ def join(device: torch.device) -> dist.ProcessGroup:
     return group
 
 
-def _start(backend: str, device: torch.device, timeout: timedelta) -> None:
+def start_group(backend: str, device: torch.device, num_ranks: int, **options: Any) -> None:
     """Create the group of all ranks; with NCCL on `device`, which connects the ranks now.
 
     A group that keeps its device makes torch build every later group by ncclCommSplit, which waits for all
     ranks. `new_group(use_local_synchronization=True)`, and a group with processes of another job, would hang.
     So the device is forgotten once the ranks are connected: later groups connect by themselves.
+
+    options: more arguments of init_process_group.
     """
-    connects = backend == "nccl" and device.type == "cuda" and int(os.environ["WORLD_SIZE"]) > 1
+    connects = backend == "nccl" and device.type == "cuda" and num_ranks > 1
     if not connects:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, **options)
         return
-    dist.init_process_group(backend, timeout=timeout, device_id=device)
+    dist.init_process_group(backend, device_id=device, **options)
     group = dist.group.WORLD
     assert group is not None
     group.bound_device_id = None

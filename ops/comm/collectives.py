@@ -355,8 +355,12 @@ class Collectives(ABC):
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
+        device = self.device
+        is_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend(self.group))
+        # without it torch takes the current device, and warns
+        ids = [device.index or 0] if is_nccl else None
         with self._guard("barrier", "barrier", CONTROL_BUFFER, "all ranks"):
-            dist.barrier(self.group)
+            dist.barrier(self.group, device_ids=ids)
 
     def store(self) -> Store | None:
         """The store of the group; None where there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 from helpers import run_new_ranks
 
+from xds.deepspeed.comm import comm
 from xds.engine.process.process import join
+from xds.ops.comm.collectives import Collectives
 from xds.utils.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -62,6 +65,22 @@ def test_a_group_that_exists_keeps_its_timeout() -> None:
     assert run_new_ranks(timeout_of_the_users_group, 1, timeout_seconds=77) == [77.0]
 
 
+def spied(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], Any]:
+    """What init_process_group gets, and the group that it makes."""
+    asked: list[dict[str, Any]] = []
+    world = SimpleNamespace(bound_device_id=None)
+
+    def start(backend: str, **options: Any) -> None:
+        asked.append(options)
+        world.bound_device_id = options.get("device_id")
+
+    monkeypatch.setattr(dist, "init_process_group", start)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    return asked, world
+
+
 @pytest.mark.parametrize(
     ("device", "backend", "world_size", "binds"),
     [
@@ -74,17 +93,7 @@ def test_a_group_that_exists_keeps_its_timeout() -> None:
 def test_nccl_connects_on_the_device_and_later_groups_do_not_split(
     device: str, backend: str, world_size: int, binds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[dict[str, Any]] = []
-    world = SimpleNamespace(bound_device_id=None)
-
-    def start(backend: str, **options: Any) -> None:
-        asked.append(options)
-        world.bound_device_id = options.get("device_id")
-
-    monkeypatch.setattr(dist, "init_process_group", start)
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    asked, world = spied(monkeypatch)
     environment = {"RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "x", "MASTER_PORT": 1}
     for key, value in {**environment, "XDS_BACKEND": backend}.items():
         monkeypatch.setenv(key, str(value))
@@ -93,3 +102,35 @@ def test_nccl_connects_on_the_device_and_later_groups_do_not_split(
     assert options.get("device_id") == (torch.device(device) if binds else None)
     # torch builds each later group by a split, for which all ranks have to come, while this is set
     assert world.bound_device_id is None
+
+
+@pytest.mark.parametrize(("backend", "binds"), [("nccl", True), ("gloo", False)])
+def test_init_distributed_starts_nccl_in_the_same_way(
+    backend: str, binds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, world = spied(monkeypatch)
+    device = torch.device("cuda:1")
+    monkeypatch.setattr(comm, "pick_device", lambda: device)
+    monkeypatch.setattr(comm, "tell_accelerate", lambda: None)
+    comm.init_distributed(backend, init_method="tcp://x:1", rank=0, world_size=2)
+    (options,) = asked
+    assert options.get("device_id") == (device if binds else None)
+    assert (options["rank"], options["world_size"]) == (0, 2)
+    assert world.bound_device_id is None
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "ids"),
+    [("cuda:1", "nccl", [1]), ("cuda:1", "gloo", None), ("cpu", "gloo", None)],
+)
+def test_a_barrier_of_nccl_is_on_the_rank_s_device(
+    device: str, backend: str, ids: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(dist, "barrier", lambda _, device_ids: asked.append(device_ids))
+    monkeypatch.setattr(dist, "get_backend", lambda _: backend)
+    group: Any = SimpleNamespace(
+        device=torch.device(device), group=None, _guard=lambda *_: nullcontext()
+    )
+    Collectives.barrier(group)
+    assert asked == [ids]
