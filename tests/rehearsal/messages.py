@@ -29,12 +29,14 @@ class _Sent(dist._Work):  # type: ignore[misc,name-defined]
         """arrive: gives `kept` the values that the device has at the end of the message."""
         super().__init__()
         self._event, self._kept, self._arrive = event, kept, arrive
+        self.number = -1
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         if self._arrive is not None:
             arrive, self._arrive = self._arrive, None
             arrive()
         if self._event is not None:
+            _ops.note(f"take {self.number}")
             torch.cuda.current_stream().wait_event(self._event)
         self._kept = []
         return True
@@ -48,6 +50,7 @@ class DeviceGroup(dist.ProcessGroup):
 
     takes_host = False  # tensors of the CPU
     _count = 0
+    _messages = 0
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -86,7 +89,11 @@ class DeviceGroup(dist.ProcessGroup):
         """run: returns what is left to do when the message has ended."""
         if not self.takes_host and not all(tensor.is_cuda for tensor in (*reads, *writes)):
             raise RuntimeError(f"{name}: No backend type associated with device type cpu")
-        self.started.append((name, sum(tensor.numel() for tensor in reads)))
+        numel = sum(tensor.numel() for tensor in reads or writes)
+        self.started.append((name if peer is None else f"{name} {peer}", numel))
+        DeviceGroup._messages += 1
+        number = DeviceGroup._messages
+        _ops.note(f"start {number} {name} {numel}")
         if peer not in self._streams:
             self._streams[peer] = torch.cuda.Stream()
         stream = self._streams[peer]
@@ -100,7 +107,9 @@ class DeviceGroup(dist.ProcessGroup):
             arrive = run()
             event = torch.cuda.Event()
             event.record(stream)
-        return _Sent(event, [*reads, *writes], arrive)
+        sent = _Sent(event, [*reads, *writes], arrive)
+        sent.number = number
+        return sent
 
     def _in_order(self, peer: int, run: Callable[[], Any]) -> Future[Any]:
         if peer not in self._pairs:
