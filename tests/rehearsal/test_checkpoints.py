@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from device_ranks import ranks, stop_ranks
+from device_ranks import ranks  # the next module of this folder goes on with them, and ends them
 from helpers import run_ranks
 from test_features import engine_of, inputs_of, micro_batch, train
 from test_rehearsal import build, config_of, waits
 from torch import Tensor, nn
-
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield
-    stop_ranks()
 
 
 def whole(engine: Any) -> dict[str, Tensor]:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from device_ranks import ranks, stop_ranks
+from device_ranks import ranks  # the next module of this folder goes on with them, and ends them
 from helpers import run_ranks
 from test_rehearsal import batch, build, config_of, waits
 from torch import nn
-
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield
-    stop_ranks()
 
 
 def engine_of(stage: int, precision: str, accumulation: int = 1, **more: Any) -> Any:
@@ -139,6 +133,8 @@ def observed(stage: int, accumulation: int, section: dict[str, Any]) -> tuple[in
             inputs = inputs_of(engine, step * accumulation + micro)
             in_micro_batches += counted(micro_batch, engine, inputs)
             in_steps.append(counted(engine.step))
+    if "flops_profiler" in section:
+        assert engine.flops_profile().macs > 0 and not engine.flops_profile().unknown
     engine.destroy()
     return in_micro_batches // 7, in_steps[2 * accumulation :]
 
