@@ -169,3 +169,18 @@ def test_models_train_as_on_the_cpu_with_one_wait_a_step(
         for one, other in zip(found[:2], expected[:2], strict=True):
             assert one == pytest.approx(other, rel=tolerance, abs=tolerance / 10)
         assert found[2] == {"micro_batch": 0, "step": STEPS - FIRST, "eval": 0}
+
+
+def on_own_stream(*call: Any) -> Any:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        return trained(*call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (3, "bf16")])
+def test_a_script_initializes_and_trains_on_a_stream_of_its_own(stage: int, precision: str) -> None:
+    call = (stage, precision, 2, {"recompute": "again", "ops": {"native": True}})
+    here = ranks(2, kernels=True)
+    assert here.run(on_own_stream, *call) == here.run(trained, *call)
