@@ -49,7 +49,7 @@ stand_in.use_host_kernels()
 def _owner(filename: str) -> str:
     """ "tests", "xds", or "" for anybody else."""
     path = Path(filename).resolve()
-    if path == Path(__file__).resolve():
+    if filename.startswith("<") or path == Path(__file__).resolve():
         return ""
     if TESTS in path.parents:
         return "tests"
@@ -101,7 +101,7 @@ def _is_mixed(args: Any) -> bool:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    if type(value) is Tensor:
+    if isinstance(value, Tensor):
         return value.to(device)
     if type(value) in (list, tuple):
         return type(value)(_moved(one, device) for one in value)
