@@ -23,6 +23,7 @@ import tempfile
 import threading
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 SOURCES = Path(__file__).parent / "device"
@@ -92,6 +93,7 @@ def _replace_functions(torch: Any) -> None:
                 raise RuntimeError("CUDA error: device not ready")
             return 1.0
 
+    properties = SimpleNamespace(name="host memory", major=9, minor=0, total_memory=1 << 34)
     cuda._initialized = True
     for name, answer in {
         "_lazy_init": None,
@@ -104,6 +106,8 @@ def _replace_functions(torch: Any) -> None:
         "set_device": None,
         "mem_get_info": (1 << 34, 1 << 34),
         "get_device_capability": (9, 0),
+        "get_device_properties": properties,
+        "is_bf16_supported": True,
         "get_device_name": "host memory",
     }.items():
         setattr(cuda, name, lambda *_, _answer=answer, **__: _answer)

@@ -62,3 +62,13 @@ def late(reentrant: bool) -> list[float]:
 def test_late_gradients_of_one_rank_do_not_change_the_order_of_messages() -> None:
     found = ranks(2).run(late, True)
     assert found[0] == pytest.approx(ranks(2).run(late, False)[0], rel=1e-5)
+
+
+def cast() -> list[torch.dtype]:
+    weight, x = torch.ones(2, 2, device="cuda"), torch.ones(2, 2, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        return [(x @ weight).dtype, (x @ weight).softmax(0).dtype]
+
+
+def test_autocast_works_on_the_device() -> None:
+    assert ranks(1).run(cast) == [[torch.bfloat16, torch.float32]]
