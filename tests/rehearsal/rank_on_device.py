@@ -27,7 +27,7 @@ import messages  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.nn.parameter import is_lazy  # noqa: E402
+from torch.nn import Parameter  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._device import _device_constructors  # noqa: E402
 
@@ -96,7 +96,7 @@ def _is_mixed(args: Any) -> bool:
     kinds = set()
     for value in args:
         for one in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(one, Tensor) and not is_lazy(one) and (one.dim() or one.is_cuda):
+            if type(one) in (Tensor, Parameter) and (one.dim() or one.is_cuda):
                 kinds.add(one.is_cuda)
     return len(kinds) > 1
 

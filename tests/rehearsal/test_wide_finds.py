@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,3 +73,12 @@ def cast() -> list[torch.dtype]:
 
 def test_autocast_works_on_the_device() -> None:
     assert ranks(1).run(cast) == [[torch.bfloat16, torch.float32]]
+
+
+def restored(path: str) -> tuple[str, bool]:
+    torch.save(torch.ones(2, device="cuda"), path)
+    return torch.load(path).device.type, isinstance(0, torch.cuda.device)
+
+
+def test_a_tensor_of_the_device_is_saved_and_loaded(tmp_path: Path) -> None:
+    assert ranks(1).run(restored, str(tmp_path / "x.pt")) == [("cuda", False)]
