@@ -107,7 +107,6 @@ def _replace_functions(torch: Any) -> None:
         "mem_get_info": (1 << 34, 1 << 34),
         "get_device_capability": (9, 0),
         "get_device_properties": properties,
-        "is_bf16_supported": True,
         "get_device_name": "host memory",
     }.items():
         setattr(cuda, name, lambda *_, _answer=answer, **__: _answer)
@@ -158,7 +157,14 @@ def _replace_storage(torch: Any) -> None:
         torch.ops.host_cuda.resize_storage(whole, num_bytes)
         return self
 
+    def loaded(storage: Any, location: str) -> Any:
+        if not location.startswith("cuda"):
+            return None
+        on_host = torch.empty(0, dtype=torch.uint8).set_(storage)
+        return on_host.to("cuda").untyped_storage()
+
     torch.UntypedStorage.resize_ = resized
+    torch.serialization.register_package(5, lambda storage: None, loaded)
 
 
 def _tell_workers(torch: Any) -> None:
