@@ -360,6 +360,26 @@ def test_inputs_of_blocks_leave_and_come_back_without_a_wait(stage: int, precisi
     assert [counted for _, counted in moved] == [(0, 0)] * 2
 
 
+def fetched_in_vain() -> list[bool]:
+    """The input before the one that is wanted is fetched too, and then nobody wants it."""
+    from xds.offload.activations import Activations
+
+    moves = Activations(torch.device("cuda"), pin=True)
+    values = [torch.full((1 << 15,), float(at), device="cuda") for at in range(3)]
+    first, second = (moves.move(value) for value in values[:2])
+    back = [moves.bring(second)]
+    del first, second
+    third = moves.move(values[2])  # into the memory of one of them
+    back.append(moves.bring(third))
+    same = [bool(one.equal(value)) for one, value in zip(back, values[1:], strict=True)]
+    moves.close()
+    return same
+
+
+def test_an_input_that_is_fetched_in_vain_is_freed_after_its_copy() -> None:
+    assert ranks(2).run(fetched_in_vain) == [[True, True]] * 2
+
+
 # -- the stand-in -------------------------------------------------------------------------------------------
 
 
