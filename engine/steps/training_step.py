@@ -236,6 +236,13 @@ class TrainingStep:
         with self._report.region("reduce"):
             return self._norm(self._sharded.end_finish(self._sharded.start_finish()))
 
+    def _measure_for_update(self) -> tuple[float, list[bool]]:
+        """The norm, and where a script has written, which the host reads in the same wait."""
+        with self._report.region("reduce"):
+            agreement = self._sharded.start_finish()
+            agreement.attach(self._parts.updater.ask_written())
+            return self._norm(self._sharded.end_finish(agreement)), agreement.flags
+
     def _norm(self, square: float) -> float:
         return math.sqrt(square) * self.gradient_factor() if square >= 0 else math.nan
 
@@ -253,13 +260,14 @@ class TrainingStep:
 
     def _update(self, scheduler: Scheduler | None) -> None:
         limit, is_done = self._parts.config.gradient_clipping, False
+        written: list[bool] = []
         try:
             if self._clipping is not None:
                 norm, limit = self._clipping
             elif self._parts.updater.takes_decisions:
                 norm, is_done = self._update_decided()
             else:
-                norm = self._measure()
+                norm, written = self._measure_for_update()
         except UsageError:  # parameters that differ over the ranks: as after a step that is skipped
             self._sharded.skip()
             raise
@@ -272,6 +280,7 @@ class TrainingStep:
         else:
             if not is_done:
                 clip = limit / (norm + CLIP_EPS) if limit and norm > limit else 1.0
+                self._parts.updater.know_written(written)
                 self._parts.updater.step(Scale(self.gradient_factor() * clip))
             self._sharded.reset()
             self._first.end()

@@ -26,6 +26,11 @@ class Agreement:
         """
         self._table, self._numel = table, numel
         self._arrived: tuple[Tensor, torch.Event] | None = None
+        self._flags: Tensor | None = None
+
+    def attach(self, flags: Tensor | None) -> None:
+        """Read `flags` [n] of this rank in the same wait; before anything is read."""
+        self._flags = flags
 
     def decide(self, factor: float, limit: float) -> Tensor:
         """What the kernels of a plain step read; see the op `decide`. Reading on the host waits for no more."""
@@ -38,15 +43,27 @@ class Agreement:
         return numbers
 
     @cached_property
-    def _rows(self) -> list[list[float]]:
-        """The table on the host: waits for the device once, at most for what was launched before `decide`."""
-        if self._arrived is None:
-            rows: list[list[float]] = self._table.tolist()
-            return rows
-        host, event = self._arrived
-        event.synchronize()
-        rows = host.tolist()
-        return rows
+    def _numbers(self) -> list[float]:
+        """The table row by row, then the flags. Waits for the device once, until `decide` if it was called."""
+        if self._arrived is not None:
+            host, event = self._arrived
+            event.synchronize()
+        else:
+            host = self._table.view(-1)
+            if self._flags is not None:
+                host = torch.cat([host, self._flags.to(host)])
+        numbers: list[float] = host.view(-1).tolist()
+        return numbers
+
+    @property
+    def _rows(self) -> list[tuple[float, float]]:
+        numbers = self._numbers[: self._table.numel()]
+        return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+    @property
+    def flags(self) -> list[bool]:
+        """Those that were attached."""
+        return [bool(number) for number in self._numbers[self._table.numel() :]]
 
     @property
     def square(self) -> float:

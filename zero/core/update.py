@@ -61,6 +61,7 @@ class Updater:
         self._guesses: Guesses | None = None
         self._apart: Apart | None = None
         self.places = Places(self.masters, self.world)
+        self._written: list[bool] | None = None  # see `know_written`
 
     @property
     def casts(self) -> bool:
@@ -189,6 +190,18 @@ class Updater:
         self._model.take_edits()
         self._take_edits_into_masters()
 
+    def ask_written(self) -> Tensor | None:
+        """Where a script has written, which `step` would read: bool [masters that are near]; or None."""
+        near = [] if self.homes.host is not None else self._near()
+        return torch.stack([m.written() != 0 for m in near]) if near else None
+
+    def know_written(self, flags: Sequence[bool]) -> None:
+        """What `ask_written` has given, for a `step` that follows at once."""
+        self._written = list(flags) or None
+
+    def _near(self) -> list[Master]:
+        return [master for master in self.masters if master.is_near]
+
     def _take_edits_into_masters(self, *, also_near: bool = True) -> None:
         """also_near: False leaves out the masters whose update takes edits itself.
 
@@ -201,7 +214,8 @@ class Updater:
         on_device = [master for master in far if not master.params.is_on_host]
         # what is on the device is read together, because each read waits for it
         asked = [flag.to(torch.int64) for _, flag in lost]
-        said = values_of(asked + [master.written() for master in on_device])
+        known, self._written = self._written, None
+        said = known or values_of(asked + [master.written() for master in on_device])
         for (flat, _), is_lost in zip(lost, said, strict=False):
             if is_lost:
                 flat.refuse_lost_writes()
