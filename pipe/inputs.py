@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def signature(value: Any) -> Hashable:
@@ -37,11 +39,56 @@ def _shapes(value: Any) -> Hashable:
 
 def _masks(name: str, value: Any) -> bool:
     """The argument `name` says that some tokens do not see all before them."""
-    if not isinstance(value, Tensor) or value.dim() != 2:
+    flag = _flag(name, value)
+    if flag is None:
         return False
+    if value.device.type == "cpu":  # it may share memory that others write to
+        return bool(flag())
+    version, found = _seen.get(value, (-1, False))
+    if version != _version(value):
+        found = bool(flag())
+        _seen[value] = (_version(value), found)
+    return bool(found)
+
+
+def _flag(name: str, value: Any) -> Callable[[], Tensor] | None:
+    """Whether the argument `name` does so, []; None: it says nothing of the kind."""
+    if not isinstance(value, Tensor) or value.dim() != 2:
+        return None
     if name == "attention_mask":
-        return not bool(value.all())
-    return name == "position_ids" and bool((value.diff(dim=1) != 1).any())
+        return lambda: value.ne(0).all().logical_not()
+    if name == "position_ids":
+        return lambda: (value.diff(dim=1) != 1).any()
+    return None
 
 
-__all__ = ["kind", "signature"]
+def _version(value: Tensor) -> int:
+    return 0 if value.is_inference() else value._version
+
+
+# whether a tensor of a batch masks tokens, with its version: the host waits for a device only once
+_seen: Any = WeakTensorKeyDictionary()
+
+
+def look_at(batches: Sequence[Any]) -> None:
+    """Learn what `kind` needs of tensors on a device: the host waits once for all of them."""
+    found = [pair for batch in batches for pair in _flags(batch)]
+    if found:
+        said = torch.stack([flag() for _, flag in found]).tolist()
+        for (value, _), flag in zip(found, said, strict=True):
+            _seen[value] = (_version(value), bool(flag))
+
+
+def _flags(value: Any) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            flag = _flag(name, item)
+            if flag is not None and item.device.type != "cpu":
+                yield item, flag
+            yield from _flags(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flags(item)
+
+
+__all__ = ["kind", "look_at", "signature"]

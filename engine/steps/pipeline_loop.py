@@ -20,7 +20,7 @@ from ...ops.from_host import moved
 from ...pipe.channel import Channel
 from ...pipe.cut.part import Part
 from ...pipe.executor import Executor, Outcome, StageStates
-from ...pipe.inputs import signature
+from ...pipe.inputs import look_at, signature
 from ...pipe.schedules.actions import Placement, Table
 from ...pipe.schedules.build import build_forward_table
 from ...pipe.schedules.lowering import with_states
@@ -315,6 +315,7 @@ class PipelineLoop(Loop):
 
 def _inputs(call: str, batches: Sequence[Any]) -> list[Hashable]:
     """What the channel knows of the micro-batches of a call."""
+    look_at(batches)
     return [(call, signature(batch)) for batch in batches]
 
 

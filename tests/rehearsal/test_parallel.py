@@ -113,10 +113,10 @@ def train_in_stages(config: dict[str, Any], kind: str) -> Trained:
 
 PIPELINES = [
     (2, 0, "1f1b", "fp32", "tied"),
-    (2, 3, "zbv", "bf16", "plain"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
+            (2, 3, "zbv", "bf16", "plain"),
             (2, 1, "gpipe", "fp16", "tied"),
             (2, 2, "interleaved_1f1b", "bf16", "plain"),
             (2, 3, "zero_bubble", "fp32", "tied"),
@@ -242,3 +242,40 @@ def test_rings_have_the_numbers_of_the_cpu(kind: str, stage: int, precision: str
     for each in found:
         assert each.in_micro_batches == 0
         assert each.in_steps[FIRST:] == [1] * (STEPS - FIRST)
+
+
+# -- stages of a model of transformers ----------------------------------------------------------------------
+
+
+def train_padded_in_stages(config: dict[str, Any]) -> Trained:
+    from tensor_cases import batches as of_llama
+    from tensor_cases import build
+
+    import xds
+
+    engine = xds.initialize(build("llama"), config)
+    losses, norms, in_steps = [], [], []
+    for step in range(STEPS):
+        data = list(of_llama("llama", step, engine.dp_rank))
+        for batch in data:
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][0, 9:] = 0
+        loss, num_waits = counted(partial(engine.train_batch, iter(data)))
+        losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm() or 0.0)
+        in_steps.append(num_waits)
+    found = Trained(
+        losses, norms, values_of(engine), in_steps, first_in_pipeline=engine.is_first_stage()
+    )
+    engine.destroy()
+    return found
+
+
+def test_stages_look_at_all_masks_of_a_step_with_one_wait() -> None:
+    config = config_of(1, "fp32", pipeline={"stages": 2})
+    found = ranks(2).run(train_padded_in_stages, config)
+    assert_same(found, run_ranks(train_padded_in_stages, 2, config), "fp32")
+    for each in found:
+        own = 3 if each.first_in_pipeline else 4
+        of_transformers = 2 * COUNT  # its code looks at the mask twice in each forward
+        assert set(each.in_steps[FIRST:]) == {own + of_transformers}
