@@ -95,6 +95,15 @@ def test_a_checkpoint_of_the_device_is_that_of_the_cpu(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 8), (8, 2)])
+def test_another_number_of_ranks_resumes(before: int, after: int, tmp_path: Path) -> None:
+    states = ranks(before).run(saved, str(tmp_path), 3, "bf16", True)[0][0]
+    assert all(
+        same(states, found) for found, _ in ranks(after).run(resumed, str(tmp_path), 2, "bf16")
+    )
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_the_cpu_loads_on_the_device(tmp_path: Path) -> None:
     states = run_ranks(saved, 1, str(tmp_path), 0, "bf16", False)[0][0]
     assert all(same(states, found) for found, _ in ranks(2).run(resumed, str(tmp_path), 3, "bf16"))
