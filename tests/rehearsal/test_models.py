@@ -144,6 +144,7 @@ SLOW = [
     (2, 3, "bf16", 3, AUTOCAST),
     (2, 3, "bf16", 1, optimizer("Lion", lr=1e-3)),
     (2, 2, "fp16", 1, optimizer("Adagrad")),
+    (2, 2, "bf16", 1, optimizer("Lamb", lr=1e-3)),
     (2, 1, "bf16", 1, optimizer("SGD", momentum=0.9)),
     (2, 0, "fp32", 1, MUON),
     (2, 3, "bf16", 1, MUON),
