@@ -160,7 +160,7 @@ def _replace_storage(torch: Any) -> None:
     def loaded(storage: Any, location: str) -> Any:
         if not location.startswith("cuda"):
             return None
-        on_host = torch.empty(0, dtype=torch.uint8).set_(storage)
+        on_host = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         return on_host.to("cuda").untyped_storage()
 
     torch.UntypedStorage.resize_ = resized
