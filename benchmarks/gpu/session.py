@@ -51,16 +51,19 @@ def environment(*, dry: bool) -> dict[str, str]:
             link.symlink_to(ROOT)
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), found.get("PYTHONPATH")]))
     found["PYTHONUNBUFFERED"] = "1"
-    extensions = (
-        scratch() / "extensions"
-    )  # of DeepSpeed; a lock of a killed build would stop the next
-    found["TORCH_EXTENSIONS_DIR"] = str(extensions)
-    for lock in extensions.rglob("lock"):
-        lock.unlink(missing_ok=True)
+    found["TORCH_EXTENSIONS_DIR"] = str(unlocked_extensions())
     if dry:
         found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "XDS_BENCH_DRY": "1"}
         found |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
     return found
+
+
+def unlocked_extensions() -> Path:
+    """The folder where DeepSpeed compiles. A build that was killed leaves a lock that stops the next one."""
+    folder = scratch() / "extensions"
+    for lock in folder.rglob("lock"):
+        lock.unlink(missing_ok=True)
+    return folder
 
 
 def line_of(*command: str) -> str:

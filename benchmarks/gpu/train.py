@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scale import FULL, STATE_BYTES, sequences, shape_of
-from session import Child, Failed, Session
+from session import Child, Failed, Session, unlocked_extensions
 
 from harness import Row, ratio_row  # isort: skip
 
@@ -204,11 +204,14 @@ class Section:
             except Failed as error:
                 print(f"# DeepSpeed's own Adam failed, torch's is taken: {error}", flush=True)
                 self._own_adam = False
+                unlocked_extensions()
         return self._built(pair, kind)
 
     def _built(self, pair: Pair, kind: str) -> Child:
         child = self.session.child()
         limit = 60.0 if self.session.dry else BUILD_SECONDS
+        if kind.startswith("deepspeed") and not self._own_adam:
+            limit = min(limit, 90.0)  # nothing is compiled
         built = child.ask(
             "build",
             min(self.session.deadline, time.monotonic() + limit),
