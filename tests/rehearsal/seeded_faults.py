@@ -81,8 +81,8 @@ FAULTS = [
         "sums of stage 0 are read before they are gathered",
         RACE,
         "zero/core/flat_grads.py",
-        "            handle.wait()\n            if self._home.is_on_host:",
-        "            self._kept = handle\n            if self._home.is_on_host:",
+        "            handle.wait()\n            if self._home.is_on_host",
+        "            self._kept = handle\n            if self._home.is_on_host",
         training(0, "bf16"),
     ),
     Fault(
