@@ -279,3 +279,28 @@ def test_stages_look_at_all_masks_of_a_step_with_one_wait() -> None:
         own = 3 if each.first_in_pipeline else 4
         of_transformers = 2 * COUNT  # its code looks at the mask twice in each forward
         assert set(each.in_steps[FIRST:]) == {own + of_transformers}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (3, {"pipeline": {"stages": 2, "schedule": "zero_bubble"}, "tensor_parallel": OVERLAPPED}),
+        (1, {"pipeline": {"stages": 2}, "sequence_parallel_size": 2}),
+    ],
+)
+def test_stages_of_slices_and_sequences_have_the_numbers_of_the_cpu(
+    stage: int, more: dict[str, Any]
+) -> None:
+    config = config_of(stage, "fp32", **more)
+    found = ranks(4).run(train_padded_in_stages, config)
+    assert_same(found, run_ranks(train_padded_in_stages, 4, config), "fp32")
+    # transformers' own code looks at masks of the model, and of whole sequences
+    each_forward = 2 * COUNT * len({"tensor_parallel", "sequence_parallel_size"} & {*more})
+    if (
+        "sequence_parallel_size" in more
+    ):  # masks of whole sequences, and of what flows a header each time
+        each_forward += 3 * COUNT
+    for each in found:
+        own = 3 if each.first_in_pipeline else 4
+        assert max(each.in_steps[FIRST:]) <= own + each_forward
