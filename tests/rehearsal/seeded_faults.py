@@ -47,9 +47,8 @@ def training(stage: int, precision: str) -> str:
 LOADER = (
     "test_features.py::test_batches_of_the_engines_loader_come_on_a_stream_of_their_own[2-3-bf16-2]"
 )
-OFFLOAD = (
-    "test_offload.py::test_training_has_the_numbers_of_the_cpu_and_no_race[2-3-bf16-1-none-cpu]"
-)
+OFFLOADED = "test_offload.py::test_training_has_the_numbers_of_the_cpu_and_no_race"
+PARAMS, STATES = f"{OFFLOADED}[2-3-bf16-1-none-cpu-2]", f"{OFFLOADED}[2-2-bf16-3-cpu-none-4]"
 
 FAULTS = [
     # -- a missing wait ------------------------------------------------------------------------------------
@@ -212,12 +211,12 @@ FAULTS = [
         LOADER,
     ),
     Fault(
-        "a copy from the host does not wait for the values",
+        "a copy to the host does not wait for the values",
         RACE,
         "offload/lanes.py",
         "        self._stream.wait_event(mark)\n",
         "",
-        OFFLOAD,
+        STATES,
     ),
     Fault(
         "the device uses values that are still on their way from the host",
@@ -225,7 +224,7 @@ FAULTS = [
         "offload/lanes.py",
         "        torch.cuda.current_stream().wait_event(self._event)\n",
         "        self._event.query\n",
-        OFFLOAD,
+        PARAMS,
     ),
 ]
 
