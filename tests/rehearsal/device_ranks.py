@@ -91,10 +91,10 @@ def ranks(world_size: int, *, kernels: bool = False) -> DeviceRanks:
     return _started[key]
 
 
-def stop_ranks() -> None:
-    """End the processes of all ranks."""
-    while _started:
-        _started.popitem()[1].stop()
+def stop_ranks(above: int = 0) -> None:
+    """End the processes of all sets of more than `above` ranks."""
+    for key in [key for key in _started if key[0] > above]:
+        _started.pop(key).stop()
 
 
 def serve(numbers: list[int], folder: str, *, kernels: bool) -> None:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from caching_allocator import MIB, CachingAllocator, OutOfMemory, replay, smallest_device
-from device_ranks import ranks, stop_ranks
+from device_ranks import ranks
 from test_rehearsal import batch, build, config_of
-
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield
-    stop_ranks()
 
 
 def test_sizes_of_segments() -> None:

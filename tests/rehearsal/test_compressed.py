@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from device_ranks import ranks, stop_ranks
+from device_ranks import ranks
 from helpers import run_ranks
 from test_parallel import FIRST, STEPS, Trained, config_of, counted, values_of
 from torch import Tensor
-
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield
-    stop_ranks()
 
 
 def train_vector(config: dict[str, Any], hosts_of: int) -> Trained:

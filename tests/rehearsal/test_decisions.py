@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from device_ranks import ranks, stop_ranks
+from device_ranks import ranks
 from test_rehearsal import batch, build, config_of, waits
-
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield
-    stop_ranks()
 
 
 def log_of_a_step(config: dict[str, Any]) -> tuple[int, list[str], int]:

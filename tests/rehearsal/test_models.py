@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from device_ranks import ranks, stop_ranks
+from device_ranks import ranks
 from helpers import run_ranks
 from test_features import inputs_of
 from test_rehearsal import config_of, waits
@@ -15,12 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 STEPS, FIRST = 5, 2  # waits are counted after the first steps
-
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield
-    stop_ranks()
 
 
 class Odd(nn.Module):

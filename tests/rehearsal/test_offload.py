@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from device_ranks import ranks, stop_ranks
+from device_ranks import ranks
 from helpers import run_ranks
 from test_rehearsal import batch, build, config_of, waits
 from torch import Tensor, nn
 
 STEPS, FIRST = 4, 2  # waits are counted after the first steps
-
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield
-    stop_ranks()
 
 
 def offloaded(

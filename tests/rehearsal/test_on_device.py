@@ -21,7 +21,13 @@ SELECTED = [
 @pytest.mark.slow
 def test_a_selection_passes_on_the_device() -> None:
     files = [str(TESTS / name) for name in SELECTED]
-    command = [str(Path(sys.executable).with_name("pytest")), "-q", "-p", "no:cacheprovider", *files]
+    command = [
+        str(Path(sys.executable).with_name("pytest")),
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *files,
+    ]
     done = subprocess.run(
         command,
         env=os.environ | {"XDS_REHEARSE": "1"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_ranks import ranks, stop_ranks
+from device_ranks import ranks
 from helpers import run_ranks
 from pipeline_runs import Model, batches
 from test_rehearsal import waits
@@ -21,12 +21,6 @@ from torch.utils._pytree import tree_map
 
 STEPS, COUNT = 4, 4
 FIRST = 2  # waits are counted from here on: shapes are known, and the clock of samples runs
-
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield
-    stop_ranks()
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from device_ranks import ranks, stop_ranks
+from device_ranks import ranks
 from helpers import run_ranks
 from torch import Tensor, nn
 
@@ -16,12 +15,6 @@ STEPS, FIRST = (
     4,
     2,
 )  # waits are counted after the first steps: the clock of samples a second starts then
-
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield
-    stop_ranks()
 
 
 def build() -> nn.Module:

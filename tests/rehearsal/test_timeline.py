@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import timeline
 import torch
 import torch.distributed as dist
-from device_ranks import ranks, stop_ranks
+from device_ranks import ranks
 from test_parallel import COUNT, OVERLAPPED, TENSOR, config_of
 from torch import Tensor, nn
 
 WIDTHS = (16, 24, 40, 56, 72)  # every block has gradients of its own size
-
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield
-    stop_ranks()
 
 
 # -- the rules themselves -----------------------------------------------------------------------------------

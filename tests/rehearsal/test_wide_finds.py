@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from device_ranks import ranks, stop_ranks
+from device_ranks import ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-
-@pytest.fixture(scope="module", autouse=True)
-def processes() -> Iterator[None]:
-    yield
-    stop_ranks()
 
 
 def viewed() -> bool:
