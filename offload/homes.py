@@ -19,9 +19,8 @@ from .shards import ShardHome, ShardsOnDevice
 from .spare import Spare
 from .states import InMemory, Residence, StateHome, StatesInMemory
 
-NUM_STAGES = (
-    4  # so many units the host may be behind the device in adding, before backward waits for it
-)
+# so many units the host may be behind the device in adding before backward waits for it
+NUM_STAGES = 4
 
 
 class Home(ABC):

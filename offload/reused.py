@@ -33,13 +33,11 @@ class HostPool:
         """A block of at least `num_bytes`. A copy into it has to come after its `reader`."""
         with self._lock:
             fitting = [block for block in self._free if block.memory.numel() >= num_bytes]
-            size = min if fitting else max
-            found = size(
-                fitting or self._free, key=lambda block: block.memory.numel(), default=None
-            )
+            largest = max(self._free, key=_size, default=None)
+            found = min(fitting, key=_size) if fitting else largest
             if found is not None:
                 self._free.remove(found)
-        if found is None or not fitting:  # a larger one replaces it
+        if found is None or not fitting:  # a larger one replaces the largest
             found = HostBlock(host_memory(num_bytes, pin=self._pin))
         return found
 
@@ -47,6 +45,10 @@ class HostPool:
         """Return `block`, of which no further copy is started."""
         with self._lock:
             self._free.append(block)
+
+
+def _size(block: HostBlock) -> int:
+    return block.memory.numel()
 
 
 __all__ = ["HostBlock", "HostPool"]

@@ -16,7 +16,8 @@ from ...ops.optim.scale import Scale
 from ...tensor.vocabulary import check_uses_of_logits
 from ...utils.arguments import wrong
 from ...utils.errors import UnscaledLossError, UsageError, XdsError
-from ...zero.core.first_update import first_update
+from ...zero.core.agreement import Agreement
+from ...zero.core.first_step import first_step
 from ...zero.core.reduction import Scope
 from ..checkpoint.training import Scheduler
 from ..data.batches import check_loss, move
@@ -49,7 +50,7 @@ class TrainingStep:
         self._check_usable = check_usable
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         self._forecast = Forecast()
-        self._first = first_update(parts.sharded.memory, parts.updater, parts.device)
+        self._first_step = first_step(parts.sharded.memory, parts.updater, parts.device)
         mesh = parts.sharded.flat_groups.mesh
         self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale)
         parts.sharded.backwards.set_script_callbacks(
@@ -62,7 +63,7 @@ class TrainingStep:
         forget_failed()
         if torch.is_grad_enabled():
             self._accumulation.forward()
-            self._first.begin()
+            self._first_step.begin()
         module = self._parts.module
         self._sharded.check_unchanged()
         watched = self._sharded.forward_context(
@@ -109,7 +110,7 @@ class TrainingStep:
         """Before a run of pipeline stages."""
         forget_failed()
         if torch.is_grad_enabled():
-            self._first.begin()
+            self._first_step.begin()
         self._sharded.check_unchanged()
 
     @contextmanager
@@ -234,17 +235,18 @@ class TrainingStep:
 
     def _measure(self) -> float:
         with self._report.region("reduce"):
-            return self._norm(self._sharded.end_finish(self._sharded.start_finish()))
+            return self._norm(self._sharded.start_finish())
+
+    def _norm(self, agreement: Agreement) -> float:
+        square = self._sharded.end_finish(agreement)
+        return math.sqrt(square) * self.gradient_factor() if square >= 0 else math.nan
 
     def _measure_for_update(self) -> tuple[float, list[bool]]:
         """The norm, and where a script has written, which the host reads in the same wait."""
-        with self._report.region("reduce"):
+        with self._report.region("reduce"), self._dropping():
             agreement = self._sharded.start_finish()
             agreement.attach(self._parts.updater.ask_written())
-            return self._norm(self._sharded.end_finish(agreement)), agreement.flags
-
-    def _norm(self, square: float) -> float:
-        return math.sqrt(square) * self.gradient_factor() if square >= 0 else math.nan
+            return self._norm(agreement), agreement.flags
 
     def _update_decided(self) -> tuple[float, bool]:
         """The norm, and whether the parameters are updated, which the device has decided without the host.
@@ -252,25 +254,31 @@ class TrainingStep:
         The host reads the norm while the device updates. Where it is no plain step nothing has changed.
         """
         limit, factor = self._parts.config.gradient_clipping, self.gradient_factor()
-        with self._report.region("reduce"):
+        with self._report.region("reduce"), self._dropping():
             agreement = self._sharded.start_finish()
         scale = Scale(None, agreement.decide(factor, limit))
-        is_done = self._parts.updater.step(scale, agreement)
-        return self._norm(self._sharded.end_finish(agreement)), is_done
+        is_done = self._parts.updater.step(scale, decided=agreement)
+        with self._dropping():
+            return self._norm(agreement), is_done
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Parameters that differ over the ranks raise inside: gradients are dropped as in a skipped step."""
+        try:
+            yield
+        except UsageError:
+            self._sharded.skip()
+            raise
 
     def _update(self, scheduler: Scheduler | None) -> None:
         limit, is_done = self._parts.config.gradient_clipping, False
         written: list[bool] = []
-        try:
-            if self._clipping is not None:
-                norm, limit = self._clipping
-            elif self._parts.updater.takes_decisions:
-                norm, is_done = self._update_decided()
-            else:
-                norm, written = self._measure_for_update()
-        except UsageError:  # parameters that differ over the ranks: as after a step that is skipped
-            self._sharded.skip()
-            raise
+        if self._clipping is not None:
+            norm, limit = self._clipping
+        elif self._parts.updater.takes_decisions:
+            norm, is_done = self._update_decided()
+        else:
+            norm, written = self._measure_for_update()
         self.grad_norm, self._clipping = norm, None
         self._forecast.observe(norm)
         self._counters.global_steps += 1
@@ -280,10 +288,9 @@ class TrainingStep:
         else:
             if not is_done:
                 clip = limit / (norm + CLIP_EPS) if limit and norm > limit else 1.0
-                self._parts.updater.know_written(written)
-                self._parts.updater.step(Scale(self.gradient_factor() * clip))
+                self._parts.updater.step(Scale(self.gradient_factor() * clip), written=written)
             self._sharded.reset()
-            self._first.end()
+            self._first_step.end()
             self._parts.filling.after_update()
             self.was_applied = True
         self._scale.after_step(overflow=overflow)

@@ -7,7 +7,6 @@ the bytes in use at one time; it is reported as a named bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import final
 
 import torch
@@ -49,17 +48,12 @@ class BufferPool:
         self.allocated_bytes -= sum(block.numel() for block in self._free)
         self._free = []
 
-    def lift(self) -> Callable[[], None]:
-        """Release the free blocks; the result allocates blocks of the same sizes."""
+    def reallocate(self) -> None:
+        """Release the free blocks, and allocate blocks of the same sizes."""
         sizes = [(block.numel(), block.device) for block in self._free]
         self.clear()
-
-        def refill() -> None:
-            for num_bytes, device in sizes:
-                self.allocated_bytes += num_bytes
-                self._free.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
-
-        return refill
+        self._free = [torch.empty(n, dtype=torch.uint8, device=device) for n, device in sizes]
+        self.allocated_bytes += sum(n for n, _ in sizes)
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer of `take` to the pool. It must not be used afterwards."""

@@ -5,14 +5,12 @@ The arithmetic and the state are those of torch.optim.Adagrad, with the unscalin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..kernels.adagrad import adagrad_
-from ..libraries import is_loaded, optimizer_library
-from .adam import count_steps
 from .scale import Scale
 from .shard_optimizer import Item, OnePassOptimizer, Update
 
@@ -21,26 +19,8 @@ class Adagrad(OnePassOptimizer):
     """g += decay p; s += g^2; p -= lr / (1 + (step - 1) lr_decay) * g / (sqrt(s) + eps)."""
 
     num_states = 1
-
-    def prepare(self, items: Sequence[Item]) -> None:
-        for item in items:
-            self._state_of(item)
-
-    def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
-        return is_loaded(optimizer_library(device))
-
-    @torch.no_grad()
-    def count_step(self, items: Sequence[Item], scale: Scale) -> bool:
-        count_steps([self._state_of(item) for item in items], scale)
-        return True
-
-    def _state_of(self, item: Item) -> dict[str, Any]:
-        state: dict[str, Any] = self._states[item.master]
-        if not state:
-            first = self.param_groups[item.group]["initial_accumulator_value"]
-            state["step"] = torch.zeros((), dtype=torch.float32, device=item.master.device)
-            state["sum"] = torch.full_like(item.master, first)
-        return state
+    counts_together = True
+    can_skip = True
 
     def __init__(
         self,
@@ -60,11 +40,17 @@ class Adagrad(OnePassOptimizer):
         }
         super().__init__(params, defaults)
 
+    def states_before(self, item: Item) -> dict[str, Any]:
+        first = self.param_groups[item.group]["initial_accumulator_value"]
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=item.master.device),
+            "sum": torch.full_like(item.master, first),
+        }
+
     def one_pass(
         self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Scale
     ) -> None:
         master = update.item.master
-        state = self._state_of(update.item)
         if not update.is_counted:
             state["step"] += 1
         adagrad_(

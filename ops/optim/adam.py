@@ -58,32 +58,22 @@ class Adam(ShardOptimizer):
 
     takes_edits = True
 
-    def prepare(self, items: Sequence[Item]) -> None:
-        for item in items:
-            self._state_of(item)
+    counts_together = True
+
+    def states_before(self, item: Item) -> dict[str, Any]:
+        return new_moments(item.master)
 
     def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
         """torch's kernel takes them where nothing is cast, and a kernel of a library anywhere."""
         return not self.gains_from_kernels(casts=casts) or is_loaded(optimizer_library(device))
 
     @torch.no_grad()
-    def count_step(self, items: Sequence[Item], scale: Scale) -> bool:
-        count_steps([self._state_of(item) for item in items], scale)
-        return True
-
-    @torch.no_grad()
     def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         for update in updates:
-            state = self._state_of(update.item)
+            state = self.state_of(update.item)
             if not update.is_counted:
                 state["step"] += 1
             self._rule.step(update, state, scale, world)
-
-    def _state_of(self, item: Item) -> dict[str, Any]:
-        state: dict[str, Any] = self._states[item.master]
-        if not state:
-            state.update(new_moments(item.master))
-        return state
 
 
 def new_moments(master: Tensor) -> dict[str, Tensor]:
@@ -93,18 +83,6 @@ def new_moments(master: Tensor) -> dict[str, Tensor]:
         "exp_avg": torch.zeros_like(master),
         "exp_avg_sq": torch.zeros_like(master),
     }
-
-
-def count_steps(states: Sequence[dict[str, Any]], scale: Scale) -> None:
-    """Add the step to the states' numbers of steps: one launch for many."""
-    steps, taken = [state["step"] for state in states], scale.steps_taken
-    if not steps:
-        return
-    if isinstance(taken, Tensor):
-        # without alpha torch takes it for a number, and reads it on the host
-        torch._foreach_add_(steps, taken, alpha=1)
-    else:
-        torch._foreach_add_(steps, taken)
 
 
 @final
@@ -214,4 +192,4 @@ class AdamRule:
         )
 
 
-__all__ = ["Adam", "AdamRule", "count_steps", "new_moments"]
+__all__ = ["Adam", "AdamRule", "new_moments"]

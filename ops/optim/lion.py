@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ..kernels.lion import lion_
-from ..libraries import is_loaded, optimizer_library
 from .scale import Scale
 from .shard_optimizer import Item, OnePassOptimizer, Update
 
@@ -22,19 +21,7 @@ class Lion(OnePassOptimizer):
     """p -= lr * (sign(beta1 m + (1 - beta1) g) + decay p); m = beta2 m + (1 - beta2) g."""
 
     num_states = 1
-
-    def prepare(self, items: Sequence[Item]) -> None:
-        for item in items:
-            self._state_of(item)
-
-    def _state_of(self, item: Item) -> dict[str, Any]:
-        state: dict[str, Any] = self._states[item.master]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(item.master)
-        return state
-
-    def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
-        return is_loaded(optimizer_library(device))
+    can_skip = True
 
     def __init__(
         self,
@@ -45,10 +32,13 @@ class Lion(OnePassOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
+    def states_before(self, item: Item) -> dict[str, Any]:
+        return {"exp_avg": torch.zeros_like(item.master)}
+
     def one_pass(
         self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Scale
     ) -> None:
-        master, state = update.item.master, self._state_of(update.item)
+        master = update.item.master
         lion_(
             master,
             update.grad,

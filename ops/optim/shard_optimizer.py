@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...utils.errors import UsageError
 from ..comm.collectives import Collectives
+from ..libraries import is_loaded, optimizer_library
 from .scale import Scale
 
 ADDED_GROUP = (
@@ -174,6 +175,9 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
     takes_edits = (
         False  # True: `update` itself compares `out` with the masters, see ops/optim/edits.py
     )
+    counts_together = (
+        False  # True: states have a tensor "step", which `count_step` counts for all items
+    )
     num_states = 2  # tensors of a parameter's size that it keeps for each parameter, at most
     part_states: tuple[str, ...] = ()  # keys of states that are `PartNumbers`
     is_bound = False  # True: an engine steps it, and its groups are complete
@@ -235,16 +239,33 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         """Whether native kernels would be used. casts: parameters have a narrower dtype than their masters."""
         return True
 
-    def prepare(self, items: Sequence[Item]) -> None:  # noqa: B027 (the first update allocates the others')
-        """Allocate the states of `items` before the first update."""
+    def states_before(self, item: Item) -> dict[str, Any]:
+        """The states of `item` before its first step; empty: that step makes them."""
+        return {}
+
+    def state_of(self, item: Item) -> dict[str, Any]:
+        """The states of `item`, see `states_before`."""
+        state: dict[str, Any] = self._states[item.master]
+        if not state:
+            state.update(self.states_before(item))
+        return state
 
     def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
         """Whether `update` can be told the scale, and whether to step, by tensors of `device`."""
         return False
 
+    @torch.no_grad()
     def count_step(self, items: Sequence[Item], scale: Scale) -> bool:
         """Count a step of all `items` in one launch, before their updates. False: `update` counts each."""
-        return False
+        if not self.counts_together:
+            return False
+        steps, taken = [self.state_of(item)["step"] for item in items], scale.steps_taken
+        if isinstance(taken, Tensor) and steps:
+            # without alpha torch takes it for a number, and reads it on the host
+            torch._foreach_add_(steps, taken, alpha=1)
+        elif steps:
+            torch._foreach_add_(steps, taken)
+        return True
 
     @abstractmethod
     def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
@@ -269,16 +290,19 @@ class OnePassOptimizer(ShardOptimizer, ABC):
     """An optimizer whose step on an item is one op: it unscales, updates and casts in one pass over memory."""
 
     takes_edits = True
+    can_skip = False  # True: where `found_inf` is set the op changes nothing, at the first step too
+
+    def takes_decisions(self, device: torch.device, *, casts: bool) -> bool:
+        return self.can_skip and is_loaded(optimizer_library(device))
 
     @abstractmethod
     def one_pass(
         self, update: Update, state: dict[str, Any], group: dict[str, Any], scale: Scale
     ) -> None:
-        """Call the op for one item. `state` is empty at its first step; `group` has the hyperparameters."""
+        """Call the op for one item. `state`: see `states_before`; `group` has the hyperparameters."""
 
     @torch.no_grad()
     def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         for update in updates:
-            master = update.item.master
-            self.one_pass(update, self._states[master], update.group, scale)
+            self.one_pass(update, self.state_of(update.item), update.group, scale)
             mark_written(update)

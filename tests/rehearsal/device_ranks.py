@@ -109,6 +109,7 @@ def serve(numbers: list[int], folder: str, *, kernels: bool) -> None:
     from helpers import SMALL_NUMEL
 
     import xds.engine.initialize  # noqa: F401  (before the ranks are forked)
+    from xds.engine.data.lanes import lane_to
     from xds.zero.core import local_sum
 
     if kernels:
@@ -125,6 +126,10 @@ def serve(numbers: list[int], folder: str, *, kernels: bool) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     where = f"file://{folder}/rendezvous"
     dist.init_process_group(messages.BACKEND, init_method=where, rank=rank, world_size=world_size)
+    # streams that all calls share: two of one number would hide a race
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    lane_to(torch.device("cuda", 0))
+    torch.ops.host_cuda.keep_streams()
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())
@@ -140,6 +145,7 @@ def _called(function: Callable[..., Any], args: Any) -> tuple[bool, Any]:
 
     ops = torch.ops.host_cuda
     torch.manual_seed(0)
+    ops.forget_streams()
     try:
         result = function(*args)
         gc.collect()

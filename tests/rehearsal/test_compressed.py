@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from device_ranks import ranks
 from helpers import run_ranks
-from test_parallel import FIRST, STEPS, Trained, config_of, counted, values_of
+from test_parallel import STEPS, Trained, config_of, trained
 from torch import Tensor
 
 
@@ -24,27 +23,13 @@ def train_vector(config: dict[str, Any], hosts_of: int) -> Trained:
     hosts._host_id = lambda: f"host {dist.get_rank() // hosts_of}"
     engine = xds.initialize(build(), config)
     dtype = next(engine.module.parameters()).dtype
-    losses, norms, in_steps, in_micro_batches = [], [], [], 0
 
-    def micro_batch(inputs: Tensor) -> Tensor:
-        loss = engine(inputs).float().square().mean()
-        engine.backward(loss)
-        return loss.detach()
-
-    for step in range(2 * STEPS):
-        total, num_waits = [], 0
+    def losses_of(step: int) -> Iterator[Callable[[], Tensor]]:
         for micro in range(2):
             inputs = batch(2 * step + micro, engine.device, dtype)
-            loss, found = counted(partial(micro_batch, inputs))
-            total.append(loss)
-            in_micro_batches += found if step >= FIRST else 0
-            num_waits += counted(engine.step)[1]
-        losses.append(torch.stack(total).mean().item())
-        norms.append(engine.get_global_grad_norm() or 0.0)
-        in_steps.append(num_waits)
-    found = Trained(losses, norms, values_of(engine), in_steps, in_micro_batches)
-    engine.destroy()
-    return found
+            yield lambda inputs=inputs: engine(inputs).float().square().mean()
+
+    return trained(engine, 2 * STEPS, losses_of)
 
 
 def one_bit(kind: str, clipper: int = 1) -> dict[str, Any]:

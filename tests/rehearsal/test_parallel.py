@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from device_ranks import ranks
 from helpers import run_ranks
 from pipeline_runs import Model, batches
+from test_rehearsal import config_of as config_of_one
 from test_rehearsal import waits
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -36,24 +37,7 @@ class Trained:
 
 
 def config_of(stage: int, precision: str, **more: Any) -> dict[str, Any]:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": COUNT,
-        "gradient_clipping": 0.5,
-        "steps_per_print": 10**6,
-        "ops": {"native": False},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3}},
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-            "unit_min_numel": 0,
-        },
-    }
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
-    if precision == "fp16":
-        config["fp16"]["initial_scale_power"] = 8
-    return config | more
+    return config_of_one(stage, precision, COUNT) | {"train_micro_batch_size_per_gpu": 2} | more
 
 
 def counted(call: Callable[[], Any]) -> tuple[Any, int]:
@@ -66,6 +50,32 @@ def counted(call: Callable[[], Any]) -> tuple[Any, int]:
 def values_of(engine: Any) -> dict[str, Tensor]:
     whole = engine.full_state_dict(rank0_only=False, full_precision=True)
     return {name: value.cpu() for name, value in whole.items()}
+
+
+def trained(
+    engine: Any, steps: int, losses_of: Callable[[int], Iterable[Callable[[], Tensor]]]
+) -> Trained:
+    """Train; `losses_of(step)` has for each micro-batch a call that returns its loss. Ends the engine."""
+    losses, norms, in_steps, in_micro_batches = [], [], [], 0
+
+    def micro_batch(loss_of: Callable[[], Tensor]) -> Tensor:
+        loss = loss_of()
+        engine.backward(loss)
+        return loss.detach()
+
+    for step in range(steps):
+        total, num_waits = [], 0
+        for loss_of in losses_of(step):
+            loss, found = counted(partial(micro_batch, loss_of))
+            total.append(loss)
+            in_micro_batches += found if step >= FIRST else 0
+            num_waits += counted(engine.step)[1]
+        losses.append(torch.stack(total).mean().item())
+        norms.append(engine.get_global_grad_norm() or 0.0)
+        in_steps.append(num_waits)
+    found = Trained(losses, norms, values_of(engine), in_steps, in_micro_batches)
+    engine.destroy()
+    return found
 
 
 def assert_same(found: list[Trained], expected: list[Trained], precision: str) -> None:
@@ -144,27 +154,16 @@ def train_whole(name: str, config: dict[str, Any]) -> Trained:
     import xds
 
     engine = xds.initialize(build(name, config.get("sequence_parallel_size", 1)), config)
-    losses, norms, in_steps, in_micro_batches = [], [], [], 0
 
-    def micro_batch(batch: Any) -> Tensor:
-        loss = engine(**batch).loss if isinstance(batch, dict) else engine(*batch)
-        engine.backward(loss)
-        return loss.detach()
-
-    for step in range(STEPS):
-        total, num_waits = [], 0
+    def losses_of(step: int) -> Iterator[Callable[[], Tensor]]:
         for batch in batches(name, step, engine.dp_rank):
             moved = tree_map(lambda tensor: tensor.to(engine.device), batch)
-            loss, found = counted(partial(micro_batch, moved))
-            total.append(loss)
-            in_micro_batches += found if step >= FIRST else 0
-            num_waits += counted(engine.step)[1]
-        losses.append(torch.stack(total).mean().item())
-        norms.append(engine.get_global_grad_norm() or 0.0)
-        in_steps.append(num_waits)
-    found = Trained(losses, norms, values_of(engine), in_steps, in_micro_batches)
-    engine.destroy()
-    return found
+            if isinstance(moved, dict):
+                yield lambda moved=moved: engine(**moved).loss
+            else:
+                yield lambda moved=moved: engine(*moved)
+
+    return trained(engine, STEPS, losses_of)
 
 
 # in each forward transformers' own code looks at masks, positions and attributes of a tensor

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from ...offload.homes import Homes
 from ...ops.comm.collectives import Collectives
+from ...ops.from_host import bytes_to
 from ...utils.errors import XdsError
 
 TEXT_BYTES = 512
@@ -26,8 +25,8 @@ def agree(
 ) -> None:
     """Raise `kind` on every rank if one has a `text`; "" is none. Sends 512 bytes to each rank."""
     # a character that is cut in two is left out
-    own = bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0"))
-    sent = torch.frombuffer(own, dtype=torch.uint8).to(collectives.device, non_blocking=True)
+    own = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    sent = bytes_to(collectives.device, own)
     table = collectives.gather_small(sent, what=f"whether {doing} works").view(-1, TEXT_BYTES).cpu()
     if not table[:, 0].any():
         return

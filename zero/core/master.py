@@ -254,8 +254,15 @@ class Master:
 
         return remember
 
+    @property
+    def publishes(self) -> bool:
+        """Other ranks need this rank's new values, or the values of a unit are gathered again."""
+        return self.is_sharded or self.params.is_sharded
+
     def publish(self) -> None:
-        """Start to send this rank's new values, or how they differ from what all ranks hold."""
+        """Start to send this rank's new values, or how they differ from what all ranks hold; if it must."""
+        if not self.publishes:
+            return
         self.is_near = self.sends_differences
         if self.is_near:
             self.params.start_publish(near=self._tensor)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...ops.comm.handles import Handle
+from ...ops.from_host import moved
 from .agreement import Agreement
 from .flat_grads import FlatGrads
 from .groups import FlatGroups
@@ -364,8 +365,8 @@ def _on_device(found: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     at = [number for number, one in enumerate(found) if one.device != device]
     if not at:
         return list(found)
-    moved = torch.stack([found[number] for number in at]).to(device, non_blocking=True)
-    copies = dict(zip(at, moved, strict=True))
+    together = moved(torch.stack([found[number] for number in at]), device)
+    copies = dict(zip(at, together, strict=True))
     return [copies.get(number, one) for number, one in enumerate(found)]
 
 

@@ -61,7 +61,6 @@ class Updater:
         self._guesses: Guesses | None = None
         self._apart: Apart | None = None
         self.places = Places(self.masters, self.world)
-        self._written: list[bool] | None = None  # see `know_written`
 
     @property
     def casts(self) -> bool:
@@ -83,7 +82,7 @@ class Updater:
             self._apart = Apart(optimizer, self._model, self.masters, self._keep_frozen)
             host = self.homes.host
             if host is not None and host.spare is not None and optimizer.is_elementwise:
-                prepare = partial(self._prepared, optimizer)
+                prepare = partial(self._host_update, optimizer)
                 self._guesses = Guesses(self.masters, optimizer, host.spare, prepare)
         for master in self.masters:
             master.residence.bind(partial(self.states_in, master))
@@ -110,11 +109,13 @@ class Updater:
         if self._guesses is not None:
             self._guesses.expect(scale)
 
-    def prepare(self) -> None:
-        """Allocate the optimizer's states, if they would be allocated by the first step, on the device."""
+    def allocate_states(self) -> None:
+        """Allocate states on the device that the first step would allocate."""
         if isinstance(self._optimizer, ShardOptimizer):
             near = [master for master in self.masters if not master.home.is_on_host]
-            self._optimizer.prepare([item for master in near for item in master.items])
+            for master in near:
+                for item in master.items:
+                    self._optimizer.state_of(item)
 
     @property
     def takes_decisions(self) -> bool:
@@ -123,22 +124,29 @@ class Updater:
         if not isinstance(optimizer, ShardOptimizer) or self.homes.host is not None:
             return False
         device = self.world.collectives.device
-        casts = self.casts
         return (
             device.type == "cuda"
             and optimizer.is_elementwise
             and not any(master.sends_differences or master.is_far for master in self.masters)
-            and optimizer.takes_decisions(device, casts=casts)
+            and optimizer.takes_decisions(device, casts=self.casts)
         )
 
     @torch.no_grad()
-    def step(self, scale: Scale, agreement: Agreement | None = None) -> bool:
+    def step(
+        self,
+        scale: Scale,
+        *,
+        decided: Agreement | None = None,
+        written: Sequence[bool] | None = None,
+    ) -> bool:
         """Update all masters with gradient `scale` times the sums, and publish the new values.
 
         Stages 1 and 2 send (world_size - 1) shards per rank, in the parameters' dtype.
 
-        agreement: `scale` is what the device has decided from it. The host reads it when the device is busy
-            with updates. False: the step is not a plain one, and nothing has changed.
+        Args:
+            decided: `scale` is what the device has decided from it. The host reads it when the device is busy
+                with updates. False: the step is not a plain one, and nothing has changed.
+            written: the values of `ask_written`, if they are known.
         """
         assert self._optimizer is not None
         if _num_tensors(self._optimizer) != self._num_tensors:
@@ -153,12 +161,12 @@ class Updater:
                 self._take_edits_into_masters()
                 self._step_torch(optimizer, scale)
         elif optimizer.is_elementwise:
-            if not self._step_elementwise(optimizer, scale, agreement):
+            if not self._step_elementwise(optimizer, scale, decided, written):
                 return False
             optimizer.step()
         else:
             with self.in_memory():
-                self._step_at_once(optimizer, scale)
+                self._step_at_once(optimizer, scale, written)
             optimizer.step()
         self._model.wait_published()
         for master in self.masters:
@@ -192,18 +200,16 @@ class Updater:
 
     def ask_written(self) -> Tensor | None:
         """Where a script has written, which `step` would read: bool [masters that are near]; or None."""
-        near = [] if self.homes.host is not None else self._near()
+        near = [] if self.homes.host is not None else [m for m in self.masters if m.is_near]
         return torch.stack([m.written() != 0 for m in near]) if near else None
 
-    def know_written(self, flags: Sequence[bool]) -> None:
-        """What `ask_written` has given, for a `step` that follows at once."""
-        self._written = list(flags) or None
-
-    def _near(self) -> list[Master]:
-        return [master for master in self.masters if master.is_near]
-
-    def _take_edits_into_masters(self, *, also_near: bool = True) -> None:
-        """also_near: False leaves out the masters whose update takes edits itself.
+    def _take_edits_into_masters(
+        self, written: Sequence[bool] | None = None, *, also_near: bool = True
+    ) -> None:
+        """
+        Args:
+            written: of the masters that are near, if it is known.
+            also_near: False leaves out the masters whose update takes edits itself.
 
         Raises:
             UsageError: a write to a parameter on the host was lost; nothing is updated.
@@ -214,8 +220,9 @@ class Updater:
         on_device = [master for master in far if not master.params.is_on_host]
         # what is on the device is read together, because each read waits for it
         asked = [flag.to(torch.int64) for _, flag in lost]
-        known, self._written = self._written, None
-        said = known or values_of(asked + [master.written() for master in on_device])
+        said = list(written or ())
+        if not written or len(written) != len(asked) + len(on_device):
+            said = values_of(asked + [master.written() for master in on_device])
         for (flat, _), is_lost in zip(lost, said, strict=False):
             if is_lost:
                 flat.refuse_lost_writes()
@@ -230,12 +237,16 @@ class Updater:
                 master.take_edits()
 
     def _step_elementwise(
-        self, optimizer: ShardOptimizer, scale: Scale, agreement: Agreement | None
+        self,
+        optimizer: ShardOptimizer,
+        scale: Scale,
+        decided: Agreement | None,
+        written: Sequence[bool] | None,
     ) -> bool:
         """Masters on the host update in a thread, those on the device meanwhile."""
-        self._take_edits_into_masters(also_near=not optimizer.takes_edits)
+        self._take_edits_into_masters(written, also_near=not optimizer.takes_edits)
         updates = [
-            self._host_update(optimizer, master, scale)
+            self._host_update(optimizer, master, scale.value)
             for master in self._in_order_of_use()
             if master.home.is_on_host
         ]
@@ -253,10 +264,10 @@ class Updater:
             optimizer.update(updates_here, scale, self.world)
             kept.restore()
             master.write_apart()
-            if agreement is not None and self._publishes(master) and not agreement.is_plain:
+            if decided is not None and master.publishes and not decided.is_plain:
                 return False
-            self._publish(master)
-        if agreement is not None and not agreement.is_plain:
+            master.publish()
+        if decided is not None and not decided.is_plain:
             return False
         if self.homes.are_on_disk:
             self._wait_for_disks(arrivals)
@@ -267,7 +278,7 @@ class Updater:
                 master.params.defer(arrival, gathers=master.is_sharded)
             else:
                 arrival.order()
-                self._publish(master)
+                master.publish()
         return True
 
     def _wait_for_disks(self, arrivals: Sequence[tuple[Master, Ticket]]) -> None:
@@ -284,17 +295,14 @@ class Updater:
             self.masters, key=lambda m: (m.params.may_be_resharded, id(m.params) not in roots)
         )
 
-    def _prepared(self, optimizer: ShardOptimizer, master: Master, scale: float) -> HostUpdate:
-        return self._host_update(optimizer, master, Scale(scale))
-
-    def _host_update(self, optimizer: ShardOptimizer, master: Master, scale: Scale) -> HostUpdate:
+    def _host_update(self, optimizer: ShardOptimizer, master: Master, scale: float) -> HostUpdate:
         """The update of `master` on the host. The script may change rates and flags while it runs."""
         groups = copies_of(optimizer.param_groups)
         frozen = self._frozen_ranges(master)
 
         def run(grad: Tensor, values: Tensor | None, old: Olds) -> None:
             updates = master.updates(groups, grad, values, has_old=not master.is_far, old=old)
-            optimizer.update(updates, scale, self.world)
+            optimizer.update(updates, Scale(scale), self.world)
 
         def keep(values: Tensor | None) -> FrozenValues:
             kept = FrozenValues()
@@ -304,7 +312,7 @@ class Updater:
             self._keep_states(kept, master, frozen)
             return kept
 
-        return HostUpdate(master, groups, scale.value, frozen, run, keep)
+        return HostUpdate(master, groups, scale, frozen, run, keep)
 
     def _updates(
         self, master: Master, groups: Sequence[dict[str, Any]], *, is_counted: bool = False
@@ -319,8 +327,10 @@ class Updater:
         has_old = not (master.is_far or master.is_near)
         return master.updates(groups, grad, out, has_old=has_old, is_counted=is_counted)
 
-    def _step_at_once(self, optimizer: ShardOptimizer, scale: Scale) -> None:
-        self._take_edits_into_masters(also_near=not optimizer.takes_edits)
+    def _step_at_once(
+        self, optimizer: ShardOptimizer, scale: Scale, written: Sequence[bool] | None
+    ) -> None:
+        self._take_edits_into_masters(written, also_near=not optimizer.takes_edits)
         groups = optimizer.param_groups
         updates = [update for master in self.masters for update in self._updates(master, groups)]
         kept = self._keep_frozen(self.masters)
@@ -328,7 +338,7 @@ class Updater:
         kept.restore()
         for master in self.masters:
             master.write_apart()
-            self._publish(master)
+            master.publish()
 
     def _keep_frozen(self, masters: Sequence[Master], ids: Ids | None = None) -> FrozenValues:
         """Save the values and states of the parameters `ids`; None: those that are frozen now."""
@@ -375,7 +385,7 @@ class Updater:
                 tensor.grad = None
         for master in self.masters:
             master.write_compute()
-            self._publish(master)
+            master.publish()
 
     def _set_grads(self, master: Master, grad: Tensor) -> None:
         for tensor, at in self._tensors_in(master):
@@ -414,13 +424,6 @@ class Updater:
                 place = self.places.of(tensor)
                 if place is not None and place[0] is master:
                     yield tensor, place[1]
-
-    def _publishes(self, master: Master) -> bool:
-        return master.is_sharded or master.params.is_sharded
-
-    def _publish(self, master: Master) -> None:
-        if self._publishes(master):
-            master.publish()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

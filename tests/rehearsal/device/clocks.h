@@ -65,6 +65,7 @@ struct State {
   std::map<char*, size_t> pinned;
   std::array<Clock, kStreams> clocks{};
   Clock host{};
+  StreamId first_stream = 1;  // those before it live as long as the process
   StreamId next_stream = 1;
   std::vector<Pending> pending;
   std::vector<char*> leaving;  // pinned memory of torch's allocator, freed before the copy was over: it waits

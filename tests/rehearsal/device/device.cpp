@@ -375,6 +375,8 @@ std::vector<std::string> counts() {
 void refuse_sync(bool refuses) { state().refuses_sync = refuses; }
 void log_memory(bool logs) { state().logs_memory = logs; }
 void is_worker() { t_is_worker = true; }
+void keep_streams() { state().first_stream = state().next_stream; }
+void forget_streams() { state().next_stream = state().first_stream; }
 void settings(bool records, bool raises) {
   state().records = records;
   state().raises = raises;
@@ -421,6 +423,8 @@ TORCH_LIBRARY(host_cuda, m) {
   m.def("counts() -> str[]", counts);
   m.def("settings(bool records, bool raises) -> ()", settings);
   m.def("refuse_sync(bool refuses) -> ()", refuse_sync);
+  m.def("keep_streams() -> ()", keep_streams);
+  m.def("forget_streams() -> ()", forget_streams);
   m.def("log_memory(bool logs) -> ()", log_memory);
   m.def("is_worker() -> ()", is_worker);
   m.def("is_over(int event) -> bool", event_is_over);

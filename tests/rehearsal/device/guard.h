@@ -22,7 +22,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream getNewStream(Device d, int) const override {
     std::lock_guard guard(state().lock);
     auto& next = state().next_stream;
-    if (next == kStreams) next = 1;  // torch's pool goes round too
+    if (next == kStreams) next = state().first_stream;  // torch's pool goes round too
     return Stream(Stream::UNSAFE, Device(DeviceType::CUDA, 0), next++);
   }
   Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }

@@ -19,7 +19,7 @@ from .memory import Memory
 from .update import Updater
 
 
-class FirstUpdate(ABC):
+class FirstStep(ABC):
     """`begin` is called before every forward that trains, and `end` after every update."""
 
     @abstractmethod
@@ -30,8 +30,8 @@ class FirstUpdate(ABC):
 
 
 @final
-class Anywhere(FirstUpdate):
-    """The device is a CPU, whose pages are joined by the kernel."""
+class OnCpu(FirstStep):
+    """The kernel joins free pages itself."""
 
     def begin(self) -> None:
         return
@@ -41,8 +41,8 @@ class Anywhere(FirstUpdate):
 
 
 @final
-class SegmentsOfTheirOwn(FirstUpdate):
-    """The device is a GPU."""
+class OnGpu(FirstStep):
+    """Each of both acts once."""
 
     def __init__(self, memory: Memory, updater: Updater) -> None:
         self._memory: Memory | None = memory
@@ -52,17 +52,17 @@ class SegmentsOfTheirOwn(FirstUpdate):
         if self._updater is not None:
             updater, self._updater = self._updater, None
             torch.cuda.empty_cache()  # what the construction of the model has left
-            updater.prepare()
+            updater.allocate_states()
 
     def end(self) -> None:
         if self._memory is not None:
             memory, self._memory = self._memory, None
-            memory.lift_gradients()()
+            memory.reallocate_gradients()
 
 
-def first_update(memory: Memory, updater: Updater, device: torch.device) -> FirstUpdate:
+def first_step(memory: Memory, updater: Updater, device: torch.device) -> FirstStep:
     """The one for `device`."""
-    return SegmentsOfTheirOwn(memory, updater) if device.type == "cuda" else Anywhere()
+    return OnGpu(memory, updater) if device.type == "cuda" else OnCpu()
 
 
-__all__ = ["FirstUpdate", "first_update"]
+__all__ = ["FirstStep", "first_step"]
