@@ -10,6 +10,8 @@ from torch import Tensor
 from .lanes import Done, Ticket
 from .pinned import host_memory
 
+GROWTH = 1.5  # the least factor from a block to the larger one that replaces it
+
 
 @final
 class HostBlock:
@@ -37,8 +39,11 @@ class HostPool:
             found = min(fitting, key=_size) if fitting else largest
             if found is not None:
                 self._free.remove(found)
-        if found is None or not fitting:  # a larger one replaces the largest
-            found = HostBlock(host_memory(num_bytes, pin=self._pin))
+        if found is None:
+            return HostBlock(host_memory(num_bytes, pin=self._pin))
+        if not fitting:  # a larger one replaces the largest
+            roomy = int(GROWTH * found.memory.numel())
+            return HostBlock(host_memory(max(num_bytes, roomy), pin=self._pin))
         return found
 
     def give(self, block: HostBlock) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from xds.offload import pinned
 from xds.offload.pinned import PageableWarning, host_memory
+from xds.offload.reused import HostPool
 from xds.utils.errors import UsageError
 
 
@@ -210,3 +211,20 @@ def test_a_device_copies_from_and_to_pinned_memory_and_a_failure_leaves_it_usabl
     with pytest.warns(PageableWarning, match="cannot pin 3.00 MB"):  # it is registered already
         assert not pinned._register(memory.data_ptr(), 3_000_001)
     assert torch.arange(10, device="cuda").sum().item() == 45
+
+
+def test_memory_that_is_used_again_grows_in_few_steps() -> None:
+    """Inputs that get longer in every step do not lock new memory in every step."""
+    pool, addresses = HostPool(pin=False), set()
+    for num_bytes in range(1000, 20_000, 100):
+        block = pool.take(num_bytes)
+        assert block.memory.numel() >= num_bytes
+        addresses.add(id(block))
+        kept = block  # its number stays its own until the next one
+        pool.give(kept)
+    assert len(addresses) <= 9
+    first, second = pool.take(10), pool.take(20_000)  # the only block is in use
+    assert first is kept and second.memory.numel() == 20_000
+    pool.give(first)
+    pool.give(second)
+    assert pool.take(20_000) is second

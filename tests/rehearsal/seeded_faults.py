@@ -169,7 +169,7 @@ FAULTS = [
     Fault(
         "torch reads the tensor that is added to the numbers of steps",
         WAIT,
-        "ops/optim/adam.py",
+        "ops/optim/shard_optimizer.py",
         "torch._foreach_add_(steps, taken, alpha=1)",
         "torch._foreach_add_(steps, taken)",
         "test_decisions.py::test_an_update_is_one_launch_for_each_flat_and_two_and_hides_the_wait[2-2-bf16]",

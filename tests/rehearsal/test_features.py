@@ -71,8 +71,14 @@ def away_and_back(stage: int, precision: str, include: list[str] | None, pins: b
     freed = before - torch.ops.host_cuda.memory()[0]
     other = torch.full((freed // 4,), 7.0, device=engine.device)  # takes the memory
     away = [get_state_devices(engine, Kind(name)) for name in ("optim_states", "lp_params")]
-    with pytest.raises(xds.UsageError, match=r"states are offloaded: call reload_states\(\) first"):
-        xds.zero.get_full_param(weight)
+    zeros = torch.zeros(weight.shape, device=engine.device)
+    for access in (
+        xds.zero.get_full_param,
+        lambda param: xds.zero.set_full_param(param, zeros),
+        lambda param: xds.zero.set_full_grad(param, zeros),
+    ):
+        with pytest.raises(xds.UsageError, match=r"offloaded: call reload_states\(\) first"):
+            access(weight)
     del other
     engine.reload_states()
     assert here == [get_state_devices(engine, Kind(name)) for name in ("optim_states", "lp_params")]

@@ -157,6 +157,7 @@ class Access(Owner):
         super().agree(doing, param, value)
 
     def value(self, param: nn.Parameter) -> Stored:
+        self._check_usable()  # also before `agree`: a check of shapes looks at the value
         self._settle()
         place = self._places.get(id(param))
         if place is None or place.master is None:
