@@ -6,6 +6,7 @@ with or without a library; without one they run their plain torch reference.
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import threading
 import warnings
@@ -28,6 +29,7 @@ __all__ = [
     "find",
     "is_loaded",
     "load",
+    "open_plain",
     "optimizer_library",
     "why_not",
 ]
@@ -67,6 +69,20 @@ def _cpu_library() -> Library:
     return Library("cpu", "cpu", (*registering, *kernels))
 
 
+def _memory_library() -> Library:
+    names = list(_INSTRUCTION_SETS) if platform.machine() == "x86_64" else ["baseline"]
+    sums = [
+        Source(
+            "cpu/sums.cpp",
+            f"sums_{name}.o",
+            (*_CPU, f"-DXDS_ISA={name}", *_INSTRUCTION_SETS[name]),
+        )
+        for name in names
+    ]
+    calls = [Source(f"memory/{file}.cpp", f"{file}.o", _CPU) for file in ("calls", "process")]
+    return Library("memory", "cpu", (*calls, *sums))
+
+
 def _cuda_library(name: str, files: tuple[str, ...]) -> Library:
     return Library(name, "cuda", tuple(Source(f"cuda/{file}.cu", f"{file}.o") for file in files))
 
@@ -75,6 +91,7 @@ LIBRARIES = {
     library.name: library
     for library in (
         _cpu_library(),
+        _memory_library(),
         _cuda_library("cuda_optimizers", OPTIMIZERS),
         _cuda_library("cuda_quantize", QUANTIZE),
     )
@@ -98,6 +115,13 @@ def load(name: str, *, require: bool = False) -> bool:
     After a failure this process does not try again. With `require` it raises BuildError instead.
     """
     return _loaded.load(LIBRARIES[name], is_required=require)
+
+
+def open_plain(name: str) -> ctypes.CDLL:
+    """A library of plain functions, not of kernels. Raises BuildError: it cannot be built or loaded."""
+    path = find_or_build(LIBRARIES[name]).path
+    _open(LIBRARIES[name])
+    return ctypes.CDLL(str(path))
 
 
 def why_not(library: Library) -> str:

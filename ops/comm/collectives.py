@@ -61,8 +61,13 @@ class Collectives(ABC):
         rank: int,
         world_size: int,
         part_of: PartOf | None = None,
+        successor_of: Collectives | None = None,
     ) -> None:
-        """part_of: the collectives of all ranks; their watch serves this group as well."""
+        """
+        Args:
+            part_of: the collectives of all ranks; their watch serves this group as well.
+            successor_of: other collectives of `group`, which this object replaces.
+        """
         self.group = group
         self.device = device
         self.rank = rank
@@ -72,6 +77,9 @@ class Collectives(ABC):
         self.exact_bytes: dict[str, int] = {}  # that messages of these kinds stand for
         self._is_across: list[bool] | None = None  # by rank: it is on another host; None: not known
         self._counted_as = ""  # the kind, whatever the message is; "": its own
+        if successor_of is not None:
+            self._succeed(successor_of)
+            return
         instance = _instances[group.group_name] if group is not None else 0
         if group is not None:
             _instances[group.group_name] += 1
@@ -89,6 +97,10 @@ class Collectives(ABC):
         self.message_log = MessageLog(rank, clock_of(device))
         self._watch.name(CONTROL_BUFFER, "norms and flags")
         self._watch.name(ACCESS_BUFFER, "a parameter")
+
+    def _succeed(self, before: Collectives) -> None:
+        self.instance, self._ranks, self._members = before.instance, before._ranks, before._members
+        self._watch, self.message_log = before._watch, before.message_log
 
     @property
     def members(self) -> Sequence[int]:
@@ -165,7 +177,7 @@ class Collectives(ABC):
         """
         self._watch.keep(section.ring_size)
         if self.group is not None and self.world_size > 1:
-            timeout_seconds = _timeout_of(self.group, self.device) or timeout_seconds
+            timeout_seconds = timeout_of(self.group, self.device) or timeout_seconds
             start_watching(self._watch, self.group.group_name, section, timeout_seconds)
 
     def stop_watching(self) -> None:
@@ -388,7 +400,7 @@ def _store_of(group: dist.ProcessGroup | None) -> Store | None:
         return None
 
 
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """The timeout of waits in `group`; 0 where this torch or backend does not provide it."""
     try:
         return float(group._get_backend(device).options._timeout.total_seconds())

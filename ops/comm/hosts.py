@@ -12,10 +12,13 @@ from .collectives import Collectives
 
 def host_numbers(collectives: Collectives) -> list[int]:
     """For each rank a number that identifies its machine."""
-    name = hashlib.sha256(_host_id().encode()).digest()
-    own = int.from_bytes(name[:7], "big")
-    table = collectives.gather_small(torch.tensor([own], device=collectives.device))
+    table = collectives.gather_small(torch.tensor([host_key()], device=collectives.device))
     return [int(number) for number in table.flatten().tolist()]
+
+
+def host_key() -> int:
+    """A number of 56 bits that identifies this machine."""
+    return int.from_bytes(hashlib.sha256(_host_id().encode()).digest()[:7], "big")
 
 
 def _host_id() -> str:
@@ -27,4 +30,4 @@ def _host_id() -> str:
         return platform.node()
 
 
-__all__ = ["host_numbers"]
+__all__ = ["host_key", "host_numbers"]

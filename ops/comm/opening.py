@@ -1,25 +1,50 @@
-"""Chooses the collectives for a process group and the device of its tensors."""
+"""Chooses the collectives for a process group and the device of its tensors.
+
+    one rank               SingleRank
+    gloo, CPU, one machine SharedMemory    where its ranks can map each other's memory
+    gloo, CPU              PeerToPeer
+    else                   Native
+"""
 
 from __future__ import annotations
+
+import logging
 
 import torch
 import torch.distributed as dist
 
-from .collectives import Collectives, PartOf
+from .collectives import Collectives, PartOf, timeout_of
+from .memory.meeting import meet
 from .native import Native
 from .point_to_point import PeerToPeer
+from .shared_memory import SharedMemory
 from .single_rank import SingleRank
+
+log = logging.getLogger("xds")
+DEFAULT_TIMEOUT_SECONDS = 600.0  # where torch does not say that of the group
 
 
 def open_collectives(
     group: dist.ProcessGroup | None, device: torch.device, part_of: PartOf | None = None
 ) -> Collectives:
-    """The collectives for `group` and the device of its tensors.
+    """The collectives for `group` and the device of its tensors. For all ranks of the group.
 
     part_of: the collectives of all ranks, if the group is a part of them.
     """
     if group is None or group.size() == 1:
         return SingleRank(device)
     if device.type == "cpu" and dist.get_backend(group) == "gloo":
-        return PeerToPeer(group, device, part_of)
+        return _on_host(group, device, part_of)
     return Native(group, device, part_of)
+
+
+def _on_host(
+    group: dist.ProcessGroup, device: torch.device, part_of: PartOf | None
+) -> Collectives:
+    plain = PeerToPeer(group, device, part_of)
+    found, why = meet(plain.rank, plain.world_size, lambda mine, what: plain.gather_small(mine, what=what))
+    if why and plain.rank == 0:
+        log.warning("messages between the ranks of a machine do not go through shared memory: %s", why)
+    if found is None or len(found.ranks) < plain.world_size:
+        return plain
+    return SharedMemory(group, device, found, timeout_of(group, device) or DEFAULT_TIMEOUT_SECONDS, part_of, plain)

@@ -1,0 +1,173 @@
+"""Operations in shared memory: their start, their handle, and what happens when a peer does not take part.
+
+    start ──> handle ──wait──> done
+                       ├─ its process ended, or it stopped waiting ─┐
+                       └─ the timeout is over ──────────────────────┴─> PeerError, and peers fail as well
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+
+from ...watch import Mark, Watch
+from ..handles import Done, Handle
+from .library import DONE as IS_DONE
+from .library import ENDED, LEFT, NO_MEMORY, PENDING, SIZE_DIFFERS
+from .meeting import Neighbours
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # as in sums.h
+SLICE_NS = 200_000_000  # the longest time without a look at signals
+SPIN_NS, YIELD_NS = 100_000, 20_000  # before a process sleeps: with a core for every thread, and without
+DONE = Done()
+
+
+def can_sum(part: torch.dtype, out: torch.dtype) -> bool:
+    """There is a native sum of `part` into `out`: as in sums.h."""
+    is_wider = out == torch.float32 and part in (torch.bfloat16, torch.float16)
+    return is_wider or (part == out and part in KINDS)
+
+
+@final
+class Line:
+    """The operations of one group on this rank."""
+
+    def __init__(
+        self, neighbours: Neighbours, watch: Watch, ranks: Sequence[int], timeout_seconds: float
+    ) -> None:
+        """ranks: of the group, among all ranks."""
+        self.watch = watch
+        self.native = neighbours.segment.native
+        self._group = neighbours.handle
+        self._ranks = ranks
+        self._timeout_seconds = timeout_seconds
+        self._failure = ""
+        self._about: int | None = None
+        num_threads = len(neighbours.ranks) * torch.get_num_threads()
+        self.yields = num_threads > len(os.sched_getaffinity(0))
+        self.spin_ns = YIELD_NS if self.yields else SPIN_NS
+
+    def start(
+        self,
+        mark: Mark,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        kept: tuple[Any, ...],
+        finish: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Start `function` of the library. kept: the memory that it reads and writes."""
+        if self._failure:
+            raise self.failed(mark, self._failure, self._about)
+        if _dropped:
+            _forget_dropped()
+        operation = function(self._group, *arguments)
+        if operation is None:
+            operation = self._retry(mark, function, arguments)
+        return InMemory(self, mark, operation, kept, finish)
+
+    def _retry(self, mark: Mark, function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
+        """Too many messages are unread: wait until peers have read some."""
+        begin_seconds, operation = self.watch.begin_wait(mark), None
+        while operation is None:
+            time.sleep(0.001)
+            self.native.progress()
+            operation = function(self._group, *arguments)
+            if self.is_over(begin_seconds):
+                raise self.failed(mark, "Timed out: peers read no messages", None)
+        self.watch.end_wait(mark, begin_seconds)
+        return int(operation)
+
+    def is_over(self, begin_seconds: float) -> bool:
+        """A wait since then has lasted for the timeout."""
+        return time.monotonic() - begin_seconds > self._timeout_seconds
+
+    def explain(self, status: int, operation: int) -> tuple[str, int | None]:
+        """Why an operation failed, and the rank, among all ranks, that it is about."""
+        about = self.native.about(operation)
+        rank = self._ranks[about] if about >= 0 else None
+        reason = {
+            ENDED: f"Connection closed by rank {rank}: its process ended",
+            LEFT: f"Connection closed by rank {rank}, which stopped waiting",
+            SIZE_DIFFERS: f"rank {rank} sent another number of bytes than this rank receives",
+            NO_MEMORY: "no memory is left for messages",
+            PENDING: f"Timed out after {self._timeout_seconds:.0f} s of waiting for rank {rank}",
+        }[status]
+        return reason, rank
+
+    def failed(self, mark: Mark, reason: str, rank: int | None) -> Exception:
+        """The error to raise. Peers that wait for this rank in the group fail as well; it does not recover."""
+        if not self._failure:
+            self._failure, self._about = reason, rank
+            self.native.leave_group(self._group)  # now: they have a report to write as well
+        return self.watch.failed(mark, RuntimeError(reason), rank)
+
+
+# Operations whose handles were dropped before they were done, with their memory
+_dropped: list[tuple[Line, int, Any]] = []
+
+
+def _forget_dropped() -> None:
+    for one in list(_dropped):
+        line, operation, _ = one
+        if line.native.quick.status(operation) != PENDING:
+            line.native.quick.end(operation)
+            _dropped.remove(one)
+
+
+@final
+class InMemory(Handle):
+    """An operation in flight."""
+
+    def __init__(
+        self,
+        line: Line,
+        mark: Mark,
+        operation: int,
+        kept: tuple[Any, ...],
+        finish: Callable[[], None] | None,
+    ) -> None:
+        self._line = line
+        self._mark = mark
+        self._operation = operation
+        self._kept = kept
+        self._finish = finish
+
+    def __del__(self) -> None:
+        if self._operation and _dropped is not None:
+            _dropped.append((self._line, self._operation, self._kept))
+
+    def wait(self) -> None:
+        operation = self._operation
+        if operation:
+            self._complete(operation)
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        if operation and self._mark.timed is not None:
+            self._mark.timed.end()
+
+    def _complete(self, operation: int) -> None:
+        line, mark = self._line, self._mark
+        if mark.timed is not None:
+            mark.timed.begin_wait()
+        begin_seconds = line.watch.begin_wait(mark)
+        status = PENDING
+        while status == PENDING:
+            status = line.native.wait(operation, SLICE_NS, line.spin_ns, line.yields)
+            if status == PENDING and line.is_over(begin_seconds):
+                break
+        if status != IS_DONE:
+            reason, rank = line.explain(status, operation)
+        self._operation = 0
+        line.native.quick.end(operation)
+        if status != IS_DONE:
+            raise line.failed(mark, reason, rank)
+        self._kept = ()
+        line.watch.end_wait(mark, begin_seconds)
+
+
+__all__ = ["DONE", "KINDS", "InMemory", "Line", "can_sum"]

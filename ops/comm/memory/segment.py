@@ -1,0 +1,171 @@
+"""This process's segment: memory that the other ranks of its machine can read.
+
+    /proc/PID/fd/N ── mapped by peers of the same user
+    [ control | data ............................................. ]   as large as the machine's memory,
+              | messages and tensors, at the first place that fits     of which pages exist once they are used
+
+The file has no name: a memfd, or a file in /dev/shm that is deleted before anything is in it. So it ends with
+the last process that maps it, however that ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import os
+import secrets
+import tempfile
+import weakref
+from contextlib import suppress
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from ....utils.errors import BuildError
+from .library import Native
+
+SHM_FOLDER = "/dev/shm"
+LEAST_SHARE = 0.25  # of the machine's memory, that must be free in SHM_FOLDER where there is no memfd
+LEAST_BYTES = 1 << 16  # smaller tensors are copied when they are sent
+
+
+class NoSegment(Exception):
+    """There is no shared memory here. The text says why."""
+
+
+@final
+class Segment:
+    """The segment of one process. `token` identifies it; `fd` is its file."""
+
+    def __init__(self, native: Native) -> None:
+        """Raises NoSegment."""
+        self.native = native
+        self.pid = os.getpid()
+        self.size_bytes = _memory_bytes()
+        self.fd, self._is_limited = _open_file(self.size_bytes)
+        self.control_bytes = int(native.control_bytes())
+        self.token = (secrets.randbits(64), secrets.randbits(64))
+        if self._is_limited:
+            _reserve(self.fd, 0, self.control_bytes)
+        data_bytes = self.size_bytes - self.control_bytes
+        control = native.map(self.fd, 0, self.control_bytes, True)
+        self._data = native.map(self.fd, self.control_bytes, data_bytes, True)
+        if not control or not self._data:
+            os.close(self.fd)
+            raise NoSegment(f"{self.size_bytes >> 30} GiB of addresses cannot be mapped (ulimit -v)")
+        native.open(self.fd, control, self._data, data_bytes, *self.token)
+        atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        if os.getpid() == self.pid:
+            self.native.stop()
+
+    def empty(self, size_bytes: int) -> Tensor | None:
+        """Bytes [size_bytes] that peers can read, freed with the tensor; None where there are none left."""
+        offset = self.native.allocate(size_bytes)
+        if offset < 0:
+            return None
+        if self._is_limited:  # without room the first write would end the process
+            try:
+                _reserve(self.fd, self.control_bytes + offset, size_bytes)
+            except NoSegment:
+                self._free(offset)
+                return None
+        place = (ctypes.c_uint8 * size_bytes).from_address(self._data + offset)
+        weakref.finalize(place, self._free, offset).atexit = False
+        return torch.frombuffer(place, dtype=torch.uint8)
+
+    def _free(self, offset: int) -> None:
+        if os.getpid() == self.pid:  # a forked child has only a view of it
+            self.native.quick.free(offset, self.control_bytes + offset)
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _open_file(size_bytes: int) -> tuple[int, bool]:
+    """A new file without a name, and whether its folder limits it."""
+    fd, is_limited = -1, False
+    try:
+        try:
+            fd = os.memfd_create("xds", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except (AttributeError, OSError):
+            fd, is_limited = _open_in_folder(), True
+        os.fchmod(fd, 0o600)
+        os.truncate(fd, size_bytes)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        raise NoSegment(f"a file of {size_bytes >> 30} GiB cannot be made in memory: {error}") from error
+    if not is_limited:
+        _seal(fd)
+    return fd, is_limited
+
+
+def _open_in_folder() -> int:
+    free_bytes, need_bytes = _free_bytes(), int(LEAST_SHARE * _memory_bytes())
+    if free_bytes < need_bytes:
+        raise NoSegment(
+            f"this system has no memfd, and {SHM_FOLDER} has {free_bytes >> 20} MiB free of the "
+            f"{need_bytes >> 20} MiB that are needed: start the container with a larger one (--shm-size)"
+        )
+    fd, path = tempfile.mkstemp(dir=SHM_FOLDER, prefix="xds-")
+    os.unlink(path)
+    return fd
+
+
+def _free_bytes() -> int:
+    found = os.statvfs(SHM_FOLDER)
+    return found.f_bavail * found.f_frsize
+
+
+def _reserve(fd: int, offset: int, size_bytes: int) -> None:
+    """Raises NoSegment: there is no room."""
+    try:
+        os.posix_fallocate(fd, offset, size_bytes)
+    except OSError as error:
+        raise NoSegment(f"{SHM_FOLDER} is full ({errno.errorcode.get(error.errno or 0)})") from error
+
+
+def _seal(fd: int) -> None:
+    """Nobody can shorten it, which would end the processes that read it."""
+    import fcntl
+
+    with suppress(AttributeError, OSError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+
+_opened: dict[int, Segment | str] = {}  # by process: a forked child opens its own
+
+
+def segment() -> Segment:
+    """The segment of this process, opened on first use. Raises NoSegment, each time with the same text."""
+    found = _opened.get(os.getpid())
+    if found is None:
+        try:
+            found = Segment(Native())
+        except BuildError as error:
+            found = f"its native library is missing: {error.what}"
+        except NoSegment as error:
+            found = str(error)
+        _opened[os.getpid()] = found
+    if isinstance(found, str):
+        raise NoSegment(found)
+    return found
+
+
+def empty(numel: int, dtype: torch.dtype) -> Tensor:
+    """[numel] that peers can read, where this process has a segment and it is large enough to be worth it."""
+    found: Any = _opened.get(os.getpid())
+    size_bytes = numel * dtype.itemsize
+    if isinstance(found, Segment) and size_bytes >= LEAST_BYTES:
+        block = found.empty(size_bytes)
+        if block is not None:
+            return block.view(dtype)
+    return torch.empty(numel, dtype=dtype)
+
+
+__all__ = ["NoSegment", "Segment", "empty", "segment"]

@@ -1,0 +1,294 @@
+// The functions that Python calls. Each takes plain addresses and numbers; see ops/comm/memory/library.py.
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+
+#include <linux/falloc.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "process.h"
+
+#define XDS_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace xds {
+namespace {
+
+constexpr uint64_t SMALL_BYTES = 1 << 15;  // up to it a copy is cheaper than to wait until peers have read
+constexpr uint64_t STREAMED_BYTES = 8 << 20;  // of a result that is written past the caches
+constexpr uint64_t TO_ALL = uint64_t{1} << 63;  // of a key: not a message between two ranks
+constexpr int64_t LOOK_NS = 100000000;  // how often a waiting process looks whether its peers live
+
+Process* process = nullptr;
+
+void pause_briefly(bool yields) {
+  if (yields) {
+    sched_yield();
+    return;
+  }
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+// The helper thread: reads what peers wait for while this process computes.
+void help(Process* served) {
+  Control& control = *served->control;
+  for (;;) {
+    const uint32_t asked = control.asked.load();
+    {
+      std::lock_guard<std::mutex> lock(served->mutex);
+      if (served->is_stopped) return;
+      progress(*served, false);
+    }
+    sleep_on(control.asked, asked, -1);
+  }
+}
+
+// Ask the peers that have not read yet to read now.
+void ask(const Operation& operation) {
+  for (Peer* peer : operation.group->peers) {
+    if (peer == nullptr) continue;
+    peer->control->asked.fetch_add(1);
+    wake(peer->control->asked);
+  }
+}
+
+Operation* begin(Group* group) {
+  Operation* operation = new Operation();
+  operation->group = group;
+#if defined(__x86_64__)
+  operation->control_word = _mm_getcsr();
+#endif
+  return operation;
+}
+
+void expect(Operation& operation, int peer, uint64_t key, uint64_t skip, uint64_t size, uint64_t posted, void* into) {
+  Group& group = *operation.group;
+  const uint64_t number = group.expected[{key, peer}]++;
+  operation.reads.push_back({peer, key, number, skip, size, posted, static_cast<char*>(into), false});
+}
+
+Operation* failed(Operation* operation) {
+  operation->status = Status::no_memory;
+  return operation;
+}
+
+Operation* run(Operation* operation) {
+  process->running.push_back(operation);
+  progress(*process, true);
+  return operation;
+}
+
+}  // namespace
+}  // namespace xds
+
+using namespace xds;
+
+// Map `size_bytes` of the file from `offset` on. Returns nullptr and sets errno where that fails.
+XDS_EXPORT void* xds_map(int fd, uint64_t offset, uint64_t size_bytes, int writes) {
+  const int rights = writes ? PROT_READ | PROT_WRITE : PROT_READ;
+  void* at = mmap(nullptr, size_bytes, rights, MAP_SHARED | MAP_NORESERVE, fd, static_cast<off_t>(offset));
+  return at == MAP_FAILED ? nullptr : at;
+}
+
+XDS_EXPORT void xds_unmap(void* at, uint64_t size_bytes) { munmap(at, size_bytes); }
+
+XDS_EXPORT uint64_t xds_control_bytes() { return Arena::rounded(sizeof(Control)); }
+
+// This process's own segment. After a fork the child opens another one.
+XDS_EXPORT void xds_open(int fd, void* control, void* data, uint64_t size_bytes, uint64_t token0, uint64_t token1) {
+  Control* own = static_cast<Control*>(control);
+  own->token[0] = token0;
+  own->token[1] = token1;
+  own->magic = MAGIC;
+  process = new Process(fd, own, static_cast<char*>(data), size_bytes);
+  std::thread(help, process).detach();
+}
+
+XDS_EXPORT void xds_stop() {
+  if (process == nullptr) return;
+  std::lock_guard<std::mutex> lock(process->mutex);
+  process->is_stopped = true;
+  process->control->asked.fetch_add(1);
+  wake(process->control->asked);
+}
+
+// A peer whose control and data are mapped; nullptr: this is not the segment with that token.
+XDS_EXPORT Peer* xds_open_peer(void* control, void* data, int pidfd, uint64_t token0, uint64_t token1) {
+  Control* found = static_cast<Control*>(control);
+  if (found->magic != MAGIC || found->token[0] != token0 || found->token[1] != token1) return nullptr;
+  return new Peer{found, static_cast<const char*>(data), pidfd};
+}
+
+// peers: by rank; nullptr for this rank.
+XDS_EXPORT Group* xds_open_group(uint64_t id, int rank, int size, Peer** peers) {
+  Group* group = new Group();
+  group->id = id;
+  group->rank = rank;
+  group->size = size;
+  group->peers.assign(peers, peers + size);
+  return group;
+}
+
+// This rank does not take part any more: peers that wait for it fail.
+XDS_EXPORT void xds_leave_group(Group* group) {
+  std::lock_guard<std::mutex> lock(process->mutex);
+  for (auto& left : process->control->left) {
+    if (left.load() == 0 || left.load() == group->id) {
+      left.store(group->id);
+      break;
+    }
+  }
+  for (Peer* peer : group->peers) {
+    if (peer != nullptr) notify(*peer->control);
+  }
+}
+
+XDS_EXPORT int64_t xds_allocate(uint64_t size_bytes) {
+  std::lock_guard<std::mutex> lock(process->mutex);
+  return process->arena.take(size_bytes);
+}
+
+// Free a block, and return its pages to the system.
+XDS_EXPORT void xds_free(uint64_t offset, uint64_t file_offset) {
+  std::lock_guard<std::mutex> lock(process->mutex);
+  const uint64_t size_bytes = process->arena.give(offset);
+  if (size_bytes == 0) return;
+  fallocate(process->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(file_offset),
+            static_cast<off_t>(size_bytes));
+}
+
+// into[r * size_bytes] = what rank r has at `from`. nullptr, here and below: too many messages are unread, try again.
+XDS_EXPORT Operation* xds_all_gather(Group* group, uint64_t key, const void* from, void* into, uint64_t size_bytes) {
+  std::lock_guard<std::mutex> lock(process->mutex);
+  if (!has_room(*process, 1)) return nullptr;
+  Operation* operation = begin(group);
+  if (!post(*process, *group, key | TO_ALL, ALL, from, size_bytes, size_bytes <= SMALL_BYTES, &operation->own)) {
+    return failed(operation);
+  }
+  for (int step = 1; step < group->size; ++step) {  // not all from the same rank at once
+    const int peer = (group->rank + step) % group->size;
+    char* place = static_cast<char*>(into) + static_cast<uint64_t>(peer) * size_bytes;
+    expect(*operation, peer, key | TO_ALL, 0, size_bytes, size_bytes, place);
+  }
+  return run(operation);
+}
+
+// out [numel] (+)= the sum over ranks of from[begin : begin + numel] of the `whole` elements that each posts.
+XDS_EXPORT Operation* xds_sum(Group* group, uint64_t key, const void* from, int64_t whole, int64_t begins, int64_t numel,
+                              void* out, int kind, int out_kind, int add, int copies) {
+  const Dtype of = static_cast<Dtype>(kind);
+  const uint64_t item = static_cast<uint64_t>(bytes_of(of));
+  std::lock_guard<std::mutex> lock(process->mutex);
+  if (!has_room(*process, 1)) return nullptr;
+  Operation* operation = begin(group);
+  const uint64_t whole_bytes = static_cast<uint64_t>(whole) * item;
+  if (!post(*process, *group, key | TO_ALL, ALL, from, whole_bytes, copies || whole_bytes <= SMALL_BYTES,
+            &operation->own)) {
+    return failed(operation);
+  }
+  operation->is_sum = true;
+  operation->sum = {out, static_cast<Dtype>(out_kind), nullptr, 0, of, add != 0, static_cast<uint64_t>(numel) * item >= STREAMED_BYTES};
+  operation->sum_numel = numel;
+  operation->mine = static_cast<const char*>(from) + static_cast<uint64_t>(begins) * item;
+  for (int rank = 0; rank < group->size; ++rank) {
+    if (rank == group->rank) continue;
+    expect(*operation, rank, key | TO_ALL, static_cast<uint64_t>(begins) * item, static_cast<uint64_t>(numel) * item,
+           whole_bytes, nullptr);
+  }
+  return run(operation);
+}
+
+// Messages to and from single ranks: of each a peer, an address and a number of bytes.
+XDS_EXPORT Operation* xds_transfer(Group* group, uint64_t key, int num_sends, const int64_t* sends, int num_receives,
+                                   const int64_t* receives) {
+  std::lock_guard<std::mutex> lock(process->mutex);
+  if (!has_room(*process, num_sends)) return nullptr;
+  Operation* operation = begin(group);
+  for (int i = 0; i < num_sends; ++i) {
+    const int64_t* one = sends + 3 * i;
+    const uint64_t size_bytes = static_cast<uint64_t>(one[2]);
+    const void* from = reinterpret_cast<const void*>(one[1]);
+    if (!post(*process, *group, key, static_cast<int>(one[0]), from, size_bytes, true, &operation->own)) {
+      return failed(operation);
+    }
+  }
+  for (int i = 0; i < num_receives; ++i) {
+    const int64_t* one = receives + 3 * i;
+    const uint64_t size_bytes = static_cast<uint64_t>(one[2]);
+    expect(*operation, static_cast<int>(one[0]), key, 0, size_bytes, size_bytes, reinterpret_cast<void*>(one[1]));
+  }
+  return run(operation);
+}
+
+// Wait until `operation` is done, or at most `slice_ns`; also until a signal arrives. Returns its status.
+XDS_EXPORT int xds_wait(Operation* operation, int64_t slice_ns, int64_t spin_ns, int yields) {
+  Control& control = *process->control;
+  const int64_t start = now_ns();
+  for (;;) {
+    const uint32_t seen = control.events.load();
+    {
+      std::lock_guard<std::mutex> lock(process->mutex);
+      if (operation->status == Status::pending) progress(*process, true);
+      if (operation->status != Status::pending) return static_cast<int>(operation->status);
+    }
+    int64_t now = now_ns();
+    while (control.events.load() == seen && now - start < spin_ns) {
+      for (int i = 0; i < (yields ? 1 : 64) && control.events.load() == seen; ++i) pause_briefly(yields);
+      now = now_ns();
+    }
+    if (control.events.load() != seen) continue;
+    bool is_unread = false;
+    {
+      std::lock_guard<std::mutex> lock(process->mutex);
+      blocking_peer(*operation, &is_unread);
+      if (is_unread) ask(*operation);
+    }
+    control.num_sleepers.fetch_add(1);
+    errno = 0;
+    sleep_on(control.events, seen, std::min(LOOK_NS, slice_ns));
+    const bool has_signal = errno == EINTR;
+    control.num_sleepers.fetch_sub(1);
+    if (control.events.load() == seen) {
+      std::lock_guard<std::mutex> lock(process->mutex);
+      const Status status = status_of(*process, *operation);
+      if (status != Status::pending) return static_cast<int>(status);
+    }
+    if (has_signal || now_ns() - start >= slice_ns) return static_cast<int>(Status::pending);
+  }
+}
+
+// The peer that the status of `operation` is about, or for which it waits; -1: none.
+XDS_EXPORT int xds_about(Operation* operation) {
+  std::lock_guard<std::mutex> lock(process->mutex);
+  bool is_unread = false;
+  return operation->about >= 0 ? operation->about : blocking_peer(*operation, &is_unread);
+}
+
+XDS_EXPORT int xds_status(Operation* operation) {
+  std::lock_guard<std::mutex> lock(process->mutex);
+  return static_cast<int>(operation->status);
+}
+
+// Make what progress there is.
+XDS_EXPORT void xds_progress() {
+  std::lock_guard<std::mutex> lock(process->mutex);
+  progress(*process, true);
+}
+
+// End with an operation that is not pending.
+XDS_EXPORT void xds_end(Operation* operation) {
+  std::lock_guard<std::mutex> lock(process->mutex);
+  process->running.remove(operation);
+  for (const Posted& posted : operation->own) process->unread.push_back(posted);
+  delete operation;
+}

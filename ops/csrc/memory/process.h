@@ -1,0 +1,89 @@
+// This process's segment, the segments of its peers, and the operations in flight.
+//
+//   operation   reads from peers, done as soon as the peers have posted what is read
+//               entries of its own, which peers read
+//
+// Every call makes what progress it can for all operations, and so does a helper thread when a peer waits for this
+// process. So a process that computes does not hold up its peers, whatever the order in which they wait.
+#pragma once
+
+#include <list>
+#include <map>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+#include "arena.h"
+#include "segment.h"
+#include "../cpu/sums.h"
+
+namespace xds {
+
+struct Peer {
+  Control* control;
+  const char* data;
+  int pidfd;  // readable once the process has ended; -1: not known
+};
+
+struct Group {
+  uint64_t id;
+  int rank, size;
+  std::vector<Peer*> peers;  // by rank; nullptr: this rank, or one on another machine
+  std::map<std::tuple<uint64_t, int>, uint64_t> posted, expected;  // (key, peer) -> how many
+};
+
+enum class Status : int { done = 0, pending = 1, ended = 2, left = 3, size_differs = 4, no_memory = 5 };
+
+// `size_bytes` of what `peer` posts as (key, number), from `skip_bytes` on, into `into`.
+struct Read {
+  int peer;
+  uint64_t key, number, skip_bytes, size_bytes, posted_bytes;
+  char* into;
+  bool is_done;
+};
+
+struct Posted {
+  Entry* entry;
+  int64_t staged;  // the block with the copy that was posted; -1: the memory itself
+};
+
+struct Operation {
+  Group* group;
+  std::vector<Read> reads;
+  std::vector<Posted> own;
+  bool is_sum = false;  // all reads at once: `sum` over the ranks, of which `mine` is this one's part
+  Sum sum = {};
+  int64_t sum_numel = 0;
+  const void* mine = nullptr;
+  Status status = Status::pending;
+  int about = -1;  // the peer that `status` is about
+  unsigned control_word = 0;  // of floating point, in the thread that began
+};
+
+struct Process {
+  Process(int fd, Control* control, char* data, uint64_t size_bytes)
+      : fd(fd), control(control), data(data), size_bytes(size_bytes), arena(size_bytes) {}
+
+  bool owns(const void* at) const { return at >= data && at < data + size_bytes; }
+
+  int fd;
+  Control* control;
+  char* data;
+  uint64_t size_bytes;
+  std::mutex mutex;  // guards all below
+  Arena arena;
+  std::list<Operation*> running;
+  std::vector<Posted> unread;  // copies whose operations are done
+  bool is_stopped = false;
+};
+
+// For all of these the caller holds the mutex. has_room: `count` more entries can be posted. post: false where there
+// is no memory for the copy.
+bool has_room(Process& process, int count);
+bool post(Process& process, Group& group, uint64_t key, int reader, const void* from, uint64_t size_bytes,
+          bool copies, std::vector<Posted>* own);
+void progress(Process& process, bool may_split);
+Status status_of(Process& process, Operation& operation);
+int blocking_peer(Operation& operation, bool* is_unread);
+
+}  // namespace xds
