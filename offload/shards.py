@@ -6,6 +6,7 @@ shard ──to_device──> its slice of the gathered buffer ──all_gather�
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
@@ -15,6 +16,8 @@ from ..ops.comm.handles import Handle
 from .lanes import Lanes, Ticket
 from .pinned import host_memory
 from .states import Blocks
+
+Near = Callable[[Tensor], Tensor]  # values [n] -> a copy of them on the device
 
 
 class Shard(ABC):
@@ -102,8 +105,11 @@ class ShardHome(ABC):
     is_on_disk = False
 
     @abstractmethod
-    def store(self, index: int, values: Tensor) -> Shard:
-        """A copy of `values` [n], those of flat buffer `index`, at home."""
+    def store(self, index: int, values: Tensor, near: Near) -> Shard:
+        """A copy of `values` [n], those of flat buffer `index`, at home.
+
+        near: makes the copy, if home is the device.
+        """
 
     def plan(self, index: int, numel: int, itemsize: int) -> None:
         """The shard of flat buffer `index` will have `numel` elements of `itemsize` bytes."""
@@ -141,8 +147,8 @@ class ShardsOnDevice(ShardHome):
 
     is_on_host = False
 
-    def store(self, index: int, values: Tensor) -> Shard:
-        return ShardInMemory(values.clone())
+    def store(self, index: int, values: Tensor, near: Near) -> Shard:
+        return ShardInMemory(near(values))
 
 
 @final
@@ -155,7 +161,7 @@ class ShardsOnHost(ShardHome):
         self._lanes = lanes
         self._pin = pin
 
-    def store(self, index: int, values: Tensor) -> Shard:
+    def store(self, index: int, values: Tensor, near: Near) -> Shard:
         memory = host_memory(values.numel() * values.element_size(), pin=self._pin)
         return ShardInMemory(memory.view(values.dtype).copy_(values), self._lanes)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..lanes import Lanes, Ticket
 from ..pinned import host_memory
-from ..shards import Shard, ShardHome, ShardInMemory
+from ..shards import Near, Shard, ShardHome, ShardInMemory
 from ..states import Blocks
 from .in_file import InFile
 from .options import DiskOptions
@@ -124,7 +124,7 @@ class ShardsOnDisk(InFile, ShardHome):
         self._planned.add(index)
         self._extents.add(str(index), numel * itemsize)
 
-    def store(self, index: int, values: Tensor) -> Shard:
+    def store(self, index: int, values: Tensor, near: Near) -> Shard:
         if index not in self._planned:
             memory = host_memory(values.nbytes, pin=self._pin)
             return ShardInMemory(memory.view(values.dtype).copy_(values), self._lanes)

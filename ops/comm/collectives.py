@@ -197,6 +197,13 @@ class Collectives(ABC):
         numel = flat.numel() // self.world_size
         return flat.narrow(0, (self.rank if rank is None else rank) * numel, numel)
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """[numel], undefined: memory from which this group sends faster than from other memory.
+
+        Its storage may be of a fixed size. device: None is that of the group.
+        """
+        return torch.empty(numel, dtype=dtype, device=device or self.device)
+
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the receive buffers, which are kept between steps."""

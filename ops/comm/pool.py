@@ -7,17 +7,22 @@ the bytes in use at one time; it is reported as a named bucket.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 import torch
 from torch import Tensor
+
+Empty = Callable[[int, torch.dtype, torch.device], Tensor]  # numel, dtype, device -> [numel]
 
 
 @final
 class BufferPool:
     """1-D buffers by dtype and device, best fit. Contents are undefined when taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, empty: Empty | None = None) -> None:
+        """empty: allocates a block; None: as torch does."""
+        self._empty = empty or _empty
         self._free: list[Tensor] = []  # each 1-D, its whole storage
         self.allocated_bytes = 0  # free and taken blocks together
 
@@ -41,7 +46,11 @@ class BufferPool:
             self._free = [block for block in self._free if block is not dropped]
             self.allocated_bytes -= dropped.numel()
         self.allocated_bytes += need_bytes
-        return torch.empty(need_bytes, dtype=torch.uint8, device=device)
+        return self._empty(need_bytes, torch.uint8, device)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[numel] of the same memory, which does not belong to the pool."""
+        return self._empty(numel, dtype, device)
 
     def clear(self) -> None:
         """Release the free blocks."""
@@ -52,7 +61,7 @@ class BufferPool:
         """Release the free blocks, and allocate blocks of the same sizes."""
         sizes = [(block.numel(), block.device) for block in self._free]
         self.clear()
-        self._free = [torch.empty(n, dtype=torch.uint8, device=device) for n, device in sizes]
+        self._free = [self._empty(n, torch.uint8, device) for n, device in sizes]
         self.allocated_bytes += sum(n for n, _ in sizes)
 
     def give(self, buffer: Tensor) -> None:
@@ -60,3 +69,7 @@ class BufferPool:
         storage = buffer.untyped_storage()
         block = torch.empty(0, dtype=torch.uint8, device=buffer.device)
         self._free.append(block.set_(storage, 0, (storage.nbytes(),), (1,)))
+
+
+def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)

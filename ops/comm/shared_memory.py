@@ -46,6 +46,11 @@ class SharedMemory(Pairwise):
         self._native = neighbours.segment.native
         self._line = Line(neighbours, self._watch, self._ranks, timeout_seconds)
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        if device is not None and device.type != "cpu":
+            return super().empty(numel, dtype, device)
+        return self.neighbours.segment.empty(numel, dtype)
+
     def _transfer(
         self,
         mark: Mark,

@@ -222,7 +222,7 @@ class FlatGrads:
         numel, device = self.layout.shard_numel, self.params[0].device
         if self._home.is_on_host and not self._gathers_sums:
             return self._pool.take(numel, self._sum_dtype, device)
-        return torch.empty(numel, dtype=self._sum_dtype, device=device)
+        return self._pool.empty(numel, self._sum_dtype, device)
 
     def _leave(self, source: Tensor, buffer: Tensor) -> None:
         """Start to copy `source` to its home; then its `buffer` returns to the pool."""

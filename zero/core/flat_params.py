@@ -70,7 +70,9 @@ class FlatParams:
         self._handle: Handle | None = None
         self._reshards = is_sharded
         self._overridden: dict[int, Tensor] = {}  # position -> the tensor that replaces `.data`
-        self.raw = torch.zeros(layout.numel, dtype=dtype, device=collectives.device)
+        # what is dropped changes its size; what stays is read by other ranks where it is
+        empty = torch.empty if is_sharded else collectives.empty
+        self.raw = empty(layout.numel, dtype=dtype, device=collectives.device).zero_()
         self._views = [
             self.raw.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in layout.slots
         ]
@@ -80,13 +82,19 @@ class FlatParams:
         self._placeholders = [self._placeholder.expand(slot.shape) for slot in layout.slots]
         own = collectives.shard_of(self.raw)
         self.writes = GatheredWrites()
-        self.place: Shard = home.store(index, own) if is_sharded else ShardInMemory(own)
+        self.place: Shard = ShardInMemory(own)
+        if is_sharded:
+            self.place = home.store(index, own, self._near)
         self._arrival: Ticket | None = None
         self._is_deferred = False  # not sharded, and its next use waits for new values
         self._gathers_deferred = False
         self.is_unsharded = True
         if is_sharded:
             self.reshard()
+
+    def _near(self, values: Tensor) -> Tensor:
+        """A copy of `values` from which the other ranks gather."""
+        return self.collectives.empty(values.numel(), values.dtype).copy_(values)
 
     def _fill(self) -> None:
         """Copy the parameters' values into the buffer, and make the parameters views of it."""

@@ -203,7 +203,7 @@ class LocalSum:
         if self._is_pooled:
             tensor = self._pool.take(numel, dtype, device)
         else:
-            tensor = torch.empty(numel, dtype=dtype, device=device)
+            tensor = self._pool.empty(numel, dtype, device)
         for start, stop in self._layout.gaps():
             tensor[start:stop].zero_()
         self.tensor = tensor

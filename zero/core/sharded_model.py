@@ -57,7 +57,7 @@ class ShardedModel:
         self.policy = policy = flat_groups.data.policy
         self.flat_groups = flat_groups
         self.collectives = flat_groups.world
-        self._pool = BufferPool()
+        self._pool = BufferPool(self.collectives.empty)
         self.homes = homes
         builder = Builder(groups, flat_groups, self._pool, homes)
         found = [found_blocks(model, config.units)] if runs is None else runs

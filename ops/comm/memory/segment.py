@@ -62,8 +62,14 @@ class Segment:
         if os.getpid() == self.pid:
             self.native.stop()
 
-    def empty(self, size_bytes: int) -> Tensor | None:
-        """Bytes [size_bytes] that peers can read, freed with the tensor; None where there are none left."""
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] that peers can read, if it is large enough to be worth it and there is room."""
+        size_bytes = numel * dtype.itemsize
+        place = self._take(size_bytes) if size_bytes >= LEAST_BYTES else None
+        return torch.empty(numel, dtype=dtype) if place is None else torch.frombuffer(place, dtype=dtype)
+
+    def _take(self, size_bytes: int) -> Any:
+        """A new block, freed with the object that is returned; None where there is no room."""
         offset = self.native.allocate(size_bytes)
         if offset < 0:
             return None
@@ -75,7 +81,7 @@ class Segment:
                 return None
         place = (ctypes.c_uint8 * size_bytes).from_address(self._data + offset)
         weakref.finalize(place, self._free, offset).atexit = False
-        return torch.frombuffer(place, dtype=torch.uint8)
+        return place
 
     def _free(self, offset: int) -> None:
         if os.getpid() == self.pid:  # a forked child has only a view of it
@@ -157,15 +163,4 @@ def segment() -> Segment:
     return found
 
 
-def empty(numel: int, dtype: torch.dtype) -> Tensor:
-    """[numel] that peers can read, where this process has a segment and it is large enough to be worth it."""
-    found: Any = _opened.get(os.getpid())
-    size_bytes = numel * dtype.itemsize
-    if isinstance(found, Segment) and size_bytes >= LEAST_BYTES:
-        block = found.empty(size_bytes)
-        if block is not None:
-            return block.view(dtype)
-    return torch.empty(numel, dtype=dtype)
-
-
-__all__ = ["NoSegment", "Segment", "empty", "segment"]
+__all__ = ["NoSegment", "Segment", "segment"]
