@@ -78,25 +78,23 @@ class SharedMemory(Pairwise):
     def _reduce_scatter(self, mark: Mark, flat: Tensor, out: Tensor, add: bool, tag: int) -> Handle:
         if not operations.can_sum(flat.dtype, out.dtype):
             return super()._reduce_scatter(mark, flat, out, add, tag)
-        numel = out.numel()
-        return self._sum(mark, flat, out, (self.rank * numel, numel), tag, add=add)
+        return self._sum(mark, flat, out, self.rank * out.numel(), tag, add=add)
 
     def _sum(
         self,
         mark: Mark,
         flat: Tensor,
         out: Tensor,
-        part: tuple[int, int],
+        begins: int,
         tag: int,
         *,
         add: bool = False,
         copies: bool = False,
     ) -> Handle:
-        """out (+)= the sum over ranks of `part` of their `flat`: its first element, and the number."""
-        arguments = (
-            *(tag, flat.data_ptr(), flat.numel(), *part),
-            *(out.data_ptr(), KINDS[flat.dtype], KINDS[out.dtype], add, copies),
-        )
+        """out [n] (+)= the sum over ranks of n elements of `flat`, from `begins` on."""
+        part = (c_int64 * 3)(begins, out.numel(), out.data_ptr())
+        kinds = KINDS[flat.dtype], KINDS[out.dtype]
+        arguments = (tag, flat.data_ptr(), flat.numel(), *kinds, add, copies, 1, part)
         return self._line.start(mark, self._native.sum, arguments, (flat, out))
 
     def sums_whole(self, flat: Tensor) -> bool:
@@ -105,7 +103,7 @@ class SharedMemory(Pairwise):
     def _sum_whole(self, mark: Mark, flat: Tensor, tag: int) -> Handle:
         if not operations.can_sum(flat.dtype, flat.dtype):
             return super()._sum_whole(mark, flat, tag)
-        return self._sum(mark, flat, flat, (0, flat.numel()), tag, copies=True)
+        return self._sum(mark, flat, flat, 0, tag, copies=True)
 
     def sum(self, tensor: Tensor, *, what: str, kind: str) -> None:
         self.all_reduce(tensor, what=what, kind=kind).wait()

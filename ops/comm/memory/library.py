@@ -26,12 +26,10 @@ _ARGUMENTS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # name -> result, argume
     "allocate": (c_int64, (c_uint64,)),
     "free": (None, (c_uint64, c_uint64)),
     "all_gather": (c_void_p, (c_void_p, c_uint64, c_void_p, c_void_p, c_uint64)),
+    "gather_parts": (c_void_p, (c_void_p, c_uint64, c_void_p, c_uint64, c_int, c_void_p)),
     "sum": (
         c_void_p,
-        (
-            *(c_void_p, c_uint64, c_void_p, c_int64, c_int64, c_int64),
-            *(c_void_p, c_int, c_int, c_int, c_int),
-        ),
+        (c_void_p, c_uint64, c_void_p, c_int64, *(c_int,) * 5, c_void_p),
     ),
     "transfer": (c_void_p, (c_void_p, c_uint64, c_int, c_void_p, c_int, c_void_p)),
     "wait": (c_int, (c_void_p, c_int64, c_int64, c_int)),

@@ -23,7 +23,7 @@ namespace xds {
 namespace {
 
 constexpr uint64_t SMALL_BYTES = 1 << 15;  // up to it a copy is cheaper than to wait until peers have read
-constexpr uint64_t STREAMED_BYTES = 8 << 20;  // of a result that is written past the caches
+constexpr uint64_t STREAMED_BYTES = 16 << 20;  // of flat buffers whose sums are written past the caches
 constexpr uint64_t TO_ALL = uint64_t{1} << 63;  // of a key: not a message between two ranks
 constexpr int64_t LOOK_NS = 100000000;  // how often a waiting process looks whether its peers live
 
@@ -71,18 +71,32 @@ Operation* begin(Group* group) {
   return operation;
 }
 
-void expect(Operation& operation, int peer, uint64_t key, uint64_t skip, uint64_t size, uint64_t posted, void* into) {
+// Read `posted` bytes of `peer`.
+void expect(Operation& operation, int peer, uint64_t key, uint64_t posted) {
   Group& group = *operation.group;
-  const uint64_t number = group.expected[{key, peer}]++;
-  operation.reads.push_back({peer, key, number, skip, size, posted, static_cast<char*>(into), false});
+  operation.reads.push_back({peer, key, group.expected[{key, peer}]++, posted, false});
 }
 
-Operation* failed(Operation* operation) {
-  operation->status = Status::no_memory;
+// Copy a part of the last read.
+void copy_to(Operation& operation, uint64_t skip, uint64_t size, void* into) {
+  operation.copies.push_back({operation.reads.size() - 1, skip, size, static_cast<char*>(into)});
+}
+
+bool has_peer(const Group& group, int rank) { return group.peers[static_cast<size_t>(rank)] != nullptr; }
+
+// An operation that begins with `size_bytes` from `from` on, which all peers read; nullptr: there is no room now.
+Operation* begin_with(Group* group, uint64_t key, const void* from, uint64_t size_bytes, bool copies) {
+  if (!has_room(*process, 1)) return nullptr;
+  Operation* operation = begin(group);
+  const bool stays = !copies && size_bytes > SMALL_BYTES;
+  if (!post(*process, *group, key | TO_ALL, ALL, from, size_bytes, !stays, &operation->own)) {
+    operation->status = Status::no_memory;
+  }
   return operation;
 }
 
 Operation* run(Operation* operation) {
+  if (operation->status != Status::pending) return operation;
   process->running.push_back(operation);
   progress(*process, true);
   return operation;
@@ -170,40 +184,50 @@ XDS_EXPORT void xds_free(uint64_t offset, uint64_t file_offset) {
 // into[r * size_bytes] = what rank r has at `from`. nullptr, here and below: too many messages are unread, try again.
 XDS_EXPORT Operation* xds_all_gather(Group* group, uint64_t key, const void* from, void* into, uint64_t size_bytes) {
   std::lock_guard<std::mutex> lock(process->mutex);
-  if (!has_room(*process, 1)) return nullptr;
-  Operation* operation = begin(group);
-  if (!post(*process, *group, key | TO_ALL, ALL, from, size_bytes, size_bytes <= SMALL_BYTES, &operation->own)) {
-    return failed(operation);
-  }
+  Operation* operation = begin_with(group, key, from, size_bytes, false);
+  if (operation == nullptr) return nullptr;
   for (int step = 1; step < group->size; ++step) {  // not all from the same rank at once
     const int peer = (group->rank + step) % group->size;
-    char* place = static_cast<char*>(into) + static_cast<uint64_t>(peer) * size_bytes;
-    expect(*operation, peer, key | TO_ALL, 0, size_bytes, size_bytes, place);
+    if (!has_peer(*group, peer)) continue;
+    expect(*operation, peer, key | TO_ALL, size_bytes);
+    copy_to(*operation, 0, size_bytes, static_cast<char*>(into) + static_cast<uint64_t>(peer) * size_bytes);
   }
   return run(operation);
 }
 
-// out [numel] (+)= the sum over ranks of from[begin : begin + numel] of the `whole` elements that each posts.
-XDS_EXPORT Operation* xds_sum(Group* group, uint64_t key, const void* from, int64_t whole, int64_t begins, int64_t numel,
-                              void* out, int kind, int out_kind, int add, int copies) {
-  const Dtype of = static_cast<Dtype>(kind);
-  const uint64_t item = static_cast<uint64_t>(bytes_of(of));
+// Post `size_bytes`, and copy parts of what the peers post. copies: of each a peer, the bytes that it posts, which of
+// them, how many, and an address. Those of one peer are neighbours, and there are some of every peer.
+XDS_EXPORT Operation* xds_gather_parts(Group* group, uint64_t key, const void* from, uint64_t size_bytes,
+                                       int num_copies, const int64_t* copies) {
   std::lock_guard<std::mutex> lock(process->mutex);
-  if (!has_room(*process, 1)) return nullptr;
-  Operation* operation = begin(group);
-  const uint64_t whole_bytes = static_cast<uint64_t>(whole) * item;
-  if (!post(*process, *group, key | TO_ALL, ALL, from, whole_bytes, copies || whole_bytes <= SMALL_BYTES,
-            &operation->own)) {
-    return failed(operation);
+  Operation* operation = begin_with(group, key, from, size_bytes, false);
+  if (operation == nullptr) return nullptr;
+  for (int i = 0; i < num_copies; ++i) {
+    const int64_t* one = copies + 5 * i;
+    const bool is_next = i == 0 || one[0] != one[-5];
+    if (is_next) expect(*operation, static_cast<int>(one[0]), key | TO_ALL, static_cast<uint64_t>(one[1]));
+    copy_to(*operation, static_cast<uint64_t>(one[2]), static_cast<uint64_t>(one[3]), reinterpret_cast<void*>(one[4]));
   }
-  operation->is_sum = true;
-  operation->sum = {out, static_cast<Dtype>(out_kind), nullptr, 0, of, add != 0, static_cast<uint64_t>(numel) * item >= STREAMED_BYTES};
-  operation->sum_numel = numel;
-  operation->mine = static_cast<const char*>(from) + static_cast<uint64_t>(begins) * item;
+  return run(operation);
+}
+
+// Sums over the ranks of parts of the `whole` elements that each posts. parts: of each its first element, how many,
+// and an address.
+XDS_EXPORT Operation* xds_sum(Group* group, uint64_t key, const void* from, int64_t whole, int kind, int out_kind,
+                              int add, int copies, int num_parts, const int64_t* parts) {
+  const Dtype of = static_cast<Dtype>(kind);
+  const uint64_t whole_bytes = static_cast<uint64_t>(whole * bytes_of(of));
+  std::lock_guard<std::mutex> lock(process->mutex);
+  Operation* operation = begin_with(group, key, from, whole_bytes, copies != 0);
+  if (operation == nullptr) return nullptr;
+  operation->sum = {nullptr, static_cast<Dtype>(out_kind), nullptr, 0, of, add != 0, whole_bytes >= STREAMED_BYTES};
+  operation->mine = static_cast<const char*>(from);
+  for (int i = 0; i < num_parts; ++i) {
+    const int64_t* one = parts + 3 * i;
+    operation->parts.push_back({one[0], one[1], reinterpret_cast<char*>(one[2])});
+  }
   for (int rank = 0; rank < group->size; ++rank) {
-    if (rank == group->rank) continue;
-    expect(*operation, rank, key | TO_ALL, static_cast<uint64_t>(begins) * item, static_cast<uint64_t>(numel) * item,
-           whole_bytes, nullptr);
+    if (has_peer(*group, rank)) expect(*operation, rank, key | TO_ALL, whole_bytes);
   }
   return run(operation);
 }
@@ -216,16 +240,17 @@ XDS_EXPORT Operation* xds_transfer(Group* group, uint64_t key, int num_sends, co
   Operation* operation = begin(group);
   for (int i = 0; i < num_sends; ++i) {
     const int64_t* one = sends + 3 * i;
-    const uint64_t size_bytes = static_cast<uint64_t>(one[2]);
     const void* from = reinterpret_cast<const void*>(one[1]);
-    if (!post(*process, *group, key, static_cast<int>(one[0]), from, size_bytes, true, &operation->own)) {
-      return failed(operation);
+    const int peer = static_cast<int>(one[0]);
+    if (!post(*process, *group, key, peer, from, static_cast<uint64_t>(one[2]), true, &operation->own)) {
+      operation->status = Status::no_memory;
     }
   }
   for (int i = 0; i < num_receives; ++i) {
     const int64_t* one = receives + 3 * i;
     const uint64_t size_bytes = static_cast<uint64_t>(one[2]);
-    expect(*operation, static_cast<int>(one[0]), key, 0, size_bytes, size_bytes, reinterpret_cast<void*>(one[1]));
+    expect(*operation, static_cast<int>(one[0]), key, size_bytes);
+    copy_to(*operation, 0, size_bytes, reinterpret_cast<void*>(one[1]));
   }
   return run(operation);
 }

@@ -100,45 +100,63 @@ bool fails(Operation& operation, const Read& read, const Entry& entry) {
 }
 
 const char* place(const Group& group, const Read& read, const Entry& entry) {
-  return group.peers[static_cast<size_t>(read.peer)]->data + entry.offset.load() + read.skip_bytes;
+  return group.peers[static_cast<size_t>(read.peer)]->data + entry.offset.load();
 }
 
-// All parts are posted: add them, in rank order.
+// All is posted: add it up, in rank order.
 void add_up(Operation& operation, bool may_split) {
   Group& group = *operation.group;
   Entry* entries[MAX_RANKS];
-  const void* parts[MAX_RANKS];
-  int at = 0;
+  const char* from[MAX_RANKS];
+  int count = 0;
+  bool has_mine = false;
   for (size_t i = 0; i < operation.reads.size(); ++i) {
     const Read& read = operation.reads[i];
     entries[i] = find(*group.peers[static_cast<size_t>(read.peer)]->control, group, read);
-    if (entries[i] == nullptr) return;
-    if (fails(operation, read, *entries[i])) return;
+    if (entries[i] == nullptr || fails(operation, read, *entries[i])) return;
+    if (!has_mine && read.peer > group.rank) {
+      from[count++] = operation.mine;
+      has_mine = true;
+    }
+    from[count++] = place(group, read, *entries[i]);
   }
-  for (size_t i = 0; i < operation.reads.size(); ++i) {
-    const Read& read = operation.reads[i];
-    if (at == group.rank) parts[at++] = operation.mine;
-    parts[at++] = place(group, read, *entries[i]);
-  }
-  if (at == group.rank) parts[at++] = operation.mine;
+  if (!has_mine) from[count++] = operation.mine;
+  const SameArithmetic same(operation.control_word);
+  const void* parts[MAX_RANKS];
   Sum sum = operation.sum;
   sum.parts = parts;
-  sum.num_parts = at;
-  const SameArithmetic same(operation.control_word);
-  split(operation.sum_numel, may_split, [&](int64_t begin, int64_t end) { sums().run(sum, begin, end); });
+  sum.num_parts = count;
+  for (const Part& part : operation.parts) {
+    sum.out = part.out;
+    for (int r = 0; r < count; ++r) parts[r] = from[r] + part.begins * bytes_of(sum.part_kind);
+    split(part.numel, may_split, [&](int64_t begin, int64_t end) { sums().run(sum, begin, end); });
+  }
   for (size_t i = 0; i < operation.reads.size(); ++i) {
     operation.reads[i].is_done = true;
     mark_read(group, operation.reads[i].peer, *entries[i]);
   }
 }
 
-void copy(Operation& operation, Read& read, bool may_split) {
+// Copy what is posted already.
+void copy(Operation& operation, bool may_split) {
   Group& group = *operation.group;
-  Entry* entry = find(*group.peers[static_cast<size_t>(read.peer)]->control, group, read);
-  if (entry == nullptr || fails(operation, read, *entry)) return;
-  copy_bytes(read.into, place(group, read, *entry), read.size_bytes, may_split);
-  read.is_done = true;
-  mark_read(group, read.peer, *entry);
+  size_t at = 0;
+  for (size_t i = 0; i < operation.reads.size(); ++i) {
+    Read& read = operation.reads[i];
+    const size_t begin = at;
+    while (at < operation.copies.size() && operation.copies[at].read == i) ++at;
+    if (read.is_done) continue;
+    Entry* entry = find(*group.peers[static_cast<size_t>(read.peer)]->control, group, read);
+    if (entry == nullptr) continue;
+    if (fails(operation, read, *entry)) return;
+    const char* from = place(group, read, *entry);
+    for (size_t k = begin; k < at; ++k) {
+      const Copy& one = operation.copies[k];
+      copy_bytes(one.into, from + one.skip_bytes, one.size_bytes, may_split);
+    }
+    read.is_done = true;
+    mark_read(group, read.peer, *entry);
+  }
 }
 
 bool has_read_all(const Operation& operation) {
@@ -162,13 +180,7 @@ void leave_copies(Process& process, Operation& operation) {
 }
 
 void advance(Process& process, Operation& operation, bool may_split) {
-  if (operation.is_sum) {
-    if (!has_read_all(operation)) add_up(operation, may_split);
-  } else {
-    for (Read& read : operation.reads) {
-      if (!read.is_done && operation.status == Status::pending) copy(operation, read, may_split);
-    }
-  }
+  if (!has_read_all(operation)) operation.parts.empty() ? copy(operation, may_split) : add_up(operation, may_split);
   withdraw_read(process, operation.own);
   if (operation.status != Status::pending || !has_read_all(operation)) return;
   leave_copies(process, operation);

@@ -34,12 +34,24 @@ struct Group {
 
 enum class Status : int { done = 0, pending = 1, ended = 2, left = 3, size_differs = 4, no_memory = 5 };
 
-// `size_bytes` of what `peer` posts as (key, number), from `skip_bytes` on, into `into`.
+// What `peer` posts as (key, number).
 struct Read {
   int peer;
-  uint64_t key, number, skip_bytes, size_bytes, posted_bytes;
-  char* into;
+  uint64_t key, number, posted_bytes;
   bool is_done;
+};
+
+// `size_bytes` from `skip_bytes` on of what is posted for read `read`, into `into`.
+struct Copy {
+  size_t read;
+  uint64_t skip_bytes, size_bytes;
+  char* into;
+};
+
+// Elements [begins, begins + numel) of what every rank posts, added up into `out`.
+struct Part {
+  int64_t begins, numel;
+  char* out;
 };
 
 struct Posted {
@@ -51,10 +63,10 @@ struct Operation {
   Group* group;
   std::vector<Read> reads;
   std::vector<Posted> own;
-  bool is_sum = false;  // all reads at once: `sum` over the ranks, of which `mine` is this one's part
+  std::vector<Copy> copies;  // in the order of `reads`
+  std::vector<Part> parts;  // with any: all reads at once, and `mine`, are added as `sum` says
   Sum sum = {};
-  int64_t sum_numel = 0;
-  const void* mine = nullptr;
+  const char* mine = nullptr;
   Status status = Status::pending;
   int about = -1;  // the peer that `status` is about
   unsigned control_word = 0;  // of floating point, in the thread that began
