@@ -169,6 +169,10 @@ class Collectives(ABC):
             if mark.timed is not None:
                 mark.timed.end()
 
+    def failed(self, mark: Mark, error: RuntimeError, peer: int | None) -> Exception:
+        """The error to raise for `error` in the collective of `mark`. peer: the rank of this group, if known."""
+        return self._watch.failed(mark, error, None if peer is None else self._ranks[peer])
+
     def start_watching(self, section: WatchConfig, timeout_seconds: float) -> None:
         """Let the process's watcher serve this rank until `stop_watching`, where the group has a store.
 
@@ -223,13 +227,18 @@ class Collectives(ABC):
 
     def _add(self, kind: str, sent: int, peer: int | None = None) -> None:
         """Count bytes to `peer`, or the same number to every other rank."""
+        part = 0
+        if self._is_across is not None:
+            across = sum(self._is_across) if peer is None else int(self._is_across[peer])
+            part = sent * across // (self.world_size - 1 if peer is None else 1)
+        self._add_link(kind, sent, part)
+
+    def _add_link(self, kind: str, sent: int, across: int) -> None:
+        """Count bytes of which some go to other hosts."""
         kind = self._counted_as or kind
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + sent
-        if self._is_across is None:
-            return
-        across = sum(self._is_across) if peer is None else int(self._is_across[peer])
-        part = sent * across // (self.world_size - 1 if peer is None else 1)
-        self.sent_across_bytes[kind] = self.sent_across_bytes.get(kind, 0) + part
+        if self._is_across is not None:
+            self.sent_across_bytes[kind] = self.sent_across_bytes.get(kind, 0) + across
 
     def count_exact(self, kind: str, shard: Tensor) -> None:
         """A message of `kind` to each rank takes the place of `shard`, which would be sent otherwise."""

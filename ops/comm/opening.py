@@ -2,6 +2,7 @@
 
     one rank               SingleRank
     gloo, CPU, one machine SharedMemory    where its ranks can map each other's memory
+    gloo, CPU, machines    Machines        where one of them has several ranks
     gloo, CPU              PeerToPeer
     else                   Native
 """
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .collectives import Collectives, PartOf, timeout_of
+from .machines import Machines
 from .memory.meeting import meet
 from .native import Native
 from .point_to_point import PeerToPeer
@@ -42,9 +44,13 @@ def _on_host(
     group: dist.ProcessGroup, device: torch.device, part_of: PartOf | None
 ) -> Collectives:
     plain = PeerToPeer(group, device, part_of)
-    found, why = meet(plain.rank, plain.world_size, lambda mine, what: plain.gather_small(mine, what=what))
+    found, why = meet(
+        plain.rank, plain.world_size, lambda mine, what: plain.gather_small(mine, what=what)
+    )
     if why and plain.rank == 0:
-        log.warning("messages between the ranks of a machine do not go through shared memory: %s", why)
-    if found is None or len(found.ranks) < plain.world_size:
+        log.warning("ranks of one machine do not share memory, and send messages instead: %s", why)
+    if found is None:
         return plain
-    return SharedMemory(group, device, found, timeout_of(group, device) or DEFAULT_TIMEOUT_SECONDS, part_of, plain)
+    kind = SharedMemory if len(set(found.hosts)) == 1 else Machines
+    seconds = timeout_of(group, device) or DEFAULT_TIMEOUT_SECONDS
+    return kind(group, device, found, seconds, part_of, plain)

@@ -30,13 +30,12 @@ from .collectives import (
     PartOf,
 )
 from .handles import Handle
+from .memory.operations import Messages
 from .pool import BufferPool
 
 MESSAGE_TAG, MESSAGE_TAGS = 1 << 14, 1 << 15  # the first tag of messages, and how many there are
 
 WHOLE_BYTES = 1 << 18  # up to it, one round of whole buffers is faster than two rounds of halves
-
-Messages = Sequence[tuple[int, Tensor]]  # rank in the group, contiguous tensor
 
 
 class Pairwise(Collectives):
@@ -106,12 +105,12 @@ class Pairwise(Collectives):
         self, flat: Tensor, out: Tensor, *, add: bool, buffer: int, kind: str
     ) -> Handle:
         mark = self._record("reduce_scatter", kind, buffer, tensor=flat)
-        self._count(kind, self.shard_of(flat))
-        return self._reduce_scatter(mark, flat, out, add, self._tag(buffer) + 1)
+        return self._reduce_scatter(mark, flat, out, add, self._tag(buffer) + 1, kind)
 
     def _reduce_scatter(
-        self, mark: Mark, flat: Tensor, out: Tensor, add: bool, tag: int
+        self, mark: Mark, flat: Tensor, out: Tensor, add: bool, tag: int, kind: str
     ) -> Handle:
+        self._count(kind, self.shard_of(flat))
         parts = {self.rank: self.shard_of(flat)}
         for peer in self._peers:
             parts[peer] = self._scratch.take(out.numel(), flat.dtype, flat.device)
@@ -187,9 +186,13 @@ class Pairwise(Collectives):
         self._count_all_reduce(kind, tensor)
         flat = tensor.view(-1)
         tag = self._small_tag(buffer, flat) if buffer < 0 else self._tag(buffer) + 1
-        if self.world_size == 2:  # one exchange of everything sends as much as two of halves
+        if self._adds_whole(flat):
             return self._sum_whole(mark, flat, tag)
         return self._reduce_parts(mark, flat, tag)
+
+    def _adds_whole(self, flat: Tensor) -> bool:
+        """For `all_reduce`: one round, in which each rank adds all elements, is as fast as two rounds of parts."""
+        return self.world_size == 2  # one exchange of everything sends as much as two of halves
 
     def sums_whole(self, flat: Tensor) -> bool:
         # each rank adds all elements instead of half of them: less than a message costs, up to this size
@@ -227,8 +230,7 @@ class Pairwise(Collectives):
 
     def _reduce_parts(self, mark: Mark, flat: Tensor, tag: int) -> Handle:
         """Every rank sums its part, then sends the sum to all."""
-        ends = [flat.numel() * rank // self.world_size for rank in range(self.world_size + 1)]
-        of = [flat[start:stop] for start, stop in pairwise(ends)]
+        of = self._parts_of(flat)
         own = of[self.rank]
         parts = {self.rank: own}
         for peer in self._peers:
@@ -240,11 +242,20 @@ class Pairwise(Collectives):
             sum_in_order(own, [parts[rank] for rank in range(self.world_size)], add=False)
             for peer in self._peers:
                 self._scratch.give(parts[peer])
-            receives = [(peer, of[peer]) for peer in self._peers if of[peer].numel()]
-            sends = [(peer, own) for peer in self._peers if own.numel()]
-            self._transfer(mark, tag, receives, sends).wait()
+            self._send_sums(mark, tag, of)
 
         return self._transfer(mark, tag, receives, sends, finish)
+
+    def _send_sums(self, mark: Mark, tag: int, of: Sequence[Tensor]) -> None:
+        """Send this rank's part to all, and receive theirs."""
+        own = of[self.rank]
+        receives = [(peer, of[peer]) for peer in self._peers if of[peer].numel()]
+        sends = [(peer, own) for peer in self._peers if own.numel()]
+        self._transfer(mark, tag, receives, sends).wait()
+
+    def _parts_of(self, flat: Tensor) -> list[Tensor]:
+        ends = [flat.numel() * rank // self.world_size for rank in range(self.world_size + 1)]
+        return [flat[start:stop] for start, stop in pairwise(ends)]
 
     def all_to_all(
         self,

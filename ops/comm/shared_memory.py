@@ -10,8 +10,8 @@ returns when all have read it. Bits and messages are those of pairwise.py. See d
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_int64
-from typing import Any, final
+from functools import partial
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from .collectives import CONTROL_BUFFER, Collectives, PartOf
 from .handles import Handle
 from .memory import operations
 from .memory.meeting import Neighbours
-from .memory.operations import KINDS, Line
-from .pairwise import Messages, Pairwise
+from .memory.operations import Line, Messages
+from .pairwise import Pairwise
 
 WHOLE_BYTES = 1 << 16  # up to it, every rank adds all elements instead of its part of them
 
@@ -43,7 +43,6 @@ class SharedMemory(Pairwise):
     ) -> None:
         super().__init__(group, device, part_of, successor_of)
         self.neighbours = neighbours
-        self._native = neighbours.segment.native
         self._line = Line(neighbours, self._watch, self._ranks, timeout_seconds)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -59,8 +58,7 @@ class SharedMemory(Pairwise):
         sends: Messages,
         finish: Callable[[], None] | None = None,
     ) -> Handle:
-        arguments = (tag, len(sends), _table(sends), len(receives), _table(receives))
-        return self._line.start(mark, self._native.transfer, arguments, (receives, sends), finish)
+        return self._line.transfer(mark, tag, receives, sends, finish)
 
     def _exchange(self, mark: Mark, tag: int, receives: Messages, sends: Messages) -> None:
         self._transfer(mark, tag, receives, sends).wait()
@@ -72,30 +70,18 @@ class SharedMemory(Pairwise):
             self.shard_of(flat).copy_(shard)
         if not size_bytes:
             return operations.DONE
-        arguments = (tag, shard.data_ptr(), own, size_bytes)
-        return self._line.start(mark, self._native.all_gather, arguments, (flat, shard))
+        return self._line.all_gather(mark, tag, flat, shard)
 
-    def _reduce_scatter(self, mark: Mark, flat: Tensor, out: Tensor, add: bool, tag: int) -> Handle:
-        if not operations.can_sum(flat.dtype, out.dtype):
-            return super()._reduce_scatter(mark, flat, out, add, tag)
-        return self._sum(mark, flat, out, self.rank * out.numel(), tag, add=add)
-
-    def _sum(
-        self,
-        mark: Mark,
-        flat: Tensor,
-        out: Tensor,
-        begins: int,
-        tag: int,
-        *,
-        add: bool = False,
-        copies: bool = False,
+    def _reduce_scatter(
+        self, mark: Mark, flat: Tensor, out: Tensor, add: bool, tag: int, kind: str
     ) -> Handle:
-        """out [n] (+)= the sum over ranks of n elements of `flat`, from `begins` on."""
-        part = (c_int64 * 3)(begins, out.numel(), out.data_ptr())
-        kinds = KINDS[flat.dtype], KINDS[out.dtype]
-        arguments = (tag, flat.data_ptr(), flat.numel(), *kinds, add, copies, 1, part)
-        return self._line.start(mark, self._native.sum, arguments, (flat, out))
+        if not operations.can_sum(flat.dtype, out.dtype):
+            return super()._reduce_scatter(mark, flat, out, add, tag, kind)
+        self._count(kind, self.shard_of(flat))
+        return self._line.sum(mark, tag, flat, [(self.rank * out.numel(), out)], add=add)
+
+    def _adds_whole(self, flat: Tensor) -> bool:
+        return flat.nbytes <= WHOLE_BYTES or super()._adds_whole(flat)
 
     def sums_whole(self, flat: Tensor) -> bool:
         return flat.nbytes <= WHOLE_BYTES or super().sums_whole(flat)
@@ -103,7 +89,16 @@ class SharedMemory(Pairwise):
     def _sum_whole(self, mark: Mark, flat: Tensor, tag: int) -> Handle:
         if not operations.can_sum(flat.dtype, flat.dtype):
             return super()._sum_whole(mark, flat, tag)
-        return self._sum(mark, flat, flat, 0, tag, copies=True)
+        return self._line.sum(mark, tag, flat, [(0, flat)], copies=True)
+
+    def _reduce_parts(self, mark: Mark, flat: Tensor, tag: int) -> Handle:
+        if not operations.can_sum(flat.dtype, flat.dtype):
+            return super()._reduce_parts(mark, flat, tag)
+        of = self._parts_of(flat)
+        begins = of[self.rank].storage_offset() - flat.storage_offset()
+        finish = partial(self._send_sums, mark, tag, of)
+        parts = [(begins, of[self.rank])]
+        return self._line.sum(mark, tag, flat, parts, copies=True, finish=finish)
 
     def sum(self, tensor: Tensor, *, what: str, kind: str) -> None:
         self.all_reduce(tensor, what=what, kind=kind).wait()
@@ -113,8 +108,7 @@ class SharedMemory(Pairwise):
     ) -> None:
         mark = self._record("broadcast", "broadcast", CONTROL_BUFFER, what, tensor)
         is_source = self.rank == source
-        if is_source:
-            self._count("broadcast", tensor)
+        self._count("broadcast", tensor if is_source else tensor.new_empty(0))
         sends = [(peer, tensor) for peer in self._peers if is_source and tensor.numel()]
         receives = [(source, tensor)] if not is_source and tensor.numel() else []
         self._transfer(mark, self._small_tag(CONTROL_BUFFER, tensor), receives, sends).wait()
@@ -122,14 +116,7 @@ class SharedMemory(Pairwise):
     def barrier(self) -> None:
         mark = self._record("barrier", "barrier", CONTROL_BUFFER, "all ranks")
         own = torch.zeros(self.world_size, dtype=torch.uint8)
-        arguments = (self._tag(CONTROL_BUFFER), own.data_ptr(), own.data_ptr(), 1)
-        self._line.start(mark, self._native.all_gather, arguments, (own,)).wait()
-
-
-def _table(messages: Messages) -> Any:
-    """Peer, address and bytes of each."""
-    flat = [value for peer, tensor in messages for value in (peer, tensor.data_ptr(), tensor.nbytes)]
-    return (c_int64 * len(flat))(*flat)
+        self._line.all_gather(mark, self._tag(CONTROL_BUFFER), own, self.shard_of(own)).wait()
 
 
 __all__ = ["SharedMemory"]

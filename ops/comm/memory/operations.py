@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from ctypes import c_int64
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from ...watch import Mark, Watch
 from ..handles import Done, Handle
@@ -24,6 +26,8 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3
 SLICE_NS = 200_000_000  # the longest time without a look at signals
 SPIN_NS, YIELD_NS = 100_000, 20_000  # before a process sleeps: with a core for every thread, and without
 DONE = Done()
+
+Messages = Sequence[tuple[int, Tensor]]  # rank in the group, contiguous tensor
 
 
 def can_sum(part: torch.dtype, out: torch.dtype) -> bool:
@@ -58,7 +62,7 @@ class Line:
         arguments: tuple[Any, ...],
         kept: tuple[Any, ...],
         finish: Callable[[], None] | None = None,
-    ) -> Handle:
+    ) -> InMemory:
         """Start `function` of the library. kept: the memory that it reads and writes."""
         if self._failure:
             raise self.failed(mark, self._failure, self._about)
@@ -68,6 +72,55 @@ class Line:
         if operation is None:
             operation = self._retry(mark, function, arguments)
         return InMemory(self, mark, operation, kept, finish)
+
+    def transfer(
+        self,
+        mark: Mark,
+        key: int,
+        receives: Messages,
+        sends: Messages,
+        finish: Callable[[], None] | None = None,
+    ) -> InMemory:
+        """Messages to and from single ranks, of contiguous tensors."""
+        tables = [_table([(peer, t.data_ptr(), t.nbytes) for peer, t in m]) for m in (sends, receives)]
+        arguments = (key, len(sends), tables[0], len(receives), tables[1])
+        return self.start(mark, self.native.transfer, arguments, (receives, sends), finish)
+
+    def all_gather(self, mark: Mark, key: int, flat: Tensor, shard: Tensor) -> InMemory:
+        """Each rank's `shard` becomes its part of the others' `flat`; see `Collectives.all_gather`."""
+        arguments = (key, shard.data_ptr(), flat.data_ptr(), shard.nbytes)
+        return self.start(mark, self.native.all_gather, arguments, (flat, shard))
+
+    def gather_parts(
+        self, mark: Mark, key: int, posted: Tensor, copies: Sequence[Sequence[int]], kept: Any
+    ) -> InMemory:
+        """Post a tensor; copy parts of what each peer posts.
+
+        copies: of each the peer, the bytes that it posts, where the part begins, its bytes, and an address. In
+            the order of peers, and some of each peer.
+        """
+        arguments = (key, posted.data_ptr(), posted.nbytes, len(copies), _table(copies))
+        return self.start(mark, self.native.gather_parts, arguments, (posted, kept))
+
+    def sum(
+        self,
+        mark: Mark,
+        key: int,
+        flat: Tensor,
+        parts: Sequence[tuple[int, Tensor]],
+        *,
+        add: bool = False,
+        copies: bool = False,
+        finish: Callable[[], None] | None = None,
+    ) -> InMemory:
+        """Each `out` [n] of `parts` (+)= the sum over ranks of n elements of `flat`, from its number on.
+
+        copies: `flat` may be written at once.
+        """
+        table = _table([(begins, out.numel(), out.data_ptr()) for begins, out in parts])
+        kinds = KINDS[flat.dtype], KINDS[parts[0][1].dtype]
+        arguments = (key, flat.data_ptr(), flat.numel(), *kinds, add, copies, len(parts), table)
+        return self.start(mark, self.native.sum, arguments, (flat, parts), finish)
 
     def _retry(self, mark: Mark, function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
         """Too many messages are unread: wait until peers have read some."""
@@ -155,19 +208,31 @@ class InMemory(Handle):
         if mark.timed is not None:
             mark.timed.begin_wait()
         begin_seconds = line.watch.begin_wait(mark)
-        status = PENDING
+        failure = self.settle()
+        if failure is not None:
+            raise line.failed(mark, *failure)
+        line.watch.end_wait(mark, begin_seconds)
+
+    def settle(self) -> tuple[str, int | None] | None:
+        """Wait, in any thread. Returns why it failed, and the rank that this is about; None: it is done."""
+        line, operation = self._line, self._operation
+        if not operation:
+            return None
+        begin_seconds, status = time.monotonic(), PENDING
         while status == PENDING:
             status = line.native.wait(operation, SLICE_NS, line.spin_ns, line.yields)
             if status == PENDING and line.is_over(begin_seconds):
                 break
-        if status != IS_DONE:
-            reason, rank = line.explain(status, operation)
+        failure = None if status == IS_DONE else line.explain(status, operation)
         self._operation = 0
         line.native.quick.end(operation)
-        if status != IS_DONE:
-            raise line.failed(mark, reason, rank)
         self._kept = ()
-        line.watch.end_wait(mark, begin_seconds)
+        return failure
+
+
+def _table(rows: Sequence[Sequence[int]]) -> Any:
+    flat = [value for row in rows for value in row]
+    return (c_int64 * len(flat))(*flat)
 
 
 __all__ = ["DONE", "KINDS", "InMemory", "Line", "can_sum"]

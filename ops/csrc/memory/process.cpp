@@ -131,6 +131,7 @@ void add_up(Operation& operation, bool may_split) {
     for (int r = 0; r < count; ++r) parts[r] = from[r] + part.begins * bytes_of(sum.part_kind);
     split(part.numel, may_split, [&](int64_t begin, int64_t end) { sums().run(sum, begin, end); });
   }
+  operation.is_added = true;
   for (size_t i = 0; i < operation.reads.size(); ++i) {
     operation.reads[i].is_done = true;
     mark_read(group, operation.reads[i].peer, *entries[i]);
@@ -180,7 +181,11 @@ void leave_copies(Process& process, Operation& operation) {
 }
 
 void advance(Process& process, Operation& operation, bool may_split) {
-  if (!has_read_all(operation)) operation.parts.empty() ? copy(operation, may_split) : add_up(operation, may_split);
+  if (operation.parts.empty()) {
+    copy(operation, may_split);
+  } else if (!operation.is_added) {
+    add_up(operation, may_split);
+  }
   withdraw_read(process, operation.own);
   if (operation.status != Status::pending || !has_read_all(operation)) return;
   leave_copies(process, operation);

@@ -65,6 +65,7 @@ struct Operation {
   std::vector<Posted> own;
   std::vector<Copy> copies;  // in the order of `reads`
   std::vector<Part> parts;  // with any: all reads at once, and `mine`, are added as `sum` says
+  bool is_added = false;
   Sum sum = {};
   const char* mine = nullptr;
   Status status = Status::pending;
