@@ -98,6 +98,8 @@ def train(run: Run) -> list[float]:
     if engine.global_rank == 0:
         time.sleep(run.unequal)
     states = [each.full_state_dict(full_precision=True) for each in engines]
+    if run.unequal:  # the other rank waits for rank 0
+        torch.distributed.barrier()
     if engine.global_rank == 0:
         torch.save(states, Path(run.folder) / "final.pt")
     for each in engines:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, final
 from pydantic import Field
 
 from ...offload.config import Aio
+from ...ops.comm.config import Communication
 from ...ops.config import Ops
 from ...ops.watch.config import WatchConfig
 from ...pipe.config import ONE_STAGE, Pipeline
@@ -166,6 +167,9 @@ class Config(Section):
     checkpoint: Annotated[Checkpoint, AsRead()] = Field(default_factory=Checkpoint.model_construct)
     compile: Annotated[Compile, AsRead()] = Field(default_factory=Compile.model_construct)
     ops: Annotated[Ops, AsRead()] = Field(default_factory=Ops.model_construct)
+    communication: Annotated[Communication, AsRead()] = Field(
+        default_factory=Communication.model_construct
+    )
     watch: Annotated[WatchConfig, AsRead()] = Field(default_factory=WatchConfig.model_construct)
     tensorboard: Annotated[TensorBoard, AsRead()] = Field(
         default_factory=TensorBoard.model_construct

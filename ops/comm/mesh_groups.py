@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from ..mesh import Axis, Mesh
 from .collectives import Collectives, PartOf
+from .config import Communication
 from .levels import Levels
-from .opening import open_collectives
+from .opening import DEFAULT, open_collectives
 
 _groups: dict[tuple[object, tuple[int, ...], str], Any] = {}
 
@@ -89,13 +90,15 @@ class MeshGroups(AxisGroups):
         group: dist.ProcessGroup,
         world: Collectives,
         timeout_seconds: float,
+        section: Communication = DEFAULT,
     ) -> None:
-        """`group`, `world`: of all ranks. `timeout_seconds`: of waits in new groups."""
+        """`group`, `world`: of all ranks. `timeout_seconds`: of waits in new groups. `section`: as of `world`."""
         self.mesh = mesh
         self.opened = [world]
         self._world = group
         self._collectives = world
         self._rank = group.rank()
+        self._section = section
         self._timeout = timedelta(seconds=timeout_seconds)
 
     @property
@@ -146,7 +149,9 @@ class MeshGroups(AxisGroups):
         if len(ranks) == 1:
             return open_collectives(None, self._collectives.device)
         part_of = PartOf(self._collectives, tuple(ranks))
-        found = open_collectives(self._make(ranks, use), self._collectives.device, part_of)
+        found = open_collectives(
+            self._make(ranks, use), self._collectives.device, part_of, self._section
+        )
         self.opened.append(found)
         return found
 

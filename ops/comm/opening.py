@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .collectives import Collectives, PartOf, timeout_of
+from .config import Communication
 from .machines import Machines
 from .memory.meeting import meet
 from .native import Native
@@ -23,27 +24,38 @@ from .shared_memory import SharedMemory
 from .single_rank import SingleRank
 
 log = logging.getLogger("xds")
+DEFAULT = Communication()
 DEFAULT_TIMEOUT_SECONDS = 600.0  # where torch does not say that of the group
 
 
 def open_collectives(
-    group: dist.ProcessGroup | None, device: torch.device, part_of: PartOf | None = None
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    part_of: PartOf | None = None,
+    section: Communication = DEFAULT,
 ) -> Collectives:
     """The collectives for `group` and the device of its tensors. For all ranks of the group.
 
-    part_of: the collectives of all ranks, if the group is a part of them.
+    Args:
+        part_of: the collectives of all ranks, if the group is a part of them.
+        section: the same on all ranks.
     """
     if group is None or group.size() == 1:
         return SingleRank(device)
     if device.type == "cpu" and dist.get_backend(group) == "gloo":
-        return _on_host(group, device, part_of)
+        return _on_host(group, device, part_of, section)
     return Native(group, device, part_of)
 
 
 def _on_host(
-    group: dist.ProcessGroup, device: torch.device, part_of: PartOf | None
+    group: dist.ProcessGroup,
+    device: torch.device,
+    part_of: PartOf | None,
+    section: Communication,
 ) -> Collectives:
     plain = PeerToPeer(group, device, part_of)
+    if not section.shared_memory:
+        return plain
     found, why = meet(
         plain.rank, plain.world_size, lambda mine, what: plain.gather_small(mine, what=what)
     )
@@ -51,6 +63,13 @@ def _on_host(
         log.warning("ranks of one machine do not share memory, and send messages instead: %s", why)
     if found is None:
         return plain
-    kind = SharedMemory if len(set(found.hosts)) == 1 else Machines
     seconds = timeout_of(group, device) or DEFAULT_TIMEOUT_SECONDS
-    return kind(group, device, found, seconds, part_of, plain)
+    if len(set(found.hosts)) == 1:
+        return SharedMemory(group, device, found, seconds, part_of, plain)
+    is_hierarchical = section.hierarchical
+    return Machines(
+        group, device, found, seconds, part_of, plain, is_hierarchical=is_hierarchical
+    )
+
+
+__all__ = ["open_collectives"]

@@ -1,0 +1,34 @@
+"""The config section `communication`: how ranks of one machine, and machines, send messages. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, final
+
+from pydantic import Field
+
+from ...utils.schema.rules import FLAG
+from ...utils.schema.section import Section
+
+
+@final
+class Communication(Section):
+    """Messages between CPU ranks. GPUs use NCCL."""
+
+    shared_memory: Annotated[bool, FLAG] = Field(
+        True,
+        description="CPU ranks of one machine read each other's memory; false: they send messages through "
+        "gloo. It needs native ops; a line in the log says where it is not possible",
+    )
+    hierarchical: Annotated[bool, FLAG] = Field(
+        True,
+        description="CPU ranks on several machines add gradients inside a machine first, and each byte goes to "
+        "each other machine once; false: to each of its ranks. Sums are taken in another order. It needs "
+        "shared_memory",
+    )
+
+    def where(self, *, has_native_ops: bool) -> Communication:
+        """The section as it holds where native ops are compiled, or are switched off."""
+        return self if has_native_ops else self.model_copy(update={"shared_memory": False})
+
+
+__all__ = ["Communication"]
