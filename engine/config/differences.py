@@ -30,7 +30,14 @@ CLOSED = (
     *("timers.throughput", "tensor_parallel.tp", "optimizer.params", "scheduler.params"),
 )
 ONLY_HERE = (
-    *("communication", "data_parallel_size", "ops", "sequence", "watch", "activation_checkpointing.enabled"),
+    *(
+        "communication",
+        "data_parallel_size",
+        "ops",
+        "sequence",
+        "watch",
+        "activation_checkpointing.enabled",
+    ),
     *("bf16.check_overflow", "bfloat16.check_overflow", "checkpoint.async_save"),
     *("checkpoint.keep_last", "checkpoint.preemption_save_dir", "checkpoint.preemption_seconds"),
     *("compile.backend", "compile.disable", "compile.dynamic", "compile.enabled"),

@@ -52,7 +52,9 @@ class InOrder:
     def add(self, function: Callable[[], None]) -> Job:
         if self._pid != os.getpid():  # also in a forked process, which has no copy of the thread
             self._pid, self._jobs = os.getpid(), queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name=self._name).start()
+            threading.Thread(
+                target=_serve, args=(self._jobs,), daemon=True, name=self._name
+            ).start()
         job = Job(function)
         self._jobs.put(job)
         return job

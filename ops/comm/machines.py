@@ -194,7 +194,11 @@ class Machines(Pairwise):
     def _count_links(self, kind: str, flat: Tensor, across_numel: int) -> None:
         """Count (world_size - 1) shards of `flat`, of which so many elements leave the machine."""
         item = flat.element_size()
-        self._add_link(kind, flat.numel() // self.world_size * (self.world_size - 1) * item, across_numel * item)
+        self._add_link(
+            kind,
+            flat.numel() // self.world_size * (self.world_size - 1) * item,
+            across_numel * item,
+        )
 
 
 @final

@@ -92,7 +92,7 @@ class MeshGroups(AxisGroups):
         timeout_seconds: float,
         section: Communication = DEFAULT,
     ) -> None:
-        """`group`, `world`: of all ranks. `timeout_seconds`: of waits in new groups. `section`: as of `world`."""
+        """`group`, `world`: of all ranks. `timeout_seconds`: of waits in new groups. `section`: of `world`."""
         self.mesh = mesh
         self.opened = [world]
         self._world = group

@@ -1,10 +1,10 @@
 """Chooses the collectives for a process group and the device of its tensors.
 
-    one rank               SingleRank
-    gloo, CPU, one machine SharedMemory    where its ranks can map each other's memory
-    gloo, CPU, machines    Machines        where one of them has several ranks
-    gloo, CPU              PeerToPeer
-    else                   Native
+one rank               SingleRank
+gloo, CPU, one machine SharedMemory    where its ranks can map each other's memory
+gloo, CPU, machines    Machines        where one of them has several ranks
+gloo, CPU              PeerToPeer
+else                   Native
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ def _on_host(
     if len(set(found.hosts)) == 1:
         return SharedMemory(group, device, found, seconds, part_of, plain)
     is_hierarchical = section.hierarchical
-    return Machines(
-        group, device, found, seconds, part_of, plain, is_hierarchical=is_hierarchical
-    )
+    return Machines(group, device, found, seconds, part_of, plain, is_hierarchical=is_hierarchical)
 
 
 __all__ = ["open_collectives"]

@@ -191,7 +191,7 @@ class Pairwise(Collectives):
         return self._reduce_parts(mark, flat, tag)
 
     def _adds_whole(self, flat: Tensor) -> bool:
-        """For `all_reduce`: one round, in which each rank adds all elements, is as fast as two rounds of parts."""
+        """In `all_reduce` each rank adds all elements: one round instead of two."""
         return self.world_size == 2  # one exchange of everything sends as much as two of halves
 
     def sums_whole(self, flat: Tensor) -> bool:

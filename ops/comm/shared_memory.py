@@ -81,10 +81,10 @@ class SharedMemory(Pairwise):
         return self._line.sum(mark, tag, flat, [(self.rank * out.numel(), out)], add=add)
 
     def _adds_whole(self, flat: Tensor) -> bool:
-        return flat.nbytes <= WHOLE_BYTES or super()._adds_whole(flat)
+        return _is_small(flat) or super()._adds_whole(flat)
 
     def sums_whole(self, flat: Tensor) -> bool:
-        return flat.nbytes <= WHOLE_BYTES or super().sums_whole(flat)
+        return _is_small(flat) or super().sums_whole(flat)
 
     def _sum_whole(self, mark: Mark, flat: Tensor, tag: int) -> Handle:
         if not operations.can_sum(flat.dtype, flat.dtype):
@@ -117,6 +117,11 @@ class SharedMemory(Pairwise):
         mark = self._record("barrier", "barrier", CONTROL_BUFFER, "all ranks")
         own = torch.zeros(self.world_size, dtype=torch.uint8)
         self._line.all_gather(mark, self._tag(CONTROL_BUFFER), own, self.shard_of(own)).wait()
+
+
+def _is_small(flat: Tensor) -> bool:
+    """Every rank adds it all, by the native sum."""
+    return flat.nbytes <= WHOLE_BYTES and operations.can_sum(flat.dtype, flat.dtype)
 
 
 __all__ = ["SharedMemory"]

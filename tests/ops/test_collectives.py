@@ -11,27 +11,33 @@ import torch.distributed as dist
 from helpers import run_new_ranks
 
 from xds.ops.comm.collectives import Collectives
+from xds.ops.comm.config import Communication
 from xds.ops.comm.native import Native
 from xds.ops.comm.opening import open_collectives
 from xds.ops.comm.point_to_point import PeerToPeer
+from xds.ops.comm.shared_memory import SharedMemory
 from xds.ops.comm.single_rank import SingleRank
 from xds.utils.errors import PeerError
 
 CPU = torch.device("cpu")
+KINDS = ["memory", "messages", "native"]
 
 
-def opened(native: bool) -> Collectives:
+def opened(kind: str) -> Collectives:
+    """Of "memory", "messages" through gloo, or the "native" ones of gloo."""
     group = dist.group.WORLD
     assert group is not None
-    return Native(group, CPU) if native else open_collectives(group, CPU)
+    if kind == "native":
+        return Native(group, CPU)
+    return open_collectives(group, CPU, section=Communication(shared_memory=kind == "memory"))
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def exercise(native: bool, dtype: torch.dtype, add: bool) -> dict[str, Any]:
-    collectives = opened(native)
+def exercise(kind: str, dtype: torch.dtype, add: bool) -> dict[str, Any]:
+    collectives = opened(kind)
     rank, world = collectives.rank, collectives.world_size
     flat = values(rank, 48 * world, dtype)
     out = torch.ones(48)
@@ -52,15 +58,15 @@ def exercise(native: bool, dtype: torch.dtype, add: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("native", [False, True])
-def test_sums_gathers_and_bytes(world: int, native: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_gathers_and_bytes(world: int, kind: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for add in (False, True):
-            if native and dtype == torch.bfloat16:
+            if kind == "native" and dtype == torch.bfloat16:
                 continue  # gloo's own sum works in bf16: no exact value to compare with
-            results = run_new_ranks(exercise, world, native, dtype, add)
+            results = run_new_ranks(exercise, world, kind, dtype, add)
             for result in results:
-                if native:
+                if kind == "native":
                     torch.testing.assert_close(result["out"], result["want"])
                 else:
                     assert torch.equal(result["out"], result["want"])
@@ -73,9 +79,9 @@ def test_sums_gathers_and_bytes(world: int, native: bool) -> None:
                 }
 
 
-def crossing() -> list[float]:
+def crossing(kind: str) -> list[float]:
     """Two buffers, started in opposite orders on even and odd ranks."""
-    collectives = opened(native=False)
+    collectives = opened(kind)
     world = collectives.world_size
     full = [torch.empty(16 * world), torch.empty(32 * world)]
     shards = [torch.full((16,), 1.0), torch.full((32,), 2.0)]
@@ -89,13 +95,14 @@ def crossing() -> list[float]:
     return [float(tensor.mean()) for tensor in full]
 
 
-def test_ranks_may_start_gathers_in_different_orders() -> None:
-    assert run_new_ranks(crossing, 2) == [[1.0, 2.0]] * 2
-    assert run_new_ranks(crossing, 3) == [[1.0, 2.0]] * 3
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_ranks_may_start_gathers_in_different_orders(kind: str) -> None:
+    assert run_new_ranks(crossing, 2, kind) == [[1.0, 2.0]] * 2
+    assert run_new_ranks(crossing, 3, kind) == [[1.0, 2.0]] * 3
 
 
 def losing() -> str:
-    collectives = opened(native=False)
+    collectives = opened("memory")
     flat = torch.ones(16 * collectives.world_size)
     collectives.barrier()
     if collectives.rank == 1:
@@ -121,16 +128,17 @@ def test_one_rank_sends_nothing() -> None:
     assert full.tolist() == [1.0] * 4 and collectives.sent_bytes == {}
 
 
-def kind_of_gloo() -> str:
-    return type(opened(native=False)).__name__
+def kinds_of_gloo() -> list[str]:
+    return [type(opened(kind)).__name__ for kind in ("memory", "messages")]
 
 
-def test_gloo_on_a_cpu_gets_messages() -> None:
-    assert run_new_ranks(kind_of_gloo, 2) == [PeerToPeer.__name__] * 2
+def test_ranks_of_one_machine_get_shared_memory_unless_it_is_off() -> None:
+    names = [SharedMemory.__name__, PeerToPeer.__name__]
+    assert run_new_ranks(kinds_of_gloo, 2) == [names] * 2
 
 
-def uneven(native: bool) -> tuple[Any, ...]:
-    collectives = opened(native)
+def uneven(kind: str) -> tuple[Any, ...]:
+    collectives = opened(kind)
     rank, world = collectives.rank, collectives.world_size
     bounds = [(0, 0), (0, 5), (5, 12)][-world:]  # the first of three holds nothing
     numel = bounds[-1][1]
@@ -147,11 +155,11 @@ def uneven(native: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("native", [False, True])
-def test_uneven_parts_are_put_together_and_given_out(world: int, native: bool) -> None:
-    results = run_new_ranks(uneven, world, native)
+@pytest.mark.parametrize("kind", KINDS)
+def test_uneven_parts_are_put_together_and_given_out(world: int, kind: str) -> None:
+    results = run_new_ranks(uneven, world, kind)
     assert all(good for good, _, _ in results)
-    if not native:
+    if kind != "native":
         sent = sum(sent.get("access", 0) for _, sent, _ in results)
         numels = [numel for _, _, numel in results]
         total = sum(numels)
@@ -159,9 +167,9 @@ def test_uneven_parts_are_put_together_and_given_out(world: int, native: bool) -
         assert sent == 4 * (collected + total - numels[1])
 
 
-def activations(native: bool) -> dict[str, Any]:
+def activations(kind: str) -> dict[str, Any]:
     """Sums and exchanges of tensors of several sizes, some smaller than the number of ranks."""
-    collectives = opened(native)
+    collectives = opened(kind)
     rank, world = collectives.rank, collectives.world_size
     sums = {}
     for shape in [(1,), (2, 5), (3, 7, 11)]:
@@ -180,8 +188,9 @@ def activations(native: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_all_reduce_sums_in_rank_order_and_all_to_all_exchanges(world: int) -> None:
-    found = run_new_ranks(activations, world, False)
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_all_reduce_sums_in_rank_order_and_all_to_all_exchanges(world: int, kind: str) -> None:
+    found = run_new_ranks(activations, world, kind)
     numels = (1, 10, 231)
     for rank, own in enumerate(found):
         for mine, want in own["sums"].values():
@@ -199,15 +208,15 @@ def test_all_reduce_of_the_backend_gives_the_same_sums() -> None:
 
 
 def activations_of_backend() -> dict[Any, Any]:
-    collectives = opened(True)
+    collectives = opened("native")
     mine = values(collectives.rank, 10, torch.float32)
     collectives.all_reduce(mine, what="a sum", kind="sum").wait()
     return {0: (mine, values(0, 10, torch.float32) + values(1, 10, torch.float32))}
 
 
-def dropped(late: int) -> list[list[float]]:
+def dropped(kind: str, late: int) -> list[list[float]]:
     """Nobody waits for several collectives, and rank `late` begins them after the other's are dropped."""
-    first, second = opened(False), opened(False)
+    first, second = opened(kind), opened(kind)
     store = first.store()
     assert store is not None
     if first.rank == late:
@@ -226,5 +235,6 @@ def dropped(late: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_collectives_that_nobody_waits_for_do_not_hold_up_later_ones(late: int) -> None:
-    assert run_new_ranks(dropped, 2, late, timeout_seconds=20) == [[[0.0], [1.0]]] * 2
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_collectives_that_nobody_waits_for_do_not_hold_up_later_ones(kind: str, late: int) -> None:
+    assert run_new_ranks(dropped, 2, kind, late, timeout_seconds=20) == [[[0.0], [1.0]]] * 2

@@ -12,7 +12,7 @@ from helpers import run_new_ranks
 from xds.ops.comm.collectives import ACCESS_BUFFER
 from xds.ops.comm.native import Native
 from xds.ops.comm.opening import open_collectives
-from xds.ops.comm.point_to_point import PeerToPeer
+from xds.ops.comm.shared_memory import SharedMemory
 from xds.ops.watch import Report, Watch, explain
 from xds.ops.watch.diagnosis import GONE, OUTSIDE, first_difference
 from xds.utils.errors import PeerError
@@ -175,7 +175,7 @@ def small_gathers_of_two_sizes() -> str:
     """Ranks meet in small gathers of different sizes: gloo alone would abort the process."""
     group = dist.group.WORLD
     collectives = open_collectives(group, torch.device("cpu"))
-    assert isinstance(collectives, PeerToPeer)
+    assert isinstance(collectives, SharedMemory)
     collectives.barrier()
     numel = 1 + 7 * collectives.rank
     with pytest.raises(PeerError) as caught:

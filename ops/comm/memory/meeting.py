@@ -59,7 +59,11 @@ def meet(rank: int, size: int, gather: Gather) -> tuple[Neighbours | None, str]:
         why = str(error)
     token = own.token if own is not None else (0, 0)
     mine = [host_key(), os.getpid(), own.fd if own else -1, *map(_signed, token)]
-    mine += [own.size_bytes if own else 0, _signed(int.from_bytes(os.urandom(8), "big")), os.getuid()]
+    mine += [
+        own.size_bytes if own else 0,
+        _signed(int.from_bytes(os.urandom(8), "big")),
+        os.getuid(),
+    ]
     table = gather(torch.tensor(mine), _WHAT).tolist()
     hosts = [next(at for at, row in enumerate(table) if row[0] == one[0]) for one in table]
     ranks = [at for at in range(size) if hosts[at] == hosts[rank]]
@@ -81,9 +85,7 @@ def meet(rank: int, size: int, gather: Gather) -> tuple[Neighbours | None, str]:
     assert own is not None
     identity = _unsigned(table[0][6])
     array = (c_void_p * size)(*handles)
-    return Neighbours(
-        own, ranks, hosts, own.native.open_group(identity, rank, size, array)
-    ), ""
+    return Neighbours(own, ranks, hosts, own.native.open_group(identity, rank, size, array)), ""
 
 
 def _open(own: Segment, row: Sequence[int], uid: int) -> int:
@@ -98,7 +100,9 @@ def _open(own: Segment, row: Sequence[int], uid: int) -> int:
         file = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         of_user = f", of user {their_uid} and not {uid}" if uid != their_uid else ""
-        raise NoSegment(f"its memory cannot be opened (process {pid}{of_user}: {error.strerror})") from error
+        raise NoSegment(
+            f"its memory cannot be opened (process {pid}{of_user}: {error.strerror})"
+        ) from error
     native = own.native
     try:
         if os.fstat(file).st_size != size_bytes or own.size_bytes != size_bytes:

@@ -1,8 +1,8 @@
 """Operations in shared memory: their start, their handle, and what happens when a peer does not take part.
 
-    start ──> handle ──wait──> done
-                       ├─ its process ended, or it stopped waiting ─┐
-                       └─ the timeout is over ──────────────────────┴─> PeerError, and peers fail as well
+start ──> handle ──wait──> done
+                   ├─ its process ended, or it stopped waiting ─┐
+                   └─ the timeout is over ──────────────────────┴─> PeerError, and peers fail as well
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from .meeting import Neighbours
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # as in sums.h
 SLICE_NS = 200_000_000  # the longest time without a look at signals
-SPIN_NS, YIELD_NS = 100_000, 20_000  # before a process sleeps: with a core for every thread, and without
+SPIN_NS, YIELD_NS = (
+    100_000,
+    20_000,
+)  # before a process sleeps: with a core for every thread, and without
 DONE = Done()
 
 Messages = Sequence[tuple[int, Tensor]]  # rank in the group, contiguous tensor
@@ -82,7 +85,9 @@ class Line:
         finish: Callable[[], None] | None = None,
     ) -> InMemory:
         """Messages to and from single ranks, of contiguous tensors."""
-        tables = [_table([(peer, t.data_ptr(), t.nbytes) for peer, t in m]) for m in (sends, receives)]
+        tables = [
+            _table([(peer, t.data_ptr(), t.nbytes) for peer, t in m]) for m in (sends, receives)
+        ]
         arguments = (key, len(sends), tables[0], len(receives), tables[1])
         return self.start(mark, self.native.transfer, arguments, (receives, sends), finish)
 

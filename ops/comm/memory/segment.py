@@ -27,7 +27,9 @@ from ....utils.errors import BuildError
 from .library import Native
 
 SHM_FOLDER = "/dev/shm"
-LEAST_SHARE = 0.25  # of the machine's memory, that must be free in SHM_FOLDER where there is no memfd
+LEAST_SHARE = (
+    0.25  # of the machine's memory, that must be free in SHM_FOLDER where there is no memfd
+)
 LEAST_BYTES = 1 << 16  # smaller tensors are copied when they are sent
 
 
@@ -54,7 +56,9 @@ class Segment:
         self._data = native.map(self.fd, self.control_bytes, data_bytes, True)
         if not control or not self._data:
             os.close(self.fd)
-            raise NoSegment(f"{self.size_bytes >> 30} GiB of addresses cannot be mapped (ulimit -v)")
+            raise NoSegment(
+                f"{self.size_bytes >> 30} GiB of addresses cannot be mapped (ulimit -v)"
+            )
         native.open(self.fd, control, self._data, data_bytes, *self.token)
         atexit.register(self._stop)
 
@@ -66,7 +70,11 @@ class Segment:
         """[numel] that peers can read, if it is large enough to be worth it and there is room."""
         size_bytes = numel * dtype.itemsize
         place = self._take(size_bytes) if size_bytes >= LEAST_BYTES else None
-        return torch.empty(numel, dtype=dtype) if place is None else torch.frombuffer(place, dtype=dtype)
+        return (
+            torch.empty(numel, dtype=dtype)
+            if place is None
+            else torch.frombuffer(place, dtype=dtype)
+        )
 
     def _take(self, size_bytes: int) -> Any:
         """A new block, freed with the object that is returned; None where there is no room."""
@@ -105,7 +113,9 @@ def _open_file(size_bytes: int) -> tuple[int, bool]:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        raise NoSegment(f"a file of {size_bytes >> 30} GiB cannot be made in memory: {error}") from error
+        raise NoSegment(
+            f"a file of {size_bytes >> 30} GiB cannot be made in memory: {error}"
+        ) from error
     if not is_limited:
         _seal(fd)
     return fd, is_limited
@@ -133,7 +143,9 @@ def _reserve(fd: int, offset: int, size_bytes: int) -> None:
     try:
         os.posix_fallocate(fd, offset, size_bytes)
     except OSError as error:
-        raise NoSegment(f"{SHM_FOLDER} is full ({errno.errorcode.get(error.errno or 0)})") from error
+        raise NoSegment(
+            f"{SHM_FOLDER} is full ({errno.errorcode.get(error.errno or 0)})"
+        ) from error
 
 
 def _seal(fd: int) -> None:
