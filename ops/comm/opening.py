@@ -24,7 +24,7 @@ from .shared_memory import SharedMemory
 from .single_rank import SingleRank
 
 log = logging.getLogger("xds")
-DEFAULT = Communication()
+DEFAULT = Communication.model_construct()
 DEFAULT_TIMEOUT_SECONDS = 600.0  # where torch does not say that of the group
 
 

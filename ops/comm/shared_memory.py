@@ -95,7 +95,7 @@ class SharedMemory(Pairwise):
         if not operations.can_sum(flat.dtype, flat.dtype):
             return super()._reduce_parts(mark, flat, tag)
         of = self._parts_of(flat)
-        begins = of[self.rank].storage_offset() - flat.storage_offset()
+        begins = sum(part.numel() for part in of[: self.rank])
         finish = partial(self._send_sums, mark, tag, of)
         parts = [(begins, of[self.rank])]
         return self._line.sum(mark, tag, flat, parts, copies=True, finish=finish)
