@@ -62,6 +62,7 @@ class Comparison:
     plan: Plan
     bf16: bool = False
     world_size: int = 2
+    tokens: int = 128  # of the sequence of each rank and step
 
     def contestants(self) -> list[str]:
         """All contestants, once, peers first; and compute only, the lower bound of every ratio."""
@@ -84,24 +85,26 @@ def comparisons() -> Iterator[Comparison]:
     """Every comparison of the table."""
     for model, plan in (("11M", Plan(rounds=9, block=2)), ("40M", Plan(rounds=9, block=1))):
         for precision in ("fp32", "bf16"):
-            bf16 = precision == "bf16"
-            ddp = tuple(
-                Claim(f"xds-{stage}", DDP, 1.0, None if bf16 else 0.9) for stage in (0, 1, 2)
-            )
-            fsdp2 = Claim("xds-3", ("fsdp2",), 0.75 if bf16 else 0.70, None if bf16 else 0.55)
-            label = f"{model} {precision}"
-            yield Comparison(label, model, ddp, plan, bf16)
-            yield Comparison(label, model, (fsdp2,), plan, bf16)
-            for stage in range(4):
-                must = 0.85 if stage == 0 else 0.65
-                aim = None if bf16 or stage == 0 else 0.50
-                claim = Claim(f"xds-{stage}", (f"deepspeed-{stage}",), must, aim)
-                yield Comparison(label, model, (claim,), plan, bf16)
+            for tokens in (64, 256):  # the share of compute decides the ratio
+                yield from _of_model(model, plan, precision == "bf16", tokens)
     tiny = Plan(rounds=15, block=5, warmup=5)
     yield Comparison("400 tiny", "tiny", (Claim("xds-2", DDP, 1.10),), tiny)
     yield Comparison("400 tiny", "tiny", (Claim("xds-3", FSDP2_TINY, 0.70),), tiny)
     alone = tuple(Claim(f"xds-{stage}", ("plain",), 1.02, 1.005) for stage in range(3))
     yield Comparison("30M alone", "30M", alone, Plan(rounds=15, block=1), world_size=1)
+
+
+def _of_model(model: str, plan: Plan, bf16: bool, tokens: int) -> Iterator[Comparison]:
+    """Every stage against its peers."""
+    label = f"{model} {'bf16' if bf16 else 'fp32'} {tokens} tokens"
+    ddp = tuple(Claim(f"xds-{stage}", DDP, 0.92, 0.87) for stage in (0, 1, 2))
+    fsdp2 = Claim("xds-3", ("fsdp2",), 0.50, 0.45)
+    for claims in (ddp, (fsdp2,)):
+        yield Comparison(label, model, claims, plan, bf16, tokens=tokens)
+    for stage in range(4):
+        must, aim = (0.50, 0.42) if stage else (0.85, None)
+        claim = Claim(f"xds-{stage}", (f"deepspeed-{stage}",), must, aim)
+        yield Comparison(label, model, (claim,), plan, bf16, tokens=tokens)
 
 
 def time_contestants(rank: int, _: int, comparison: Comparison, names: list[str]) -> dict[str, Any]:
@@ -110,10 +113,13 @@ def time_contestants(rank: int, _: int, comparison: Comparison, names: list[str]
     from model import make_batches, make_model
 
     plan = comparison.plan
-    batches = make_batches(comparison.model, rank, plan.warmup + plan.rounds * plan.block)
+    tokens = comparison.tokens
+    batches = make_batches(
+        comparison.model, rank, plan.warmup + plan.rounds * plan.block, tokens
+    )
     steps, skipped, numel = {}, {}, 0
     for name in names:
-        model = make_model(comparison.model)
+        model = make_model(comparison.model, tokens)
         numel = sum(parameter.numel() for parameter in model.parameters())
         try:
             step = build(name, model, batches[0], comparison.bf16)
@@ -211,7 +217,7 @@ def chosen(options: argparse.Namespace) -> Iterator[Comparison]:
         )
         plan = comparison.plan
         if options.quick:
-            if comparison.name not in ("11M fp32", "400 tiny") or "deepspeed" in str(claims):
+            if comparison.name not in ("11M fp32 64 tokens", "400 tiny") or "deepspeed" in str(claims):
                 continue
             plan = replace(plan, rounds=3, warmup=2)
         if options.rounds:

@@ -19,12 +19,11 @@ VOCAB = 256  # bytes
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a GPT; `batch` sequences of `context` tokens per rank and step."""
+    """Sizes of a GPT; `batch` sequences per rank and step."""
 
     width: int
     layers: int
     heads: int
-    context: int = 128
     batch: int = 1
 
 
@@ -61,10 +60,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Byte-level GPT; `forward(tokens)` with (batch, context + 1) bytes returns the mean loss."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, context: int) -> None:
         super().__init__()
         self.token = nn.Embedding(VOCAB, shape.width)
-        self.position = nn.Embedding(shape.context, shape.width)
+        self.position = nn.Embedding(context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCAB, bias=False)
@@ -108,19 +107,19 @@ class Tiny(nn.Module):
         return (y.float() - x.flip(1).float()).square().mean()
 
 
-def make_model(name: str) -> nn.Module:
-    """The same weights on every rank, for every contestant."""
+def make_model(name: str, context: int) -> nn.Module:
+    """The same weights on every rank, for every contestant. context: tokens of a sequence."""
     torch.manual_seed(1)
     if name == "tiny":
         return Tiny()
-    model = GPT(SHAPES[name])
+    model = GPT(SHAPES[name], context)
     for parameter in model.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
     return model
 
 
-def make_batches(name: str, rank: int, count: int) -> list[Tensor]:
+def make_batches(name: str, rank: int, count: int, context: int) -> list[Tensor]:
     """`count` batches of this rank: windows of the standard library's sources, or noise."""
     generator = torch.Generator().manual_seed(100 + rank)
     if name == "tiny":
@@ -131,8 +130,8 @@ def make_batches(name: str, rank: int, count: int) -> list[Tensor]:
     text = torch.frombuffer(bytearray(b"".join(s.read_bytes() for s in sources)), dtype=torch.uint8)
     batches = []
     for _ in range(count):
-        last = len(text) - shape.context - 1
+        last = len(text) - context - 1
         starts = torch.randint(last, (shape.batch,), generator=generator).tolist()
-        windows = [text[start : start + shape.context + 1].long() for start in starts]
+        windows = [text[start : start + context + 1].long() for start in starts]
         batches.append(torch.stack(windows))
     return batches
