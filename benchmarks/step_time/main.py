@@ -114,9 +114,7 @@ def time_contestants(rank: int, _: int, comparison: Comparison, names: list[str]
 
     plan = comparison.plan
     tokens = comparison.tokens
-    batches = make_batches(
-        comparison.model, rank, plan.warmup + plan.rounds * plan.block, tokens
-    )
+    batches = make_batches(comparison.model, rank, plan.warmup + plan.rounds * plan.block, tokens)
     steps, skipped, numel = {}, {}, 0
     for name in names:
         model = make_model(comparison.model, tokens)
@@ -217,7 +215,9 @@ def chosen(options: argparse.Namespace) -> Iterator[Comparison]:
         )
         plan = comparison.plan
         if options.quick:
-            if comparison.name not in ("11M fp32 64 tokens", "400 tiny") or "deepspeed" in str(claims):
+            if comparison.name not in ("11M fp32 64 tokens", "400 tiny") or "deepspeed" in str(
+                claims
+            ):
                 continue
             plan = replace(plan, rounds=3, warmup=2)
         if options.rounds:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCAB = 256  # bytes
+CONTEXT = 128  # tokens of a sequence, where a benchmark sets no other number
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Byte-level GPT; `forward(tokens)` with (batch, context + 1) bytes returns the mean loss."""
 
-    def __init__(self, shape: Shape, context: int) -> None:
+    def __init__(self, shape: Shape, context: int = CONTEXT) -> None:
         super().__init__()
         self.token = nn.Embedding(VOCAB, shape.width)
         self.position = nn.Embedding(context, shape.width)
@@ -107,7 +108,7 @@ class Tiny(nn.Module):
         return (y.float() - x.flip(1).float()).square().mean()
 
 
-def make_model(name: str, context: int) -> nn.Module:
+def make_model(name: str, context: int = CONTEXT) -> nn.Module:
     """The same weights on every rank, for every contestant. context: tokens of a sequence."""
     torch.manual_seed(1)
     if name == "tiny":
@@ -119,7 +120,7 @@ def make_model(name: str, context: int) -> nn.Module:
     return model
 
 
-def make_batches(name: str, rank: int, count: int, context: int) -> list[Tensor]:
+def make_batches(name: str, rank: int, count: int, context: int = CONTEXT) -> list[Tensor]:
     """`count` batches of this rank: windows of the standard library's sources, or noise."""
     generator = torch.Generator().manual_seed(100 + rank)
     if name == "tiny":
