@@ -7,7 +7,7 @@ takes one batch and returns its scalar loss.
 from __future__ import annotations
 
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,11 +20,12 @@ CONTEXT = 128  # tokens of a sequence, where a benchmark sets no other number
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a GPT; `batch` sequences per rank and step."""
+    """Sizes of a GPT; `batch` sequences of `context` tokens per rank and step."""
 
     width: int
     layers: int
     heads: int
+    context: int = CONTEXT
     batch: int = 1
 
 
@@ -61,10 +62,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Byte-level GPT; `forward(tokens)` with (batch, context + 1) bytes returns the mean loss."""
 
-    def __init__(self, shape: Shape, context: int = CONTEXT) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.token = nn.Embedding(VOCAB, shape.width)
-        self.position = nn.Embedding(context, shape.width)
+        self.position = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCAB, bias=False)
@@ -113,7 +114,7 @@ def make_model(name: str, context: int = CONTEXT) -> nn.Module:
     torch.manual_seed(1)
     if name == "tiny":
         return Tiny()
-    model = GPT(SHAPES[name], context)
+    model = GPT(replace(SHAPES[name], context=context))
     for parameter in model.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
