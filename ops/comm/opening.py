@@ -59,15 +59,24 @@ def _on_host(
     found, why = meet(
         plain.rank, plain.world_size, lambda mine, what: plain.gather_small(mine, what=what)
     )
-    if why and plain.rank == 0:
-        log.warning("ranks of one machine do not share memory, and send messages instead: %s", why)
     if found is None:
+        _tell(why, is_part=part_of is not None)
         return plain
     seconds = timeout_of(group, device) or DEFAULT_TIMEOUT_SECONDS
     if len(set(found.hosts)) == 1:
         return SharedMemory(group, device, found, seconds, part_of, plain)
     is_hierarchical = section.hierarchical
     return Machines(group, device, found, seconds, part_of, plain, is_hierarchical=is_hierarchical)
+
+
+_told: set[str] = set()  # "" once a group of this process has found no neighbours
+
+
+def _tell(why: str, *, is_part: bool) -> None:
+    """Log why ranks do not share memory: once, and not for each part of a group that has told it."""
+    if why and why not in _told and not (is_part and _told):
+        log.warning("ranks of one machine do not share memory, and send messages instead: %s", why)
+    _told.add(why)
 
 
 __all__ = ["open_collectives"]
