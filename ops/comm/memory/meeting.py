@@ -11,27 +11,28 @@ The system lets only the same user, or root, open a file through /proc.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import c_void_p
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from ..hosts import host_key
-from .library import Native
 from .segment import NoSegment, Segment, segment
 
 Gather = Callable[[Tensor, str], Tensor]  # [n] int64 and a subject for messages -> [world_size, n]
 
 MAX_RANKS = 256  # as in segment.h
 _WHAT = "shared memory"
+_FINE, _NOT_OPENED, _NO_SEGMENT = range(3)
 
 
 @final
 class Neighbours:
-    """A group of which this process has mapped the segments: the ranks on its machine.
+    """A group of which this process has mapped the segments: the ranks on its machine. Closed with the object.
 
     ranks: those on this machine, this one too. hosts: for each rank, the lowest rank on its machine.
     """
@@ -43,29 +44,7 @@ class Neighbours:
         self.ranks = tuple(ranks)
         self.hosts = tuple(hosts)
         self.handle = handle
-
-
-@final
-class _Mapped(NamedTuple):
-    """The segment of a peer. peer: of the native library."""
-
-    peer: int
-    control: int
-    data: int
-    size_bytes: int  # of both
-    pidfd: int
-
-    def unmap(self, native: Native) -> None:
-        """For one that no group uses."""
-        native.unmap(self.control, native.control_bytes())
-        native.unmap(self.data, self.size_bytes - native.control_bytes())
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-
-
-_peers: dict[tuple[int, int], _Mapped] = {}  # by token
-
-_FINE, _NOT_OPENED, _NO_SEGMENT = range(3)
+        weakref.finalize(self, _close, found, handle).atexit = False
 
 
 def meet(rank: int, size: int, gather: Gather) -> tuple[Neighbours | None, str]:
@@ -73,11 +52,31 @@ def meet(rank: int, size: int, gather: Gather) -> tuple[Neighbours | None, str]:
 
     Returns: the neighbours; and why there are none, on the one rank that is to tell it.
     """
-    own, why, state = None, "", _FINE
+    own, why = None, ""
     try:
         own = segment()
     except NoSegment as error:
-        why, state = str(error), _NO_SEGMENT
+        why = str(error)
+    handles: list[int | None] = [None] * size
+    found = None
+    try:
+        found, why = _meet(rank, size, gather, own, why, handles)
+    finally:
+        if found is None and own is not None:
+            for peer in filter(None, handles):
+                own.native.release_peer(peer)
+    return found, why
+
+
+def _meet(
+    rank: int,
+    size: int,
+    gather: Gather,
+    own: Segment | None,
+    why: str,
+    handles: list[int | None],
+) -> tuple[Neighbours | None, str]:
+    """As `meet`. `handles` gets the peers that are mapped, by rank."""
     token = own.token if own is not None else (0, 0)
     mine = [host_key(), os.getpid(), own.fd if own else -1, *map(_signed, token)]
     mine += [
@@ -90,52 +89,69 @@ def meet(rank: int, size: int, gather: Gather) -> tuple[Neighbours | None, str]:
     ranks = [at for at in range(size) if hosts[at] == hosts[rank]]
     if len(set(hosts)) == size:
         return None, ""
-    known = set(_peers)
-    handles: list[int | None] = [None] * size
-    if own is not None and size > MAX_RANKS:
-        why, state = f"the group has {size} ranks, more than {MAX_RANKS}", _NOT_OPENED
-    elif own is not None:
+    if own is not None and size <= MAX_RANKS:
         for peer in ranks:
             if peer != rank and not why:
                 try:
                     handles[peer] = _open(own, table[peer], table[rank][7])
                 except NoSegment as error:
-                    why, state = f"rank {peer} is on this machine, but {error}", _NOT_OPENED
+                    why = f"rank {peer} is on this machine, but {error}"
+    elif own is not None:
+        why = f"the group has {size} ranks, more than {MAX_RANKS}"
+    state = _FINE if not why else _NO_SEGMENT if own is None else _NOT_OPENED
     states = gather(torch.tensor([state]), _WHAT).flatten().tolist()
     if any(states):
-        for token in set(_peers) - known:  # as little as possible of what `ulimit -v` leaves
-            _peers.pop(token).unmap(segment().native)
-        teller = states.index(
-            max(states)
-        )  # without a segment it knows more than who does not find it
+        # a rank without a segment knows more than one that does not find it
+        teller = states.index(max(states))
         on = f"on rank {rank}: " if rank else ""
         return None, on + why if rank == teller else ""
     assert own is not None
     identity = _unsigned(table[0][6])
-    array = (c_void_p * size)(*handles)
-    return Neighbours(own, ranks, hosts, own.native.open_group(identity, rank, size, array)), ""
+    group = own.native.open_group(identity, rank, size, (c_void_p * size)(*handles))
+    return Neighbours(own, ranks, hosts, group), ""
+
+
+def _close(of: Segment, group: int) -> None:
+    if os.getpid() == of.pid:  # a forked child has no part in it
+        of.native.close_group(group)
 
 
 def _open(own: Segment, row: Sequence[int], uid: int) -> int:
     """The peer's segment, mapped. row: what the peer sent. Raises NoSegment."""
     _, pid, fd, first, second, size_bytes, _, their_uid = row
     token = _unsigned(first), _unsigned(second)
-    if token in _peers:
-        return _peers[token].peer
+    native = own.native
+    known = native.find_peer(*token)
+    if known is not None:
+        return int(known)
     if fd < 0:
         raise NoSegment("has no shared memory")
+    pidfd = _pidfd(pid)  # first: that of the process whose file is opened after it
+    try:
+        return _map(own, row, pidfd, _file_of(row, uid))
+    except NoSegment:
+        if pidfd >= 0:
+            os.close(pidfd)
+        raise
+
+
+def _file_of(row: Sequence[int], uid: int) -> int:
+    _, pid, fd, _, _, _, _, their_uid = row
     try:
         # whatever this is, in another container: neither wait for it nor let it become the terminal
-        file = os.open(
-            f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-        )
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        return os.open(f"/proc/{pid}/fd/{fd}", flags)
     except OSError as error:
         of_user = f", of user {their_uid} and not {uid}" if uid != their_uid else ""
         raise NoSegment(
             f"its memory cannot be opened (process {pid}{of_user}: {error.strerror})"
         ) from error
-    native = own.native
-    data_bytes = size_bytes - own.control_bytes
+
+
+def _map(own: Segment, row: Sequence[int], pidfd: int, file: int) -> int:
+    """The peer's segment from its file, which is closed."""
+    _, pid, _, first, second, size_bytes, _, _ = row
+    native, data_bytes = own.native, size_bytes - own.control_bytes
     try:
         if os.fstat(file).st_size != size_bytes or own.size_bytes != size_bytes:
             raise NoSegment(f"process {pid} here is another one (a container of its own)")
@@ -143,20 +159,25 @@ def _open(own: Segment, row: Sequence[int], uid: int) -> int:
         data = native.map(file, own.control_bytes, data_bytes, False)
     finally:
         os.close(file)
-    if control and not data:
-        native.unmap(control, own.control_bytes)
+    peer = None
+    if control and data:
+        token = _unsigned(first), _unsigned(second)
+        peer = native.open_peer(control, data, data_bytes, pid, pidfd, *token)
+    if peer is not None:
+        return int(peer)
+    for at, length in ((control, own.control_bytes), (data, data_bytes)):
+        if at:
+            native.unmap(at, length)
     if not control or not data:
         raise NoSegment("its memory cannot be mapped (ulimit -v)")
-    pidfd = -1
+    raise NoSegment(f"process {pid} here is another one (a container of its own)")
+
+
+def _pidfd(pid: int) -> int:
+    """-1: this system has none."""
     with suppress(AttributeError, OSError):
-        pidfd = os.pidfd_open(pid)
-    peer = native.open_peer(control, data, pidfd, *token)
-    mapped = _Mapped(int(peer or 0), control, data, size_bytes, pidfd)
-    if peer is None:
-        mapped.unmap(native)
-        raise NoSegment(f"process {pid} here is another one (a container of its own)")
-    _peers[token] = mapped
-    return mapped.peer
+        return os.pidfd_open(pid)
+    return -1
 
 
 def _signed(value: int) -> int:

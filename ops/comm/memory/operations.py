@@ -3,11 +3,14 @@
 start ──> handle ──wait──> done
                    ├─ its process ended, or it stopped waiting ─┐
                    └─ the timeout is over ──────────────────────┴─> PeerError, and peers fail as well
+
+Threads may start operations at once, and wait for different ones. Two may not wait for the same one.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from ctypes import c_int64
@@ -16,6 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ....utils.errors import UsageError
 from ...watch import Mark, Watch
 from ..handles import Done, Handle
 from .library import DONE as IS_DONE
@@ -28,6 +32,7 @@ SPIN_NS, YIELD_NS = (
     100_000,
     20_000,
 )  # before a process sleeps: with a core for every thread, and without
+MOST_SECONDS = 1.0  # of a wait between two looks at the clock: in the rest this process was stopped
 DONE = Done()
 
 Messages = Sequence[tuple[int, Tensor]]  # rank in the group, contiguous tensor
@@ -49,7 +54,9 @@ class Line:
         """ranks: of the group, among all ranks."""
         self.watch = watch
         self.native = neighbours.segment.native
+        self._neighbours = neighbours  # the group is closed with it
         self._group = neighbours.handle
+        self._forks = _Forks.count
         self._ranks = ranks
         self._timeout_seconds = timeout_seconds
         self._failure = ""
@@ -67,14 +74,36 @@ class Line:
         finish: Callable[[], None] | None = None,
     ) -> InMemory:
         """Start `function` of the library. kept: the memory that it reads and writes."""
-        if self._failure:
-            raise self.failed(mark, self._failure, self._about)
+        self.check(mark)
         if _dropped:
             _forget_dropped()
-        operation = function(self._group, *arguments)
-        if operation is None:
-            operation = self._retry(mark, function, arguments)
-        return InMemory(self, mark, operation, kept, finish)
+        try:
+            operation = function(self._group, *arguments)
+            if operation is None:
+                operation = self._retry(mark, function, arguments)
+            return InMemory(self, mark, operation, kept, finish)
+        except BaseException:  # of the handler of a signal: the operation may be in flight
+            _interrupted.append((self, kept))
+            raise
+
+    def check(self, mark: Mark) -> None:
+        """Raises PeerError: the group has failed. Raises UsageError: see `check_owner`."""
+        self.check_owner()
+        if self._failure:
+            raise self.failed(mark, self._failure, self._about)
+
+    @property
+    def is_own(self) -> bool:
+        """This process opened it; a forked child has a copy, in which it must not take part."""
+        return self._forks == _Forks.count
+
+    def check_owner(self) -> None:
+        """Raises UsageError in a forked process."""
+        if not self.is_own:
+            raise UsageError(
+                f"process {os.getpid()} was forked from a rank and is none itself, so it cannot take part in "
+                "collectives of that rank: open a process group of its own in it, or start it with spawn"
+            )
 
     def transfer(
         self,
@@ -129,13 +158,15 @@ class Line:
 
     def _retry(self, mark: Mark, function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
         """Too many messages are unread: wait until peers have read some."""
-        begin_seconds, operation = self.watch.begin_wait(mark), None
+        begin_seconds, operation, clock = self.watch.begin_wait(mark), None, Clock()
         while operation is None:
             time.sleep(0.001)
             self.native.progress()
             operation = function(self._group, *arguments)
-            if self.is_over(begin_seconds):
-                raise self.failed(mark, "Timed out: peers read no messages", None)
+            if operation is None and clock.seconds() > self._timeout_seconds:
+                about = self.native.first_reader(self._group)
+                rank = self._ranks[about] if about >= 0 else None
+                raise self.failed(mark, f"Timed out: rank {rank} reads no messages", rank)
         self.watch.end_wait(mark, begin_seconds)
         return int(operation)
 
@@ -154,31 +185,78 @@ class Line:
             NO_MEMORY: "no memory is left for messages",
             PENDING: f"Timed out after {self._timeout_seconds:.0f} s of waiting for rank {rank}",
         }[status]
-        return reason, rank
+        return reason, None if status == NO_MEMORY else rank
+
+    def is_out_of_time(self, clock: Clock) -> bool:
+        """A wait has lasted for the timeout, or the group has failed already."""
+        return bool(self._failure) or clock.seconds() > self._timeout_seconds
 
     def failed(self, mark: Mark, reason: str, rank: int | None) -> Exception:
         """The error to raise. Peers that wait for this rank in the group fail as well; it does not recover."""
         if not self._failure:
             self._failure, self._about = reason, rank
             self.native.leave_group(self._group)  # now: they have a report to write as well
+            _forget_dropped()
         return self.watch.failed(mark, RuntimeError(reason), rank)
+
+
+@final
+class Clock:
+    """Seconds of waiting since it was made. Time in which this process was stopped does not count."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._last = time.monotonic()
+
+    def seconds(self) -> float:
+        now = time.monotonic()
+        self._seconds += min(now - self._last, MOST_SECONDS)
+        self._last = now
+        return self._seconds
 
 
 # Operations whose handles were dropped before they were done, with their memory
 _dropped: list[tuple[Line, int, Any]] = []
+_interrupted: list[
+    Any
+] = []  # memory of operations that have no handle, because a signal came in between
+_forgetting = threading.Lock()
 
 
 def _forget_dropped() -> None:
-    for one in list(_dropped):
-        line, operation, _ = one
-        if line.native.quick.status(operation) != PENDING:
-            line.native.quick.end(operation)
-            _dropped.remove(one)
+    if not _forgetting.acquire(blocking=False):  # another thread does it
+        return
+    try:
+        for at in range(len(_dropped) - 1, -1, -1):  # others are only added at the end
+            line, operation, _ = _dropped[at]
+            if line.native.status(operation) != PENDING:
+                del _dropped[at]
+                line.native.quick.end(operation)
+    finally:
+        _forgetting.release()
+
+
+class _Forks:
+    """How many forks this process is away from the one that loaded the module."""
+
+    count = 0
+
+
+def _after_fork() -> None:
+    global _forgetting
+    _Forks.count += 1
+    _forgetting = threading.Lock()
+    _dropped.clear()  # operations of the parent
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @final
 class InMemory(Handle):
     """An operation in flight."""
+
+    _operation = 0
 
     def __init__(
         self,
@@ -195,7 +273,7 @@ class InMemory(Handle):
         self._finish = finish
 
     def __del__(self) -> None:
-        if self._operation and _dropped is not None:
+        if self._operation and _dropped is not None and self._line.is_own:
             _dropped.append((self._line, self._operation, self._kept))
 
     def wait(self) -> None:
@@ -223,10 +301,11 @@ class InMemory(Handle):
         line, operation = self._line, self._operation
         if not operation:
             return None
-        begin_seconds, status = time.monotonic(), PENDING
+        line.check_owner()
+        clock, status = Clock(), PENDING
         while status == PENDING:
             status = line.native.wait(operation, SLICE_NS, line.spin_ns, line.yields)
-            if status == PENDING and line.is_over(begin_seconds):
+            if status == PENDING and line.is_out_of_time(clock):
                 break
         failure = None if status == IS_DONE else line.explain(status, operation)
         self._operation = 0

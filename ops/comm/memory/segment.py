@@ -16,6 +16,7 @@ import errno
 import os
 import secrets
 import tempfile
+import threading
 import weakref
 from contextlib import suppress
 from typing import Any, final
@@ -59,7 +60,8 @@ class Segment:
             raise NoSegment(
                 f"{self.size_bytes >> 30} GiB of addresses cannot be mapped (ulimit -v)"
             )
-        native.open(self.fd, control, self._data, data_bytes, *self.token)
+        reserve_from = self.control_bytes if self._is_limited else 0
+        native.open(self.fd, control, self._data, data_bytes, reserve_from, *self.token)
         atexit.register(self._stop)
 
     def _stop(self) -> None:
@@ -157,22 +159,28 @@ def _seal(fd: int) -> None:
 
 
 _opened: dict[int, Segment | str] = {}  # by process: a forked child opens its own
+_opening: dict[int, threading.Lock] = {}
 
 
 def segment() -> Segment:
     """The segment of this process, opened on first use. Raises NoSegment, each time with the same text."""
-    found = _opened.get(os.getpid())
-    if found is None:
-        try:
-            found = Segment(Native())
-        except BuildError as error:
-            found = f"its native library is missing: {error.what}"
-        except NoSegment as error:
-            found = str(error)
-        _opened[os.getpid()] = found
+    pid = os.getpid()
+    with _opening.setdefault(pid, threading.Lock()):  # a process has one
+        found = _opened.get(pid)
+        if found is None:
+            found = _opened[pid] = _open()
     if isinstance(found, str):
         raise NoSegment(found)
     return found
+
+
+def _open() -> Segment | str:
+    try:
+        return Segment(Native())
+    except BuildError as error:
+        return f"its native library is missing: {error.what}"
+    except NoSegment as error:
+        return str(error)
 
 
 __all__ = ["NoSegment", "Segment", "segment"]

@@ -1,6 +1,7 @@
 // The functions that Python calls. Each takes plain addresses and numbers; see ops/comm/memory/library.py.
 #include <fcntl.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/mman.h>
 
 #include <linux/falloc.h>
@@ -96,6 +97,7 @@ Operation* begin_with(Group* group, uint64_t key, const void* from, uint64_t siz
 }
 
 Operation* run(Operation* operation) {
+  if (operation->group->is_left) operation->status = Status::left;
   if (operation->status != Status::pending) return operation;
   process->running.push_back(operation);
   progress(*process, true);
@@ -118,14 +120,19 @@ XDS_EXPORT void xds_unmap(void* at, uint64_t size_bytes) { munmap(at, size_bytes
 
 XDS_EXPORT uint64_t xds_control_bytes() { return Arena::rounded(sizeof(Control)); }
 
-// This process's own segment. After a fork the child opens another one.
-XDS_EXPORT void xds_open(int fd, void* control, void* data, uint64_t size_bytes, uint64_t token0, uint64_t token1) {
+// This process's own segment. After a fork the child opens another one. reserve_from: as in Process.
+XDS_EXPORT void xds_open(int fd, void* control, void* data, uint64_t size_bytes, uint64_t reserve_from,
+                         uint64_t token0, uint64_t token1) {
   Control* own = static_cast<Control*>(control);
   own->token[0] = token0;
   own->token[1] = token1;
   own->magic = MAGIC;
-  process = new Process(fd, own, static_cast<char*>(data), size_bytes);
+  process = new Process(fd, own, static_cast<char*>(data), size_bytes, reserve_from);
+  sigset_t all, kept;  // signals are for the script's threads, which they wake
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &kept);
   std::thread(help, process).detach();
+  pthread_sigmask(SIG_SETMASK, &kept, nullptr);
 }
 
 XDS_EXPORT void xds_stop() {
@@ -136,35 +143,71 @@ XDS_EXPORT void xds_stop() {
   wake(process->control->asked);
 }
 
-// A peer whose control and data are mapped; nullptr: this is not the segment with that token.
-XDS_EXPORT Peer* xds_open_peer(void* control, void* data, int pidfd, uint64_t token0, uint64_t token1) {
-  Control* found = static_cast<Control*>(control);
-  if (found->magic != MAGIC || found->token[0] != token0 || found->token[1] != token1) return nullptr;
-  return new Peer{found, static_cast<const char*>(data), pidfd};
+// The peer with that token, if its segment is mapped. The caller uses it, here and below, until a group does.
+XDS_EXPORT Peer* xds_find_peer(uint64_t token0, uint64_t token1) {
+  std::lock_guard<std::mutex> lock(process->mutex);
+  for (Peer* peer : process->peers) {
+    if (peer->control->token[0] != token0 || peer->control->token[1] != token1) continue;
+    ++peer->num_uses;
+    return peer;
+  }
+  return nullptr;
 }
 
-// peers: by rank; nullptr for this rank.
+// A peer whose control and data are mapped; nullptr: this is not the segment with that token.
+XDS_EXPORT Peer* xds_open_peer(void* control, void* data, uint64_t data_bytes, int pid, int pidfd, uint64_t token0,
+                               uint64_t token1) {
+  Control* found = static_cast<Control*>(control);
+  if (found->magic != MAGIC || found->token[0] != token0 || found->token[1] != token1) return nullptr;
+  std::lock_guard<std::mutex> lock(process->mutex);
+  process->peers.push_back(new Peer{found, static_cast<const char*>(data), data_bytes, pid, pidfd, 1});
+  return process->peers.back();
+}
+
+// No group will use it.
+XDS_EXPORT void xds_release_peer(Peer* peer) {
+  std::lock_guard<std::mutex> lock(process->mutex);
+  release(*process, peer);
+}
+
+// peers: by rank; nullptr for this rank. It uses them.
 XDS_EXPORT Group* xds_open_group(uint64_t id, int rank, int size, Peer** peers) {
   Group* group = new Group();
   group->id = id;
   group->rank = rank;
   group->size = size;
   group->peers.assign(peers, peers + size);
+  std::lock_guard<std::mutex> lock(process->mutex);
+  sweep(*process);
   return group;
 }
 
 // This rank does not take part any more: peers that wait for it fail.
 XDS_EXPORT void xds_leave_group(Group* group) {
   std::lock_guard<std::mutex> lock(process->mutex);
-  for (auto& left : process->control->left) {
-    if (left.load() == 0 || left.load() == group->id) {
-      left.store(group->id);
-      break;
-    }
+  leave(*process, *group);
+}
+
+// All its operations have ended. What it has posted can still be read.
+XDS_EXPORT void xds_close_group(Group* group) {
+  std::lock_guard<std::mutex> lock(process->mutex);
+  if (!group->is_left) leave(*process, *group);
+  process->closed.push_back(group);
+  sweep(*process);
+}
+
+// The first rank that has not read what this one posted; -1: none.
+XDS_EXPORT int xds_first_reader(Group* group) {
+  std::lock_guard<std::mutex> lock(process->mutex);
+  for (const Posted& posted : process->unread) {
+    const int reader = posted.group == group ? first_reader(posted) : -1;
+    if (reader >= 0) return reader;
   }
-  for (Peer* peer : group->peers) {
-    if (peer != nullptr) notify(*peer->control);
+  for (const Operation* operation : process->running) {
+    const int peer = operation->group == group ? blocking_peer(*operation) : -1;
+    if (peer >= 0) return peer;
   }
+  return -1;
 }
 
 XDS_EXPORT int64_t xds_allocate(uint64_t size_bytes) {
@@ -259,6 +302,7 @@ XDS_EXPORT Operation* xds_transfer(Group* group, uint64_t key, int num_sends, co
 XDS_EXPORT int xds_wait(Operation* operation, int64_t slice_ns, int64_t spin_ns, int yields) {
   Control& control = *process->control;
   const int64_t start = now_ns();
+  if (operation->looked_ns == 0) operation->looked_ns = start;
   for (;;) {
     const uint32_t seen = control.events.load();
     {
@@ -271,49 +315,49 @@ XDS_EXPORT int xds_wait(Operation* operation, int64_t slice_ns, int64_t spin_ns,
       for (int i = 0; i < (yields ? 1 : 64) && control.events.load() == seen; ++i) pause_briefly(yields);
       now = now_ns();
     }
-    if (control.events.load() != seen) continue;
-    bool is_unread = false;
-    {
-      std::lock_guard<std::mutex> lock(process->mutex);
-      blocking_peer(*operation, &is_unread);
-      if (is_unread) ask(*operation);
-    }
-    control.num_sleepers.fetch_add(1);
-    errno = 0;
-    sleep_on(control.events, seen, std::min(LOOK_NS, slice_ns));
-    const bool has_signal = errno == EINTR;
-    control.num_sleepers.fetch_sub(1);
+    bool has_signal = false;
     if (control.events.load() == seen) {
+      {
+        std::lock_guard<std::mutex> lock(process->mutex);
+        if (has_read_all(*operation)) ask(*operation);
+      }
+      control.num_sleepers.fetch_add(1);
+      errno = 0;
+      sleep_on(control.events, seen, std::min(LOOK_NS, slice_ns));
+      has_signal = errno == EINTR;
+      control.num_sleepers.fetch_sub(1);
+      now = now_ns();
+    }
+    if (now - operation->looked_ns >= LOOK_NS) {  // whatever else happens meanwhile
       std::lock_guard<std::mutex> lock(process->mutex);
       const Status status = status_of(*process, *operation);
       if (status != Status::pending) return static_cast<int>(status);
     }
-    if (has_signal || now_ns() - start >= slice_ns) return static_cast<int>(Status::pending);
+    if (has_signal || now - start >= slice_ns) return static_cast<int>(Status::pending);
   }
 }
 
 // The peer that the status of `operation` is about, or for which it waits; -1: none.
 XDS_EXPORT int xds_about(Operation* operation) {
   std::lock_guard<std::mutex> lock(process->mutex);
-  bool is_unread = false;
-  return operation->about >= 0 ? operation->about : blocking_peer(*operation, &is_unread);
+  return operation->about >= 0 ? operation->about : blocking_peer(*operation);
 }
 
+// Looks at the peers that it waits for.
 XDS_EXPORT int xds_status(Operation* operation) {
   std::lock_guard<std::mutex> lock(process->mutex);
-  return static_cast<int>(operation->status);
+  return static_cast<int>(status_of(*process, *operation));
 }
 
-// Make what progress there is.
+// Make what progress there is, and room for more messages.
 XDS_EXPORT void xds_progress() {
   std::lock_guard<std::mutex> lock(process->mutex);
   progress(*process, true);
+  if (now_ns() - process->swept_ns >= LOOK_NS) sweep(*process);
 }
 
-// End with an operation that is not pending.
+// End with an operation, also with a pending one.
 XDS_EXPORT void xds_end(Operation* operation) {
   std::lock_guard<std::mutex> lock(process->mutex);
-  process->running.remove(operation);
-  for (const Posted& posted : operation->own) process->unread.push_back(posted);
-  delete operation;
+  end(*process, *operation);
 }

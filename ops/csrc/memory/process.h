@@ -22,7 +22,9 @@ namespace xds {
 struct Peer {
   Control* control;
   const char* data;
-  int pidfd;  // readable once the process has ended; -1: not known
+  uint64_t data_bytes;
+  int pid, pidfd;  // pidfd: readable once the process has ended; -1: this system has none
+  int num_uses;  // by groups, and by one that is being opened
 };
 
 struct Group {
@@ -30,6 +32,7 @@ struct Group {
   int rank, size;
   std::vector<Peer*> peers;  // by rank; nullptr: this rank, or one on another machine
   std::map<std::tuple<uint64_t, int>, uint64_t> posted, expected;  // (key, peer) -> how many
+  bool is_left = false;  // its operations have failed
 };
 
 enum class Status : int { done = 0, pending = 1, ended = 2, left = 3, size_differs = 4, no_memory = 5 };
@@ -57,6 +60,7 @@ struct Part {
 struct Posted {
   Entry* entry;
   int64_t staged;  // the block with the copy that was posted; -1: the memory itself
+  Group* group;
 };
 
 struct Operation {
@@ -71,11 +75,12 @@ struct Operation {
   Status status = Status::pending;
   int about = -1;  // the peer that `status` is about
   unsigned control_word = 0;  // of floating point, in the thread that began
+  int64_t looked_ns = 0;  // the last look at whether its peers live
 };
 
 struct Process {
-  Process(int fd, Control* control, char* data, uint64_t size_bytes)
-      : fd(fd), control(control), data(data), size_bytes(size_bytes), arena(size_bytes) {}
+  Process(int fd, Control* control, char* data, uint64_t size_bytes, uint64_t reserve_from)
+      : fd(fd), control(control), data(data), size_bytes(size_bytes), reserve_from(reserve_from), arena(size_bytes) {}
 
   bool owns(const void* at) const { return at >= data && at < data + size_bytes; }
 
@@ -83,10 +88,16 @@ struct Process {
   Control* control;
   char* data;
   uint64_t size_bytes;
+  uint64_t reserve_from;  // of the data in a file whose folder limits it; 0: pages need not be reserved
   std::mutex mutex;  // guards all below
   Arena arena;
   std::list<Operation*> running;
-  std::vector<Posted> unread;  // copies whose operations are done
+  std::vector<Posted> unread;  // entries whose operations have ended: copies, and what was withdrawn
+  uint64_t taken[MAX_ENTRIES / 64] = {};  // bits of the entries in use
+  int num_taken = 0;
+  std::vector<Peer*> peers;
+  std::vector<Group*> closed;  // groups of which entries are unread
+  int64_t swept_ns = 0;
   bool is_stopped = false;
 };
 
@@ -97,6 +108,12 @@ bool post(Process& process, Group& group, uint64_t key, int reader, const void* 
           bool copies, std::vector<Posted>* own);
 void progress(Process& process, bool may_split);
 Status status_of(Process& process, Operation& operation);
-int blocking_peer(Operation& operation, bool* is_unread);
+bool has_read_all(const Operation& operation);
+int blocking_peer(const Operation& operation);
+int first_reader(const Posted& posted);
+void leave(Process& process, Group& group);
+void end(Process& process, Operation& operation);
+void sweep(Process& process);
+void release(Process& process, Peer* peer);
 
 }  // namespace xds

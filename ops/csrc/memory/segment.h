@@ -17,7 +17,7 @@
 
 namespace xds {
 
-constexpr uint64_t MAGIC = 0x3147455353445801;  // with the version of this layout
+constexpr uint64_t MAGIC = 0x3147455353445802;  // with the version of this layout
 constexpr int MAX_ENTRIES = 1024;
 constexpr int MAX_RANKS = 256;  // of one group
 constexpr int MAX_LEFT = 64;
@@ -26,14 +26,15 @@ constexpr int32_t ALL = -1;
 using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == 4 && Word::is_always_lock_free, "futex needs a plain word");
 
-// version is odd while the entry is posted. A reader compares it before and after it reads the other fields.
+// version is odd while the entry is posted. A reader compares it before and after it reads the other fields, and
+// after it has read the bytes: an owner that gave up waiting withdraws the entry, and its memory changes. The owner
+// uses an entry again when each reader has read it, has ended, or has left the group.
 struct alignas(128) Entry {
   std::atomic<uint64_t> version;
   std::atomic<uint64_t> group, key, number;
   std::atomic<uint64_t> offset, size_bytes;
   std::atomic<int64_t> reader;  // its rank in the group, or ALL
-  Word num_unread;
-  std::atomic<uint64_t> read_by[MAX_RANKS / 64];
+  std::atomic<uint64_t> unread_by[MAX_RANKS / 64];  // bits of the ranks that have not read it yet
 };
 
 struct Control {
@@ -42,8 +43,9 @@ struct Control {
   alignas(128) Word events;  // a peer has posted or read something; the owner sleeps on it
   Word num_sleepers;
   alignas(128) Word asked;  // a peer waits for the owner to read; its helper sleeps on it
-  alignas(128) Word num_used;  // entries from here on have never been posted
-  std::atomic<uint64_t> left[MAX_LEFT];  // groups in which the owner does not take part any more
+  alignas(128) Word num_used;  // entries from here on are not posted
+  Word num_left;
+  std::atomic<uint64_t> left[MAX_LEFT];  // the last groups in which the owner does not take part any more
   Entry entries[MAX_ENTRIES];
 };
 
