@@ -97,6 +97,10 @@ class Line:
         """This process opened it; a forked child has a copy, in which it must not take part."""
         return self._forks == _Forks.count
 
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._failure)
+
     def check_owner(self) -> None:
         """Raises UsageError in a forked process."""
         if not self.is_own:
@@ -273,7 +277,11 @@ class InMemory(Handle):
         self._finish = finish
 
     def __del__(self) -> None:
-        if self._operation and _dropped is not None and self._line.is_own:
+        if not self._operation or _dropped is None or not self._line.is_own:
+            return
+        if self._line.has_failed:
+            self._line.native.quick.end(self._operation)
+        else:
             _dropped.append((self._line, self._operation, self._kept))
 
     def wait(self) -> None:

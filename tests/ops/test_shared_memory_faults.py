@@ -1,0 +1,282 @@
+"""Tests of ranks in shared memory that are killed, stopped, forked or interrupted, and of what is left then."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_new_ranks, run_ranks
+
+from xds.ops.comm.memory import operations
+from xds.ops.comm.opening import open_collectives
+from xds.ops.comm.shared_memory import SharedMemory
+from xds.ops.watch import watch
+from xds.utils.errors import PeerError, UsageError
+
+CPU = torch.device("cpu")
+LARGE = 40_000  # elements: peers read them where they are
+MAX_ENTRIES = 1024  # as in segment.h
+
+
+def opened(timeout_seconds: float = 60.0) -> SharedMemory:
+    found = open_collectives(dist.group.WORLD, CPU)
+    assert isinstance(found, SharedMemory)
+    found._line._timeout_seconds = timeout_seconds
+    return found
+
+
+def failure(do: Callable[[], Any]) -> tuple[str, float]:
+    """The message of the PeerError, and the seconds until it. In new ranks only."""
+    watch.PATIENCE_SECONDS = 0.1  # for reports of others
+    begin = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        do()
+    return str(caught.value), time.monotonic() - begin
+
+
+def start_sum(shared: SharedMemory, flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    out = torch.zeros(LARGE)
+    return out, shared.reduce_scatter(flat, out, add=False, buffer=0, kind="sum")
+
+
+def near(shared: SharedMemory, value: float) -> torch.Tensor:
+    return shared.empty(LARGE * shared.world_size, torch.float32).fill_(value)
+
+
+def sum_of(shared: SharedMemory) -> torch.Tensor:
+    out, handle = start_sum(shared, near(shared, 1.0))
+    handle.wait()
+    return out
+
+
+def pids(shared: SharedMemory) -> list[int]:
+    return [int(pid) for pid in shared.gather_small(torch.tensor([os.getpid()])).flatten()]
+
+
+# -- killed and stopped -------------------------------------------------------------------------------------
+
+
+def losing(folder: str) -> None:
+    shared = opened()
+    process = pids(shared)[1]
+    if shared.rank == 1:
+        signal.pause()
+    if shared.rank == 0:
+        threading.Timer(0.2, os.kill, (process, signal.SIGKILL)).start()
+    text, seconds = failure(lambda: sum_of(shared))
+    again = failure(lambda: sum_of(shared))[1]
+    Path(folder, str(shared.rank)).write_text(f"{seconds} {again} {text}")
+
+
+def test_a_killed_rank_is_named_within_a_second(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 1 died with exit code -9"):
+        run_new_ranks(losing, 3, str(tmp_path))
+    for rank in (0, 2):
+        seconds, again, text = (tmp_path / str(rank)).read_text().split(" ", 2)
+        assert float(seconds) < 1.5 and float(again) < 0.5
+        assert "rank 1 did not report: it closed its connection" in text
+
+
+def stopping() -> tuple[str, float]:
+    shared = opened(timeout_seconds=0.5 if dist.get_rank() == 0 else 60)
+    process = pids(shared)[1]
+    if shared.rank == 1:
+        os.kill(process, signal.SIGSTOP)
+        return failure(lambda: sum_of(shared))
+    flat = near(shared, 1.0)
+    found = failure(lambda: start_sum(shared, flat)[1].wait())
+    flat.fill_(77.0)  # the memory is the caller's again
+    os.kill(process, signal.SIGCONT)
+    return found
+
+
+def test_a_stopped_rank_is_named_and_reads_nothing_that_was_given_up() -> None:
+    (text, seconds), (other, _) = run_new_ranks(stopping, 2)
+    assert 0.5 < seconds < 1.5 and "Timed out after 0 s of waiting for rank 1" in text
+    assert "rank 0, which stopped waiting" in other
+
+
+def naming() -> str:
+    shared = opened(timeout_seconds=0.5)
+    processes = pids(shared)
+    if shared.rank == 2:
+        os.kill(processes[2], signal.SIGSTOP)
+    text = failure(lambda: sum_of(shared))[0]
+    if shared.rank == 0:
+        os.kill(processes[2], signal.SIGCONT)
+    return text
+
+
+def test_a_sum_names_the_rank_that_is_missing_and_not_the_first_one() -> None:
+    texts = run_new_ranks(naming, 3)[:2]  # one times out first, and the other sees that
+    assert any("Timed out after 0 s of waiting for rank 2" in text for text in texts)
+
+
+# -- messages -----------------------------------------------------------------------------------------------
+
+
+def flooding() -> bool:
+    shared, count = opened(), MAX_ENTRIES + 300
+    if shared.rank == 0:
+        for value in range(count):
+            one = torch.full((3,), float(value))
+            shared.send(one, 1, number=value % 2, what="a message", kind="p").wait()
+        return True
+    time.sleep(0.2)
+    good = True
+    for value in range(count):
+        came = torch.zeros(3)
+        shared.receive(came, 0, number=value % 2, what="a message").wait()
+        good = good and came.tolist() == [float(value)] * 3
+    return good
+
+
+def test_more_messages_than_entries_arrive_in_order() -> None:
+    assert run_ranks(flooding, 2) == [True, True]
+
+
+def ignored() -> str:
+    shared = opened(timeout_seconds=0.3)
+
+    def flood() -> None:
+        for number in range(MAX_ENTRIES + 1):
+            shared.send(torch.zeros(1), 1, number=number, what="a message", kind="p").wait()
+
+    text = failure(flood)[0] if shared.rank == 0 else ""
+    dist.barrier()
+    return text
+
+
+def test_a_rank_that_reads_no_messages_is_named() -> None:
+    assert "rank 1 reads no messages" in run_new_ranks(ignored, 2)[0]
+
+
+def dropping() -> tuple[list[float], int]:
+    shared = opened()
+    found = []
+    for _ in range(3):
+        out, handle = start_sum(shared, near(shared, 2.0))
+        if shared.rank == 1:
+            handle.wait()
+            found += out[:1].tolist()
+        del out, handle
+        gc.collect()
+    shared.barrier()
+    time.sleep(0.01)
+    shared.barrier()
+    return found, len(operations._dropped)
+
+
+def test_a_dropped_handle_holds_up_nobody_and_leaves_nothing() -> None:
+    assert run_ranks(dropping, 2) == [([], 0), ([4.0] * 3, 0)]
+
+
+def in_threads() -> list[bool]:
+    shared, good = opened(), [True] * 4
+
+    def run(thread: int) -> None:
+        for turn in range(25):
+            numel = 1 + 9000 * (turn % 3)
+            flat = shared.empty(numel * shared.world_size, torch.float32)
+            shard = torch.full((numel,), float(shared.rank + thread + turn))
+            shared.all_gather(flat, shard, buffer=10 + thread, kind="gather").wait()
+            wants = [float(rank + thread + turn) for rank in range(shared.world_size)]
+            good[thread] &= flat.view(-1, numel).unique(dim=1).flatten().tolist() == wants
+
+    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return good
+
+
+def test_threads_may_call_at_once() -> None:
+    assert run_ranks(in_threads, 2) == [[True] * 4] * 2
+
+
+# -- forks, signals, leftovers ------------------------------------------------------------------------------
+
+
+def forking() -> tuple[int, float]:
+    shared = opened()
+    out, handle = start_sum(shared, near(shared, 3.0))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for call in (handle.wait, shared.barrier):
+                with pytest.raises(UsageError, match="was forked from a rank"):
+                    call()
+            del handle, shared
+            gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    handle.wait()
+    shared.barrier()
+    return status, float(out[-1])
+
+
+def test_a_forked_child_takes_no_part_and_disturbs_nobody() -> None:
+    assert run_ranks(forking, 2) == [(0, 6.0)] * 2
+
+
+class Interrupt(Exception):
+    pass
+
+
+def interrupting() -> float:
+    shared = opened()
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    if shared.rank == 0:
+        out, handle = start_sum(shared, near(shared, 3.0))
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Interrupt):
+            handle.wait()
+    else:
+        time.sleep(0.3)
+        out, handle = start_sum(shared, near(shared, 4.0))
+    handle.wait()
+    signal.signal(signal.SIGALRM, before)
+    return float(out[0])
+
+
+def test_an_interrupted_wait_can_be_taken_up_again() -> None:
+    assert run_ranks(interrupting, 2) == [7.0, 7.0]
+
+
+def leftovers() -> list[tuple[int, int]]:
+    """Mapped segments and descriptors after each of several rows of groups, with messages that nobody reads."""
+    found = []
+    for _ in range(3):
+        for _ in range(5):
+            shared = opened()
+            shared.send(torch.ones(2), 1 - shared.rank, number=1, what="lost", kind="p").wait()
+            shared.barrier()
+            del shared
+        shared = opened()
+        shared.barrier()
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        segments = sum("memfd:xds" in line for line in maps)
+        found.append((segments, len(os.listdir("/proc/self/fd"))))
+    return found
+
+
+def test_groups_one_after_the_other_leave_nothing() -> None:
+    for rows in run_new_ranks(leftovers, 2):
+        assert len(set(rows)) == 1 and rows[0][0] <= 4, rows
