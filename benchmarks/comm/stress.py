@@ -35,7 +35,7 @@ from stress_ranks import serve  # noqa: E402
 TIMEOUT_SECONDS = 3.0  # of a wait
 PATIENCE_SECONDS = 0.5  # for the reports of other ranks; 3 s in training
 HANG_SECONDS = 30.0
-PAUSES = (4, 30)  # stops and continues before a group ends
+PAUSES = (2, 16)  # stops and continues before a group ends
 WAYS = ("kill",) * 18 + ("kill two", "kill a stopped one", "long stop", "stop all", "clean")
 
 context = multiprocessing.get_context("forkserver")
@@ -56,7 +56,7 @@ class Tally:
         self.noticed: list[float] = []  # seconds from a kill until a survivor noticed it
         self.raised: list[float] = []  # until its PeerError
         self.stopped: list[float] = []  # seconds from a long stop until a PeerError
-        self.grown = 0
+        self.grown = self.longest = 0
         self.problems: list[str] = []
 
     @property
@@ -77,7 +77,7 @@ class Group:
         self.rng = random.Random(seed)
         self.ranks: list[Any] = [None] * world
         self.pipes: list[Any] = [None] * world
-        self.descriptors: dict[int, int] = {}  # by process: at the end of its first group
+        self.descriptors: dict[int, list[int]] = {}  # by process: before each of its groups
         self.lives = 0
 
     # -- processes --------------------------------------------------------------------------------------
@@ -136,6 +136,8 @@ class Group:
                     raise Hang(
                         f"no group was opened: {[one for one in opened if one[0] != 'opened']}"
                     )
+                for rank, (_, found) in enumerate(opened):
+                    self.compare_descriptors(rank, found["descriptors"])
                 self.disturb()
                 self.end(way)
             self.tally.ends[way] += 1
@@ -217,13 +219,15 @@ class Group:
                 raise Hang(f"rank {rank} of {self.world} {kind}: {found.get('text', '')}")
             if found.get("again", 0) > 1:
                 self.tally.problem(f"a second wait in a failed group took {found['again']:.1f} s")
-            self.compare_descriptors(rank, found["descriptors"])
             good[rank] = found
         return good
 
     def compare_descriptors(self, rank: int, now: int) -> None:
-        first = self.descriptors.setdefault(self.ranks[rank].pid, now)
-        self.tally.grown = max(self.tally.grown, now - first)
+        seen = self.descriptors.setdefault(self.ranks[rank].pid, [])
+        seen.append(now)
+        self.tally.longest = max(self.tally.longest, len(seen))
+        if len(seen) > 2:  # the first one was before its first group
+            self.tally.grown = max(self.tally.grown, now - seen[1])
 
     def names(self, rank: int, text: str, victims: list[int]) -> None:
         """The message of `rank` names one of the victims as the reason."""
@@ -319,7 +323,8 @@ def rows(tally: Tally, seconds: float) -> list[tuple[str, object]]:
         ("seconds until a kill is noticed", _times(tally.noticed)),
         ("seconds until the PeerError", _times(tally.raised)),
         (f"the same of a long stop, timeout {TIMEOUT_SECONDS:.0f}", _times(tally.stopped)),
-        ("growth of descriptors in one process", tally.grown),
+        ("groups one after the other in a process, at most", tally.longest),
+        ("growth of its descriptors", tally.grown),
         ("hangs, wrong values, wrong names, leftovers", len(tally.problems)),
         ("minutes", f"{seconds / 60:.1f}"),
     ]

@@ -293,6 +293,7 @@ def take_part(
     """One group, until a failure or the order to stop."""
     import torch.distributed as dist
 
+    descriptors = len(os.listdir("/proc/self/fd"))
     dist.init_process_group(
         "gloo",
         init_method=f"file://{path}",
@@ -301,16 +302,16 @@ def take_part(
         timeout=datetime.timedelta(seconds=30),
     )
     try:
-        answer = _take_part(pipe, seed, timeout_seconds)
+        return _take_part(pipe, seed, timeout_seconds, descriptors)
     finally:
         gc.collect()
         with suppress(RuntimeError):
             dist.destroy_process_group()
-    answer[1].update(descriptors=len(os.listdir("/proc/self/fd")))
-    return answer
 
 
-def _take_part(pipe: Connection, seed: int, timeout_seconds: float) -> tuple[str, dict[str, Any]]:
+def _take_part(
+    pipe: Connection, seed: int, timeout_seconds: float, descriptors: int
+) -> tuple[str, dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
@@ -333,7 +334,7 @@ def _take_part(pipe: Connection, seed: int, timeout_seconds: float) -> tuple[str
 
     collectives._watch.failed = failed  # type: ignore[method-assign]
     _look_for_leftovers(collectives.world_size)
-    pipe.send(("opened", {}))
+    pipe.send(("opened", {"descriptors": descriptors}))
     player = Player(collectives, seed)
     try:
         player.play(pipe.poll)

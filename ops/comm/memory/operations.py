@@ -310,11 +310,11 @@ class InMemory(Handle):
         if not operation:
             return None
         line.check_owner()
-        clock, status = Clock(), PENDING
-        while status == PENDING:
-            status = line.native.wait(operation, SLICE_NS, line.spin_ns, line.yields)
-            if status == PENDING and line.is_out_of_time(clock):
-                break
+        status = line.native.wait(operation, SLICE_NS, line.spin_ns, line.yields)
+        if status == PENDING:
+            clock = Clock()
+            while status == PENDING and not line.is_out_of_time(clock):
+                status = line.native.wait(operation, SLICE_NS, line.spin_ns, line.yields)
         failure = None if status == IS_DONE else line.explain(status, operation)
         self._operation = 0
         line.native.quick.end(operation)
