@@ -2,7 +2,7 @@
 
     reduce_scatter   inside    each rank adds, over the ranks of its machine, its own shard and its part of the
                                shards of other machines
-                     across    the parts go to the owners of the shards: each byte once for each pair of machines
+                     across    the parts go to the owners of the shards: each byte once for a pair of machines
                      owner     adds the sums of the machines, in the order of their first ranks
     all_gather       across    each shard goes to each other machine once: its ranks get a part each
                      inside    the ranks copy shards and parts from one another
@@ -17,7 +17,7 @@ across by gloo.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -26,14 +26,14 @@ from torch import Tensor
 
 from ..flat import sum_in_order
 from ..watch import Mark
-from .collectives import Collectives, PartOf
+from .collectives import CONTROL_BUFFER, Collectives, PartOf
 from .handles import Handle, InFlight
 from .in_order import InOrder, Job
 from .memory import operations
 from .memory.meeting import Neighbours
 from .memory.operations import InMemory, Line, Messages
 from .pairwise import Pairwise
-from .point_to_point import dropped_of, post
+from .point_to_point import Works, dropped_of, post
 from .pool import BufferPool
 
 _jobs = InOrder("xds-machines")
@@ -60,8 +60,8 @@ class Machines(Pairwise):
         self.neighbours = neighbours
         self.is_hierarchical = is_hierarchical
         hosts = neighbours.hosts
-        self._is_across = [host != hosts[self.rank] for host in hosts]
-        self._across = [rank for rank in range(self.world_size) if self._is_across[rank]]
+        self._is_far = self._is_across = [host != hosts[self.rank] for host in hosts]
+        self._across = [rank for rank in range(self.world_size) if self._is_far[rank]]
         self._machines = [
             [rank for rank in range(self.world_size) if hosts[rank] == host]
             for host in sorted(set(hosts))
@@ -78,6 +78,10 @@ class Machines(Pairwise):
             return super().empty(numel, dtype, device)
         return self.neighbours.segment.empty(numel, dtype)
 
+    @property
+    def scratch_bytes(self) -> int:
+        return super().scratch_bytes + self._arrived.allocated_bytes
+
     # -- messages between two ranks ---------------------------------------------------------------------
 
     def _transfer(
@@ -88,11 +92,18 @@ class Machines(Pairwise):
         sends: Messages,
         finish: Callable[[], None] | None = None,
     ) -> Handle:
-        near = [[m for m in each if not self._is_across[m[0]]] for each in (receives, sends)]
-        far = [[m for m in each if self._is_across[m[0]]] for each in (receives, sends)]
-        inside = self._line.transfer(mark, tag, *near)
-        works = post(self, mark, tag, *far)
+        receives_near, receives_far = self._by_place(receives)
+        sends_near, sends_far = self._by_place(sends)
+        inside = self._line.transfer(mark, tag, receives_near, sends_near)
+        works = post(self, mark, tag, receives_far, sends_far)
         return _Both(inside, InFlight(self._watch, mark, works, finish, self._dropped))
+
+    def _by_place(self, messages: Messages) -> tuple[Messages, Messages]:
+        """Those with ranks of this machine, and those with other ones."""
+        return (
+            [message for message in messages if not self._is_far[message[0]]],
+            [message for message in messages if self._is_far[message[0]]],
+        )
 
     def _exchange(self, mark: Mark, tag: int, receives: Messages, sends: Messages) -> None:
         self._transfer(mark, tag, receives, sends).wait()
@@ -119,27 +130,26 @@ class Machines(Pairwise):
         sends, at = [], 0
         for rank, part in sent:
             sends.append((rank, scratch[at : at + part.numel()]))
-            parts.append((part.storage_offset() - flat.storage_offset(), sends[-1][1]))
+            parts.append((int(part.storage_offset() - flat.storage_offset()), sends[-1][1]))
             at += part.numel()
         receives = []
         for ranks in self._machines:
             if ranks is not self._own:
                 found[ranks[0]] = self._scratch.take(out.numel(), flat.dtype, flat.device)
                 receives += [(rank, self._part(found[ranks[0]], rank)) for rank in ranks]
-        works = post(self, mark, tag, _filled(receives), [])
         inside = self._line.sum(mark, tag, flat, parts)
 
-        def send() -> None:
+        def exchange(works: Works) -> None:
+            self._post(works, tag, receives, [])
             _settle(inside)
-            works.extend(post(self, mark, tag, [], _filled(sends)))
+            self._post(works, tag, [], sends)
 
         def finish() -> None:
             sum_in_order(out, [found[rank] for rank in sorted(found)], add=add)
             for buffer in (scratch, *found.values()):
                 self._scratch.give(buffer)
 
-        across = InFlight(self._watch, mark, works, finish, self._dropped)
-        return _Chained(self._line, mark, _jobs.add(send), [across], [], _nothing)
+        return self._start(mark, tag, exchange, finish)
 
     def _all_gather(self, mark: Mark, flat: Tensor, shard: Tensor, tag: int, kind: str) -> Handle:
         if not self.is_hierarchical or not shard.numel():
@@ -156,25 +166,61 @@ class Machines(Pairwise):
             receives.append((rank, received[at : at + part.numel()]))
             at += part.numel()
         sends = [(rank, self._part(shard, rank)) for rank in self._across]
-        arrivals = post(self, mark, tag, _filled(receives), [])
-        sent = InFlight(
-            self._watch, mark, post(self, mark, tag, [], _filled(sends)), None, self._dropped
-        )
-        last: list[InMemory] = []
 
         @torch.no_grad()
-        def share() -> None:
-            for _, work in arrivals:
-                work.wait()
+        def exchange(works: Works) -> None:
+            self._post(works, tag, receives, sends)
+            _await(works, len(_filled(receives)))
             for (_, source), target in zip(receives, targets.values(), strict=True):
                 target.copy_(source)
-            if len(self._own) > 1:
-                last.append(self._share(mark, tag, flat, received))
+            shared = self._share(mark, tag, flat, received) if len(self._own) > 1 else None
+            _settle(inside)
+            if shared is not None:
+                _settle(shared)
 
-        def finish() -> None:
-            self._arrived.give(received)
+        return self._start(mark, tag, exchange, lambda: self._arrived.give(received))
 
-        return _Chained(self._line, mark, _jobs.add(share), [inside, sent], last, finish)
+    def _start(
+        self,
+        mark: Mark,
+        tag: int,
+        exchange: Callable[[Works], None],
+        finish: Callable[[], None],
+    ) -> Handle:
+        """Let a thread run `exchange`, which adds its messages to a list, and wait for them.
+
+        The caller never posts: gloo's thread holds the locks that this takes while it sends and receives.
+        finish: called once in the handle's wait.
+        """
+
+        def run() -> None:
+            works: Works = []
+            try:
+                exchange(works)
+                _await(works)
+            except BaseException:
+                self._dropped.append(works)  # their memory may still be written
+                raise
+
+        return _Chained(self._line, mark, _jobs.add((id(self), tag), run), finish)
+
+    def _post(self, works: Works, tag: int, receives: Messages, sends: Messages) -> None:
+        """Start messages that gloo carries, in a thread."""
+        assert self.group is not None
+        for starts, messages in ((self.group.recv, receives), (self.group.send, sends)):
+            for peer, tensor in _filled(messages):
+                try:
+                    works.append((self._ranks[peer], starts([tensor], peer, tag)))
+                except RuntimeError as error:
+                    raise _Lost(str(error), self._ranks[peer]) from error
+
+    def start_gather_small(
+        self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
+    ) -> tuple[Tensor, Handle]:
+        """To each rank at once: the second level would cost more than it saves."""
+        mark, table, tag = self._table_of(values, buffer, what)
+        flat = table.view(-1)
+        return table, super()._all_gather(mark, flat, self.shard_of(flat), tag, "control")
 
     def _share(self, mark: Mark, tag: int, flat: Tensor, received: Tensor) -> InMemory:
         """Copy what the other ranks of this machine have received into `flat`, and let them copy `received`."""
@@ -215,22 +261,12 @@ class _Both(Handle):
 
 @final
 class _Chained(Handle):
-    """A job, handles of what was started with it, and those that it starts."""
+    """A job to wait for, and a function to call after it."""
 
-    def __init__(
-        self,
-        line: Line,
-        mark: Mark,
-        job: Job,
-        handles: Sequence[Handle],
-        last: Sequence[Handle],
-        finish: Callable[[], None],
-    ) -> None:
+    def __init__(self, line: Line, mark: Mark, job: Job, finish: Callable[[], None]) -> None:
         self._line = line
         self._mark = mark
         self._job: Job | None = job
-        self._handles = handles
-        self._last = last
         self._finish = finish
 
     def wait(self) -> None:
@@ -238,6 +274,8 @@ class _Chained(Handle):
         if job is None:
             return
         watch, mark = self._line.watch, self._mark
+        if mark.timed is not None:
+            mark.timed.begin_wait()
         begin_seconds = watch.begin_wait(mark)
         while not job.wait(0.2):
             if self._line.is_over(begin_seconds):
@@ -246,14 +284,14 @@ class _Chained(Handle):
             reason = str(job.error)
             raise self._line.failed(mark, reason, getattr(job.error, "rank", None)) from job.error
         watch.end_wait(mark, begin_seconds)
-        for handle in (*self._handles, *self._last):
-            handle.wait()
         self._finish()
+        if mark.timed is not None:
+            mark.timed.end()
 
 
 @final
 class _Lost(RuntimeError):
-    """A rank of this machine does not take part."""
+    """A rank does not take part. rank: which, among all ranks, if it is known."""
 
     def __init__(self, reason: str, rank: int | None) -> None:
         super().__init__(reason)
@@ -266,12 +304,19 @@ def _settle(inside: InMemory) -> None:
         raise _Lost(*failure)
 
 
+def _await(works: Works, count: int | None = None) -> None:
+    """Wait for messages, or for the first ones, in a thread, and take them off the list."""
+    for _ in range(len(works) if count is None else count):
+        peer, work = works[0]
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise _Lost(str(error), peer) from error
+        del works[0]
+
+
 def _filled(messages: Messages) -> list[tuple[int, Tensor]]:
     return [(rank, tensor) for rank, tensor in messages if tensor.numel()]
-
-
-def _nothing() -> None:
-    return
 
 
 __all__ = ["Machines"]

@@ -1,0 +1,308 @@
+"""Tests of ranks on several machines: sums on two levels, bytes across. Letters: the machines of ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_new_ranks, run_ranks
+from real_hosts import why_not
+
+import xds
+from xds.ops.comm import hosts
+from xds.ops.comm.collectives import Collectives
+from xds.ops.comm.config import Communication
+from xds.ops.comm.in_order import InOrder
+from xds.ops.comm.machines import Machines
+from xds.ops.comm.opening import open_collectives
+from xds.ops.comm.point_to_point import PeerToPeer
+
+CPU = torch.device("cpu")
+LAYOUTS = ("aabb", "aab", "abab")
+NUMELS = (
+    1,
+    3,
+    1001,
+    20_000,
+)  # of a shard: fewer than there are ranks, and some that are read in place
+PAIRS = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float64, torch.float64),
+    (torch.int64, torch.int64),  # which has no native sum: to each rank
+]
+
+
+@contextmanager
+def placed(layout: str) -> Iterator[None]:
+    """Inside, this rank is on the machine of its letter."""
+    former, rank = hosts._host_id, dist.get_rank()
+    hosts._host_id = lambda: f"machine {layout[rank]}"
+    try:
+        yield
+    finally:
+        hosts._host_id = former
+
+
+def both(layout: str, *, is_hierarchical: bool = True) -> tuple[Machines, PeerToPeer]:
+    group = dist.group.WORLD
+    assert group is not None
+    section = Communication.model_validate({"hierarchical": is_hierarchical})
+    with placed(layout):
+        found = open_collectives(group, CPU, section=section)
+    assert isinstance(found, Machines)
+    plain = PeerToPeer(group, CPU)
+    plain.set_hosts([ord(letter) for letter in layout])
+    return found, plain
+
+
+def _all_flats(layout: str, numel: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """The flat of each rank, as every rank knows them."""
+    generator = torch.Generator().manual_seed(seed)
+    size = numel * len(layout)
+    return [torch.randn(size, generator=generator).mul_(100).to(dtype) for _ in layout]
+
+
+def _on_two_levels(layout: str, flats: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """out + the sum: of each machine in rank order, in the dtype that is sent; then machines by first rank."""
+    sums = []
+    for letter in dict.fromkeys(layout):
+        each = [flat for flat, at in zip(flats, layout, strict=True) if at == letter]
+        total = each[0]
+        for flat in each[1:]:
+            total = total + flat
+        sums.append(total.to(out.dtype))
+    whole = sums[0]
+    for one in sums[1:]:
+        whole = whole + one
+    return out + whole
+
+
+def _near(of: Collectives, tensor: torch.Tensor, is_near: bool) -> torch.Tensor:
+    return of.empty(tensor.numel(), tensor.dtype).copy_(tensor) if is_near else tensor.clone()
+
+
+def results_that_differ(layout: str) -> list[str]:
+    """reduce_scatter and all_gather of every dtype, size and place."""
+    machines, _ = both(layout)
+    rank, bad = machines.rank, []
+    for seed, (part, dtype) in enumerate(PAIRS):
+        for numel in NUMELS:
+            flats = _all_flats(layout, numel, part, seed)
+            flat = _near(machines, flats[rank], numel % 2 == 0)
+            for add in (False, True):
+                out = torch.full((numel,), 3, dtype=dtype)
+                begin = out if add else torch.zeros_like(out)
+                wanted = _on_two_levels(layout, [machines.shard_of(f) for f in flats], begin)
+                machines.reduce_scatter(flat, out, add=add, buffer=1, kind="sum").wait()
+                if not out.equal(wanted):
+                    bad.append(f"sum of {part} into {dtype}, {numel}, add {add}")
+            whole = _near(machines, torch.zeros_like(flat), numel % 2 == 0)
+            shard = machines.shard_of(flats[rank]).clone()
+            machines.all_gather(whole, shard, buffer=1, kind="gather").wait()
+            wanted = torch.cat([machines.shard_of(f, at) for at, f in enumerate(flats)])
+            if not whole.equal(wanted):
+                bad.append(f"all_gather of {part}, {numel}")
+    return bad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_are_those_of_the_written_order(layout: str) -> None:
+    assert run_ranks(results_that_differ, len(layout), layout) == [[]] * len(layout)
+
+
+def bits_that_differ(layout: str) -> list[str]:
+    """With hierarchical: false everything has the bits of messages, and else all but sums of gradients."""
+    bad = []
+    for is_hierarchical in (True, False):
+        found, plain = both(layout, is_hierarchical=is_hierarchical)
+        rank, world, pair = found.rank, found.world_size, (found, plain)
+        for numel in (2, 20_000):
+            torch.manual_seed(rank)
+            values = torch.randn(numel * world)
+            got: list[list[torch.Tensor]] = []
+            for by in pair:
+                summed, mixed = values.clone(), torch.empty_like(values)
+                by.all_reduce(summed, what="a sum", kind="sum").wait()
+                parts = [by.shard_of(values, peer) for peer in range(world)]
+                outs = [by.shard_of(mixed, peer) for peer in range(world)]
+                by.all_to_all(outs, parts, what="parts", kind="parts").wait()
+                table, handle = by.start_gather_small(values[:3])
+                handle.wait()
+                out, message = torch.ones(numel), torch.empty(numel)
+                if not is_hierarchical:
+                    by.reduce_scatter(values, out, add=True, buffer=1, kind="sum").wait()
+                sent = by.send(values[:numel], (rank + 1) % world, number=1, what="m", kind="m")
+                by.receive(message, (rank - 1) % world, number=1, what="m").wait()
+                sent.wait()
+                got.append([summed, mixed, table, by.gather_small(values[:2]), out, message])
+            for at, (one, other) in enumerate(zip(*got, strict=True)):
+                if not one.equal(other):
+                    bad.append(f"result {at} of {numel}, hierarchical {is_hierarchical}")
+    return bad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_levels_bits_are_those_of_messages(layout: str) -> None:
+    assert run_ranks(bits_that_differ, len(layout), layout) == [[]] * len(layout)
+
+
+def bytes_across(layout: str, numel: int) -> list[dict[str, int]]:
+    machines, plain = both(layout)
+    for by in (machines, plain):
+        by.sent_across_bytes.clear()
+        flat = torch.ones(numel * by.world_size)
+        by.reduce_scatter(flat, torch.empty(numel), add=False, buffer=1, kind="sum").wait()
+        by.all_gather(flat, by.shard_of(flat), buffer=1, kind="gather").wait()
+    return [machines.sent_across_bytes, plain.sent_across_bytes]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_byte_crosses_once(layout: str) -> None:
+    numel = 5  # parts of a machine are unequal
+    found = run_ranks(bytes_across, len(layout), layout, numel)
+    for letter in dict.fromkeys(layout):
+        here, there = layout.count(letter), len(layout) - layout.count(letter)
+        ranks = [of for of, at in zip(found, layout, strict=True) if at == letter]
+        shard = 4 * numel
+        assert sum(levels["sum"] for levels, _ in ranks) == there * shard
+        assert sum(levels["gather"] for levels, _ in ranks) == here * shard
+        assert {plain["sum"] for _, plain in ranks} == {there * shard}
+
+
+def any_order(layout: str) -> list[bool]:
+    """Ranks start two collectives in different orders, and some wait for one before they start the other."""
+    machines, _ = both(layout)
+    world, numel, rank = machines.world_size, 30_000, machines.rank
+    good = []
+    for turn in range(3):
+        flat, out = torch.full((numel * world,), 1.0 + rank), torch.empty(numel)
+        whole, shard = torch.empty(numel * world), torch.full((numel,), 1.0 * rank)
+        starts = {
+            "sum": lambda f=flat, o=out: machines.reduce_scatter(
+                f, o, add=False, buffer=2, kind="sum"
+            ),
+            "gather": lambda w=whole, s=shard: machines.all_gather(w, s, buffer=4, kind="gather"),
+        }
+        is_odd = (rank + turn) % 2
+        first, second = ("sum", "gather") if is_odd else ("gather", "sum")
+        handle = starts[first]()
+        if is_odd:
+            handle.wait()
+        last = starts[second]()
+        last.wait()
+        handle.wait()
+        good.append(bool((out == world * (world + 1) / 2).all()))
+        good.append(whole.equal(torch.arange(world).repeat_interleave(numel).float()))
+    return good
+
+
+def test_ranks_may_start_collectives_in_different_orders() -> None:
+    assert run_ranks(any_order, 4, "aabb") == [[True] * 6] * 4
+
+
+def losses(layout: str, stage: int, section: dict[str, Any]) -> list[float]:
+    """Of a few steps. stage, section: of the config, `communication`."""
+    torch.manual_seed(3)
+    sizes = [(24, 40), (40, 40), (40, 24)]
+    model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "unit_min_numel": 0},
+        "communication": section,
+    }
+    with placed(layout):
+        engine = xds.initialize(model, config)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found = []
+    for _ in range(8):
+        x = torch.randn(2, 24, generator=generator)
+        loss = (engine(x) - x.flip(1)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        found.append(float(loss.detach()))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["aab", "aaba"])
+def test_stages_are_equal_and_near_one_machine(layout: str) -> None:
+    world = len(layout)
+    by_stage = [run_ranks(losses, world, layout, stage, {}) for stage in (1, 2, 3)]
+    assert by_stage[0] == by_stage[1] == by_stage[2]
+    pairs = {"hierarchical": False}
+    one_machine = run_ranks(losses, world, "a" * world, 2, {})
+    assert run_ranks(losses, world, layout, 2, pairs) == one_machine
+    for found, wanted in zip(by_stage[0], one_machine, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def until_a_rank_ends(layout: str) -> tuple[str, float]:
+    machines, _ = both(layout)
+    flat, out = torch.ones(20_000 * machines.world_size), torch.empty(20_000)
+    machines.reduce_scatter(flat, out, add=False, buffer=1, kind="sum").wait()
+    if machines.rank == 1:
+        time.sleep(0.3)
+        os._exit(0)
+    begin = time.monotonic()
+    try:
+        machines.reduce_scatter(flat, out, add=False, buffer=1, kind="sum").wait()
+    except xds.XdsError as error:
+        return str(error), time.monotonic() - begin
+    return "", 0.0
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_is_noticed_on_all_machines() -> None:
+    with pytest.raises(AssertionError, match="rank 1"):
+        run_new_ranks(until_a_rank_ends, 4, "aabb", timeout_seconds=30)
+
+
+def test_jobs_of_a_key_run_in_order_and_others_meanwhile() -> None:
+    jobs, free, seen = InOrder("xds-test"), threading.Event(), []
+
+    def blocked() -> None:
+        free.wait(10)
+        seen.append(1)
+
+    first = jobs.add("a", blocked)
+    second = jobs.add("a", lambda: seen.append(2))
+    other = jobs.add("b", lambda: seen.append(0))
+    assert other.wait(10) and not second.wait(0.01)
+    free.set()
+    assert first.wait(10) and second.wait(10)
+    assert seen == [0, 1, 2]
+    failed = jobs.add("a", lambda: seen.index(7))
+    assert failed.wait(10) and isinstance(failed.error, ValueError)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not(False)), reason=why_not(False) or "hosts can be made")
+@pytest.mark.parametrize("only", ["losses, 3 + 1", "stage 3, bf16"])
+def test_real_hosts(only: str) -> None:
+    """Losses and bytes of hosts that are namespaces, with links of 1 Gb/s."""
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "comm" / "two_hosts.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--quick", "--rounds", "1", "--only", only],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"},
+    )
+    if "SKIP: " in done.stdout:
+        pytest.skip(done.stdout.partition("SKIP: ")[2])
+    assert done.returncode == 0, done.stdout + done.stderr
