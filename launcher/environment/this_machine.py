@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from .probes import cpu, gpus, machine, network, software
+from .probes import cpu, gpus, machine, network, shared_memory, software
 from .probes.line import Line
 
 _PROBES: tuple[Callable[[], Iterator[Line]], ...] = (
@@ -29,6 +29,7 @@ _PROBES: tuple[Callable[[], Iterator[Line]], ...] = (
     machine.disks,
     software.compilers,
     software.native_ops,
+    shared_memory.shared_memory,
     software.variables,
     machine.clock,  # must be last: it is compared with the time at which the answer arrives
 )
