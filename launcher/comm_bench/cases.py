@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ...ops.comm import raw_collectives as raw
 from ...ops.comm.collectives import Collectives
+from ...ops.comm.handles import Handle
+from .plan import MESSAGES
 
 _CHUNK_NUMEL = 1 << 20  # limits the additional memory of the check
 _SMALL_BYTES = 64 * 1024  # gather_small is for small tensors
@@ -40,8 +42,8 @@ class RankContext:
         return self.collectives.world_size
 
     def empty(self, numel: int) -> Tensor:
-        """Uninitialized, on this rank's device."""
-        return torch.empty(numel, dtype=self.dtype, device=self.collectives.device)
+        """Uninitialized, on this rank's device: memory that peers read in place, where they can."""
+        return self.collectives.empty(numel, self.dtype)
 
 
 @final
@@ -117,8 +119,17 @@ def _summand(context: RankContext) -> Pattern:
     return Pattern(range(context.world_size), context.rank, context.world_size)
 
 
-def _all_gather(context: RankContext, numel: int, call: Callable[[Tensor, Tensor], None]) -> Case:
-    flat, shard = context.empty(numel), context.empty(numel // context.world_size)
+def _all_gather(
+    context: RankContext,
+    numel: int,
+    call: Callable[[Tensor, Tensor], None],
+    *,
+    in_place: bool = False,
+) -> Case:
+    """in_place: the shard is this rank's slice of the flat, as in a step of ZeRO stages 1 and 2."""
+    flat = context.empty(numel)
+    own = context.collectives.shard_of(flat)
+    shard = own if in_place else context.empty(own.numel())
     return _case(
         [(shard, _own_part(context))], lambda: call(flat, shard), [(flat, _all_parts(context))]
     )
@@ -146,10 +157,14 @@ def _all_to_all(context: RankContext, numel: int, call: Callable[[Tensor, Tensor
     return _case([(flat, to)], lambda: call(flat, out), [(out, came)])
 
 
-def _broadcast(context: RankContext, numel: int, call: Callable[[Tensor], None]) -> Case:
+def _broadcast(context: RankContext, numel: int) -> Case:
     tensor = context.empty(numel)
     inputs = [(tensor, _all_parts(context))] if context.rank == 0 else []
-    return _case(inputs, lambda: call(tensor), [(tensor, _all_parts(context))])
+    return _case(
+        inputs,
+        lambda: context.collectives.broadcast(tensor),
+        [(tensor, _all_parts(context))],
+    )
 
 
 def _reduce(context: RankContext, numel: int, call: Callable[[Tensor], None]) -> Case:
@@ -176,14 +191,10 @@ def _scatter(
     return _case(inputs, lambda: call(flat, out), [(out, _own_part(context))])
 
 
-def _send_right(context: RankContext, numel: int) -> Case:
+def _send_right(context: RankContext, numel: int, call: Callable[[Tensor, Tensor], None]) -> Case:
     tensor, out = context.empty(numel), context.empty(numel)
     before = Pattern([(context.rank - 1) % context.world_size])
-    return _case(
-        [(tensor, _own_part(context))],
-        lambda: raw.send_right(context.group, tensor, out),
-        [(out, before)],
-    )
+    return _case([(tensor, _own_part(context))], lambda: call(tensor, out), [(out, before)])
 
 
 def _gather_small(context: RankContext, numel: int) -> Case:
@@ -208,7 +219,7 @@ def _xds_all_gather(context: RankContext, numel: int) -> Case:
     def call(flat: Tensor, shard: Tensor) -> None:
         context.collectives.all_gather(flat, shard, buffer=0, kind="all_gather").wait()
 
-    return _all_gather(context, numel, call)
+    return _all_gather(context, numel, call, in_place=True)
 
 
 def _xds_reduce_scatter(context: RankContext, numel: int) -> Case:
@@ -231,6 +242,34 @@ def _xds_all_reduce(context: RankContext, numel: int) -> Case:
         context.collectives.all_gather(tensor, own, buffer=0, kind="all_gather").wait()
 
     return _all_reduce(context, numel, call)
+
+
+def _xds_all_to_all(context: RankContext, numel: int) -> Case:
+    size = context.world_size
+
+    def call(flat: Tensor, out: Tensor) -> None:
+        outs, parts = list(out.chunk(size)), list(flat.chunk(size))
+        context.collectives.all_to_all(outs, parts, what="a test", kind="all_to_all").wait()
+
+    return _all_to_all(context, numel, call)
+
+
+def _xds_send_right(context: RankContext, numel: int) -> Case:
+    where = context.collectives
+    right, left = (where.rank + 1) % where.world_size, (where.rank - 1) % where.world_size
+
+    def send(tensor: Tensor) -> Handle:
+        return where.send(tensor, right, number=0, what="a test", kind="send")
+
+    def call(tensor: Tensor, out: Tensor) -> None:
+        # NCCL runs them in the order of their starts: not all ranks may start with sending
+        sent = None if where.rank % 2 else send(tensor)
+        received = where.receive(out, left, number=0, what="a test")
+        sent = sent or send(tensor)
+        received.wait()
+        sent.wait()
+
+    return _send_right(context, numel, call)
 
 
 def _bounds(context: RankContext, numel: int) -> list[tuple[int, int]]:
@@ -268,9 +307,10 @@ CASES: dict[str, dict[str, Maker]] = {
         "torch": lambda p, n: _all_reduce(p, n, lambda t: raw.all_reduce(p.group, t)),
     },
     "all_to_all": {
-        "torch": lambda p, n: _all_to_all(p, n, lambda f, o: raw.all_to_all(p.group, f, o))
+        "xds": _xds_all_to_all,
+        "torch": lambda p, n: _all_to_all(p, n, lambda f, o: raw.all_to_all(p.group, f, o)),
     },
-    "broadcast": {"xds": lambda p, n: _broadcast(p, n, p.collectives.broadcast)},
+    "broadcast": {"xds": _broadcast},
     "reduce": {"torch": lambda p, n: _reduce(p, n, lambda t: raw.reduce(p.group, t))},
     "gather": {
         "xds": _xds_gather,
@@ -281,9 +321,24 @@ CASES: dict[str, dict[str, Maker]] = {
         "torch": lambda p, n: _scatter(p, n, lambda f, o: raw.scatter(p.group, f, o)),
     },
     "gather_small": {"xds": _gather_small},
-    "send_recv": {"torch": _send_right},
+    "send_recv": {
+        "xds": _xds_send_right,
+        "torch": lambda p, n: _send_right(p, n, lambda t, o: raw.send_right(p.group, t, o)),
+    },
     "barrier": {"xds": _barrier},
 }
+
+
+_OF_BACKEND = ("broadcast", "barrier")  # xds over gloo messages calls the backend's own
+
+
+def makers_of(op: str, *, shares_memory: bool) -> dict[str, Maker]:
+    """The rows of an op: by xds, where its ranks share memory by xds over messages too, by the backend."""
+    makers = CASES[op]
+    if not shares_memory or "xds" not in makers:
+        return makers
+    over_messages = "torch" if op in _OF_BACKEND else MESSAGES
+    return {"xds": makers["xds"], over_messages: makers["xds"], **makers}
 
 
 def largest_bytes(op: str, max_bytes: int) -> int:

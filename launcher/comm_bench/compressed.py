@@ -82,7 +82,7 @@ def _measured(
         before = _sent(context.collectives)
         case.call()
         sent.append(_sent(context.collectives) - before)
-        seconds.append(timed(context, case, plan)[0])
+        seconds.append(timed(context, case, plan).seconds)
     pack = None
     if not scheme.is_exact:
         where = context.collectives
@@ -90,7 +90,7 @@ def _measured(
         alone = _cases(context, scheme, numel, paper)
         for case in alone:
             case.fill()
-        pack = sum(timed(context, case, plan)[0] for case in alone)
+        pack = sum(timed(context, case, plan).seconds for case in alone)
     total = sum(seconds)
     speed_up = (exact_seconds or total) / total
     return Result(
@@ -119,8 +119,8 @@ def _cases(
     exchanges = scheme.make(collectives, Buffer(0, numel, (), dtype, is_sharded=True))
     rank, world_size = collectives.rank, collectives.world_size
     part = numel // world_size
-    flat, full = (torch.zeros(numel, dtype=dtype, device=collectives.device) for _ in range(2))
-    own, out = (torch.zeros(part, dtype=dtype, device=collectives.device) for _ in range(2))
+    flat, full = (collectives.empty(numel, dtype).zero_() for _ in range(2))
+    own, out = (collectives.empty(part, dtype).zero_() for _ in range(2))
 
     def summed() -> bool:
         want = torch.zeros_like(out)

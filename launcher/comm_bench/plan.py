@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import final
+from typing import NamedTuple, final
 
+MESSAGES = "xds-gloo"  # rows by xds over messages of gloo, where "xds" uses shared memory
 FIRST_BYTES = 1024
 FACTOR = 4
 # of compressed messages: smaller buffers are all latency, larger ones have the ratio of the last
@@ -24,7 +25,8 @@ class Plan:
     """What is measured. The launcher passes it to every rank.
 
     max_bytes: the largest size; 0 means 1 GiB on GPUs and 64 MiB on CPUs.
-    trials: consecutive calls that are timed together, three times; fewer if they take longer than `seconds`.
+    trials: consecutive calls that are timed together, three times, and up to 15 times if they are short; fewer
+        if they take longer than `seconds`.
     compares: schemes of compressed messages, instead of collectives.
     """
 
@@ -96,11 +98,15 @@ class Link:
 @final
 @dataclass(frozen=True)
 class Row:
-    """The result for one collective at one size. by: "xds" (ops.comm) or "torch" (the backend's own op).
+    """The result for one collective at one size.
 
+    by: "xds" (ops.comm, as a run uses it), "xds-gloo" (the same over messages of gloo, where ranks share
+        memory) or "torch" (the backend's own op).
     size_bytes: of the full tensor, a multiple of the number of ranks. seconds: of one call.
     of_link: the time that the link alone needs for this rank's bytes (its latency plus bytes / speed), divided
         by `seconds`: a ratio of bandwidths for large sizes, and of latencies for small sizes.
+    copy_seconds: of a plain copy of size_bytes by every rank at once, beside the calls; None: not measured.
+    over_copy: `seconds` over `copy_seconds`, the median of the rounds.
     """
 
     op: str
@@ -111,18 +117,31 @@ class Row:
     algorithm_bytes_per_second: float
     bus_bytes_per_second: float
     of_link: float | None
+    copy_seconds: float | None = None
+    over_copy: float | None = None
 
 
-def row(op: str, by: str, size_bytes: int, timing: tuple[float, int], context: Baseline) -> Row:
-    """A row with both bandwidths. timing: seconds of one call, and the number of calls it is the mean of."""
-    seconds, trials = timing
+class Timing(NamedTuple):
+    """Seconds of one call, the number of calls it is the mean of, and for the copy the values of `Row`."""
+
+    seconds: float
+    trials: int
+    copy_seconds: float | None = None
+    over_copy: float | None = None
+
+
+def row(op: str, by: str, size_bytes: int, timing: Timing, context: Baseline) -> Row:
+    """A row with both bandwidths."""
+    seconds = timing.seconds
     algorithm = size_bytes / seconds
     factor = bus_factor(op, context.world_size)
     of_link = None
     if context.link is not None and context.world_size > 1:
         alone = size_bytes * factor / context.link.bytes_per_second + context.link.latency_seconds
         of_link = alone / seconds
-    return Row(op, by, size_bytes, seconds, trials, algorithm, algorithm * factor, of_link)
+    speeds = algorithm, algorithm * factor
+    copy = timing.copy_seconds, timing.over_copy
+    return Row(op, by, size_bytes, seconds, timing.trials, *speeds, of_link, *copy)
 
 
 @final
@@ -135,18 +154,22 @@ class Baseline:
 
 
 HEADING = (
-    f"{'collective':<15}{'by':<7}{'size':>9}{'time':>12}{'algbw':>9}{'busbw':>9}{'of link':>9}"
+    f"{'collective':<15}{'by':<9}{'size':>9}{'time':>12}{'algbw':>9}{'busbw':>9}{'of link':>9}"
+    f"{'/ copy':>9}"
 )
 
 
 def row_text(line: Row) -> str:
     """A line of the table."""
-    of_link = f"{line.of_link:.2f}" if line.of_link is not None else "-"
+    ratios = (line.of_link, line.over_copy)
+    of_link, over_copy = (
+        "-" if ratio is None else f"{ratio:.{2 if ratio < 100 else 0}f}" for ratio in ratios
+    )
     found = (line.algorithm_bytes_per_second, line.bus_bytes_per_second)
     speeds = [f"{speed / 1e9:.3f}" if speed else "-" for speed in found]
     return (
-        f"{line.op:<15}{line.by:<7}{binary(line.size_bytes):>9}{time_text(line.seconds):>12}"
-        f"{speeds[0]:>9}{speeds[1]:>9}{of_link:>9}"
+        f"{line.op:<15}{line.by:<9}{binary(line.size_bytes):>9}{time_text(line.seconds):>12}"
+        f"{speeds[0]:>9}{speeds[1]:>9}{of_link:>9}{over_copy:>9}"
     )
 
 

@@ -17,13 +17,15 @@ from ...ops.comm.hosts import host_numbers
 from ...ops.comm.opening import open_collectives
 from ...utils.available_memory import available_bytes
 from . import compressed
-from .cases import CASES, RankContext, largest_bytes
+from .cases import RankContext, largest_bytes, makers_of
 from .link import measure
 from .plan import HEADING, Baseline, Link, Plan, Row, binary, row, row_text, sizes
+from .sharing import Sharing, contexts_of, copies_of, open_sharing
 from .timing import check, gather_values, note, timed
 
 _DEFAULT_GPU_BYTES, _DEFAULT_CPU_BYTES = 1 << 30, 64 << 20
 _COPIES = 5  # input, output, receive buffer, the backend's buffer, the check's buffer
+_PLAIN_COPIES = 2  # where ranks share memory: what a plain copy reads and writes
 _SHARE = 0.8  # of the memory that is free
 
 
@@ -35,33 +37,33 @@ def main(text: str) -> None:
     group = join(device)
     context = RankContext(open_collectives(group, device), group, getattr(torch, plan.dtype))
     link = measure(context.collectives, group)
-    facts = describe(context, plan)
+    sharing = open_sharing(context)
+    facts = {**describe(context, plan), **sharing.facts()}
     shows = context.rank == 0 and not plan.is_json
     if shows:
         print("\n".join(heading(facts, link)), flush=True)
-    found = (_compare_schemes if plan.compares else _time_collectives)(context, plan, link, shows)
+    if plan.compares:
+        found = _compare_schemes(context, plan, shows)
+    else:
+        found = _time_collectives(rows_of(context, plan, link, sharing), shows)
     if context.rank == 0 and plan.is_json:
         shown = asdict(link) if link else None
         print(json.dumps({**facts, "link": shown, **found}), flush=True)
 
 
-def _time_collectives(
-    context: RankContext, plan: Plan, link: Link | None, shows: bool
-) -> dict[str, Any]:
+def _time_collectives(timed_rows: Iterator[Row], shows: bool) -> dict[str, Any]:
     """Times every collective, with its line of the table."""
     rows = []
     if shows:
         print(HEADING, flush=True)
-    for found in rows_of(context, plan, link):
+    for found in timed_rows:
         rows.append(asdict(found))
         if shows:
             print(row_text(found), flush=True)
     return {"rows": rows}
 
 
-def _compare_schemes(
-    context: RankContext, plan: Plan, link: Link | None, shows: bool
-) -> dict[str, Any]:
+def _compare_schemes(context: RankContext, plan: Plan, shows: bool) -> dict[str, Any]:
     """Times every scheme of compressed messages, with a sentence for each size."""
     rows, sentences = [], []
     if shows and context.world_size > 1:
@@ -109,33 +111,37 @@ def heading(facts: dict[str, Any], link: Link | None) -> Iterator[str]:
     hosts = f"{facts['num_hosts']} host" + "s" * (facts["num_hosts"] > 1)
     yield f"{facts['world_size']} ranks, {facts['backend']}, {hosts}: {facts['device']}"
     yield f"link: {link}" if link else "link: nothing to measure"
+    yield f"shared memory: {facts['shared_memory']}"
     yield f"{facts['dtype']}; GB/s of 10^9 bytes, time of the slowest rank"
 
 
-def rows_of(context: RankContext, plan: Plan, link: Link | None) -> Iterator[Row]:
+def rows_of(context: RankContext, plan: Plan, link: Link | None, sharing: Sharing) -> Iterator[Row]:
     """The rows of every op, by xds and by the backend itself, at every size."""
     where = Baseline(context.world_size, link)
-    max_bytes = _largest(context, plan)
+    max_bytes = _largest(context, plan, _COPIES + _PLAIN_COPIES * sharing.is_used)
+    context_of = contexts_of(context, sharing)
+    copy_of = copies_of(context, sharing, max_bytes)
     whole = context.world_size * context.dtype.itemsize  # so that every rank has at least one value
     is_alone = context.world_size == 1
     for op in [op for op in plan.ops if not (is_alone and op == "send_recv")]:
-        for by, make in CASES[op].items():
+        for by, make in makers_of(op, shares_memory=sharing.is_used).items():
             last = largest_bytes(op, max_bytes)
             for asked_bytes in sizes(min(plan.min_bytes, last), last):
                 numel = max(asked_bytes // whole, op != "barrier") * context.world_size
-                case = make(context, numel)
+                case = make(context_of(by), numel)
                 if not check(context, case, f"{op} by {by}, {binary(asked_bytes)}"):
                     break
                 size_bytes = numel * context.dtype.itemsize
-                yield row(op, by, size_bytes, timed(context, case, plan), where)
+                timing = timed(context, case, plan, copy_of(size_bytes))
+                yield row(op, by, size_bytes, timing, where)
                 del case
 
 
-def _largest(context: RankContext, plan: Plan) -> int:
+def _largest(context: RankContext, plan: Plan, copies: int = _COPIES) -> int:
     """The largest size: as requested, or less if the ranks' memory is too small."""
     is_gpu = context.collectives.device.type == "cuda"
     requested = plan.max_bytes or (_DEFAULT_GPU_BYTES if is_gpu else _DEFAULT_CPU_BYTES)
-    allowed = int(min(gather_values(context, float(_free_bytes(context)))) * _SHARE / _COPIES)
+    allowed = int(min(gather_values(context, float(_free_bytes(context)))) * _SHARE / copies)
     largest = max(requested, plan.min_bytes)
     if largest <= allowed:
         return largest

@@ -28,6 +28,10 @@ algbw is size / time, busbw is the traffic of each rank's link in one direction.
 the link alone needs for the same bytes, divided by the measured time. The link's speed is measured in the
 same run: a TCP connection between two ranks with gloo, a copy or a message between GPUs with NCCL.
 
+Where CPU ranks share memory, rows by "xds" read it, and rows by "xds-gloo" are the same collectives over
+messages. "/ copy" is the time over that of a plain copy of as many bytes in each rank, all at once, in the same
+run. The heading says why ranks do not share memory; `xds env` has the limits.
+
 --compression times the two exchanges of a step, gradients to their owners and what comes back to all ranks:
 exact, with one bit an element (OneBitAdam, OneBitLamb, ZeroOneAdam), and as ZeRO++ with 4 and 8 bits. "pack" is
 the part of the time that computes the messages. A scheme pays if it is at least 1.1 times as fast as exact
@@ -130,7 +134,8 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.5,
         metavar="S",
-        help="do fewer trials if they take longer than this (default: 0.5); a row takes at most 3 times it",
+        help="do fewer trials if they take longer than this (default: 0.5); a row takes at most 3 times it,"
+        " and the copies beside it the same",
     )
     add(
         "--compression",

@@ -1,18 +1,22 @@
-"""Checks a case on all ranks, and times it: the slowest rank, the median of three rounds."""
+"""Checks a case on all ranks, and times it: the slowest rank, the median of the rounds."""
 
 from __future__ import annotations
 
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
 from ...utils.errors import XdsError
 from .cases import Case, RankContext
-from .plan import Plan
+from .plan import Plan, Timing
 
 _ROUNDS = 3
+# more, while all take less than this share of the time: another process disturbs short rounds
+_MORE_ROUNDS, _SHORT = 15, 0.1
+Call = Callable[[], object]
 
 
 def check(context: RankContext, case: Case, what: str) -> bool:
@@ -40,22 +44,34 @@ def check(context: RankContext, case: Case, what: str) -> bool:
     return True
 
 
-def timed(context: RankContext, case: Case, plan: Plan) -> tuple[float, int]:
-    """(seconds of one call, consecutive calls): of the slowest rank, the median of three rounds."""
-    first = max(gather_values(context, _seconds(context, case, 1)))
+def timed(context: RankContext, case: Case, plan: Plan, copy: Call | None = None) -> Timing:
+    """Of the slowest rank, the median of the rounds. copy: takes turns with the calls."""
+    first = _slowest(context, case.call, 1)
     trials = max(1, min(plan.trials, int(plan.seconds / max(first, 1e-9))))
-    rounds = [max(gather_values(context, _seconds(context, case, trials))) for _ in range(_ROUNDS)]
-    return statistics.median(rounds), trials
+    rounds: list[float] = []
+    copies: list[float] = []
+    while len(rounds) < _ROUNDS or (
+        len(rounds) < _MORE_ROUNDS and sum(rounds) * trials < _SHORT * plan.seconds
+    ):
+        rounds.append(_slowest(context, case.call, trials))
+        if copy is not None:
+            copies.append(_slowest(context, copy, trials))
+    seconds = statistics.median(rounds)
+    if copy is None:
+        return Timing(seconds, trials)
+    ratios = [one / other for one, other in zip(rounds, copies, strict=True)]
+    return Timing(seconds, trials, statistics.median(copies), statistics.median(ratios))
 
 
-def _seconds(context: RankContext, case: Case, trials: int) -> float:
+def _slowest(context: RankContext, call: Call, trials: int) -> float:
+    """Seconds of one call, of the slowest rank."""
     context.collectives.barrier()
     finish(context)
     start = time.perf_counter()
     for _ in range(trials):
-        case.call()
+        call()
     finish(context)
-    return (time.perf_counter() - start) / trials
+    return max(gather_values(context, (time.perf_counter() - start) / trials))
 
 
 def finish(context: RankContext) -> None:

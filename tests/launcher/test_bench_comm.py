@@ -14,10 +14,12 @@ from xds.launcher import cli
 from xds.launcher.comm_bench import link, ranks, start
 from xds.launcher.comm_bench.cases import CASES, Case, Pattern, RankContext
 from xds.launcher.comm_bench.plan import (
+    MESSAGES,
     OPS,
     Baseline,
     Link,
     Plan,
+    Timing,
     binary,
     bus_factor,
     row,
@@ -25,6 +27,7 @@ from xds.launcher.comm_bench.plan import (
     sizes,
     time_text,
 )
+from xds.launcher.comm_bench.sharing import Sharing, contexts_of, copies_of, open_sharing
 from xds.ops.comm.opening import open_collectives
 from xds.utils.errors import UsageError, XdsError
 
@@ -50,14 +53,14 @@ def test_bus_bandwidth_is_as_nccl_tests_reckons_it(op, factor):
 
 def test_a_row_compares_with_what_the_link_alone_would_take():
     where = Baseline(4, Link("wire", 1e9, 1e-6))
-    large = row("all_reduce", "xds", 10**9, (3.0, 5), where)
+    large = row("all_reduce", "xds", 10**9, Timing(3.0, 5, 1.5, 2.0), where)
     assert large.bus_bytes_per_second == 5e8
     assert large.of_link == pytest.approx(0.5, rel=1e-5)  # that is busbw over the link's speed
-    small = row("all_reduce", "xds", 0, (4e-6, 5), where)
+    small = row("all_reduce", "xds", 0, Timing(4e-6, 5), where)
     assert small.of_link == pytest.approx(0.25)  # and latency over latency
-    assert row("all_reduce", "xds", 8, (1.0, 1), Baseline(4, None)).of_link is None
+    assert row("all_reduce", "xds", 8, Timing(1.0, 1), Baseline(4, None)).of_link is None
     assert row_text(large).split() == [
-        *("all_reduce", "xds", "953.7", "MiB", "3", "s", "0.333", "0.500", "0.50")
+        *("all_reduce", "xds", "953.7", "MiB", "3", "s", "0.333", "0.500", "0.50", "2.00")
     ]
 
 
@@ -99,7 +102,7 @@ def rows_on_a_rank(text):
     collectives = open_collectives(dist.group.WORLD, torch.device("cpu"))
     context = RankContext(collectives, dist.group.WORLD, getattr(torch, plan.dtype))
     found = link.measure(collectives, dist.group.WORLD)
-    return found, list(ranks.rows_of(context, plan, found))
+    return found, list(ranks.rows_of(context, plan, found, open_sharing(context)))
 
 
 @pytest.mark.parametrize(
@@ -107,18 +110,26 @@ def rows_on_a_rank(text):
 )
 def test_every_collective_is_right_and_timed(world_size, dtype, monkeypatch):
     monkeypatch.setattr(link, "_ROUND_SECONDS", 0.05)
-    plan = Plan(max_bytes=4096, min_bytes=1024, dtype=dtype, trials=2)
+    plan = Plan(max_bytes=4096, min_bytes=1024, dtype=dtype, trials=2, seconds=0.01)
     answers = run_ranks(rows_on_a_rank, world_size, plan.as_text())
     links = {(found.bytes_per_second, found.latency_seconds) for found, _ in answers}
     assert len(links) == 1 and min(links.pop()) > 0  # every rank compares with the same
     found, rows = answers[0]
     assert found.what.startswith("TCP over ")
-    assert {(one.op, one.by) for one in rows} == {(op, by) for op in CASES for by in CASES[op]}
+    asked = {(op, by) for op in CASES for by in CASES[op]}
+    of_messages = {(op, MESSAGES) for op, by in asked if by == "xds"}
+    of_messages -= {("broadcast", MESSAGES), ("barrier", MESSAGES)}  # gloo's own, as by torch
+    of_messages |= {("broadcast", "torch"), ("barrier", "torch")}
+    assert {(one.op, one.by) for one in rows} == asked | of_messages
     for one in rows:
+        assert (one.over_copy is None) == (one.op == "barrier")
         assert one.seconds > 0 and one.of_link > 0
         assert one.size_bytes % world_size == 0
         assert 4096 - one.size_bytes < 4 * world_size or one.size_bytes <= 1024
     assert [one.seconds for one in answers[1][1]] == [one.seconds for one in rows]
+
+
+ALONE = Sharing(0, "of a test")
 
 
 def broken_on_a_rank(kind):
@@ -136,7 +147,7 @@ def broken_on_a_rank(kind):
 
     CASES["all_reduce"] = {"xds": make}
     try:
-        return list(ranks.rows_of(context, Plan(("all_reduce",), max_bytes=1024), None))
+        return list(ranks.rows_of(context, Plan(("all_reduce",), max_bytes=1024), None, ALONE))
     except XdsError as error:
         return str(error)
 
@@ -160,6 +171,54 @@ def test_one_rank_has_no_link_and_no_bus():
     ((found, rows),) = run_ranks(rows_on_a_rank, 1, Plan(max_bytes=1024, trials=1).as_text())
     assert found is None and {one.op for one in rows} == set(OPS) - {"send_recv"}
     assert all(one.bus_bytes_per_second == 0 and one.of_link is None for one in rows)
+
+
+def ways_on_a_rank(opens):
+    """What each way of a row allocates from, and what is said, where segments can be opened or not."""
+    import torch.distributed as dist
+
+    from xds.ops.comm.memory import meeting
+    from xds.ops.comm.memory.segment import NoSegment, segment
+
+    def none():
+        raise NoSegment("/dev/shm has 64 MiB free")
+
+    own, device = segment(), torch.device("cpu")
+    if not opens:
+        meeting.segment = none
+    try:
+        collectives = open_collectives(dist.group.WORLD, device)
+        context = RankContext(collectives, dist.group.WORLD, torch.float32)
+        sharing = open_sharing(context)
+    finally:
+        meeting.segment = segment
+    context_of = contexts_of(context, sharing)
+    first, last = own._data, own._data + own.size_bytes
+    is_shared = [first <= context_of(by).empty(1 << 16).data_ptr() < last for by in BY]
+    copies = copies_of(context, sharing, 1024)
+    return str(sharing), sharing.facts(), is_shared, copies(1024) is not None, copies(0)
+
+
+BY = ("xds", MESSAGES, "torch")
+
+
+def test_only_rows_of_shared_memory_have_buffers_in_it():
+    for told, facts, is_shared, has_copy, no_copy in run_ranks(ways_on_a_rank, 2, True):
+        assert told == facts["shared_memory"] == "used, ranks read each other's buffers"
+        assert facts["shares_memory"] and is_shared == [True, False, False]
+        assert has_copy and no_copy is None
+
+
+def test_the_heading_says_why_no_memory_is_shared():
+    for told, facts, is_shared, has_copy, _ in run_ranks(ways_on_a_rank, 2, False):
+        assert told == "not used, /dev/shm has 64 MiB free"
+        assert facts == {"shares_memory": False, "shared_memory": told}
+        assert is_shared == [False] * 3 and not has_copy
+
+
+def test_messages_between_hosts_are_not_compared_with_a_copy():
+    assert str(Sharing(2)) == "used inside each of 2 hosts, messages between them"
+    assert copies_of(None, Sharing(2), 1024)(1024) is None
 
 
 def test_the_link_is_a_bare_connection(monkeypatch):
@@ -247,7 +306,7 @@ def test_the_command_starts_ranks_and_prints_a_table():
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("2 ranks, gloo, 1 host: ") and "TCP over lo" in lines[1]
-    assert [line.split()[:2] for line in lines[4:]] == [
-        ["all_gather", "xds"],
-        ["all_gather", "torch"],
+    assert lines[2].startswith("shared memory: used")
+    assert [line.split()[:2] for line in lines[5:]] == [
+        ["all_gather", by] for by in ("xds", MESSAGES, "torch")
     ]
