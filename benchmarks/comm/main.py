@@ -49,7 +49,7 @@ def large(rank: int, world_size: int, turns: int) -> Seconds:
 
     shared, messages = both(torch.device("cpu"))
     numel = LARGE_BYTES // 4
-    source, target = torch.ones(numel), torch.zeros(numel)
+    source, target = torch.ones(numel), torch.ones(numel)
     ways: Ways = {}
     for name, of in (("memory", shared), ("messages", messages)):
         flat, full = (of.empty(numel, torch.float32).fill_(rank + 1.0) for _ in range(2))

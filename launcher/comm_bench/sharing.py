@@ -77,7 +77,7 @@ def copies_of(
     """Makes a plain copy of so many bytes, up to `max_bytes`; None where there is none to compare with."""
     if sharing.num_machines != 1:
         return lambda size_bytes: None
-    source, target = (torch.zeros(max_bytes, dtype=torch.uint8) for _ in range(2))
+    source, target = (torch.ones(max_bytes, dtype=torch.uint8) for _ in range(2))
 
     def copy_of(size_bytes: int) -> Callable[[], object] | None:
         there, here = (whole[:size_bytes].view(context.dtype) for whole in (target, source))
