@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from ...ops.comm.hosts import host_numbers
 from ...ops.comm.memory.meeting import meet
 from ...ops.comm.opening import DEFAULT, open_collectives
 from .cases import RankContext
@@ -56,7 +57,9 @@ def open_sharing(context: RankContext) -> Sharing:
         where.rank, where.world_size, lambda mine, what: where.gather_small(mine, what=what)
     )
     if found is None:
-        return Sharing(0, why_not or "each rank has a host of its own")
+        is_alone = len(set(host_numbers(where))) == where.world_size
+        other = "each rank has a host of its own" if is_alone else "another rank's log says why"
+        return Sharing(0, why_not or other)
     return Sharing(len(set(found.hosts)))
 
 

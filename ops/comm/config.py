@@ -1,4 +1,4 @@
-"""The config section `communication`: how ranks of one machine, and machines, send messages. Imports no torch."""
+"""The config section `communication`: how ranks and machines send messages. Imports no torch."""
 
 from __future__ import annotations
 
