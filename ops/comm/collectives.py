@@ -170,7 +170,7 @@ class Collectives(ABC):
                 mark.timed.end()
 
     def failed(self, mark: Mark, error: RuntimeError, peer: int | None) -> Exception:
-        """The error to raise for `error` in the collective of `mark`. peer: its rank in this group, if known."""
+        """The error for `error` in the collective of `mark`. peer: its rank in this group, if known."""
         return self._watch.failed(mark, error, None if peer is None else self._ranks[peer])
 
     def start_watching(self, section: WatchConfig, timeout_seconds: float) -> None:
