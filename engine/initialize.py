@@ -145,9 +145,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     group = _group(device, given)
     config = config.resolve(group.size())
     log_notes(config, group.rank())
-    section = config.communication.where(has_native_ops=config.ops.native)
-    collectives = _watched(config, open_collectives(group, device, section=section))
-    mesh = MeshGroups(_mesh(config, group.size()), group, collectives, timeout_seconds(), section)
+    collectives, mesh = _meet(config, group, device)
     if not is_part(model):
         check_same_model(model, config.zero_optimization, collectives)
     check_sequences(model, config)
@@ -223,6 +221,16 @@ def _mesh(config: Config, world_size: int) -> Mesh:
 def _group(device: torch.device, given: _Given) -> dist.ProcessGroup:
     world = join(device)
     return given.group or world
+
+
+def _meet(
+    config: Config, group: dist.ProcessGroup, device: torch.device
+) -> tuple[Collectives, MeshGroups]:
+    """The collectives of all ranks, and those of the mesh."""
+    section = config.communication.where(has_native_ops=config.ops.native)
+    world = _watched(config, open_collectives(group, device, section=section))
+    mesh = _mesh(config, group.size())
+    return world, MeshGroups(mesh, group, world, timeout_seconds(), section)
 
 
 def _watched(config: Config, collectives: Collectives) -> Collectives:
