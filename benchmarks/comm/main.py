@@ -125,15 +125,17 @@ def in_turns(of: Any, ways: Ways, turns: int, calls: int) -> Seconds:
     return {name: each[1:] for name, each in seconds.items()}
 
 
-def runs_of(function: Any, ranks: int, args: argparse.Namespace) -> tuple[list[Seconds], float]:
-    """The turns of every run, of the slowest rank, and the share of the cores that others used."""
+def runs_of(
+    function: Any, ranks: int, args: argparse.Namespace
+) -> tuple[list[Seconds], list[float]]:
+    """Of every run the turns, of the slowest rank, and the share of the cores that others used."""
     found, busy = [], []
     for _ in range(args.runs):
         wait_until_quiet(args.quiet_minutes)
         with Watch() as watch:
             found.append(slowest(run_ranks(function, ranks, args.turns)))
         busy.append(watch.others or 0.0)
-    return found, statistics.median(busy)
+    return found, busy
 
 
 def ratio(name: str, runs: list[Seconds], ways: tuple[str, str], **rest: Any) -> Row:
@@ -190,9 +192,11 @@ def rows_of_small(args: argparse.Namespace) -> list[Row]:
     return marked(rows, busy)
 
 
-def marked(rows: list[Row], busy: float) -> list[Row]:
+def marked(rows: list[Row], busy: list[float]) -> list[Row]:
+    """busy: of each run the share of the cores that others used."""
     for row in rows:
-        row.others_busy = busy
+        row.others_busy = statistics.median(busy)
+        row.samples["others_busy"] = busy
     return rows
 
 
