@@ -1,7 +1,8 @@
 """benchmarks/comm: its results are right on small buffers, and its rows are medians over runs."""
 
-import argparse
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def test_every_way_has_its_turns():
         assert all(len(each) == 2 for each in (*large.values(), *small.values()))
 
 
-def test_a_row_is_the_median_over_runs(monkeypatch):
+def test_a_row_is_the_median_over_runs():
     module = loaded()
     runs = [
         {"reduce_scatter, memory": [a, a, 9.0], "copy": [1.0, 1.0, 1.0]} for a in (0.5, 0.6, 0.8)
@@ -50,10 +51,17 @@ def test_a_row_is_the_median_over_runs(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_prints_every_target(capsys):
-    module = loaded()
-    args = argparse.Namespace(runs=1, turns=1, quiet_minutes=0.0)
-    rows = [row for part in module.PARTS.values() for row in part(args)]
-    bars = [row.must for row in rows if row.must is not None]
-    assert bars == [0.75, 0.65, 0.5, 0.5] + [20.0] * 4
-    assert all(row.value > 0 for row in rows)
+def test_the_command_prints_every_target():
+    """It exits with 1 where a target is missed, as on a busy machine."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "comm" / "main.py"), "--quick"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    rows = [line for line in done.stdout.splitlines() if " ranks: " in line]
+    assert len(rows) == 14 and all("1 runs" in row for row in rows)
+    assert sum(row.count(" met") + row.count("target missed") for row in rows) == 8
