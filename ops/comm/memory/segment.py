@@ -28,6 +28,7 @@ from ....utils.errors import BuildError
 from .library import Native
 
 SHM_FOLDER = "/dev/shm"
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
 LEAST_SHARE = (
     0.25  # of the machine's memory, that must be free in SHM_FOLDER where there is no memfd
 )
@@ -107,7 +108,7 @@ def _open_file(size_bytes: int) -> tuple[int, bool]:
     fd, is_limited = -1, False
     try:
         try:
-            fd = os.memfd_create("xds", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = _memfd()
         except (AttributeError, OSError):
             fd, is_limited = _open_in_folder(), True
         os.fchmod(fd, 0o600)
@@ -121,6 +122,17 @@ def _open_file(size_bytes: int) -> tuple[int, bool]:
     if not is_limited:
         _seal(fd)
     return fd, is_limited
+
+
+def _memfd() -> int:
+    """Raises AttributeError or OSError: this system has none."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("xds", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    libc = ctypes.CDLL(None, use_errno=True)  # a Python that was built on an older system
+    fd = int(libc.memfd_create(b"xds", _MFD_CLOEXEC | _MFD_ALLOW_SEALING))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), "memfd_create")
+    return fd
 
 
 def _open_in_folder() -> int:
