@@ -281,3 +281,25 @@ def leftovers() -> list[tuple[int, int]]:
 def test_groups_one_after_the_other_leave_nothing() -> None:
     for rows in run_new_ranks(leftovers, 2):
         assert len(set(rows)) == 1 and rows[0][0] <= 4, rows
+
+
+def outliving() -> bool:
+    """Handles in flight are collected after their group."""
+    shared, later = opened(), opened()
+    out, handle = start_sum(shared, near(shared, 1.0)) if shared.rank == 0 else (None, None)
+    later.barrier()
+    del shared
+    gc.collect()
+    filler = [bytearray(400) for _ in range(1000)]  # takes the group's memory, if that was freed
+    del handle
+    gc.collect()
+    for _ in range(5):
+        again = opened()
+        again.barrier()
+        del again
+        gc.collect()
+    return len(filler) == 1000 and bool((sum_of(later) == 2.0).all())
+
+
+def test_a_handle_may_be_collected_after_its_group() -> None:
+    assert run_new_ranks(outliving, 2) == [True, True]

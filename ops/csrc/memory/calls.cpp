@@ -66,6 +66,7 @@ void ask(const Operation& operation) {
 Operation* begin(Group* group) {
   Operation* operation = new Operation();
   operation->group = group;
+  ++group->num_operations;
 #if defined(__x86_64__)
   operation->control_word = _mm_getcsr();
 #endif

@@ -393,6 +393,7 @@ void end(Process& process, Operation& operation) {
     process.unread.push_back(posted);
   }
   std::atomic_thread_fence(std::memory_order_seq_cst);
+  --operation.group->num_operations;
   delete &operation;
 }
 
@@ -408,6 +409,7 @@ void sweep(Process& process) {
   }
   withdraw_read(process, process.unread);
   const auto is_over = [&](Group* group) {
+    if (group->num_operations > 0) return false;  // handles may be collected after their group
     for (const Posted& posted : process.unread) {
       if (posted.group == group) return false;
     }

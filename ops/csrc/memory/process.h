@@ -33,6 +33,7 @@ struct Group {
   std::vector<Peer*> peers;  // by rank; nullptr: this rank, or one on another machine
   std::map<std::tuple<uint64_t, int>, uint64_t> posted, expected;  // (key, peer) -> how many
   bool is_left = false;  // its operations have failed
+  int num_operations = 0;  // that have not ended
 };
 
 enum class Status : int { done = 0, pending = 1, ended = 2, left = 3, size_differs = 4, no_memory = 5 };
