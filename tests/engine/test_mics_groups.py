@@ -32,6 +32,8 @@ def test_two_levels_send_one_lth_across_hosts_and_the_same_bits(stage: int, prec
     places = (0, 0, 1, 1)
     pairwise = config_of(stage, 4, precision, 2)
     levels = config_of(stage, 4, precision, 2, **TWO_LEVELS)
+    for config in (pairwise, levels):
+        config["communication"] = {"hierarchical": False}
     cases = [(one, "plain", 3, places) for one in (pairwise, levels)]
     for one, two in warm(4).run(train_each, *cases):
         same_bits(one, two)
