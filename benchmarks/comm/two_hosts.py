@@ -108,7 +108,7 @@ class Trained:
         import xds
 
         torch.manual_seed(1)
-        model = GPT(Shape(task.width, task.layers, heads=task.width // 64, context=task.tokens))
+        model = GPT(Shape(task.width, task.layers, heads=task.width // 64), task.tokens)
         self.numel = sum(p.numel() for p in model.parameters())
         self.formula = _formula(model, task)
         self.engine = xds.initialize(model, config_of(task, communication))
@@ -193,65 +193,64 @@ def work(task: Task, rank: int) -> Found:
     if not task.rounds:
         for name, one in engines.items():
             found.losses[name] = [float(one.step().detach()) for _ in range(task.steps)]
+            one.engine.destroy()
         return found
     plan = Plan(rounds=task.rounds, block=task.steps, warmup=3)
     steps: dict[str, Callable[[int], Any]] = {name: one.step for name, one in engines.items()}
     found.seconds, found.losses = alternate(steps, plan)
     for name, one in engines.items():
         found.across[name], found.wire[name] = count_bytes(one)
+        one.engine.destroy()
     return found
 
 
-def rank_main(rank: int, folder: str, task: Task) -> None:
+def rank_main(rank: int, folder: str, tasks: list[Task]) -> None:
     """A rank on its host: writes what it found."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    world_size = sum(task.slots)
+    world_size = sum(tasks[0].slots)
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size))
     where = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size)
-    found = work(task, rank)
-    Path(folder, f"rank{rank}").write_text(json.dumps(vars(found)))
+    found = [vars(work(task, rank)) for task in tasks]
+    Path(folder, f"rank{rank}").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 # -- the hosts -------------------------------------------------------------------------------------------
 
 
-def on_hosts(hosts: Hosts, task: Task) -> list[Found]:
-    """What each rank found."""
+def on_hosts(hosts: Hosts, tasks: list[Task]) -> list[list[Found]]:
+    """For each task, of one layout, what each rank found."""
     folder = hosts.folder / f"task{len(list(hosts.folder.glob('task*')))}"
     folder.mkdir()
     env = {**ONE_THREAD, "GLOO_SOCKET_IFNAME": "eth0", "PYTHONWARNINGS": "ignore"}
     env |= {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))}
-    names = [
-        name for name, slots in zip(hosts.names, task.slots, strict=True) for _ in range(slots)
-    ]
+    slots = zip(hosts.names, tasks[0].slots, strict=True)
     started = []
-    for rank, name in enumerate(names):
+    for rank, name in enumerate(name for name, number in slots for _ in range(number)):
         words = [sys.executable, str(Path(__file__).resolve())]
-        words += ["--rank", json.dumps([rank, str(folder), vars(task)])]
+        words += ["--rank", json.dumps([rank, str(folder), [vars(task) for task in tasks]])]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         started.append(hosts.popen(words, env, place=name, cwd=folder, **pipes))
     try:
         for rank, process in enumerate(started):
             told, _ = process.communicate(timeout=WAIT_SECONDS)
             if process.returncode:
-                raise RuntimeError(f"{task.name}, rank {rank}: {told}")
+                raise RuntimeError(f"{tasks[0].name}, rank {rank}: {told}")
     finally:
         for process in started:
             process.kill()
-    return [
-        Found(**json.loads((folder / f"rank{rank}").read_text())) for rank in range(len(started))
-    ]
+    ranks = [json.loads((folder / f"rank{rank}").read_text()) for rank in range(len(started))]
+    return [[Found(**found) for found in of_task] for of_task in zip(*ranks, strict=True)]
 
 
 def step_rows(hosts: Hosts, task: Task, has_target: bool) -> Iterator[Row]:
     """The rows of one stage and precision. has_target: the model is large enough for a claim of time."""
     with Watch() as watch:
-        ranks = on_hosts(hosts, task)
+        (ranks,) = on_hosts(hosts, [task])
     first = ranks[0]
     slow = {
         name: [max(each) for each in zip(*(rank.seconds[name] for rank in ranks), strict=True)]
@@ -291,25 +290,24 @@ def step_rows(hosts: Hosts, task: Task, has_target: bool) -> Iterator[Row]:
 def loss_rows(hosts: Hosts, slots: tuple[int, ...]) -> Iterator[Row]:
     """The rows `losses` of one layout."""
     layout = " + ".join(map(str, slots))
-    by_stage = []
-    for precision in ("fp32", "bf16"):
+    small = {"rounds": 0, "steps": 4, "width": 128, "layers": 2}
+    tasks = [Task(stage, kind, slots, **small) for kind in LOSS_MUST for stage in (0, 1, 2, 3)]
+    found = dict(zip(tasks, on_hosts(hosts, tasks), strict=True))
+    for precision, must in LOSS_MUST.items():
         worst = 0.0
-        for stage in (0, 1, 2, 3):
-            task = Task(stage, precision, slots, rounds=0, steps=4, width=128, layers=2)
-            for found in on_hosts(hosts, task):
-                ours, theirs = found.losses[LEVELS], found.losses[MESSAGES]
-                worst = max(worst, *(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)))
-                if precision == "fp32" and stage:
-                    by_stage.append((stage, ours))
+        for rank in (rank for task in tasks if task.precision == precision for rank in found[task]):
+            pairs = zip(rank.losses[LEVELS], rank.losses[MESSAGES], strict=True)
+            worst = max(worst, *(abs(ours / theirs - 1) for ours, theirs in pairs))
         name = f"losses, {layout}, {precision}: relative distance to messages"
-        yield Row(
-            name, worst, must=LOSS_MUST[precision], unit="", note=f"{worst:.1e}; stages 0 to 3"
-        )
-    number = sum(slots)
-    each = [[losses for at, losses in by_stage if at == stage] for stage in (1, 2, 3)]
-    differ = sum(each[0] != other for other in each[1:])
+        yield Row(name, worst, must=must, unit="", note=f"{worst:.1e}; stages 0 to 3")
+    by_stage = {
+        task.stage: [rank.losses[LEVELS] for rank in found[task]]
+        for task in tasks
+        if task.precision == "fp32"
+    }
+    differ = sum(by_stage[stage] != by_stage[1] for stage in (2, 3))
     name = f"losses, {layout}, fp32: stages that differ from stage 1"
-    yield Row(name, differ, must=0, unit="", note=f"of 2 and 3; {number} ranks, 4 steps")
+    yield Row(name, differ, must=0, unit="", note="of stages 2 and 3")
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
@@ -350,8 +348,8 @@ def main() -> int:
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank, folder, task = json.loads(options.rank)
-        rank_main(rank, folder, Task(**{**task, "slots": tuple(task["slots"])}))
+        rank, folder, tasks = json.loads(options.rank)
+        rank_main(rank, folder, [Task(**{**each, "slots": tuple(each["slots"])}) for each in tasks])
         return 0
     return finish(HERE, measure(options), keeps=False)
 
