@@ -108,7 +108,7 @@ class Trained:
         import xds
 
         torch.manual_seed(1)
-        model = GPT(Shape(task.width, task.layers, heads=task.width // 64), task.tokens)
+        model = GPT(Shape(task.width, task.layers, heads=task.width // 64, context=task.tokens))
         self.numel = sum(p.numel() for p in model.parameters())
         self.formula = _formula(model, task)
         self.engine = xds.initialize(model, config_of(task, communication))
