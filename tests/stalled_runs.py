@@ -64,8 +64,8 @@ def stop_a_rank(stage: int, folder: str) -> dict[str, Any]:
     def steps() -> None:
         for step in range(4):
             if engine.global_rank == 1 and step == 2:
-                if os.fork() == 0:  # it wakes us when rank 0 has spoken
-                    while not Path(folder, "said").exists():
+                if os.fork() == 0:  # it wakes us when all others have spoken
+                    while len(list(Path(folder).glob("said.*"))) < engine.world_size - 1:
                         time.sleep(0.05)
                     os.kill(os.getppid(), signal.SIGCONT)
                     os._exit(0)
@@ -73,7 +73,7 @@ def stop_a_rank(stage: int, folder: str) -> dict[str, Any]:
             one_step(engine, step)
 
     found = outcome_of(steps)
-    Path(folder, "said").touch()
+    Path(folder, f"said.{engine.global_rank}").touch()
     return found
 
 

@@ -55,7 +55,7 @@ def test_two_levels_on_six_ranks(hosts: tuple[int, ...]) -> None:
 def gathered(hosts: tuple[int, ...]) -> Any:
     values, across = [], []
     for more in ({}, TWO_LEVELS):
-        config = config_of(3, 6, **more)
+        config = config_of(3, 6, **more) | {"communication": {"hierarchical": False}}
         with on_hosts(*hosts):
             engine = xds.initialize(build("plain"), config)
         for group in engine._parts.opened:
