@@ -145,7 +145,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     group = _group(device, given)
     config = config.resolve(group.size())
     log_notes(config, group.rank())
-    collectives, mesh = _meet(config, group, device)
+    collectives, mesh = _open_groups(config, group, device)
     if not is_part(model):
         check_same_model(model, config.zero_optimization, collectives)
     check_sequences(model, config)
@@ -223,7 +223,7 @@ def _group(device: torch.device, given: _Given) -> dist.ProcessGroup:
     return given.group or world
 
 
-def _meet(
+def _open_groups(
     config: Config, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Collectives, MeshGroups]:
     """The collectives of all ranks, and those of the mesh."""

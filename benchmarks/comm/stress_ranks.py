@@ -324,7 +324,7 @@ def _take_part(
     collectives = open_collectives(dist.group.WORLD, torch.device("cpu"))
     if not isinstance(collectives, SharedMemory):
         raise Wrong("no shared memory")
-    collectives._line._timeout_seconds = timeout_seconds
+    collectives._memory._timeout_seconds = timeout_seconds
     noticed: list[float] = []
     explain = collectives._watch.failed
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...ops.comm.hosts import host_numbers
-from ...ops.comm.memory.meeting import meet
+from ...ops.comm.memory.peers import connect
 from ...ops.comm.opening import DEFAULT, open_collectives
 from .cases import RankContext
 
@@ -53,7 +53,7 @@ def open_sharing(context: RankContext) -> Sharing:
     backend = str(dist.get_backend(context.group))
     if where.device.type != "cpu" or backend != "gloo":
         return Sharing(0, f"{backend} carries the messages")
-    found, why_not = meet(
+    found, why_not = connect(
         where.rank, where.world_size, lambda mine, what: where.gather_small(mine, what=what)
     )
     if found is None:

@@ -103,6 +103,11 @@ class Collectives(ABC):
         self._watch, self.message_log = before._watch, before.message_log
 
     @property
+    def watch(self) -> Watch:
+        """What this rank has started, and the messages about failures."""
+        return self._watch
+
+    @property
     def members(self) -> Sequence[int]:
         """The ranks of the group, among all ranks of the job."""
         return self._ranks
@@ -168,10 +173,6 @@ class Collectives(ABC):
             yield mark
             if mark.timed is not None:
                 mark.timed.end()
-
-    def failed(self, mark: Mark, error: RuntimeError, peer: int | None) -> Exception:
-        """The error for `error` in the collective of `mark`. peer: its rank in this group, if known."""
-        return self._watch.failed(mark, error, None if peer is None else self._ranks[peer])
 
     def start_watching(self, section: WatchConfig, timeout_seconds: float) -> None:
         """Let the process's watcher serve this rank until `stop_watching`, where the group has a store.

@@ -27,13 +27,13 @@ from torch import Tensor
 from ..flat import sum_in_order
 from ..watch import Mark
 from .collectives import CONTROL_BUFFER, Collectives, PartOf
-from .handles import Handle, InFlight
+from .handles import Handle
 from .in_order import InOrder, Job
 from .memory import operations
-from .memory.meeting import Neighbours
-from .memory.operations import InMemory, Line, Messages
-from .pairwise import Pairwise
-from .point_to_point import Works, dropped_of, post
+from .memory.operations import Clock, GroupOperations, InMemory, Messages
+from .memory.peers import Neighbours
+from .pairwise_in_memory import PairwiseInMemory
+from .point_to_point import Lost, Works, dropped_of, post, transfer
 from .pool import BufferPool
 
 _jobs = InOrder("xds-machines")
@@ -41,7 +41,7 @@ _SHARED = 1 << 40  # of a key: the second messages inside, of an all_gather
 
 
 @final
-class Machines(Pairwise):
+class Machines(PairwiseInMemory):
     """Collectives of a group on several machines, with several ranks on at least one of them."""
 
     def __init__(
@@ -56,8 +56,7 @@ class Machines(Pairwise):
         is_hierarchical: bool = True,
     ) -> None:
         """is_hierarchical: False adds in rank order, and sends a shard to each rank of another machine."""
-        super().__init__(group, device, part_of, successor_of)
-        self.neighbours = neighbours
+        super().__init__(group, device, neighbours, timeout_seconds, part_of, successor_of)
         self.is_hierarchical = is_hierarchical
         hosts = neighbours.hosts
         self._is_far = self._is_across = [host != hosts[self.rank] for host in hosts]
@@ -69,14 +68,7 @@ class Machines(Pairwise):
         self._own = next(ranks for ranks in self._machines if self.rank in ranks)
         self._place = {rank: at for ranks in self._machines for at, rank in enumerate(ranks)}
         self._beside = {rank: len(ranks) for ranks in self._machines for rank in ranks}
-        self._line = Line(neighbours, self._watch, self._ranks, timeout_seconds)
-        self._dropped = dropped_of(group)
         self._arrived = BufferPool(lambda numel, dtype, _: self.empty(numel, dtype))
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        if device is not None and device.type != "cpu":
-            return super().empty(numel, dtype, device)
-        return self.neighbours.segment.empty(numel, dtype)
 
     @property
     def scratch_bytes(self) -> int:
@@ -94,9 +86,8 @@ class Machines(Pairwise):
     ) -> Handle:
         receives_near, receives_far = self._by_place(receives)
         sends_near, sends_far = self._by_place(sends)
-        inside = self._line.transfer(mark, tag, receives_near, sends_near)
-        works = post(self, mark, tag, receives_far, sends_far)
-        return _Both(inside, InFlight(self._watch, mark, works, finish, self._dropped))
+        inside = self._memory.transfer(mark, tag, receives_near, sends_near)
+        return _Both(inside, transfer(self, mark, tag, receives_far, sends_far, finish))
 
     def _by_place(self, messages: Messages) -> tuple[Messages, Messages]:
         """Those with ranks of this machine, and those with other ones."""
@@ -104,9 +95,6 @@ class Machines(Pairwise):
             [message for message in messages if not self._is_far[message[0]]],
             [message for message in messages if self._is_far[message[0]]],
         )
-
-    def _exchange(self, mark: Mark, tag: int, receives: Messages, sends: Messages) -> None:
-        self._transfer(mark, tag, receives, sends).wait()
 
     # -- two levels -------------------------------------------------------------------------------------
 
@@ -137,12 +125,12 @@ class Machines(Pairwise):
             if ranks is not self._own:
                 found[ranks[0]] = self._scratch.take(out.numel(), flat.dtype, flat.device)
                 receives += [(rank, self._part(found[ranks[0]], rank)) for rank in ranks]
-        inside = self._line.sum(mark, tag, flat, parts)
+        inside = self._memory.sum(mark, tag, flat, parts)
 
         def exchange(works: Works) -> None:
-            self._post(works, tag, receives, [])
+            post(self, works, tag, _filled(receives), [])
             _settle(inside)
-            self._post(works, tag, [], sends)
+            post(self, works, tag, [], _filled(sends))
 
         def finish() -> None:
             sum_in_order(out, [found[rank] for rank in sorted(found)], add=add)
@@ -157,7 +145,7 @@ class Machines(Pairwise):
         self._count_links(kind, flat, (len(self._machines) - 1) * shard.numel())
         if self.shard_of(flat).data_ptr() != shard.data_ptr():
             self.shard_of(flat).copy_(shard)
-        inside = self._line.all_gather(mark, tag, flat, shard)
+        inside = self._memory.all_gather(mark, tag, flat, shard)
         targets = {rank: self._part(self.shard_of(flat, rank), self.rank) for rank in self._across}
         whole = sum(part.numel() for part in targets.values())
         received = self._arrived.take(whole, flat.dtype, flat.device)
@@ -169,7 +157,7 @@ class Machines(Pairwise):
 
         @torch.no_grad()
         def exchange(works: Works) -> None:
-            self._post(works, tag, receives, sends)
+            post(self, works, tag, _filled(receives), _filled(sends))
             _await(works, len(_filled(receives)))
             for (_, source), target in zip(receives, targets.values(), strict=True):
                 target.copy_(source)
@@ -199,20 +187,10 @@ class Machines(Pairwise):
                 exchange(works)
                 _await(works)
             except BaseException:
-                self._dropped.append(works)  # their memory may still be written
+                dropped_of(self.group).append(works)  # their memory may still be written
                 raise
 
-        return _Chained(self._line, mark, _jobs.add((id(self), tag), run), finish)
-
-    def _post(self, works: Works, tag: int, receives: Messages, sends: Messages) -> None:
-        """Start messages that gloo carries, in a thread."""
-        assert self.group is not None
-        for starts, messages in ((self.group.recv, receives), (self.group.send, sends)):
-            for peer, tensor in _filled(messages):
-                try:
-                    works.append((self._ranks[peer], starts([tensor], peer, tag)))
-                except RuntimeError as error:
-                    raise _Lost(str(error), self._ranks[peer]) from error
+        return _Chained(self._memory, mark, _jobs.add((id(self), tag), run), finish)
 
     def start_gather_small(
         self, values: Tensor, buffer: int = CONTROL_BUFFER, what: str = ""
@@ -233,7 +211,7 @@ class Machines(Pairwise):
                 rows.append((at_bytes, part.nbytes, part.data_ptr()))
                 at_bytes += part.nbytes
             copies += [(peer, at_bytes, *row) for row in rows if peer != self.rank]
-        return self._line.gather_parts(mark, tag + _SHARED, received, copies, flat)
+        return self._memory.gather_parts(mark, tag + _SHARED, received, copies, flat)
 
     # -- bytes ------------------------------------------------------------------------------------------
 
@@ -263,8 +241,10 @@ class _Both(Handle):
 class _Chained(Handle):
     """A job to wait for, and a function to call after it."""
 
-    def __init__(self, line: Line, mark: Mark, job: Job, finish: Callable[[], None]) -> None:
-        self._line = line
+    def __init__(
+        self, memory: GroupOperations, mark: Mark, job: Job, finish: Callable[[], None]
+    ) -> None:
+        self._memory = memory
         self._mark = mark
         self._job: Job | None = job
         self._finish = finish
@@ -273,35 +253,26 @@ class _Chained(Handle):
         job, self._job = self._job, None
         if job is None:
             return
-        watch, mark = self._line.watch, self._mark
+        watch, mark = self._memory.watch, self._mark
         if mark.timed is not None:
             mark.timed.begin_wait()
-        begin_seconds = watch.begin_wait(mark)
+        begin_seconds, clock = watch.begin_wait(mark), Clock()
         while not job.wait(0.2):
-            if self._line.is_over(begin_seconds):
-                raise self._line.failed(mark, "Timed out waiting for other machines", None)
+            if self._memory.is_out_of_time(clock):
+                raise self._memory.failed(mark, "Timed out waiting for other machines", None)
         if job.error is not None:
             reason = str(job.error)
-            raise self._line.failed(mark, reason, getattr(job.error, "rank", None)) from job.error
+            raise self._memory.failed(mark, reason, getattr(job.error, "rank", None)) from job.error
         watch.end_wait(mark, begin_seconds)
         self._finish()
         if mark.timed is not None:
             mark.timed.end()
 
 
-@final
-class _Lost(RuntimeError):
-    """A rank does not take part. rank: which, among all ranks, if it is known."""
-
-    def __init__(self, reason: str, rank: int | None) -> None:
-        super().__init__(reason)
-        self.rank = rank
-
-
 def _settle(inside: InMemory) -> None:
     failure = inside.settle()
     if failure is not None:
-        raise _Lost(*failure)
+        raise Lost(*failure)
 
 
 def _await(works: Works, count: int | None = None) -> None:
@@ -311,7 +282,7 @@ def _await(works: Works, count: int | None = None) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            raise _Lost(str(error), peer) from error
+            raise Lost(str(error), peer) from error
         del works[0]
 
 

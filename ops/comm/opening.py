@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .collectives import Collectives, PartOf, timeout_of
 from .config import Communication
 from .machines import Machines
-from .memory.meeting import meet
+from .memory.peers import connect
 from .native import Native
 from .point_to_point import PeerToPeer
 from .shared_memory import SharedMemory
@@ -56,7 +56,7 @@ def _on_host(
     plain = PeerToPeer(group, device, part_of)
     if not section.shared_memory:
         return plain
-    found, why = meet(
+    found, why = connect(
         plain.rank, plain.world_size, lambda mine, what: plain.gather_small(mine, what=what)
     )
     if found is None:

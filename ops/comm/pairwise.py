@@ -80,9 +80,9 @@ class Pairwise(Collectives):
         finish: called once in the handle's wait, with all that is received.
         """
 
-    @abstractmethod
     def _exchange(self, mark: Mark, tag: int, receives: Messages, sends: Messages) -> None:
         """As `_transfer` and a wait."""
+        self._transfer(mark, tag, receives, sends).wait()
 
     def all_gather(self, flat: Tensor, shard: Tensor, *, buffer: int, kind: str) -> Handle:
         mark = self._record("all_gather", kind, buffer, tensor=shard)

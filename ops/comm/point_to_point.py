@@ -9,11 +9,9 @@ from collections.abc import Callable
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from ..watch import Mark
-from .collectives import PartOf
 from .handles import Handle, InFlight
 from .light_thread import light_thread
 from .memory.operations import Messages
@@ -27,35 +25,52 @@ _dropped: WeakKeyDictionary[dist.ProcessGroup, list[Any]] = WeakKeyDictionary()
 Works = list[tuple[int | None, Any]]  # each with its peer, among all ranks
 
 
-def dropped_of(group: dist.ProcessGroup) -> list[Any]:
+def dropped_of(group: dist.ProcessGroup | None) -> list[Any]:
     """Takes works, and their memory, that nobody waits for."""
+    assert group is not None
     return _dropped.setdefault(group, [])
 
 
-def post(of: Pairwise, mark: Mark, tag: int, receives: Messages, sends: Messages) -> Works:
-    """Start messages of the group `of` that gloo carries."""
+@final
+class Lost(RuntimeError):
+    """A rank does not take part. rank: which, among all ranks, if it is known."""
+
+    def __init__(self, reason: str, rank: int | None) -> None:
+        super().__init__(reason)
+        self.rank = rank
+
+
+def post(of: Pairwise, works: Works, tag: int, receives: Messages, sends: Messages) -> None:
+    """Start messages of the group `of` that gloo carries, and add them to `works`. Raises Lost."""
     assert of.group is not None
+    for start, messages in ((of.group.recv, receives), (of.group.send, sends)):
+        for peer, tensor in messages:
+            try:
+                works.append((of.members[peer], start([tensor], peer, tag)))
+            except RuntimeError as error:
+                raise Lost(str(error), of.members[peer]) from error
+
+
+def transfer(
+    of: Pairwise,
+    mark: Mark,
+    tag: int,
+    receives: Messages,
+    sends: Messages,
+    finish: Callable[[], None] | None,
+) -> Handle:
+    """As `Pairwise._transfer`, with messages that gloo carries."""
     works: Works = []
-    peer = None
     try:
-        for peer, tensor in receives:
-            works.append((of.members[peer], of.group.recv([tensor], peer, tag)))
-        for peer, tensor in sends:
-            works.append((of.members[peer], of.group.send([tensor], peer, tag)))
-    except RuntimeError as error:
-        raise of.failed(mark, error, peer) from error
-    return works
+        post(of, works, tag, receives, sends)
+    except Lost as error:
+        raise of.watch.failed(mark, error, error.rank) from error
+    return InFlight(of.watch, mark, works, finish, dropped_of(of.group))
 
 
 @final
 class PeerToPeer(Pairwise):
     """Collectives made of messages between all pairs of ranks, for gloo."""
-
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, part_of: PartOf | None = None
-    ) -> None:
-        super().__init__(group, device, part_of)
-        self._dropped = dropped_of(group)
 
     def _transfer(
         self,
@@ -65,8 +80,7 @@ class PeerToPeer(Pairwise):
         sends: Messages,
         finish: Callable[[], None] | None = None,
     ) -> Handle:
-        works = post(self, mark, tag, receives, sends)
-        return InFlight(self._watch, mark, works, finish, self._dropped)
+        return transfer(self, mark, tag, receives, sends, finish)
 
     def _exchange(self, mark: Mark, tag: int, receives: Messages, sends: Messages) -> None:
         """The caller sleeps once."""

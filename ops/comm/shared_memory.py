@@ -14,41 +14,21 @@ from functools import partial
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..watch import Mark
-from .collectives import CONTROL_BUFFER, Collectives, PartOf
+from .collectives import CONTROL_BUFFER
 from .handles import Handle
 from .memory import operations
-from .memory.meeting import Neighbours
-from .memory.operations import Line, Messages
-from .pairwise import Pairwise
+from .memory.operations import Messages
+from .pairwise_in_memory import PairwiseInMemory
 
 WHOLE_BYTES = 1 << 16  # up to it, every rank adds all elements instead of its part of them
 
 
 @final
-class SharedMemory(Pairwise):
+class SharedMemory(PairwiseInMemory):
     """Collectives of ranks that have mapped each other's memory."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        neighbours: Neighbours,
-        timeout_seconds: float,
-        part_of: PartOf | None = None,
-        successor_of: Collectives | None = None,
-    ) -> None:
-        super().__init__(group, device, part_of, successor_of)
-        self.neighbours = neighbours
-        self._line = Line(neighbours, self._watch, self._ranks, timeout_seconds)
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        if device is not None and device.type != "cpu":
-            return super().empty(numel, dtype, device)
-        return self.neighbours.segment.empty(numel, dtype)
 
     def _transfer(
         self,
@@ -58,10 +38,7 @@ class SharedMemory(Pairwise):
         sends: Messages,
         finish: Callable[[], None] | None = None,
     ) -> Handle:
-        return self._line.transfer(mark, tag, receives, sends, finish)
-
-    def _exchange(self, mark: Mark, tag: int, receives: Messages, sends: Messages) -> None:
-        self._transfer(mark, tag, receives, sends).wait()
+        return self._memory.transfer(mark, tag, receives, sends, finish)
 
     def _all_gather(self, mark: Mark, flat: Tensor, shard: Tensor, tag: int, kind: str) -> Handle:
         self._count(kind, shard)
@@ -70,7 +47,7 @@ class SharedMemory(Pairwise):
             self.shard_of(flat).copy_(shard)
         if not size_bytes:
             return operations.DONE
-        return self._line.all_gather(mark, tag, flat, shard)
+        return self._memory.all_gather(mark, tag, flat, shard)
 
     def _reduce_scatter(
         self, mark: Mark, flat: Tensor, out: Tensor, add: bool, tag: int, kind: str
@@ -78,7 +55,7 @@ class SharedMemory(Pairwise):
         if not operations.can_sum(flat.dtype, out.dtype):
             return super()._reduce_scatter(mark, flat, out, add, tag, kind)
         self._count(kind, self.shard_of(flat))
-        return self._line.sum(mark, tag, flat, [(self.rank * out.numel(), out)], add=add)
+        return self._memory.sum(mark, tag, flat, [(self.rank * out.numel(), out)], add=add)
 
     def _adds_whole(self, flat: Tensor) -> bool:
         return _is_small(flat) or super()._adds_whole(flat)
@@ -89,7 +66,7 @@ class SharedMemory(Pairwise):
     def _sum_whole(self, mark: Mark, flat: Tensor, tag: int) -> Handle:
         if not operations.can_sum(flat.dtype, flat.dtype):
             return super()._sum_whole(mark, flat, tag)
-        return self._line.sum(mark, tag, flat, [(0, flat)], copies=True)
+        return self._memory.sum(mark, tag, flat, [(0, flat)], copies=True)
 
     def _reduce_parts(self, mark: Mark, flat: Tensor, tag: int) -> Handle:
         if not operations.can_sum(flat.dtype, flat.dtype):
@@ -98,7 +75,7 @@ class SharedMemory(Pairwise):
         begins = sum(part.numel() for part in of[: self.rank])
         finish = partial(self._send_sums, mark, tag, of)
         parts = [(begins, of[self.rank])]
-        return self._line.sum(mark, tag, flat, parts, copies=True, finish=finish)
+        return self._memory.sum(mark, tag, flat, parts, copies=True, finish=finish)
 
     def sum(self, tensor: Tensor, *, what: str, kind: str) -> None:
         self.all_reduce(tensor, what=what, kind=kind).wait()
@@ -109,14 +86,17 @@ class SharedMemory(Pairwise):
         mark = self._record("broadcast", "broadcast", CONTROL_BUFFER, what, tensor)
         is_source = self.rank == source
         self._count("broadcast", tensor if is_source else tensor.new_empty(0))
-        sends = [(peer, tensor) for peer in self._peers if is_source and tensor.numel()]
-        receives = [(source, tensor)] if not is_source and tensor.numel() else []
-        self._transfer(mark, self._small_tag(CONTROL_BUFFER, tensor), receives, sends).wait()
+        whole = tensor.contiguous()
+        sends = [(peer, whole) for peer in self._peers if is_source and tensor.numel()]
+        receives = [(source, whole)] if not is_source and tensor.numel() else []
+        self._exchange(mark, self._small_tag(CONTROL_BUFFER, whole), receives, sends)
+        if whole is not tensor and not is_source:
+            tensor.copy_(whole)
 
     def barrier(self) -> None:
         mark = self._record("barrier", "barrier", CONTROL_BUFFER, "all ranks")
         own = torch.zeros(self.world_size, dtype=torch.uint8)
-        self._line.all_gather(mark, self._tag(CONTROL_BUFFER), own, self.shard_of(own)).wait()
+        self._memory.all_gather(mark, self._tag(CONTROL_BUFFER), own, self.shard_of(own)).wait()
 
 
 def _is_small(flat: Tensor) -> bool:

@@ -177,7 +177,7 @@ def ways_on_a_rank(opens):
     """What each way of a row allocates from, and what is said, where segments can be opened or not."""
     import torch.distributed as dist
 
-    from xds.ops.comm.memory import meeting
+    from xds.ops.comm.memory import peers
     from xds.ops.comm.memory.segment import NoSegment, segment
 
     def none():
@@ -185,13 +185,13 @@ def ways_on_a_rank(opens):
 
     own, device = segment(), torch.device("cpu")
     if not opens:
-        meeting.segment = none
+        peers.segment = none
     try:
         collectives = open_collectives(dist.group.WORLD, device)
         context = RankContext(collectives, dist.group.WORLD, torch.float32)
         sharing = open_sharing(context)
     finally:
-        meeting.segment = segment
+        peers.segment = segment
     context_of = contexts_of(context, sharing)
     first, last = own._data, own._data + own.size_bytes
     is_shared = [first <= context_of(by).empty(1 << 16).data_ptr() < last for by in BY]

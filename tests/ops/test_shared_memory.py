@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -60,6 +61,18 @@ def sums_that_differ(is_near: bool) -> list[str]:
     return bad
 
 
+def sums_of_every_instruction_set() -> list[str]:
+    bad = []
+    for name in ("baseline", "avx2", "avx512"):  # the widest one, where the processor lacks it
+        with mock.patch.dict(os.environ, XDS_CPU_ISA=name):
+            bad += sums_that_differ(True)
+    return bad
+
+
+def test_every_instruction_set_has_the_same_bits() -> None:
+    assert warm(2).run(sums_of_every_instruction_set) == [[]] * 2
+
+
 @pytest.mark.parametrize("is_near", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 def test_sums_have_the_bits_of_messages(world: int, is_near: bool) -> None:
@@ -101,6 +114,32 @@ def test_copies_have_the_values_of_messages(is_near: bool) -> None:
     assert warm(3).run(copies_that_differ, is_near) == [[]] * 3
 
 
+def of_odd_layout() -> list[bool]:
+    """Broadcasts of strided, expanded, 0-dim and empty tensors; a strided message is refused."""
+    shared, _ = both()
+    want = [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(8.0)[::2],
+        torch.arange(16.0).view(1, 2, 2, 4).to(memory_format=torch.channels_last),
+        torch.tensor(3.0),
+        torch.empty(0),
+    ]
+    equal = []
+    for value in want:
+        found = torch.zeros(20).as_strided(value.shape, value.stride())
+        shared.broadcast(found.copy_(value) if shared.rank == 0 else found)
+        equal.append(found.equal(value))
+    shared.broadcast(torch.ones(1).expand(4))
+    with pytest.raises(ValueError, match=r"strides \(2,\) cannot be sent"):
+        shared.send(torch.ones(8)[::2], 1 - shared.rank, number=0, what="a message", kind="send")
+    shared.barrier()
+    return equal
+
+
+def test_tensors_of_odd_layout_arrive_or_are_refused() -> None:
+    assert warm(2).run(of_odd_layout) == [[True] * 5] * 2
+
+
 def crossing_in_place() -> list[bool]:
     """Large shards that peers read in place, waited for in opposite orders."""
     shared, _ = both()
@@ -139,13 +178,10 @@ def test_memory_is_freed_with_the_last_view() -> None:
     assert warm(2).run(freed_memory) == [(True, True)] * 2
 
 
-def _kernel() -> Any:
-    return open_plain("memory")
-
-
 def test_the_library_is_plain_functions() -> None:
-    assert isinstance(_kernel(), ctypes.CDLL)
-    assert _kernel().xds_control_bytes() % 4096 == 0
+    library = open_plain("memory")
+    assert isinstance(library, ctypes.CDLL)
+    assert library.xds_control_bytes() % 4096 == 0
 
 
 def bytes_counted() -> tuple[dict[str, int], dict[str, int]]:

@@ -30,7 +30,7 @@ MAX_ENTRIES = 1024  # as in segment.h
 def opened(timeout_seconds: float = 60.0) -> SharedMemory:
     found = open_collectives(dist.group.WORLD, CPU)
     assert isinstance(found, SharedMemory)
-    found._line._timeout_seconds = timeout_seconds
+    found._memory._timeout_seconds = timeout_seconds
     return found
 
 

@@ -24,14 +24,12 @@ from ...watch import Mark, Watch
 from ..handles import Done, Handle
 from .library import DONE as IS_DONE
 from .library import ENDED, LEFT, NO_MEMORY, PENDING, SIZE_DIFFERS
-from .meeting import Neighbours
+from .peers import Neighbours
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # as in sums.h
 SLICE_NS = 200_000_000  # the longest time without a look at signals
-SPIN_NS, YIELD_NS = (
-    100_000,
-    20_000,
-)  # before a process sleeps: with a core for every thread, and without
+SPIN_NS = 100_000  # before a process sleeps
+YIELD_NS = 20_000  # the same with fewer cores than threads
 MOST_SECONDS = 1.0  # of a wait between two looks at the clock: in the rest this process was stopped
 DONE = Done()
 
@@ -45,7 +43,7 @@ def can_sum(part: torch.dtype, out: torch.dtype) -> bool:
 
 
 @final
-class Line:
+class GroupOperations:
     """The operations of one group on this rank."""
 
     def __init__(
@@ -118,15 +116,13 @@ class Line:
         finish: Callable[[], None] | None = None,
     ) -> InMemory:
         """Messages to and from single ranks, of contiguous tensors."""
-        tables = [
-            _table([(peer, t.data_ptr(), t.nbytes) for peer, t in m]) for m in (sends, receives)
-        ]
+        tables = [_table([(peer, _place(t), t.nbytes) for peer, t in m]) for m in (sends, receives)]
         arguments = (key, len(sends), tables[0], len(receives), tables[1])
         return self.start(mark, self.native.transfer, arguments, (receives, sends), finish)
 
     def all_gather(self, mark: Mark, key: int, flat: Tensor, shard: Tensor) -> InMemory:
         """Each rank's `shard` becomes its part of the others' `flat`; see `Collectives.all_gather`."""
-        arguments = (key, shard.data_ptr(), flat.data_ptr(), shard.nbytes)
+        arguments = (key, _place(shard), _place(flat), shard.nbytes)
         return self.start(mark, self.native.all_gather, arguments, (flat, shard))
 
     def gather_parts(
@@ -137,7 +133,7 @@ class Line:
         copies: of each the peer, the bytes that it posts, where the part begins, its bytes, and an address. In
             the order of peers, and some of each peer.
         """
-        arguments = (key, posted.data_ptr(), posted.nbytes, len(copies), _table(copies))
+        arguments = (key, _place(posted), posted.nbytes, len(copies), _table(copies))
         return self.start(mark, self.native.gather_parts, arguments, (posted, kept))
 
     def sum(
@@ -155,9 +151,9 @@ class Line:
 
         copies: `flat` may be written at once.
         """
-        table = _table([(begins, out.numel(), out.data_ptr()) for begins, out in parts])
+        table = _table([(begins, out.numel(), _place(out)) for begins, out in parts])
         kinds = KINDS[flat.dtype], KINDS[parts[0][1].dtype]
-        arguments = (key, flat.data_ptr(), flat.numel(), *kinds, add, copies, len(parts), table)
+        arguments = (key, _place(flat), flat.numel(), *kinds, add, copies, len(parts), table)
         return self.start(mark, self.native.sum, arguments, (flat, parts), finish)
 
     def _retry(self, mark: Mark, function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
@@ -173,10 +169,6 @@ class Line:
                 raise self.failed(mark, f"Timed out: rank {rank} reads no messages", rank)
         self.watch.end_wait(mark, begin_seconds)
         return int(operation)
-
-    def is_over(self, begin_seconds: float) -> bool:
-        """A wait since then has lasted for the timeout."""
-        return time.monotonic() - begin_seconds > self._timeout_seconds
 
     def explain(self, status: int, operation: int) -> tuple[str, int | None]:
         """Why an operation failed, and the rank, among all ranks, that it is about."""
@@ -220,10 +212,9 @@ class Clock:
 
 
 # Operations whose handles were dropped before they were done, with their memory
-_dropped: list[tuple[Line, int, Any]] = []
-_interrupted: list[
-    Any
-] = []  # memory of operations that have no handle, because a signal came in between
+_dropped: list[tuple[GroupOperations, int, Any]] = []
+# Memory of operations that have no handle, because a signal came in between
+_interrupted: list[Any] = []
 _forgetting = threading.Lock()
 
 
@@ -232,10 +223,10 @@ def _forget_dropped() -> None:
         return
     try:
         for at in range(len(_dropped) - 1, -1, -1):  # others are only added at the end
-            line, operation, _ = _dropped[at]
-            if line.native.status(operation) != PENDING:
+            of, operation, _ = _dropped[at]
+            if of.native.status(operation) != PENDING:
                 del _dropped[at]
-                line.native.quick.end(operation)
+                of.native.quick.end(operation)
     finally:
         _forgetting.release()
 
@@ -264,25 +255,25 @@ class InMemory(Handle):
 
     def __init__(
         self,
-        line: Line,
+        of: GroupOperations,
         mark: Mark,
         operation: int,
         kept: tuple[Any, ...],
         finish: Callable[[], None] | None,
     ) -> None:
-        self._line = line
+        self._of = of
         self._mark = mark
         self._operation = operation
         self._kept = kept
         self._finish = finish
 
     def __del__(self) -> None:
-        if not self._operation or _dropped is None or not self._line.is_own:
+        if not self._operation or _dropped is None or not self._of.is_own:
             return
-        if self._line.has_failed:
-            self._line.native.quick.end(self._operation)
+        if self._of.has_failed:
+            self._of.native.quick.end(self._operation)
         else:
-            _dropped.append((self._line, self._operation, self._kept))
+            _dropped.append((self._of, self._operation, self._kept))
 
     def wait(self) -> None:
         operation = self._operation
@@ -295,31 +286,41 @@ class InMemory(Handle):
             self._mark.timed.end()
 
     def _complete(self, operation: int) -> None:
-        line, mark = self._line, self._mark
+        of, mark = self._of, self._mark
         if mark.timed is not None:
             mark.timed.begin_wait()
-        begin_seconds = line.watch.begin_wait(mark)
+        begin_seconds = of.watch.begin_wait(mark)
         failure = self.settle()
         if failure is not None:
-            raise line.failed(mark, *failure)
-        line.watch.end_wait(mark, begin_seconds)
+            raise of.failed(mark, *failure)
+        of.watch.end_wait(mark, begin_seconds)
 
     def settle(self) -> tuple[str, int | None] | None:
         """Wait, in any thread. Returns why it failed, and the rank that this is about; None: it is done."""
-        line, operation = self._line, self._operation
+        of, operation = self._of, self._operation
         if not operation:
             return None
-        line.check_owner()
-        status = line.native.wait(operation, SLICE_NS, line.spin_ns, line.yields)
+        of.check_owner()
+        status = of.native.wait(operation, SLICE_NS, of.spin_ns, of.yields)
         if status == PENDING:
             clock = Clock()
-            while status == PENDING and not line.is_out_of_time(clock):
-                status = line.native.wait(operation, SLICE_NS, line.spin_ns, line.yields)
-        failure = None if status == IS_DONE else line.explain(status, operation)
+            while status == PENDING and not of.is_out_of_time(clock):
+                status = of.native.wait(operation, SLICE_NS, of.spin_ns, of.yields)
+        failure = None if status == IS_DONE else of.explain(status, operation)
         self._operation = 0
-        line.native.quick.end(operation)
+        of.native.quick.end(operation)
         self._kept = ()
         return failure
+
+
+def _place(tensor: Tensor) -> int:
+    """Its address. Raises ValueError: its elements are not one range of memory."""
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot be sent: "
+            "call contiguous() first"
+        )
+    return tensor.data_ptr()
 
 
 def _table(rows: Sequence[Sequence[int]]) -> Any:
@@ -327,4 +328,4 @@ def _table(rows: Sequence[Sequence[int]]) -> Any:
     return (c_int64 * len(flat))(*flat)
 
 
-__all__ = ["DONE", "KINDS", "InMemory", "Line", "can_sum"]
+__all__ = ["DONE", "KINDS", "Clock", "GroupOperations", "InMemory", "can_sum"]

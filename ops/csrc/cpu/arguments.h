@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "isa.h"
 #include "kernels.h"
 
 namespace xds {
@@ -18,29 +19,13 @@ namespace xds {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-enum class Isa { baseline, avx2, avx512 };
-
-#if defined(__x86_64__)
-inline bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-inline bool has_avx2() { return __builtin_cpu_supports("avx2"); }
-#else
-inline bool has_avx512() { return false; }
-inline bool has_avx2() { return false; }
-#endif
-
+// As `selected`, where XDS_CPU_ISA names an instruction set that this processor runs.
 inline Isa isa() {
-  static const Isa widest = has_avx512() ? Isa::avx512 : has_avx2() ? Isa::avx2 : Isa::baseline;
-  const char* asked = std::getenv("XDS_CPU_ISA");
-  if (asked == nullptr || *asked == '\0') return widest;
-  const std::string name = asked;
-  if (name == "avx512" && has_avx512()) return Isa::avx512;
-  if (name == "avx2" && has_avx2()) return Isa::avx2;
-  STD_TORCH_CHECK(name == "baseline", "XDS_CPU_ISA = \"", asked,
+  bool is_known = true;
+  const Isa found = selected(&is_known);
+  STD_TORCH_CHECK(is_known, "XDS_CPU_ISA = \"", std::getenv("XDS_CPU_ISA"),
                   "\": this processor runs baseline and, if it has them, avx2 and avx512; unset it");
-  return Isa::baseline;
+  return found;
 }
 
 // The kernels of that instruction set, of a kind that every instruction set has.

@@ -14,21 +14,21 @@
 #include <immintrin.h>
 #endif
 
+#include "../cpu/isa.h"
 #include "split.h"
 
 namespace xds {
 namespace {
 
-#if defined(__x86_64__)
 const Sums& sums() {
-  static const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  static const bool middle = __builtin_cpu_supports("avx2");
-  return wide ? avx512::sums : middle ? avx2::sums : baseline::sums;
-}
+#if defined(__x86_64__)
+  bool is_known;
+  const Isa isa = selected(&is_known);
+  return isa == Isa::avx512 ? avx512::sums : isa == Isa::avx2 ? avx2::sums : baseline::sums;
 #else
-const Sums& sums() { return baseline::sums; }
+  return baseline::sums;
 #endif
+}
 
 // The caller's treatment of denormals, also in the helper thread.
 class SameArithmetic {
@@ -234,7 +234,7 @@ bool has_left(const Peer& peer, uint64_t group) {
 }
 
 // Rank `rank` will not read any more.
-void forgive(int rank, const std::vector<Posted>& own) {
+void clear_unread(int rank, const std::vector<Posted>& own) {
   for (const Posted& posted : own) posted.entry->unread_by[rank / 64].fetch_and(~bit_of(rank));
 }
 
@@ -347,7 +347,7 @@ Status status_of(Process& process, Operation& operation) {
     found[rank] = Status::pending;
     if (peer == nullptr) continue;
     found[rank] = has_ended(*peer) ? Status::ended : has_left(*peer, group.id) ? Status::left : Status::pending;
-    if (found[rank] == Status::ended) forgive(rank, operation.own);
+    if (found[rank] == Status::ended) clear_unread(rank, operation.own);
   }
   progress(process, true);  // a peer may have posted between the last look and its end
   if (operation.status != Status::pending) return operation.status;
@@ -404,7 +404,7 @@ void sweep(Process& process) {
     for (int rank = 0; rank < posted.group->size; ++rank) {
       if ((posted.entry->unread_by[rank / 64].load() & bit_of(rank)) == 0) continue;
       const Peer& peer = *posted.group->peers[static_cast<size_t>(rank)];
-      if (has_left(peer, posted.group->id) || has_ended(peer)) forgive(rank, {posted});
+      if (has_left(peer, posted.group->id) || has_ended(peer)) clear_unread(rank, {posted});
     }
   }
   withdraw_read(process, process.unread);

@@ -47,7 +47,7 @@ class Neighbours:
         weakref.finalize(self, _close, found, handle).atexit = False
 
 
-def meet(rank: int, size: int, gather: Gather) -> tuple[Neighbours | None, str]:
+def connect(rank: int, size: int, gather: Gather) -> tuple[Neighbours | None, str]:
     """For all ranks of a group: whom this one shares memory with. Where any rank fails, all get None.
 
     Returns: the neighbours; and why there are none, on the one rank that is to tell it.
@@ -60,7 +60,7 @@ def meet(rank: int, size: int, gather: Gather) -> tuple[Neighbours | None, str]:
     handles: list[int | None] = [None] * size
     found = None
     try:
-        found, why = _meet(rank, size, gather, own, why, handles)
+        found, why = _connect(rank, size, gather, own, why, handles)
     finally:
         if found is None and own is not None:
             for peer in filter(None, handles):
@@ -68,7 +68,7 @@ def meet(rank: int, size: int, gather: Gather) -> tuple[Neighbours | None, str]:
     return found, why
 
 
-def _meet(
+def _connect(
     rank: int,
     size: int,
     gather: Gather,
@@ -76,7 +76,7 @@ def _meet(
     why: str,
     handles: list[int | None],
 ) -> tuple[Neighbours | None, str]:
-    """As `meet`. `handles` gets the peers that are mapped, by rank."""
+    """As `connect`. `handles` gets the peers that are mapped, by rank."""
     token = own.token if own is not None else (0, 0)
     mine = [host_key(), os.getpid(), own.fd if own else -1, *map(_signed, token)]
     mine += [
@@ -188,4 +188,4 @@ def _unsigned(value: int) -> int:
     return value % (1 << 64)
 
 
-__all__ = ["Neighbours", "meet"]
+__all__ = ["Neighbours", "connect"]
