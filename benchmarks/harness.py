@@ -205,9 +205,12 @@ def mean_over_ranks(per_rank: Sequence[dict[str, list[float]]]) -> dict[str, lis
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs, shared with others or not."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    kinds = ("RssAnon:", "RssShmem:")
+    """Memory of this process that no file backs. Of a page that n processes map, each has 1/n.
+
+    Ranks of one machine read the shards of one another in place: counted whole, one page would be n pages.
+    """
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    kinds = ("Anonymous:", "Pss_Shmem:")
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(kinds))
 
 

@@ -43,7 +43,8 @@ _EXTRA_MIB = 48.0
 class Plan:
     """How long, and how hard.
 
-    seconds: for about this long a hurt comes about every `every_seconds`; then the run may end in peace.
+    seconds: for this long after the first step a hurt comes about every `every_seconds`; then the run may end
+        in peace.
     num_steps: what has to be reached. Steps are slowed so that this takes longer than the hurts.
     is_ruthless: now and then hurt a start that has not come to a step.
     longest_cut_seconds: of a link; the longer, the more is trained on fewer hosts.
@@ -136,7 +137,7 @@ class _Soak:
             self._words(), self._environment(), stdout=said, stderr=said, cwd=self._folder
         )
         try:
-            self._hurt_until(process, begin + plan.seconds)
+            self._hurt_for(process, plan.seconds)
             self._see_it_end(process)
         finally:
             self._mend()
@@ -163,10 +164,11 @@ class _Soak:
 
     # -- what is done to it -------------------------------------------------------------------------------
 
-    def _hurt_until(self, process: subprocess.Popen[Any], deadline: float) -> None:
-        """Wait for steps, hurt, wait for steps, ... until the time is over or the run is."""
+    def _hurt_for(self, process: subprocess.Popen[Any], seconds: float) -> None:
+        """Wait for steps, hurt, wait for steps, ... until that long after the first step, or the run's end."""
         if not self._wait_for_step(process, 0):
             return
+        deadline = time.monotonic() + seconds  # a busy machine takes its time to start
         while time.monotonic() < deadline and process.poll() is None:
             pause = self._random.uniform(0.5, 1.0) * self._plan.every_seconds
             begin, done = time.monotonic(), self._num_steps()

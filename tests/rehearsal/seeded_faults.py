@@ -137,7 +137,7 @@ FAULTS = [
         "gradients are collected on the host",
         DEVICE,
         "zero/core/local_sum.py",
-        "            tensor = torch.empty(numel, dtype=dtype, device=device)",
+        "            tensor = self._pool.empty(numel, dtype, device)",
         "            tensor = torch.empty(numel, dtype=dtype)",
         training(0, "fp32"),
     ),
