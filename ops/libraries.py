@@ -79,7 +79,7 @@ def _memory_library() -> Library:
         )
         for name in names
     ]
-    calls = [Source(f"memory/{file}.cpp", f"{file}.o", _CPU) for file in ("calls", "process")]
+    calls = [Source(f"memory/{file}.cpp", f"{file}.o", _CPU) for file in ("calls", "process", "read_only")]
     return Library("memory", "cpu", (*calls, *sums))
 
 

@@ -146,6 +146,11 @@ class ZeroConfig(Section):
         description="false, at stages 1 and 2: get_global_grad_norm() returns None. The norm is computed in "
         "any case, because it shows gradients that are not finite",
     )
+    shared_parameters: Flag = Field(
+        False,
+        description="stages 1 and 2 on CPUs: the ranks of a machine have one copy of the parameters that are "
+        "trained, which scripts may only read. Updates are written in place and not sent",
+    )
     divergent_graphs: Flag = Field(
         False,
         description="stage 3: ranks may call different units. They exchange requests before each gather, and "

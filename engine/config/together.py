@@ -21,6 +21,7 @@ from .optimizer import check_optimizer
 from .precision import check_precision
 from .ranks import check_sequence_ranks, check_slices, check_stages
 from .scheduler import check_scheduler
+from .shared_parameters import check_shared_parameters
 
 ZERO = "zero_optimization"
 _DEVICES = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
@@ -89,6 +90,10 @@ def _check_states(config: Any, report: Report) -> None:
         check_paths(zero, report)
     if not report.doubts(_STAGE, *_MICS, *_WEIGHTS, _DEVICES[1]):
         check_mics(zero, report)
+    shared = f"{ZERO}.shared_parameters"
+    if not report.doubts(shared, _STAGE, _TYPE, _DEVICES[0], "communication.shared_memory"):
+        chosen = None if optimizer is None else optimizer.type
+        check_shared_parameters(zero, config.communication, chosen, report)
     freezes = ("optimizer.params.freeze_step", "optimizer.params.var_freeze_step")
     warmups = ("scheduler.type", "scheduler.params.warmup_num_steps")
     divergent = f"{ZERO}.divergent_graphs"

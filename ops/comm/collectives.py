@@ -26,6 +26,7 @@ from ..watch.config import WatchConfig
 from ..watch.sentinel import start_watching, stop_watching
 from .handles import Handle
 from .message_log import MessageLog, clock_of
+from .shared_flat import SharedFlat
 
 TAG_BASE = 0x5D000  # above the small tags that a user's own send and recv are likely to use
 TAGS_PER_BUFFER = 2
@@ -208,6 +209,25 @@ class Collectives(ABC):
         Its storage may be of a fixed size. device: None is that of the group.
         """
         return torch.empty(numel, dtype=dtype, device=device or self.device)
+
+    def share(self, numel: int, dtype: torch.dtype, text: str) -> SharedFlat | None:
+        """[numel], undefined, that the ranks of each machine have in common. For all ranks.
+
+        text: is printed when a script writes to it.
+        None, on all ranks: they do not share memory.
+        """
+        return None
+
+    def publish_shared(self, flat: Tensor, *, buffer: int, kind: str) -> Handle:
+        """As `all_gather` into `flat`, the writable view of `share`, of which each rank has written its shard.
+
+        Sends nothing inside a machine. After `wait` the values may be read.
+        """
+        raise AssertionError("share returns None here")
+
+    def wait_for_readers(self) -> None:
+        """All ranks of this machine have called this. Before the first write to what they `share`."""
+        raise AssertionError("share returns None here")
 
     @property
     def scratch_bytes(self) -> int:

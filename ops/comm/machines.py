@@ -168,6 +168,20 @@ class Machines(PairwiseInMemory):
 
         return self._start(mark, tag, exchange, lambda: self._arrived.give(received))
 
+    def _publish_shared(self, mark: Mark, flat: Tensor, tag: int, kind: str) -> Handle:
+        shard = self.shard_of(flat)
+        sent_bytes = (len(self._machines) - 1) * shard.nbytes
+        self._add_link(kind, sent_bytes, sent_bytes)
+        receives = [(r, self._part(self.shard_of(flat, r), self.rank)) for r in self._across]
+        sends = [(rank, self._part(shard, rank)) for rank in self._across]
+
+        def exchange(works: Works) -> None:
+            post(self, works, tag, _filled(receives), _filled(sends))
+            _await(works, len(_filled(receives)))
+            _settle(self._meet(mark, tag))
+
+        return self._start(mark, tag, exchange, _nothing)
+
     def _start(
         self,
         mark: Mark,
@@ -267,6 +281,10 @@ class _Chained(Handle):
         self._finish()
         if mark.timed is not None:
             mark.timed.end()
+
+
+def _nothing() -> None:
+    return
 
 
 def _settle(inside: InMemory) -> None:

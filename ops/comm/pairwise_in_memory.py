@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Collectives, PartOf
-from .memory.operations import GroupOperations
+from ..watch import Mark
+from .collectives import CONTROL_BUFFER, Collectives, PartOf
+from .handles import Handle
+from .memory.operations import GroupOperations, InMemory
 from .memory.peers import Neighbours
+from .memory.shared_files import open_shared
 from .pairwise import Pairwise
+from .shared_flat import SharedFlat
 
 
 class PairwiseInMemory(Pairwise):
@@ -32,6 +38,28 @@ class PairwiseInMemory(Pairwise):
         if device is not None and device.type != "cpu":
             return super().empty(numel, dtype, device)
         return self.neighbours.segment.empty(numel, dtype)
+
+    def share(self, numel: int, dtype: torch.dtype, text: str) -> SharedFlat | None:
+        gather = partial(self.gather_small, what="memory for shared parameters")
+        return open_shared(self.neighbours, self.rank, gather, numel, dtype, text)
+
+    def publish_shared(self, flat: Tensor, *, buffer: int, kind: str) -> Handle:
+        mark = self._record("all_gather", kind, buffer, tensor=self.shard_of(flat))
+        return self._publish_shared(mark, flat, self._tag(buffer), kind)
+
+    def _publish_shared(self, mark: Mark, flat: Tensor, tag: int, kind: str) -> Handle:
+        """See `publish_shared`."""
+        self._add_link(kind, 0, 0)
+        return self._meet(mark, tag)
+
+    def wait_for_readers(self) -> None:
+        mark = self._record("barrier", "barrier", CONTROL_BUFFER, "shared parameters")
+        self._meet(mark, self._tag(CONTROL_BUFFER)).wait()
+
+    def _meet(self, mark: Mark, tag: int) -> InMemory:
+        """Done when each rank of this machine has started it, with all that it has written before."""
+        own = torch.zeros(self.world_size, dtype=torch.uint8)
+        return self._memory.all_gather(mark, tag, own, self.shard_of(own))
 
 
 __all__ = ["PairwiseInMemory"]

@@ -95,8 +95,7 @@ class SharedMemory(PairwiseInMemory):
 
     def barrier(self) -> None:
         mark = self._record("barrier", "barrier", CONTROL_BUFFER, "all ranks")
-        own = torch.zeros(self.world_size, dtype=torch.uint8)
-        self._memory.all_gather(mark, self._tag(CONTROL_BUFFER), own, self.shard_of(own)).wait()
+        self._meet(mark, self._tag(CONTROL_BUFFER)).wait()
 
 
 def _is_small(flat: Tensor) -> bool:

@@ -211,13 +211,26 @@ class Access(Owner):
         with torch.no_grad():
             stored = self.value(param)
             stored.write(reader, rank)
-            if (place.master is not None and place.master.is_apart) or self._is_apart(place):
+            if flat.memory.is_shared:
+                self._write_shared(place, reader)
+            elif (place.master is not None and place.master.is_apart) or self._is_apart(place):
                 self.compute(param).write(reader, rank)
             if place.master is not None and place.master.is_near:
                 place.master.remember()
             if flat.is_sharded and flat.is_unsharded:
                 whole = flat.raw[place.slot.offset : place.slot.stop]
                 whole.copy_(stored.own(reader)(0, place.slot.numel))
+
+    def _write_shared(self, place: _Place, reader: Reader) -> None:
+        """The values that forwards compute with, of which each rank writes its part. `agree` came before."""
+        first = self._first(place, is_whole=False)
+        own = self._cut(place, place.flat.memory.own, first=first, is_whole=False)
+        own.write(reader, place.flat.collectives.rank)
+        place.flat.memory.end_write()
+
+    def is_read_only(self, param: nn.Parameter) -> bool:
+        place = self._places.get(id(param))
+        return place is not None and place.flat.memory.is_shared
 
     def edit(self, param: nn.Parameter, reader: Reader) -> None:
         place = self._places.get(id(param))

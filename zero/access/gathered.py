@@ -67,7 +67,8 @@ class GatheredParameters:
         for param, owner in self._held:
             self._check_modifier(owner.together(param).world_size)
             owner.agree("GatheredParameters", param)
-            if not owner.compute(param).is_full and not owner.is_overridden(param):
+            is_usable = owner.compute(param).is_full and not owner.is_read_only(param)
+            if not is_usable and not owner.is_overridden(param):
                 full = owner.compute(param).read(owner.group_of(param))
                 assert full is not None
                 owner.override(param, full)

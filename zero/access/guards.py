@@ -190,6 +190,17 @@ def _before_load_state_dict(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
 ) -> None:
     _settle(module)
+    shared = [
+        name
+        for name, param in module.named_parameters(recurse=False)
+        if prefix + name in state_dict and (owner := find_owner(param)) and owner.is_read_only(param)
+    ]
+    if shared:
+        raise UsageError(
+            f"load_state_dict() into a module with zero_optimization.shared_parameters: the ranks of a machine "
+            f"have one copy of {prefix}{shared[0]}; call engine.load_state_dict(...) or "
+            "xds.zero.load_weights(module, ...) on every rank"
+        )
     found, why = _hidden(module)
     hidden = [name for name in found if prefix + name in state_dict]
     if hidden:

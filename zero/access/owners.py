@@ -153,6 +153,10 @@ class Owner(ABC):
     def is_overridden(self, param: nn.Parameter) -> bool:
         """`param.data` is a tensor given to `override`."""
 
+    def is_read_only(self, param: nn.Parameter) -> bool:
+        """Other ranks have the same memory of `param`: a script may not write to it."""
+        return False
+
     @abstractmethod
     def override(self, param: nn.Parameter, full: Tensor) -> None:
         """Make `full` the parameter's `.data` until `clear_override`."""

@@ -9,12 +9,14 @@ from typing import NamedTuple, final
 import torch
 from torch import nn
 
+from ...compression.sender import ParameterSender
 from ...offload.homes import Homes
 from ...ops.comm.pool import BufferPool
 from ...utils.errors import UsageError
 from .discover import UnitPlan, plan_units
 from .disk_failures import agree
 from .flat_grads import FlatGrads
+from .flat_memory import FlatMemory, SharedSender, own_memory, shared_memory
 from .flat_params import FlatParams
 from .groups import FlatGroup, FlatGroups, buffer_of
 from .layout import Entry, FlatLayout, plan_flat
@@ -68,7 +70,11 @@ class Builder:
         flat_groups: FlatGroups,
         pool: BufferPool,
         homes: Homes,
+        *,
+        shares_params: bool = False,
     ) -> None:
+        """shares_params: the ranks of a machine have one copy of what is trained, if they share memory."""
+        self._shares_params = shares_params
         self._groups = groups
         self._flat_groups = flat_groups
         self._policy = flat_groups.data.policy
@@ -189,6 +195,7 @@ class Builder:
         name = f"unit '{unit.name}'" if unit.name else "the root unit"
         shared = ", shared by several stages" if group.is_shared else ""
         group.collectives.name_buffer(index, name + frozen + shared)
+        memory, sender = self._memory(layout, kind, group, index, name)
         params = FlatParams(
             layout,
             ordered,
@@ -197,9 +204,8 @@ class Builder:
             index=index,
             is_sharded=group.policy.shards_params,
             home=self._homes.shards,
-            sender=group.legs.sender(
-                buffer_of(layout, index, kind.dtype, group, trains=kind.trains)
-            ),
+            memory=memory,
+            sender=sender,
         )
         if kind.is_single and group.policy.shards_params:
             params.keep_gathered()
@@ -210,6 +216,20 @@ class Builder:
             sums = home.sums(self._policy.sum_dtype(kind.dtype))
             unit.grads.append(FlatGrads(layout, ordered, group, self._pool, sums, index))
             unit.homes.append(home)
+
+    def _memory(
+        self, layout: FlatLayout, kind: _Kind, group: FlatGroup, index: int, name: str
+    ) -> tuple[FlatMemory, ParameterSender]:
+        """The memory of flat buffer `index`, and how it is sent."""
+        collectives, numel = group.collectives, layout.numel
+        if self._shares_params and not kind.is_single and collectives.world_size > 1:
+            shared = shared_memory(collectives, numel, kind.dtype, buffer=index, name=name)
+            if shared is not None:
+                return shared, SharedSender(shared)
+        is_dropped = group.policy.shards_params
+        memory = own_memory(collectives, numel, kind.dtype, is_dropped=is_dropped)
+        buffer = buffer_of(layout, index, kind.dtype, group, trains=kind.trains)
+        return memory, group.legs.sender(buffer)
 
 
 __all__ = ["Builder", "PlannedFlat"]

@@ -30,6 +30,7 @@ from ...ops.comm.handles import Done, Handle
 from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ..access.owners import find_owner
+from .flat_memory import FlatMemory, views_in
 from .gathered_writes import GatheredWrites
 from .groups import FlatGroup
 from .layout import FlatLayout
@@ -53,9 +54,10 @@ class FlatParams:
         index: int,
         is_sharded: bool,
         home: ShardHome,
+        memory: FlatMemory,
         sender: ParameterSender,
     ) -> None:
-        """Move `params` (in the order of `layout.slots`) into one buffer, with the values of rank 0.
+        """Move `params` (in the order of `layout.slots`) into `memory`, with the values of rank 0.
 
         Peak memory: the parameters plus this buffer; each parameter frees its memory as soon as it is
         copied. With `is_sharded` only the shard stays.
@@ -70,21 +72,17 @@ class FlatParams:
         self._handle: Handle | None = None
         self._reshards = is_sharded
         self._overridden: dict[int, Tensor] = {}  # position -> the tensor that replaces `.data`
-        # what is dropped changes its size; what stays is read by other ranks where it is
-        empty = torch.empty if is_sharded else collectives.empty
-        self.raw = empty(layout.numel, dtype=dtype, device=collectives.device).zero_()
-        self._views = [
-            self.raw.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in layout.slots
-        ]
-        self._fill()
+        self.memory = memory
+        self.raw = memory.raw
+        self._views = views_in(self.raw, layout)
+        memory.fill(self._fill)
         self._placeholder = placeholder_like((), dtype, collectives.device)
         self._placeholder_bytes = bytes(bytes_of(self._placeholder).tolist())
         self._placeholders = [self._placeholder.expand(slot.shape) for slot in layout.slots]
-        own = collectives.shard_of(self.raw)
         self.writes = GatheredWrites()
-        self.place: Shard = ShardInMemory(own)
+        self.place: Shard = ShardInMemory(memory.own)
         if is_sharded:
-            self.place = home.store(index, own, self._near)
+            self.place = home.store(index, memory.own, self._near)
         self._arrival: Ticket | None = None
         self._is_deferred = False  # not sharded, and its next use waits for new values
         self._gathers_deferred = False
@@ -96,18 +94,18 @@ class FlatParams:
         """A copy of `values` from which the other ranks gather."""
         return self.collectives.empty(values.numel(), values.dtype).copy_(values)
 
-    def _fill(self) -> None:
-        """Copy the parameters' values into the buffer, and make the parameters views of it."""
+    def _fill(self, whole: Tensor) -> None:
+        """Copy the parameters' values into `whole`, and make the parameters views of the buffer."""
         own: list[Tensor] = []
-        for param, view in zip(self.params, self._views, strict=True):
+        for param, into, view in zip(self.params, views_in(whole, self.layout), self._views, strict=True):
             owner = find_owner(param)
             if owner is None:
-                own.append(view)
-                view.copy_(param.data)
+                own.append(into)
+                into.copy_(param.data)
             else:
-                owner.move_into(param, view)
+                owner.move_into(param, into)
             param.data = view
-        for part in [self.raw] if len(own) == len(self.params) else own:
+        for part in [whole] if len(own) == len(self.params) else own:
             self.group.everyone.broadcast(part)
 
     @property
@@ -269,6 +267,13 @@ class FlatParams:
 
     # -- what `param.data` refers to --------------------------------------------------------------------
 
+    def end_sharing(self) -> None:
+        """The engine ends: parameters get memory of their own."""
+        raw = self.memory.leave()
+        if raw is not None:
+            self.raw, self._views = raw, views_in(raw, self.layout)
+            self._point_to(self._views)
+
     def override(self, position: int, full: Tensor) -> None:
         """`.data` of the parameter in slot `position` is `full`, a separate tensor, until `clear_override`."""
         self._overridden[position] = full
@@ -373,6 +378,7 @@ class FlatParams:
         )
         given = param.data
         param.data = view
+        self.memory.check_assigned(slot.name)
         if given.shape != view.shape or given.dtype != view.dtype:
             raise UsageError(
                 f"{slot.name}.data was set to a tensor of shape {tuple(given.shape)} and {given.dtype}, after "
@@ -393,6 +399,7 @@ class FlatParams:
             for position in found:
                 param, view = self.params[position], self._views[position]
                 if self.is_unsharded and position not in self._overridden:
+                    self.memory.check_assigned(self.layout.slots[position].name)
                     view.copy_(param.data)
                     param.data = view
                 else:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.comm.pool import BufferPool
+from .flat_memory import views_in
 from .layout import FlatLayout
 
 SMALL_NUMEL = 1 << 14  # below it, a call for each gradient costs more than its copy
@@ -207,20 +208,14 @@ class LocalSum:
         for start, stop in self._layout.gaps():
             tensor[start:stop].zero_()
         self.tensor = tensor
-        self._views = [
-            tensor.narrow(0, slot.offset, slot.numel).view(slot.shape)
-            for slot in self._layout.slots
-        ]
+        self._views = views_in(tensor, self._layout)
         return tensor
 
     @torch.no_grad()
     def add_to(self, earlier: Tensor) -> None:
         """Continue the sum `earlier` [world_size * n], which comes before the gradients in the buffer."""
         total = self.allocate(self._sum_dtype) if self.tensor is None else self.tensor
-        whole = [
-            earlier.narrow(0, slot.offset, slot.numel).view(slot.shape)
-            for slot in self._layout.slots
-        ]
+        whole = views_in(earlier, self._layout)
         for view, value, filled in zip(self._views, whole, self.filled, strict=True):
             # the same additions in the same order as if the earlier sum had never left
             view.copy_(value.to(view) + view if filled else value)

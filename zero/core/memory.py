@@ -76,9 +76,12 @@ class Memory:
             flat.show()
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes on this rank: parameters, gradients, and the shared temporary buffers (buckets)."""
+        """Bytes on this rank: parameters, gradients, and the shared temporary buffers (buckets).
+
+        Memory that several ranks have in common counts in parts.
+        """
         params = sum(
-            flat.shard.nbytes if flat.is_sharded else flat.full_bytes
+            flat.shard.nbytes if flat.is_sharded else flat.full_bytes // flat.memory.num_holders
             for flat in self._params
             if not flat.is_on_host
         )

@@ -20,6 +20,7 @@ from .building import Builder
 from .discover import found_blocks
 from .disk_failures import agree_on_disks
 from .flat_grads import FlatGrads
+from .flat_memory import check_not_written
 from .flat_params import FlatParams
 from .gather import Gatherer
 from .groups import FlatGroups
@@ -59,7 +60,10 @@ class ShardedModel:
         self.collectives = flat_groups.world
         self._pool = BufferPool(self.collectives.empty)
         self.homes = homes
-        builder = Builder(groups, flat_groups, self._pool, homes)
+        shares = config.shared_parameters
+        if shares:
+            check_not_written(model)
+        builder = Builder(groups, flat_groups, self._pool, homes, shares_params=shares)
         found = [found_blocks(model, config.units)] if runs is None else runs
         self.units = builder.build(model, found, config.unit_min_numel)
         self.trainable = [
@@ -84,6 +88,8 @@ class ShardedModel:
             diverges=self._diverges,
         )
         flats = [flat for unit in self.units for flat in unit.params]
+        shared = [flat for flat in flats if flat.memory.is_shared]
+        self._shared = sorted({flat.group.number: flat.memory for flat in shared}.items())
         self._unchanged = Unchanged(model, flats, groups.keys(), self.backwards)
         self._num_checked = {True: 0, False: 0}  # forwards, of training and of evaluation
         self._unit_of = {
@@ -280,6 +286,12 @@ class ShardedModel:
         if self._gatherer is not None:
             self._gatherer.begin_update()
         self.take_edits()
+        self.begin_write()
+
+    def begin_write(self) -> None:
+        """Values that other ranks read in place are about to be written. For all ranks."""
+        for _, memory in self._shared:
+            memory.begin_write()
 
     def take_lost_writes(self) -> list[tuple[FlatParams, Tensor]]:
         """Buffers, and whether a script wrote to them unnoticed: gathered, with the shard on the host.
@@ -338,6 +350,9 @@ class ShardedModel:
             if self._gatherer is not None:
                 self._gatherer.remove()
                 self._gather_all()
+            for unit in self.units:
+                for flat in unit.params:
+                    flat.end_sharing()
         finally:
             self.homes.close()
 

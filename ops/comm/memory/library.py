@@ -7,7 +7,7 @@ longer than they do.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int, c_int64, c_uint64, c_void_p
+from ctypes import c_char_p, c_int, c_int64, c_uint64, c_void_p
 from typing import Any, final
 
 from ... import libraries
@@ -41,6 +41,8 @@ _ARGUMENTS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # name -> result, argume
     "status": (c_int, (c_void_p,)),
     "progress": (None, ()),
     "end": (None, (c_void_p,)),
+    "explain_writes": (None, (c_void_p, c_uint64, c_char_p)),
+    "forget_writes": (None, (c_void_p,)),
 }
 
 

@@ -48,11 +48,11 @@ class Segment:
         self.native = native
         self.pid = os.getpid()
         self.size_bytes = _memory_bytes()
-        self.fd, self._is_limited = _open_file(self.size_bytes)
+        self.fd, self._is_limited = open_file(self.size_bytes)
         self.control_bytes = int(native.control_bytes())
         self.token = (secrets.randbits(64), secrets.randbits(64))
         if self._is_limited:
-            _reserve(self.fd, 0, self.control_bytes)
+            reserve(self.fd, 0, self.control_bytes)
         data_bytes = self.size_bytes - self.control_bytes
         control = native.map(self.fd, 0, self.control_bytes, True)
         self._data = native.map(self.fd, self.control_bytes, data_bytes, True)
@@ -86,7 +86,7 @@ class Segment:
             return None
         if self._is_limited:  # without room the first write would end the process
             try:
-                _reserve(self.fd, self.control_bytes + offset, size_bytes)
+                reserve(self.fd, self.control_bytes + offset, size_bytes)
             except NoSegment:
                 self._free(offset)
                 return None
@@ -103,7 +103,7 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _open_file(size_bytes: int) -> tuple[int, bool]:
+def open_file(size_bytes: int) -> tuple[int, bool]:
     """A new file without a name, and whether its folder limits it."""
     fd, is_limited = -1, False
     try:
@@ -152,7 +152,7 @@ def _free_bytes() -> int:
     return found.f_bavail * found.f_frsize
 
 
-def _reserve(fd: int, offset: int, size_bytes: int) -> None:
+def reserve(fd: int, offset: int, size_bytes: int) -> None:
     """Raises NoSegment: there is no room."""
     try:
         os.posix_fallocate(fd, offset, size_bytes)
@@ -195,4 +195,4 @@ def _open() -> Segment | str:
         return str(error)
 
 
-__all__ = ["NoSegment", "Segment", "segment"]
+__all__ = ["NoSegment", "Segment", "open_file", "reserve", "segment"]

@@ -1,0 +1,222 @@
+"""The memory of a flat buffer of parameters: this rank's own, or one that the ranks of a machine have in common.
+
+    own       raw [world_size * n], on each rank                 publishing gathers the ranks' new values
+    shared    raw [world_size * n], read-only, on each machine   each rank writes its part of it, in place
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from ...compression.sender import ParameterSender
+from ...ops.comm.collectives import Collectives
+from ...ops.comm.handles import Handle
+from ...ops.comm.shared_flat import SharedFlat
+from ...utils.errors import UsageError
+from .layout import FlatLayout
+
+log = logging.getLogger("xds")
+KEY = "zero_optimization.shared_parameters"
+_REMEDY = (
+    "write inside xds.zero.GatheredParameters(params, modifier_rank=0), or use xds.zero.set_full_param or "
+    "engine.load_state_dict"
+)
+
+_TEXT = (
+    f"\nxds: this rank wrote to a parameter of %s. With {KEY} the ranks of a machine have one copy of it, which "
+    f"scripts may only read: {_REMEDY}\n"
+)
+_told: list[bool] = []
+
+
+class FlatMemory(ABC):
+    """`raw` [world_size * n]: the buffer. `own` [n]: this rank's part of it, to which the engine may write.
+
+    num_holders: so many ranks have the memory in common.
+    """
+
+    raw: Tensor
+    own: Tensor
+    num_holders: int
+
+    @property
+    @abstractmethod
+    def is_shared(self) -> bool:
+        """Other ranks have the same memory, and scripts may only read it."""
+
+    @abstractmethod
+    def fill(self, fill: Callable[[Tensor], None]) -> None:
+        """Let `fill` set a tensor like `raw` to the first values, for which it may communicate."""
+
+    @abstractmethod
+    def check_assigned(self, name: str) -> None:
+        """Raises UsageError: what a script has assigned to `.data` of parameter `name` cannot be copied here."""
+
+    @abstractmethod
+    def begin_write(self) -> None:
+        """This rank's part is about to be written, by an update. For all ranks."""
+
+    @abstractmethod
+    def end_write(self) -> None:
+        """This rank's part was written, but not by an update. For all ranks."""
+
+    @abstractmethod
+    def leave(self) -> Tensor | None:
+        """This engine ends: the tensor that takes the place of `raw`, if one must."""
+
+
+@final
+class OwnMemory(FlatMemory):
+    """Memory of this rank."""
+
+    is_shared = False
+    num_holders = 1
+
+    def __init__(self, raw: Tensor, collectives: Collectives) -> None:
+        self.raw = raw
+        self.own = collectives.shard_of(raw)
+
+    def fill(self, fill: Callable[[Tensor], None]) -> None:
+        fill(self.raw)
+
+    def check_assigned(self, name: str) -> None:
+        return
+
+    def begin_write(self) -> None:
+        return
+
+    def end_write(self) -> None:
+        return
+
+    def leave(self) -> Tensor | None:
+        return None
+
+
+@final
+class SharedMemory(FlatMemory):
+    """Memory of the ranks of this machine."""
+
+    is_shared = True
+
+    def __init__(self, found: SharedFlat, collectives: Collectives, buffer: int) -> None:
+        self.raw = found.values
+        self.own = collectives.shard_of(found.writable)
+        self.num_holders = found.num_ranks
+        self._found = found
+        self._address = found.values.data_ptr()
+        self._collectives = collectives
+        self._buffer = buffer
+
+    def fill(self, fill: Callable[[Tensor], None]) -> None:
+        """One rank of the machine fills the memory; the others drop the same values."""
+        is_filler = self._found.is_filler
+        target = self._found.writable if is_filler else torch.empty_like(self._found.writable)
+        fill(target.zero_())
+        self.end_write()
+
+    def check_assigned(self, name: str) -> None:
+        raise UsageError(
+            f"{name}.data was assigned, or cast, after xds.initialize: with {KEY} the ranks of a machine have "
+            f"one copy of it; {_REMEDY}"
+        )
+
+    def begin_write(self) -> None:
+        if self.raw.data_ptr() != self._address:  # share_memory() of the module
+            raise UsageError(
+                f"the memory of parameters was moved after xds.initialize: with {KEY} the ranks of a machine "
+                "have one copy of them; do not call share_memory() of the module"
+            )
+        self._collectives.wait_for_readers()
+
+    def end_write(self) -> None:
+        self._collectives.wait_for_readers()
+
+    def publish(self) -> Handle:
+        """Start to let all ranks read what each one has written to its part."""
+        return self._collectives.publish_shared(
+            self._found.writable, buffer=self._buffer, kind="all_gather"
+        )
+
+    def leave(self) -> Tensor | None:
+        return self.raw.clone()
+
+
+@final
+class SharedSender(ParameterSender):
+    """Nothing is sent inside a machine."""
+
+    keeps_master = False
+    sends_differences = False
+    rounds = False
+    held_bytes = 0
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+
+    def gather(self, flat: Tensor, shard: Tensor) -> Handle:
+        return self._memory.publish()
+
+    def publish(self, flat: Tensor, values: Tensor) -> Handle:
+        raise AssertionError("exact values are gathered")
+
+    def take_written(self, flat: Tensor, shard: Tensor, start: int, stop: int) -> None:
+        raise AssertionError("it is never dropped")
+
+    def keep(self, flat: Tensor) -> None:
+        return
+
+    def forget(self) -> None:
+        return
+
+
+def own_memory(
+    collectives: Collectives, numel: int, dtype: torch.dtype, *, is_dropped: bool
+) -> OwnMemory:
+    """Memory for a flat buffer; is_dropped: it is dropped between uses."""
+    # what is dropped changes its size; what stays is read by other ranks where it is
+    empty = torch.empty if is_dropped else collectives.empty
+    return OwnMemory(empty(numel, dtype=dtype, device=collectives.device).zero_(), collectives)
+
+
+def shared_memory(
+    collectives: Collectives, numel: int, dtype: torch.dtype, *, buffer: int, name: str
+) -> SharedMemory | None:
+    """Memory for flat buffer `buffer`, that of `name`. None: the ranks share none. For all ranks.
+
+    Logs once, on rank 0, that they share none.
+    """
+    found = collectives.share(numel, dtype, _TEXT % name)
+    if found is not None:
+        return SharedMemory(found, collectives, buffer)
+    if collectives.rank == 0 and not _told:
+        _told.append(True)
+        log.warning("%s: ranks share no memory here, so each one has all parameters", KEY)
+    return None
+
+
+def views_in(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
+    """The parts of `flat` [world_size * n] that are the slots of `layout`."""
+    return [flat.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in layout.slots]
+
+
+def check_not_written(model: nn.Module) -> None:
+    """Raises UsageError: forwards of `model` write to a parameter."""
+    writers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    ]
+    if writers:
+        raise UsageError(
+            f"{KEY} with max_norm of {writers[0]}: its forward writes to its weight, of which the ranks of a "
+            "machine have one copy; remove max_norm or the key"
+        )
+
+
+__all__ = ["FlatMemory", "SharedSender", "check_not_written", "own_memory", "shared_memory", "views_in"]
