@@ -79,7 +79,10 @@ def _memory_library() -> Library:
         )
         for name in names
     ]
-    calls = [Source(f"memory/{file}.cpp", f"{file}.o", _CPU) for file in ("calls", "process", "read_only")]
+    calls = [
+        Source(f"memory/{file}.cpp", f"{file}.o", _CPU)
+        for file in ("calls", "process", "read_only")
+    ]
     return Library("memory", "cpu", (*calls, *sums))
 
 

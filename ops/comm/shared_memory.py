@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import final
 
-import torch
 from torch import Tensor
 
 from ..watch import Mark

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_new_ranks, run_ranks
+from placed_ranks import placed
 from real_hosts import why_not
 
 import xds
-from xds.ops.comm import hosts
 from xds.ops.comm.collectives import Collectives
 from xds.ops.comm.config import Communication
 from xds.ops.comm.in_order import InOrder
@@ -42,17 +40,6 @@ PAIRS = [
     (torch.float64, torch.float64),
     (torch.int64, torch.int64),  # which has no native sum: to each rank
 ]
-
-
-@contextmanager
-def placed(layout: str) -> Iterator[None]:
-    """Inside, this rank is on the machine of its letter."""
-    former, rank = hosts._host_id, dist.get_rank()
-    hosts._host_id = lambda: f"machine {layout[rank]}"
-    try:
-        yield
-    finally:
-        hosts._host_id = former
 
 
 def both(layout: str, *, is_hierarchical: bool = True) -> tuple[Machines, PeerToPeer]:

@@ -61,6 +61,10 @@ class Guards:
                     ),
                     module.register_load_state_dict_pre_hook(_before_load_state_dict),  # type: ignore[no-untyped-call]
                 ]
+            elif any(owner.is_read_only(param) for param in own):
+                self._handles.append(
+                    module.register_load_state_dict_pre_hook(_before_load_shared)  # type: ignore[no-untyped-call]
+                )
 
     def remove(self) -> None:
         """Remove all checks."""
@@ -190,17 +194,6 @@ def _before_load_state_dict(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
 ) -> None:
     _settle(module)
-    shared = [
-        name
-        for name, param in module.named_parameters(recurse=False)
-        if prefix + name in state_dict and (owner := find_owner(param)) and owner.is_read_only(param)
-    ]
-    if shared:
-        raise UsageError(
-            f"load_state_dict() into a module with zero_optimization.shared_parameters: the ranks of a machine "
-            f"have one copy of {prefix}{shared[0]}; call engine.load_state_dict(...) or "
-            "xds.zero.load_weights(module, ...) on every rank"
-        )
     found, why = _hidden(module)
     hidden = [name for name in found if prefix + name in state_dict]
     if hidden:
@@ -209,6 +202,20 @@ def _before_load_state_dict(
             "not whole on this rank; call engine.load_state_dict(...) or xds.zero.load_weights(module, ...) on "
             "every rank"
         )
+
+
+def _before_load_shared(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
+) -> None:
+    for name, param in module.named_parameters(recurse=False):
+        owner = find_owner(param)
+        is_free = owner is None or not owner.is_read_only(param) or owner.is_overridden(param)
+        if prefix + name in state_dict and not is_free:
+            raise UsageError(
+                f"load_state_dict() into a module with zero_optimization.shared_parameters: the ranks of a "
+                f"machine have one copy of {prefix}{name}; call engine.load_state_dict(...) or "
+                "xds.zero.load_weights(module, ...) on every rank"
+            )
 
 
 __all__ = ["Guards"]

@@ -9,14 +9,13 @@ from typing import NamedTuple, final
 import torch
 from torch import nn
 
-from ...compression.sender import ParameterSender
 from ...offload.homes import Homes
 from ...ops.comm.pool import BufferPool
 from ...utils.errors import UsageError
 from .discover import UnitPlan, plan_units
 from .disk_failures import agree
 from .flat_grads import FlatGrads
-from .flat_memory import FlatMemory, SharedSender, own_memory, shared_memory
+from .flat_memory import FlatMemory, own_memory, shared_memory
 from .flat_params import FlatParams
 from .groups import FlatGroup, FlatGroups, buffer_of
 from .layout import Entry, FlatLayout, plan_flat
@@ -195,7 +194,6 @@ class Builder:
         name = f"unit '{unit.name}'" if unit.name else "the root unit"
         shared = ", shared by several stages" if group.is_shared else ""
         group.collectives.name_buffer(index, name + frozen + shared)
-        memory, sender = self._memory(layout, kind, group, index, name)
         params = FlatParams(
             layout,
             ordered,
@@ -204,8 +202,7 @@ class Builder:
             index=index,
             is_sharded=group.policy.shards_params,
             home=self._homes.shards,
-            memory=memory,
-            sender=sender,
+            memory=self._memory(layout, kind, group, index, name),
         )
         if kind.is_single and group.policy.shards_params:
             params.keep_gathered()
@@ -219,17 +216,16 @@ class Builder:
 
     def _memory(
         self, layout: FlatLayout, kind: _Kind, group: FlatGroup, index: int, name: str
-    ) -> tuple[FlatMemory, ParameterSender]:
-        """The memory of flat buffer `index`, and how it is sent."""
+    ) -> FlatMemory:
+        """The memory of flat buffer `index`."""
         collectives, numel = group.collectives, layout.numel
         if self._shares_params and not kind.is_single and collectives.world_size > 1:
             shared = shared_memory(collectives, numel, kind.dtype, buffer=index, name=name)
             if shared is not None:
-                return shared, SharedSender(shared)
+                return shared
+        sender = group.legs.sender(buffer_of(layout, index, kind.dtype, group, trains=kind.trains))
         is_dropped = group.policy.shards_params
-        memory = own_memory(collectives, numel, kind.dtype, is_dropped=is_dropped)
-        buffer = buffer_of(layout, index, kind.dtype, group, trains=kind.trains)
-        return memory, group.legs.sender(buffer)
+        return own_memory(collectives, numel, kind.dtype, sender, is_dropped=is_dropped)
 
 
 __all__ = ["Builder", "PlannedFlat"]

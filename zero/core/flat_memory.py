@@ -1,7 +1,7 @@
-"""The memory of a flat buffer of parameters: this rank's own, or one that the ranks of a machine have in common.
+"""The memory of a flat buffer of parameters: this rank's own, or one that the ranks of a machine share.
 
-    own       raw [world_size * n], on each rank                 publishing gathers the ranks' new values
-    shared    raw [world_size * n], read-only, on each machine   each rank writes its part of it, in place
+own       raw [world_size * n], on each rank                 publishing gathers the ranks' new values
+shared    raw [world_size * n], read-only, on each machine   each rank writes its part of it, in place
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REMEDY = (
 )
 
 _TEXT = (
-    f"\nxds: this rank wrote to a parameter of %s. With {KEY} the ranks of a machine have one copy of it, which "
+    f"\nxds: this rank wrote to a parameter of %s. With {KEY} the ranks of a machine have one copy, which "
     f"scripts may only read: {_REMEDY}\n"
 )
 _told: list[bool] = []
@@ -38,12 +38,13 @@ _told: list[bool] = []
 class FlatMemory(ABC):
     """`raw` [world_size * n]: the buffer. `own` [n]: this rank's part of it, to which the engine may write.
 
-    num_holders: so many ranks have the memory in common.
+    num_holders: so many ranks have the memory in common. sender: how the buffer is sent.
     """
 
     raw: Tensor
     own: Tensor
     num_holders: int
+    sender: ParameterSender
 
     @property
     @abstractmethod
@@ -56,7 +57,7 @@ class FlatMemory(ABC):
 
     @abstractmethod
     def check_assigned(self, name: str) -> None:
-        """Raises UsageError: what a script has assigned to `.data` of parameter `name` cannot be copied here."""
+        """Raises UsageError: what a script has assigned to `.data` of `name` cannot be copied here."""
 
     @abstractmethod
     def begin_write(self) -> None:
@@ -78,7 +79,8 @@ class OwnMemory(FlatMemory):
     is_shared = False
     num_holders = 1
 
-    def __init__(self, raw: Tensor, collectives: Collectives) -> None:
+    def __init__(self, raw: Tensor, collectives: Collectives, sender: ParameterSender) -> None:
+        self.sender = sender
         self.raw = raw
         self.own = collectives.shard_of(raw)
 
@@ -108,6 +110,7 @@ class SharedMemory(FlatMemory):
         self.raw = found.values
         self.own = collectives.shard_of(found.writable)
         self.num_holders = found.num_ranks
+        self.sender = _SharedSender(self)
         self._found = found
         self._address = found.values.data_ptr()
         self._collectives = collectives
@@ -148,7 +151,7 @@ class SharedMemory(FlatMemory):
 
 
 @final
-class SharedSender(ParameterSender):
+class _SharedSender(ParameterSender):
     """Nothing is sent inside a machine."""
 
     keeps_master = False
@@ -176,12 +179,18 @@ class SharedSender(ParameterSender):
 
 
 def own_memory(
-    collectives: Collectives, numel: int, dtype: torch.dtype, *, is_dropped: bool
+    collectives: Collectives,
+    numel: int,
+    dtype: torch.dtype,
+    sender: ParameterSender,
+    *,
+    is_dropped: bool,
 ) -> OwnMemory:
     """Memory for a flat buffer; is_dropped: it is dropped between uses."""
     # what is dropped changes its size; what stays is read by other ranks where it is
     empty = torch.empty if is_dropped else collectives.empty
-    return OwnMemory(empty(numel, dtype=dtype, device=collectives.device).zero_(), collectives)
+    raw = empty(numel, dtype=dtype, device=collectives.device).zero_()
+    return OwnMemory(raw, collectives, sender)
 
 
 def shared_memory(
@@ -219,4 +228,4 @@ def check_not_written(model: nn.Module) -> None:
         )
 
 
-__all__ = ["FlatMemory", "SharedSender", "check_not_written", "own_memory", "shared_memory", "views_in"]
+__all__ = ["FlatMemory", "check_not_written", "own_memory", "shared_memory", "views_in"]

@@ -23,7 +23,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from ...compression.sender import ExactSender, ParameterSender
+from ...compression.sender import ExactSender
 from ...offload.lanes import Ticket
 from ...offload.shards import Fetched, Shard, ShardHome, ShardInMemory
 from ...ops.comm.handles import Done, Handle
@@ -55,7 +55,6 @@ class FlatParams:
         is_sharded: bool,
         home: ShardHome,
         memory: FlatMemory,
-        sender: ParameterSender,
     ) -> None:
         """Move `params` (in the order of `layout.slots`) into `memory`, with the values of rank 0.
 
@@ -68,7 +67,7 @@ class FlatParams:
         self.is_sharded = is_sharded
         self.group = group
         self.collectives = collectives = group.collectives
-        self.sender = sender
+        self.sender = memory.sender
         self._handle: Handle | None = None
         self._reshards = is_sharded
         self._overridden: dict[int, Tensor] = {}  # position -> the tensor that replaces `.data`
@@ -97,7 +96,9 @@ class FlatParams:
     def _fill(self, whole: Tensor) -> None:
         """Copy the parameters' values into `whole`, and make the parameters views of the buffer."""
         own: list[Tensor] = []
-        for param, into, view in zip(self.params, views_in(whole, self.layout), self._views, strict=True):
+        for param, into, view in zip(
+            self.params, views_in(whole, self.layout), self._views, strict=True
+        ):
             owner = find_owner(param)
             if owner is None:
                 own.append(into)

@@ -49,9 +49,9 @@ def open_shared(
     if addresses is None:
         return None
     native = neighbours.segment.native
-    native.explain_writes(addresses[0], size_bytes, text.encode())
     if not faulthandler.is_enabled():
-        faulthandler.enable()  # so that the line of the script follows the text
+        faulthandler.enable()  # first: so the line of the script follows the text
+    native.explain_writes(addresses[0], size_bytes, text.encode())
     values, writable = (
         _tensor(native, address, size_bytes, numel, dtype, explained=explained)
         for address, explained in zip(addresses, (True, False), strict=True)
@@ -117,9 +117,7 @@ def _tensor(
 ) -> Tensor:
     """The memory at `address` as a tensor, which unmaps it at its end."""
     place: Any = (ctypes.c_uint8 * size_bytes).from_address(address)
-    weakref.finalize(
-        place, _unmap, native, address, size_bytes, explained=explained
-    ).atexit = False
+    weakref.finalize(place, _unmap, native, address, size_bytes, explained=explained).atexit = False
     return torch.frombuffer(place, dtype=dtype, count=numel)
 
 

@@ -1,0 +1,312 @@
+"""Tests of zero_optimization.shared_parameters: the bits of a copy in each rank, in one memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_new_ranks, run_ranks
+from placed_ranks import placed
+from torch import Tensor, nn
+
+import xds
+from xds.ops.comm import opening
+from xds.utils.errors import ConfigError, UsageError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NUM_STEPS = 4
+
+
+class Net(nn.Module):
+    """Blocks, a tied weight, a parameter of one element, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 24)
+        self.blocks = nn.ModuleList([nn.Linear(24, 24) for _ in range(3)])
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.head = nn.Linear(24, 40, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x)) * self.scale
+        logits = self.head(self.frozen(x)).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def config_of(
+    stage: int, precision: str = "fp32", *, shares: bool = True, **more: Any
+) -> dict[str, Any]:
+    zero = {
+        "stage": stage,
+        "shared_parameters": shares,
+        "unit_min_numel": 0,
+        **more.pop("zero", {}),
+    }
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": zero,
+        **more,
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    return config
+
+
+def start(config: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    return xds.initialize(Net(), config)
+
+
+def ids_of(step: int, rank: int) -> Tensor:
+    return torch.randint(0, 40, (3, 5), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(engine: Any, first: int, num_steps: int = NUM_STEPS) -> list[float]:
+    losses = []
+    for step in range(first, first + num_steps):
+        for part in range(engine.gradient_accumulation_steps()):
+            loss = engine(ids_of(10 * step + part, dist.get_rank()))
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def values_of(module: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def place_of(param: Tensor) -> tuple[int, str]:
+    """The file that holds a parameter, and the rights to its memory."""
+    at = param.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, rights, _, _, inode = line.split()[:5]
+        low, high = (int(text, 16) for text in addresses.split("-"))
+        if low <= at < high:
+            return int(inode), rights
+    raise AssertionError("no such memory")
+
+
+def results(config: dict[str, Any], folder: str) -> tuple[list[float], list[Tensor], Any, Any]:
+    """Training with every access that a script has."""
+    rank = dist.get_rank()
+    engine = start(config)
+    net = engine.module
+    losses = train(engine, 0)
+    plan = engine.memory_plan()["param"]
+    with xds.zero.GatheredParameters(net.blocks[1].parameters(), modifier_rank=1):
+        if rank == 1:
+            nn.init.constant_(net.blocks[1].weight, 0.01)
+            net.blocks[1].bias.data.add_(0.5)
+    losses += train(engine, 10, 1)
+    xds.zero.set_full_param(net.head.weight, xds.zero.get_full_param(net.head.weight) * 0.9)
+    if rank == 0:  # alone, while the other one goes on to its step
+        with torch.no_grad():
+            losses += [float(net(ids_of(at, 7))) for at in range(5)]
+    losses += train(engine, 20, 1)
+    engine.save_checkpoint(folder, tag="one")
+    kept = engine.full_state_dict()
+    losses += train(engine, 30, 1)
+    engine.load_checkpoint(folder, tag="one")
+    losses += train(engine, 40, 1)
+    if kept is not None or dist.get_world_size() == 1:
+        kept = {name: value.clone() for name, value in (kept or {}).items()}
+    everyone = [kept]
+    dist.broadcast_object_list(everyone, 0)
+    engine.load_state_dict(everyone[0])
+    losses += train(engine, 50, 1)
+    values, place = values_of(net), place_of(net.embed.weight)
+    engine.destroy()
+    with torch.no_grad():
+        net.embed.weight.mul_(0.5)  # the script's own again
+    values.append(net.embed.weight.detach().clone())
+    return losses, values, place, plan
+
+
+CASES = [
+    (2, 1, "fp32", {"gradient_clipping": 0.1}),
+    (3, 2, "bf16", {"gradient_accumulation_steps": 2}),
+]
+SLOW = [
+    (size, stage, precision, more)
+    for size in (2, 4)
+    for stage in (1, 2)
+    for precision in DTYPES
+    for more in (
+        {},
+        {"gradient_accumulation_steps": 3, "gradient_clipping": 0.5},
+        {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}},
+        {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}},
+        {"zero": {"overlap_comm": False}},
+        {"zero": {"zero_quantized_gradients": True}},
+        {"zero": {"mics_shard_size": 2}},
+        {"data_types": {"grad_accum_dtype": "fp32"}},
+    )
+]
+
+
+def check_case(folder: Path, size: int, stage: int, precision: str, more: dict[str, Any]) -> None:
+    (folder / "a").mkdir()
+    (folder / "b").mkdir()
+    own = run_ranks(
+        results, size, config_of(stage, precision, shares=False, **more), str(folder / "a")
+    )
+    shared = run_ranks(results, size, config_of(stage, precision, **more), str(folder / "b"))
+    for one, other in zip(own, shared, strict=True):
+        assert one[0] == other[0]
+        assert all(a.equal(b) for a, b in zip(one[1], other[1], strict=True))
+    group = more.get("zero", {}).get("mics_shard_size", size)
+    assert all(place[1] == "r--s" for _, _, place, _ in shared)
+    assert len({place[0] for _, _, place, _ in shared}) == size // group
+    assert shared[0][3] < own[0][3] * (1 / group + 0.05)  # of padding
+
+
+@pytest.mark.parametrize(("size", "stage", "precision", "more"), CASES)
+def test_training_and_every_access_have_the_bits_of_a_copy_in_each_rank(
+    tmp_path: Path, size: int, stage: int, precision: str, more: dict[str, Any]
+) -> None:
+    check_case(tmp_path, size, stage, precision, more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "stage", "precision", "more"), SLOW)
+def test_the_matrix(
+    tmp_path: Path, size: int, stage: int, precision: str, more: dict[str, Any]
+) -> None:
+    check_case(tmp_path, size, stage, precision, more)
+
+
+def on_machines(layout: str, config: dict[str, Any]) -> tuple[list[float], list[Tensor], int, Any]:
+    with placed(layout):
+        engine = start(config)
+    losses = train(engine, 0)
+    sent = engine.bytes_sent()["all_gather"]
+    return losses, values_of(engine.module), sent, place_of(engine.module.embed.weight)
+
+
+@pytest.mark.parametrize("layout", ["aab", "abab"])
+def test_each_machine_has_one_copy(layout: str) -> None:
+    size = len(layout)
+    own = run_ranks(on_machines, size, layout, config_of(1, "bf16", shares=False))
+    shared = run_ranks(on_machines, size, layout, config_of(1, "bf16"))
+    for one, other in zip(own, shared, strict=True):
+        assert one[0] == other[0]
+        assert all(a.equal(b) for a, b in zip(one[1], other[1], strict=True))
+        # a shard goes to the other machine once, and not to the ranks of its own
+        assert other[2] * (size - 1) <= one[2] * 1.05
+    assert len({place[0] for *_, place in shared}) == 2
+
+
+# -- what a script may not do ---------------------------------------------------------------------------------
+
+
+def refusals() -> list[str]:
+    found = []
+
+    def refused(do: Any) -> None:
+        with pytest.raises(UsageError) as caught:
+            do()
+        found.append(str(caught.value))
+
+    engine = start(config_of(1, "bf16"))
+    net = engine.module
+    refused(lambda: net.load_state_dict(Net().state_dict()))
+    before = values_of(net)
+    net.blocks[0].weight.data = net.blocks[0].weight.data * 2
+    refused(lambda: train(engine, 0, 1))
+    net.float()
+    refused(lambda: train(engine, 0, 1))
+    assert all(a.equal(b) for a, b in zip(before, values_of(net), strict=True))
+    engine = start(config_of(1))
+    engine.module.share_memory()
+    refused(lambda: train(engine, 0, 1))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(8, 8, max_norm=0.1), nn.Linear(8, 8))
+    refused(lambda: xds.initialize(net, config_of(1)))
+    return found
+
+
+def test_what_would_write_on_one_rank_is_refused() -> None:
+    texts = run_ranks(refusals, 2)[0]
+    assert "engine.load_state_dict" in texts[0]
+    assert "blocks.0.weight.data was assigned" in texts[1]
+    assert ".data was assigned, or cast" in texts[2]
+    assert "share_memory()" in texts[3]
+    assert "max_norm of 0" in texts[4]
+
+
+def write_in_place(folder: str) -> None:
+    rank = dist.get_rank()
+    os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    engine = start(config_of(1))
+    train(engine, 0, 1)
+    if rank == 1:
+        engine.module.blocks[0].weight.data.mul_(2)
+    train(engine, 1, 1)
+
+
+def test_a_write_in_place_ends_the_process_and_says_what_it_was(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        run_new_ranks(write_in_place, 2, str(tmp_path))
+    text = (tmp_path / "1").read_text()
+    assert "this rank wrote to a parameter of unit 'blocks.0'" in text
+    assert "GatheredParameters" in text
+    assert "write_in_place" in text  # the line of the script
+
+
+def without_memory() -> tuple[list[float], int, list[str]]:
+    texts: list[str] = []
+    log = logging.getLogger("xds")
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    former, opening.connect = opening.connect, lambda *_: (None, "a test")  # type: ignore[assignment]
+    try:
+        engine = start(config_of(2))
+    finally:
+        opening.connect = former
+        log.removeHandler(handler)
+    return train(engine, 0), engine.memory_plan()["param"], texts
+
+
+def test_ranks_without_common_memory_keep_their_own_copies() -> None:
+    found = run_new_ranks(without_memory, 2)
+    assert sum("shared_parameters: ranks share no memory here" in t for t in found[0][2]) == 1
+    wanted = run_new_ranks(without_memory, 1)
+    assert found[0][1] == pytest.approx(wanted[0][1], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"zero_optimization": {"stage": 0}}, "set stage to 1 or 2"),
+        ({"zero_optimization": {"stage": 3}}, "set stage to 1 or 2"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            'offload_optimizer.device to "none"',
+        ),
+        (
+            {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1, "freeze_step": 1}}},
+            "choose AdamW",
+        ),
+        ({"communication": {"shared_memory": False}}, "set it to true"),
+    ],
+)
+def test_what_it_needs_is_said_before_work_starts(changes: dict[str, Any], text: str) -> None:
+    config = config_of(1)
+    for key, value in changes.items():
+        config[key] = {**config[key], **value} if key == "zero_optimization" else value
+    with pytest.raises(ConfigError) as caught:
+        xds.initialize(Net(), config)
+    assert "zero_optimization.shared_parameters" in str(caught.value)
+    assert text in str(caught.value)
