@@ -56,6 +56,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "qwZ": {"zero_optimization": {**PARAM, "zero_quantized_weights": True}},
     "qgZ": {"zero_optimization": {"stage": 1, "zero_quantized_gradients": True}},
     "hpZ": {"zero_optimization": {**PARAM, "zero_hpz_partition_size": 2}},
+    "shared": {"zero_optimization": {"stage": 1, "shared_parameters": True}},
     "MiCS": {"zero_optimization": {"stage": 1, "mics_shard_size": 2}},
 }
 EXCLUDE = {
@@ -155,6 +156,7 @@ def page() -> str:
         "  In 16 bits losses are compared, within 1 % for fp16 and 5 % for bf16.",
         "  So they are with compressed messages: within 1 % for qwZ, 5 % for qgZ, 1-bit and 0/1 Adam.",
         "- qwZ, qgZ and hpZ are the parts of ZeRO++: weights in 8 bits, gradients in 4, second shards.",
+        "- shared is `zero_optimization.shared_parameters`.",
         "- A number: the combination is refused, with the sentence below the table.",
         "- Two ZeRO stages mean the higher one.",
         "",

@@ -47,7 +47,7 @@ ONLY_HERE = (
     *("tensor_parallel.enabled", "tensor_parallel.plan", "tensor_parallel.tp_size"),
     *(f"{ZERO}.cpu_offload_params", f"{ZERO}.divergent_graphs", f"{ZERO}.grad_hooks"),
     *(f"{ZERO}.gather_fp16_weights_on_model_save", f"{ZERO}.offload_optimizer.overlap_step"),
-    *(f"{ZERO}.unit_min_numel", f"{ZERO}.units"),
+    *(f"{ZERO}.shared_parameters", f"{ZERO}.unit_min_numel", f"{ZERO}.units"),
 )
 # accepted without effect here, and without one in DeepSpeed
 IDLE_IN_BOTH = (
