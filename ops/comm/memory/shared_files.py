@@ -50,7 +50,7 @@ def open_shared(
         return None
     native = neighbours.segment.native
     if not faulthandler.is_enabled():
-        faulthandler.enable()  # first: so the line of the script follows the text
+        faulthandler.enable(2)  # first: so the line of the script follows the text
     native.explain_writes(addresses[0], size_bytes, text.encode())
     values, writable = (
         _tensor(native, address, size_bytes, numel, dtype, explained=explained)
