@@ -15,7 +15,7 @@ from ...utils.errors import UsageError
 from .discover import UnitPlan, plan_units
 from .disk_failures import agree
 from .flat_grads import FlatGrads
-from .flat_memory import FlatMemory, own_memory, shared_memory
+from .flat_memory import FlatMemory, check_not_written, own_memory, shared_memory
 from .flat_params import FlatParams
 from .groups import FlatGroup, FlatGroups, buffer_of
 from .layout import Entry, FlatLayout, plan_flat
@@ -85,6 +85,8 @@ class Builder:
         self, model: nn.Module, runs: Sequence[Sequence[tuple[str, nn.Module]]], min_numel: int
     ) -> list[Unit]:
         """The units of `model`, the root last. `runs`, `min_numel`: see `plan_units`."""
+        if self._shares_params:
+            check_not_written(model)
         blocks, root = plan_units(model, runs, min_numel, self._flat_groups.in_several_stages)
         for buffer in model.buffers():
             buffer.data = broadcast_whole(self._flat_groups.data.everyone, buffer.data)

@@ -20,7 +20,6 @@ from .building import Builder
 from .discover import found_blocks
 from .disk_failures import agree_on_disks
 from .flat_grads import FlatGrads
-from .flat_memory import check_not_written
 from .flat_params import FlatParams
 from .gather import Gatherer
 from .groups import FlatGroups
@@ -60,10 +59,8 @@ class ShardedModel:
         self.collectives = flat_groups.world
         self._pool = BufferPool(self.collectives.empty)
         self.homes = homes
-        shares = config.shared_parameters
-        if shares:
-            check_not_written(model)
-        builder = Builder(groups, flat_groups, self._pool, homes, shares_params=shares)
+        shares_params = config.shared_parameters
+        builder = Builder(groups, flat_groups, self._pool, homes, shares_params=shares_params)
         found = [found_blocks(model, config.units)] if runs is None else runs
         self.units = builder.build(model, found, config.unit_min_numel)
         self.trainable = [
