@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,20 @@ def test_a_write_in_place_ends_the_process_and_says_what_it_was(tmp_path: Path) 
     assert "this rank wrote to a parameter of unit 'blocks.0'" in text
     assert "GatheredParameters" in text
     assert "write_in_place" in text  # the line of the script
+
+
+def sent_a_signal() -> None:
+    engine = start(config_of(1))
+    train(engine, 0, 1)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    train(engine, 1, 1)
+
+
+@pytest.mark.slow
+def test_a_signal_from_outside_ends_the_process() -> None:
+    with pytest.raises(AssertionError, match="rank 1.*(SIGSEGV|-11)"):
+        run_new_ranks(sent_a_signal, 2)
 
 
 def without_memory() -> tuple[list[float], int, list[str]]:

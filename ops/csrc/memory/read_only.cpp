@@ -24,7 +24,12 @@ std::mutex adding;
 struct sigaction before;
 
 // Write a message where the address is in a range. Then the instruction is run again, with the handler from before.
-void on_fault(int, siginfo_t* info, void*) {
+void on_fault(int number, siginfo_t* info, void*) {
+  if (info->si_code <= 0) {  // a process has sent it: no instruction would raise it again
+    sigaction(number, &before, nullptr);
+    raise(number);
+    return;
+  }
   const uintptr_t at = reinterpret_cast<uintptr_t>(info->si_addr);
   for (Range* range = ranges.load(); range != nullptr; range = range->next) {
     const char* text = range->text.load();
@@ -33,7 +38,7 @@ void on_fault(int, siginfo_t* info, void*) {
     (void)written;
     break;
   }
-  sigaction(SIGSEGV, &before, nullptr);
+  sigaction(number, &before, nullptr);
 }
 
 void handle_faults() {
