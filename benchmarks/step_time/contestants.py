@@ -29,7 +29,8 @@ def build(name: str, model: nn.Module, batch: Tensor, bf16: bool) -> Step:
     """The contestant called `name`, ready to step; raises `Skip` with the reason if it cannot."""
     kind, _, option = name.partition("-")
     if kind == "xds":
-        return _xds(model, batch, int(option), bf16)
+        stage, _, shared = option.partition("-")
+        return _xds(model, batch, int(stage), bf16, shares=shared == "shared")
     if kind == "deepspeed":
         return _deepspeed(model, batch, int(option), bf16)
     if kind == "fsdp2":
@@ -112,14 +113,17 @@ def _engine_loop(engine: Any) -> Step:
     return step
 
 
-def _xds(model: nn.Module, batch: Tensor, stage: int, bf16: bool) -> Step:
+def _xds(model: nn.Module, batch: Tensor, stage: int, bf16: bool, *, shares: bool) -> Step:
     try:
         import xds
 
         initialize = xds.initialize
     except ImportError as error:
         raise Skip(f"xds does not import: {error}") from error
-    return _engine_loop(initialize(model, _json(batch, stage, bf16)))
+    config = _json(batch, stage, bf16)
+    if shares:  # one copy of the parameters
+        config["zero_optimization"]["shared_parameters"] = True
+    return _engine_loop(initialize(model, config))
 
 
 def _deepspeed(model: nn.Module, batch: Tensor, stage: int, bf16: bool) -> Step:

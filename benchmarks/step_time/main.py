@@ -97,7 +97,8 @@ def comparisons() -> Iterator[Comparison]:
 def _of_model(model: str, plan: Plan, bf16: bool, tokens: int) -> Iterator[Comparison]:
     """Every stage against its peers."""
     label = f"{model} {'bf16' if bf16 else 'fp32'} {tokens} tokens"
-    ddp = tuple(Claim(f"xds-{stage}", DDP, 0.92, 0.87) for stage in (0, 1, 2))
+    stages = ("xds-0", "xds-1", "xds-2", "xds-1-shared", "xds-2-shared")
+    ddp = tuple(Claim(ours, DDP, 0.92, 0.87) for ours in stages)
     fsdp2 = Claim("xds-3", ("fsdp2",), 0.50, 0.45)
     for claims in (ddp, (fsdp2,)):
         yield Comparison(label, model, claims, plan, bf16, tokens=tokens)
