@@ -226,7 +226,7 @@ class Access(Owner):
         first = self._first(place, is_whole=False)
         own = self._cut(place, place.flat.memory.own, first=first, is_whole=False)
         own.write(reader, place.flat.collectives.rank)
-        place.flat.memory.end_write()
+        place.flat.memory.wait_for_readers()
 
     def is_read_only(self, param: nn.Parameter) -> bool:
         place = self._places.get(id(param))

@@ -60,12 +60,12 @@ class FlatMemory(ABC):
         """Raises UsageError: what a script has assigned to `.data` of `name` cannot be copied here."""
 
     @abstractmethod
-    def begin_write(self) -> None:
-        """This rank's part is about to be written, by an update. For all ranks."""
+    def check_place(self) -> None:
+        """Raises UsageError: the script has moved the memory."""
 
     @abstractmethod
-    def end_write(self) -> None:
-        """This rank's part was written, but not by an update. For all ranks."""
+    def wait_for_readers(self) -> None:
+        """This rank's parts are about to be written, or have been. For all ranks, once for all buffers."""
 
     @abstractmethod
     def leave(self) -> Tensor | None:
@@ -90,10 +90,10 @@ class OwnMemory(FlatMemory):
     def check_assigned(self, name: str) -> None:
         return
 
-    def begin_write(self) -> None:
+    def check_place(self) -> None:
         return
 
-    def end_write(self) -> None:
+    def wait_for_readers(self) -> None:
         return
 
     def leave(self) -> Tensor | None:
@@ -121,23 +121,22 @@ class SharedMemory(FlatMemory):
         is_filler = self._found.is_filler
         target = self._found.writable if is_filler else torch.empty_like(self._found.writable)
         fill(target.zero_())
-        self.end_write()
+        self.wait_for_readers()
 
     def check_assigned(self, name: str) -> None:
         raise UsageError(
-            f"{name}.data was assigned, or cast, after xds.initialize: with {KEY} the ranks of a machine have "
-            f"one copy of it; {_REMEDY}"
+            f"{name}.data was assigned after xds.initialize: with {KEY} the ranks of a machine have one copy; "
+            f"{_REMEDY}"
         )
 
-    def begin_write(self) -> None:
+    def check_place(self) -> None:
         if self.raw.data_ptr() != self._address:  # share_memory() of the module
             raise UsageError(
                 f"the memory of parameters was moved after xds.initialize: with {KEY} the ranks of a machine "
                 "have one copy of them; do not call share_memory() of the module"
             )
-        self._collectives.wait_for_readers()
 
-    def end_write(self) -> None:
+    def wait_for_readers(self) -> None:
         self._collectives.wait_for_readers()
 
     def publish(self) -> Handle:

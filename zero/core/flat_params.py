@@ -400,8 +400,8 @@ class FlatParams:
             for position in found:
                 param, view = self.params[position], self._views[position]
                 if self.is_unsharded and position not in self._overridden:
-                    self.memory.check_assigned(self.layout.slots[position].name)
-                    view.copy_(param.data)
+                    if not self.memory.is_shared:
+                        view.copy_(param.data)
                     param.data = view
                 else:
                     param.data = self._placeholders[position]

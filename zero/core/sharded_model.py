@@ -85,8 +85,7 @@ class ShardedModel:
             diverges=self._diverges,
         )
         flats = [flat for unit in self.units for flat in unit.params]
-        shared = [flat for flat in flats if flat.memory.is_shared]
-        self._shared = sorted({flat.group.number: flat.memory for flat in shared}.items())
+        self._shared = [flat for flat in flats if flat.memory.is_shared]
         self._unchanged = Unchanged(model, flats, groups.keys(), self.backwards)
         self._num_checked = {True: 0, False: 0}  # forwards, of training and of evaluation
         self._unit_of = {
@@ -287,8 +286,11 @@ class ShardedModel:
 
     def begin_write(self) -> None:
         """Values that other ranks read in place are about to be written. For all ranks."""
-        for _, memory in self._shared:
-            memory.begin_write()
+        for flat in self._shared:
+            flat.memory.check_place()
+        one_of_each = {flat.group.number: flat for flat in self._shared}
+        for _, flat in sorted(one_of_each.items(), key=lambda pair: pair[0]):
+            flat.memory.wait_for_readers()
 
     def take_lost_writes(self) -> list[tuple[FlatParams, Tensor]]:
         """Buffers, and whether a script wrote to them unnoticed: gathered, with the shard on the host.
@@ -347,9 +349,8 @@ class ShardedModel:
             if self._gatherer is not None:
                 self._gatherer.remove()
                 self._gather_all()
-            for unit in self.units:
-                for flat in unit.params:
-                    flat.end_sharing()
+            for flat in self._shared:
+                flat.end_sharing()
         finally:
             self.homes.close()
 
