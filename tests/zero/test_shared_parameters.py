@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,14 @@ def on_machines(layout: str, config: dict[str, Any]) -> tuple[list[float], list[
         engine = start(config)
     losses = train(engine, 0)
     sent = engine.bytes_sent()["all_gather"]
+    net = engine.module
+    xds.zero.set_full_param(net.embed.weight, torch.linspace(-1, 1, 960).view(40, 24))
+    losses.append(float(net(ids_of(1, 0))))
+    with xds.zero.GatheredParameters(net.blocks[1].weight, modifier_rank=1):
+        nn.init.eye_(net.blocks[1].weight)
+    losses.append(float(net(ids_of(2, 0))))
+    engine.load_state_dict({name: value * 0.5 for name, value in engine.state_dict().items()})
+    losses += [float(net(ids_of(3, 0))), *train(engine, 9, 1)]
     return losses, values_of(engine.module), sent, place_of(engine.module.embed.weight)
 
 
@@ -204,6 +213,25 @@ def test_each_machine_has_one_copy(layout: str) -> None:
         # a shard goes to the other machine once, and not to the ranks of its own
         assert other[2] * (size - 1) <= one[2] * 1.05
     assert len({place[0] for *_, place in shared}) == 2
+
+
+def loaded_late(shares: bool) -> tuple[float, float, list[Tensor]]:
+    """One rank still reads the old values while the other one loads."""
+    engine = start(config_of(2, shares=shares))
+    weight = engine.module.embed.weight
+    before = weight.double().sum().item()
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+    after = weight.double().sum().item()
+    engine.load_state_dict({name: value * 0.5 for name, value in engine.state_dict().items()})
+    return before, after, values_of(engine.module)
+
+
+def test_a_load_waits_for_ranks_that_read() -> None:
+    own, shared = (run_ranks(loaded_late, 2, shares) for shares in (False, True))
+    for one, other in zip(own, shared, strict=True):
+        assert one[:2] == other[:2]
+        assert all(a.equal(b) for a, b in zip(one[2], other[2], strict=True))
 
 
 # -- what a script may not do ---------------------------------------------------------------------------------

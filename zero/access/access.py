@@ -210,6 +210,7 @@ class Access(Owner):
         rank = flat.collectives.rank
         with torch.no_grad():
             stored = self.value(param)
+            flat.memory.wait_for_readers()
             stored.write(reader, rank)
             if flat.memory.is_shared:
                 self._write_shared(place, reader)
@@ -222,11 +223,12 @@ class Access(Owner):
                 whole.copy_(stored.own(reader)(0, place.slot.numel))
 
     def _write_shared(self, place: _Place, reader: Reader) -> None:
-        """The values that forwards compute with, of which each rank writes its part. `agree` came before."""
-        first = self._first(place, is_whole=False)
-        own = self._cut(place, place.flat.memory.own, first=first, is_whole=False)
-        own.write(reader, place.flat.collectives.rank)
-        place.flat.memory.wait_for_readers()
+        """Set the values that forwards compute with: one rank of each machine writes all of them."""
+        memory = place.flat.memory
+        if memory.filled is not None:
+            whole = self._cut(place, memory.filled, first=0, is_whole=True)
+            whole.write(reader, place.flat.collectives.rank)
+        memory.wait_for_readers()
 
     def is_read_only(self, param: nn.Parameter) -> bool:
         place = self._places.get(id(param))

@@ -39,12 +39,14 @@ class FlatMemory(ABC):
     """`raw` [world_size * n]: the buffer. `own` [n]: this rank's part of it, to which the engine may write.
 
     num_holders: so many ranks have the memory in common. sender: how the buffer is sent.
+    filled: `raw` to write to, on the one of these ranks that sets values which no update has computed.
     """
 
     raw: Tensor
     own: Tensor
     num_holders: int
     sender: ParameterSender
+    filled: Tensor | None
 
     @property
     @abstractmethod
@@ -81,7 +83,7 @@ class OwnMemory(FlatMemory):
 
     def __init__(self, raw: Tensor, collectives: Collectives, sender: ParameterSender) -> None:
         self.sender = sender
-        self.raw = raw
+        self.raw = self.filled = raw
         self.own = collectives.shard_of(raw)
 
     def fill(self, fill: Callable[[Tensor], None]) -> None:
@@ -111,6 +113,7 @@ class SharedMemory(FlatMemory):
         self.own = collectives.shard_of(found.writable)
         self.num_holders = found.num_ranks
         self.sender = _SharedSender(self)
+        self.filled = found.writable if found.is_filler else None
         self._found = found
         self._address = found.values.data_ptr()
         self._collectives = collectives
@@ -118,8 +121,7 @@ class SharedMemory(FlatMemory):
 
     def fill(self, fill: Callable[[Tensor], None]) -> None:
         """One rank of the machine fills the memory; the others drop the same values."""
-        is_filler = self._found.is_filler
-        target = self._found.writable if is_filler else torch.empty_like(self._found.writable)
+        target = torch.empty_like(self.raw) if self.filled is None else self.filled
         fill(target.zero_())
         self.wait_for_readers()
 
