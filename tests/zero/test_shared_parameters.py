@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 import xds
 from xds.ops.comm import opening
+from xds.ops.watch import watch
 from xds.utils.errors import ConfigError, UsageError
 
 NUM_STEPS = 4
@@ -264,6 +267,52 @@ def refusals() -> list[str]:
     return found
 
 
+def inside_gathered() -> list[float]:
+    """Steps and other accesses while some parameters are copies."""
+    engine = start(config_of(1))
+    net = engine.module
+    weight = net.blocks[1].weight
+    with xds.zero.GatheredParameters(weight, modifier_rank=0):
+        weight.data.fill_(0.3)
+        xds.zero.set_full_param(weight, torch.full((24, 24), 0.2))
+        found = [weight.mean().item()]
+        with pytest.raises(UsageError, match=r"engine.step\(\).*blocks.1.weight"):
+            train(engine, 0, 1)
+    found.append(weight.mean().item())
+    engine.zero_grad()
+    found += train(engine, 0, 1)
+    with xds.zero.GatheredParameters(weight):
+        engine.destroy()
+    return found
+
+
+def test_a_context_ends_before_a_step() -> None:
+    found = run_ranks(inside_gathered, 2)[0]
+    assert found[:2] == pytest.approx([0.2, 0.2])
+
+
+def assigned_on_one_rank() -> str:
+    sys.stderr = None  # type: ignore[assignment]
+    watch.PATIENCE_SECONDS = 0.1
+    engine = start(config_of(1))
+    if dist.get_rank() == 0:
+        weight = engine.module.embed.weight
+        weight.data = weight.data * 2
+    with pytest.raises(xds.XdsError) as caught:
+        train(engine, 0, 1)
+    time.sleep(1.0)
+    return str(caught.value)
+
+
+def test_what_one_rank_does_is_named_on_the_others() -> None:
+    begin = time.monotonic()
+    texts = run_new_ranks(assigned_on_one_rank, 2)
+    assert "embed.weight.data was assigned" in texts[0]
+    assert "rank 0" in texts[1]
+    assert "embed.weight.data was assigned" in texts[1]
+    assert time.monotonic() - begin < 30
+
+
 def test_what_would_write_on_one_rank_is_refused() -> None:
     texts = run_ranks(refusals, 2)[0]
     assert "engine.load_state_dict" in texts[0]
@@ -278,6 +327,10 @@ def write_in_place(folder: str) -> None:
     os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
     engine = start(config_of(1))
     train(engine, 0, 1)
+    faulthandler.disable()
+    second = start(config_of(1))  # which explains the faults of both, again
+    faulthandler.enable(2)
+    second.destroy()
     if rank == 1:
         engine.module.blocks[0].weight.data.mul_(2)
     train(engine, 1, 1)

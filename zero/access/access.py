@@ -216,6 +216,8 @@ class Access(Owner):
                 self._write_shared(place, reader)
             elif (place.master is not None and place.master.is_apart) or self._is_apart(place):
                 self.compute(param).write(reader, rank)
+            if flat.is_overridden(place.position):  # inside GatheredParameters
+                param.data.view(-1).copy_(stored.own(reader)(0, place.slot.numel))
             if place.master is not None and place.master.is_near:
                 place.master.remember()
             if flat.is_sharded and flat.is_unsharded:
@@ -276,8 +278,9 @@ class Access(Owner):
         place.flat.override(place.position, full)
 
     def clear_override(self, param: nn.Parameter) -> None:
-        place = self._places[id(param)]
-        place.flat.clear_override(place.position)
+        place = self._places.get(id(param))
+        if place is not None:  # else the engine has ended inside of the context
+            place.flat.clear_override(place.position)
 
     def move_into(self, param: nn.Parameter, target: Tensor) -> None:
         raise UsageError(

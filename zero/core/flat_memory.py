@@ -58,8 +58,8 @@ class FlatMemory(ABC):
         """Let `fill` set a tensor like `raw` to the first values, for which it may communicate."""
 
     @abstractmethod
-    def check_assigned(self, name: str) -> None:
-        """Raises UsageError: what a script has assigned to `.data` of `name` cannot be copied here."""
+    def refuse_assigned(self, name: str) -> None:
+        """Raises UsageError where it is shared: a script has assigned to `.data` of parameter `name`."""
 
     @abstractmethod
     def check_place(self) -> None:
@@ -70,8 +70,8 @@ class FlatMemory(ABC):
         """This rank's parts are about to be written, or have been. For all ranks, once for all buffers."""
 
     @abstractmethod
-    def leave(self) -> Tensor | None:
-        """This engine ends: the tensor that takes the place of `raw`, if one must."""
+    def leave(self) -> Tensor:
+        """This engine ends: the tensor that takes the place of `raw`, to which scripts may write."""
 
 
 @final
@@ -89,7 +89,7 @@ class OwnMemory(FlatMemory):
     def fill(self, fill: Callable[[Tensor], None]) -> None:
         fill(self.raw)
 
-    def check_assigned(self, name: str) -> None:
+    def refuse_assigned(self, name: str) -> None:
         return
 
     def check_place(self) -> None:
@@ -98,8 +98,8 @@ class OwnMemory(FlatMemory):
     def wait_for_readers(self) -> None:
         return
 
-    def leave(self) -> Tensor | None:
-        return None
+    def leave(self) -> Tensor:
+        return self.raw
 
 
 @final
@@ -125,7 +125,7 @@ class SharedMemory(FlatMemory):
         fill(target.zero_())
         self.wait_for_readers()
 
-    def check_assigned(self, name: str) -> None:
+    def refuse_assigned(self, name: str) -> None:
         raise UsageError(
             f"{name}.data was assigned after xds.initialize: with {KEY} the ranks of a machine have one copy; "
             f"{_REMEDY}"
@@ -147,7 +147,7 @@ class SharedMemory(FlatMemory):
             self._found.writable, buffer=self._buffer, kind="all_gather"
         )
 
-    def leave(self) -> Tensor | None:
+    def leave(self) -> Tensor:
         return self.raw.clone()
 
 

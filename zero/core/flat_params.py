@@ -270,10 +270,9 @@ class FlatParams:
 
     def end_sharing(self) -> None:
         """The engine ends: parameters get memory of their own."""
-        raw = self.memory.leave()
-        if raw is not None:
-            self.raw, self._views = raw, views_in(raw, self.layout)
-            self._point_to(self._views)
+        self.raw = self.memory.leave()
+        self._views = views_in(self.raw, self.layout)
+        self._point_to(self._views)
 
     def override(self, position: int, full: Tensor) -> None:
         """`.data` of the parameter in slot `position` is `full`, a separate tensor, until `clear_override`."""
@@ -286,6 +285,11 @@ class FlatParams:
         is_dropped = self._is_deferred or (self.is_sharded and not self.is_unsharded)
         here = self._placeholders if is_dropped else self._views
         self.params[position].data = here[position]
+
+    @property
+    def overridden(self) -> list[str]:
+        """Names of the parameters whose `.data` is a tensor given to `override`."""
+        return [self.layout.slots[position].name for position in self._overridden]
 
     def is_overridden(self, position: int) -> bool:
         """`.data` of the parameter in slot `position` is a tensor given to `override`."""
@@ -319,10 +323,18 @@ class FlatParams:
             return
         with _NoTorchFunction():
             if only is None or not _is_same(self.params[only], self._views[only]):
-                for at in self._assigned(self._views):
-                    self._copy_assigned(at)
+                self._take_assigned()
         if self.is_sharded:
             self._write_back(only)
+
+    def _take_assigned(self) -> None:
+        assigned = self._assigned(self._views)
+        if assigned and self.memory.is_shared:
+            for at in assigned:
+                self.params[at].data = self._views[at]
+            self.memory.refuse_assigned(self.layout.slots[assigned[0]].name)
+        for at in assigned:
+            self._copy_assigned(at)
 
     def _assigned(self, values: Sequence[Tensor]) -> list[int]:
         """Positions of parameters whose `.data` is not their entry in `values`, without overridden ones."""
@@ -379,7 +391,6 @@ class FlatParams:
         )
         given = param.data
         param.data = view
-        self.memory.check_assigned(slot.name)
         if given.shape != view.shape or given.dtype != view.dtype:
             raise UsageError(
                 f"{slot.name}.data was set to a tensor of shape {tuple(given.shape)} and {given.dtype}, after "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...offload.homes import Homes
 from ...ops.comm.pool import BufferPool
-from ...utils.errors import XdsError
+from ...utils.errors import UsageError, XdsError
 from ..config import ZeroConfig
 from .agreement import Agreement
 from .backwards import Backwards
@@ -281,13 +281,11 @@ class ShardedModel:
         self.publish()
         if self._gatherer is not None:
             self._gatherer.begin_update()
-        self.take_edits()
-        self.begin_write()
-
-    def begin_write(self) -> None:
-        """Values that other ranks read in place are about to be written. For all ranks."""
-        for flat in self._shared:
-            flat.memory.check_place()
+        with self.collectives.publishing_errors("the check of parameters"):
+            self._check_overridden()
+            self.take_edits()
+            for flat in self._shared:
+                flat.memory.check_place()
         one_of_each = {flat.group.number: flat for flat in self._shared}
         for _, flat in sorted(one_of_each.items(), key=lambda pair: pair[0]):
             flat.memory.wait_for_readers()
@@ -318,11 +316,28 @@ class ShardedModel:
         """Parameters may read as NaN after a step, until their unit runs."""
         return self._publishes
 
+    def _check_overridden(self) -> None:
+        names = [name for unit in self.units for flat in unit.params for name in flat.overridden]
+        if names:
+            raise UsageError(
+                f"new values inside xds.zero.GatheredParameters, by engine.step() or a load: its end would "
+                f"overwrite those of {names[0]}; end it before"
+            )
+
     def take_edits(self) -> None:
-        """Make the script's writes to parameters since the last update their values."""
+        """Make the script's writes to parameters since the last update their values.
+
+        Raises UsageError: the first one of `FlatParams.take_edits`; every flat buffer has been looked at.
+        """
+        errors: list[UsageError] = []
         for unit in self.units:
             for flat in unit.params:
-                flat.take_edits()
+                try:
+                    flat.take_edits()
+                except UsageError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def wait_published(self) -> None:
         """Wait until the parameters that stay gathered are gathered again."""

@@ -22,11 +22,17 @@ struct Range {
 std::atomic<Range*> ranges{nullptr};
 std::mutex adding;
 struct sigaction before;
+std::atomic<int> num_faults{0};
 
 // Write a message where the address is in a range. Then the instruction is run again, with the handler from before.
+// That one may call this one again, if it is newer: the second time the process ends.
 void on_fault(int number, siginfo_t* info, void*) {
-  if (info->si_code <= 0) {  // a process has sent it: no instruction would raise it again
+  if (num_faults.fetch_add(1) > 0) {
+    signal(number, SIG_DFL);
+  } else {
     sigaction(number, &before, nullptr);
+  }
+  if (info->si_code <= 0) {  // a process has sent it: no instruction would raise it again
     raise(number);
     return;
   }
@@ -38,18 +44,18 @@ void on_fault(int number, siginfo_t* info, void*) {
     (void)written;
     break;
   }
-  sigaction(number, &before, nullptr);
 }
 
+// Scripts may change the handler at any time: it is set again for each range.
 void handle_faults() {
-  static bool is_done = false;
-  if (is_done) return;
-  is_done = true;
-  struct sigaction action = {};
+  struct sigaction action = {}, now = {};
+  sigaction(SIGSEGV, nullptr, &now);
+  if ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_fault) return;
+  before = now;
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
   sigemptyset(&action.sa_mask);
-  sigaction(SIGSEGV, &action, &before);
+  sigaction(SIGSEGV, &action, nullptr);
 }
 
 }  // namespace
