@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -58,10 +58,6 @@ class FlatMemory(ABC):
         """Let `fill` set a tensor like `raw` to the first values, for which it may communicate."""
 
     @abstractmethod
-    def refuse_assigned(self, name: str) -> None:
-        """Raises UsageError where it is shared: a script has assigned to `.data` of parameter `name`."""
-
-    @abstractmethod
     def check_place(self) -> None:
         """Raises UsageError: the script has moved the memory."""
 
@@ -88,9 +84,6 @@ class OwnMemory(FlatMemory):
 
     def fill(self, fill: Callable[[Tensor], None]) -> None:
         fill(self.raw)
-
-    def refuse_assigned(self, name: str) -> None:
-        return
 
     def check_place(self) -> None:
         return
@@ -124,12 +117,6 @@ class SharedMemory(FlatMemory):
         target = torch.empty_like(self.raw) if self.filled is None else self.filled
         fill(target.zero_())
         self.wait_for_readers()
-
-    def refuse_assigned(self, name: str) -> None:
-        raise UsageError(
-            f"{name}.data was assigned after xds.initialize: with {KEY} the ranks of a machine have one copy; "
-            f"{_REMEDY}"
-        )
 
     def check_place(self) -> None:
         if self.raw.data_ptr() != self._address:  # share_memory() of the module
@@ -215,6 +202,22 @@ def views_in(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
     return [flat.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in layout.slots]
 
 
+def drop_assigned(assigned: Sequence[tuple[nn.Parameter, Tensor, str]]) -> None:
+    """What a script has assigned to `.data` of shared parameters. Of each the parameter, its values, its name.
+
+    Raises UsageError: some are other values; the parameters have their own again.
+    """
+    given = [param.data for param, _, _ in assigned]
+    for param, values, _ in assigned:
+        param.data = values
+    for new, (_, values, name) in zip(given, assigned, strict=True):
+        if new.dtype != values.dtype or not torch.equal(new, values):
+            raise UsageError(
+                f"{name}.data was assigned after xds.initialize: with {KEY} the ranks of a machine have one "
+                f"copy; {_REMEDY}"
+            )
+
+
 def check_not_written(model: nn.Module) -> None:
     """Raises UsageError: forwards of `model` write to a parameter."""
     writers = [
@@ -229,4 +232,11 @@ def check_not_written(model: nn.Module) -> None:
         )
 
 
-__all__ = ["FlatMemory", "check_not_written", "own_memory", "shared_memory", "views_in"]
+__all__ = [
+    "FlatMemory",
+    "check_not_written",
+    "drop_assigned",
+    "own_memory",
+    "shared_memory",
+    "views_in",
+]

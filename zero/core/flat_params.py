@@ -30,7 +30,7 @@ from ...ops.comm.handles import Done, Handle
 from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ..access.owners import find_owner
-from .flat_memory import FlatMemory, views_in
+from .flat_memory import FlatMemory, drop_assigned, views_in
 from .gathered_writes import GatheredWrites
 from .groups import FlatGroup
 from .layout import FlatLayout
@@ -328,12 +328,12 @@ class FlatParams:
             self._write_back(only)
 
     def _take_assigned(self) -> None:
-        assigned = self._assigned(self._views)
-        if assigned and self.memory.is_shared:
-            for at in assigned:
-                self.params[at].data = self._views[at]
-            self.memory.refuse_assigned(self.layout.slots[assigned[0]].name)
-        for at in assigned:
+        found = self._assigned(self._views)
+        if self.memory.is_shared:
+            slots = self.layout.slots
+            drop_assigned([(self.params[at], self._views[at], slots[at].name) for at in found])
+            return
+        for at in found:
             self._copy_assigned(at)
 
     def _assigned(self, values: Sequence[Tensor]) -> list[int]:

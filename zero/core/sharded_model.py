@@ -18,7 +18,7 @@ from .agreement import Agreement
 from .backwards import Backwards
 from .building import Builder
 from .discover import found_blocks
-from .disk_failures import agree_on_disks
+from .disk_failures import agree, agree_on_disks
 from .flat_grads import FlatGrads
 from .flat_params import FlatParams
 from .gather import Gatherer
@@ -281,14 +281,22 @@ class ShardedModel:
         self.publish()
         if self._gatherer is not None:
             self._gatherer.begin_update()
-        with self.collectives.publishing_errors("the check of parameters"):
-            self._check_overridden()
-            self.take_edits()
-            for flat in self._shared:
-                flat.memory.check_place()
-        one_of_each = {flat.group.number: flat for flat in self._shared}
-        for _, flat in sorted(one_of_each.items(), key=lambda pair: pair[0]):
-            flat.memory.wait_for_readers()
+        if not self._shared:
+            self._check_writes()
+            return
+        failure = ""
+        try:
+            self._check_writes()
+        except UsageError as error:
+            failure = str(error)
+        # also: no other rank still reads what is about to be written
+        agree(self.collectives, failure, UsageError, "an update of shared parameters")
+
+    def _check_writes(self) -> None:
+        self._check_overridden()
+        self.take_edits()
+        for flat in self._shared:
+            flat.memory.check_place()
 
     def take_lost_writes(self) -> list[tuple[FlatParams, Tensor]]:
         """Buffers, and whether a script wrote to them unnoticed: gathered, with the shard on the host.
