@@ -28,8 +28,8 @@ class GatheredParameters:
                 nn.init.zeros_(model.head.weight)
 
     - With `modifier_rank`, all ranks get that rank's values on exit, masters included, at every stage.
-    - Without it the values are for reading: at stage 3, and where ranks share parameters, an edit raises on exit,
-      and is lost. There engine.step() inside is refused.
+    - Without it the values are for reading: at stage 3, and with shared_parameters, an edit raises on exit, and
+      is lost. There engine.step() inside is refused.
     - Each parameter is gathered separately, so only the bytes of `params` are sent. Their order is free.
     - Forward passes inside use the values that the parameters hold there. Contexts may be nested.
     - Parameters that no engine owns are left unchanged.
