@@ -71,7 +71,7 @@ class FlatMemory(ABC):
 
 
 @final
-class OwnMemory(FlatMemory):
+class OwnFlatMemory(FlatMemory):
     """Memory of this rank."""
 
     is_shared = False
@@ -96,7 +96,7 @@ class OwnMemory(FlatMemory):
 
 
 @final
-class SharedMemory(FlatMemory):
+class SharedFlatMemory(FlatMemory):
     """Memory of the ranks of this machine."""
 
     is_shared = True
@@ -147,7 +147,7 @@ class _SharedSender(ParameterSender):
     rounds = False
     held_bytes = 0
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: SharedFlatMemory) -> None:
         self._memory = memory
 
     def gather(self, flat: Tensor, shard: Tensor) -> Handle:
@@ -173,24 +173,24 @@ def own_memory(
     sender: ParameterSender,
     *,
     is_dropped: bool,
-) -> OwnMemory:
+) -> OwnFlatMemory:
     """Memory for a flat buffer; is_dropped: it is dropped between uses."""
     # what is dropped changes its size; what stays is read by other ranks where it is
     empty = torch.empty if is_dropped else collectives.empty
     raw = empty(numel, dtype=dtype, device=collectives.device).zero_()
-    return OwnMemory(raw, collectives, sender)
+    return OwnFlatMemory(raw, collectives, sender)
 
 
 def shared_memory(
     collectives: Collectives, numel: int, dtype: torch.dtype, *, buffer: int, name: str
-) -> SharedMemory | None:
+) -> SharedFlatMemory | None:
     """Memory for flat buffer `buffer`, that of `name`. None: the ranks share none. For all ranks.
 
     Logs once, on rank 0, that they share none.
     """
     found = collectives.share(numel, dtype, _TEXT % name)
     if found is not None:
-        return SharedMemory(found, collectives, buffer)
+        return SharedFlatMemory(found, collectives, buffer)
     if collectives.rank == 0 and not _told:
         _told.append(True)
         log.warning("%s: ranks share no memory here, so each one has all parameters", KEY)
