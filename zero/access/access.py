@@ -217,7 +217,7 @@ class Access(Owner):
             elif (place.master is not None and place.master.is_apart) or self._is_apart(place):
                 self.compute(param).write(reader, rank)
             if flat.is_overridden(place.position):  # inside GatheredParameters
-                param.data.view(-1).copy_(stored.own(reader)(0, place.slot.numel))
+                write(param.data, reader(0, param.data.numel()).view(param.data.shape))
             if place.master is not None and place.master.is_near:
                 place.master.remember()
             if flat.is_sharded and flat.is_unsharded:
