@@ -182,7 +182,7 @@ def cells(text: str) -> dict[tuple[str, str], str]:
     """What the page `text` says about each pair, as `outcome` does."""
     names, found = list(FEATURES), {}
     rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")]
-    reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
+    reasons = dict(re.findall(r"^(\d+)\. (.*(?:\n  .*)*)$", text, re.MULTILINE))
     for one, *row in rows[1:]:
         for two, cell in zip(names[1:], row, strict=True):
             if cell.strip():
