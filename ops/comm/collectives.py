@@ -226,7 +226,7 @@ class Collectives(ABC):
         raise AssertionError("share returns None here")
 
     def wait_for_readers(self) -> None:
-        """All ranks of this machine have called this. Before the first write to what they `share`."""
+        """Wait for all ranks of this machine: before and after writes to what they `share`."""
         raise AssertionError("share returns None here")
 
     @property

@@ -217,6 +217,63 @@ def test_each_machine_has_one_copy(layout: str) -> None:
     assert len({place[0] for *_, place in shared}) == 2
 
 
+class Odd(nn.Module):
+    """Strided, 0-dim and empty parameters, fp64, channels-last, and a weight of `rows` rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(7, 32).t() * 0.1)
+        self.every_second = nn.Parameter((torch.randn(5, 32) * 0.1)[::2])
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.none = nn.Parameter(torch.empty(0, 4))
+        self.wide = nn.Parameter(torch.randn(32).double())
+        self.large = nn.Linear(32, rows)
+        self.image = nn.Conv2d(1, 2, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.turned @ self.turned.t() * self.scalar + self.every_second.sum(0)
+        x = torch.tanh(x + (x.double() * self.wide).float())
+        return self.large(x).pow(2).mean() + self.image(x.view(-1, 1, 4, 8)).pow(2).mean()
+
+
+def odd_samples(step: int, rank: int) -> Tensor:
+    return torch.randn(3, 32, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train_odd(rows: int, stage: int, folder: str, first: int, num_steps: int) -> list[Tensor]:
+    """From the checkpoint, unless `first` is 0, which saves one."""
+    torch.manual_seed(0)
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = xds.initialize(Odd(rows), config_of(stage, optimizer=optimizer))
+    if first:
+        engine.load_checkpoint(folder, tag="one")
+    for step in range(first, first + num_steps):
+        engine.backward(engine(odd_samples(step, dist.get_rank())))
+        engine.step()
+    if not first:
+        engine.save_checkpoint(folder, tag="one")
+    return values_of(engine.module)
+
+
+@pytest.mark.parametrize("rows", [511, 512, 513])  # about SMALL_NUMEL = 16 Ki elements
+def test_odd_tensors_and_another_number_of_ranks_are_as_in_plain_pytorch(
+    tmp_path: Path, rows: int
+) -> None:
+    torch.manual_seed(0)
+    plain = Odd(rows)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for first, size, stage in ((0, 3, 2), (3, 2, 1)):
+        for step in range(first, first + 3):
+            optimizer.zero_grad()
+            losses = [plain(odd_samples(step, rank)) for rank in range(size)]
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+        args = (rows, stage, str(tmp_path), first, 3)
+        for values in run_ranks(train_odd, size, *args, small_numel=None):
+            for one, other in zip(values, plain.parameters(), strict=True):
+                torch.testing.assert_close(one, other.detach(), rtol=1e-5, atol=1e-6)
+
+
 def loaded_late(shares: bool) -> tuple[float, float, list[Tensor]]:
     """One rank still reads the old values while the other one loads."""
     engine = start(config_of(2, shares=shares))

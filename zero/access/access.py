@@ -227,8 +227,8 @@ class Access(Owner):
     def _write_shared(self, place: _Place, reader: Reader) -> None:
         """Set the values that forwards compute with: one rank of each machine writes all of them."""
         memory = place.flat.memory
-        if memory.filled is not None:
-            whole = self._cut(place, memory.filled, first=0, is_whole=True)
+        if memory.writable is not None:
+            whole = self._cut(place, memory.writable, first=0, is_whole=True)
             whole.write(reader, place.flat.collectives.rank)
         memory.wait_for_readers()
 

@@ -39,14 +39,14 @@ class FlatMemory(ABC):
     """`raw` [world_size * n]: the buffer. `own` [n]: this rank's part of it, to which the engine may write.
 
     num_holders: so many ranks have the memory in common. sender: how the buffer is sent.
-    filled: `raw` to write to, on the one of these ranks that sets values which no update has computed.
+    writable: `raw` to write to, on the one of these ranks that sets values which no update has computed.
     """
 
     raw: Tensor
     own: Tensor
     num_holders: int
     sender: ParameterSender
-    filled: Tensor | None
+    writable: Tensor | None
 
     @property
     @abstractmethod
@@ -79,7 +79,7 @@ class OwnFlatMemory(FlatMemory):
 
     def __init__(self, raw: Tensor, collectives: Collectives, sender: ParameterSender) -> None:
         self.sender = sender
-        self.raw = self.filled = raw
+        self.raw = self.writable = raw
         self.own = collectives.shard_of(raw)
 
     def fill(self, fill: Callable[[Tensor], None]) -> None:
@@ -106,7 +106,7 @@ class SharedFlatMemory(FlatMemory):
         self.own = collectives.shard_of(found.writable)
         self.num_holders = found.num_ranks
         self.sender = _SharedSender(self)
-        self.filled = found.writable if found.is_filler else None
+        self.writable = found.writable if found.is_filler else None
         self._found = found
         self._address = found.values.data_ptr()
         self._collectives = collectives
@@ -114,7 +114,7 @@ class SharedFlatMemory(FlatMemory):
 
     def fill(self, fill: Callable[[Tensor], None]) -> None:
         """One rank of the machine fills the memory; the others drop the same values."""
-        target = torch.empty_like(self.raw) if self.filled is None else self.filled
+        target = torch.empty_like(self.raw) if self.writable is None else self.writable
         fill(target.zero_())
         self.wait_for_readers()
 
