@@ -84,6 +84,7 @@ def _call_again(small_numel: int | None, function: Callable[..., Any], *args: An
     """`function(*args)` as in a new process: with its seeds and nothing left of the last call."""
     import torch
 
+    from xds.ops.comm import hosts
     from xds.zero.core import local_sum
 
     gc.collect()
@@ -93,9 +94,11 @@ def _call_again(small_numel: int | None, function: Callable[..., Any], *args: An
     own = local_sum.SMALL_NUMEL
     local_sum.SMALL_NUMEL = own if small_numel is None else small_numel
     try:
-        return function(*args)
+        result = function(*args)
     finally:
         local_sum.SMALL_NUMEL = own
+    assert hosts._host_id.__module__ == hosts.__name__, "the next call would be on other machines"
+    return result
 
 
 def _answer(rank: int, process: Any, pipe: Any) -> tuple[bool, Any]:

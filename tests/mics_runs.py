@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from placed_ranks import placed
 from tiny_models import build, micro_batch
 from torch import Tensor
 
 import xds
-from xds.ops.comm import hosts
 
 RANKS, SAMPLES, STEPS, CLIP, LR = 4, 8, 6, 0.5, 3e-3
 
@@ -40,13 +37,6 @@ def config_of(
     if precision == "fp16":
         config["fp16"]["initial_scale_power"] = 8
     return config
-
-
-@contextmanager
-def on_hosts(*numbers: int) -> Iterator[None]:
-    """Inside, rank r says that it is on host numbers[r]."""
-    with mock.patch.object(hosts, "_host_id", lambda: f"host {numbers[dist.get_rank()]}"):
-        yield
 
 
 def plain(feature: str, accumulation: int, steps: int = STEPS) -> dict[str, Any]:
@@ -96,8 +86,8 @@ def a_step(engine: Any, step: int, accumulation: int = 1) -> float:
 def train(
     config: dict[str, Any], feature: str = "plain", steps: int = STEPS, places: Any = None
 ) -> dict[str, Any]:
-    """The same on this rank of an engine, and the bytes it sent in the last step. places: of `on_hosts`."""
-    with on_hosts(*(places or [0] * RANKS)):
+    """The same on this rank of an engine, and the bytes it sent in the last step. places: of `placed`."""
+    with placed(places or [0] * RANKS):
         engine = xds.initialize(build(feature), config)
     losses, norms = [], []
     before: dict[str, int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -11,8 +11,8 @@ from xds.ops.comm import hosts
 
 
 @contextmanager
-def placed(layout: str) -> Iterator[None]:
-    """Inside, this rank is on the machine of its letter, e.g. of "aab"."""
+def placed(layout: Sequence[object]) -> Iterator[None]:
+    """Inside, rank r says that it is on machine layout[r], e.g. of "aab" or [0, 0, 1]."""
     former, rank = hosts._host_id, dist.get_rank()
     hosts._host_id = lambda: f"machine {layout[rank]}"
     try:

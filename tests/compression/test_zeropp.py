@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from placed_ranks import placed
 from torch import Tensor, nn
 from warm_ranks import warm
 from zeropp_reference import Adam, Sums
 
 import xds
-from xds.ops.comm import hosts
 from xds.zero import GatheredParameters, get_full_param, set_full_param
 
 SLOW = pytest.mark.slow
@@ -29,12 +29,8 @@ LOCO = {"zeropp_loco_param": {"err_beta": 0.6, "reset_T": 7}}
 @contextmanager
 def hosts_of(length: int) -> Iterator[None]:
     """Each `length` ranks say that they are on a host of their own."""
-    before = hosts._host_id
-    hosts._host_id = lambda: f"host {dist.get_rank() // length}"
-    try:
+    with placed([rank // length for rank in range(dist.get_world_size())]):
         yield
-    finally:
-        hosts._host_id = before
 
 
 def config_of(stage: int, zero: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mics_runs import RANKS, check_near, config_of, on_hosts, plain, same_bits, train_each
+from mics_runs import RANKS, check_near, config_of, plain, same_bits, train_each
+from placed_ranks import placed
 from tiny_models import build
 from warm_ranks import warm
 
@@ -56,7 +57,7 @@ def gathered(hosts: tuple[int, ...]) -> Any:
     values, across = [], []
     for more in ({}, TWO_LEVELS):
         config = config_of(3, 6, **more) | {"communication": {"hierarchical": False}}
-        with on_hosts(*hosts):
+        with placed(hosts):
             engine = xds.initialize(build("plain"), config)
         for group in engine._parts.opened:
             group.set_hosts(hosts)
@@ -125,7 +126,7 @@ def started(config: dict[str, Any], hosts: tuple[int, ...]) -> tuple[str, list[s
     log.setLevel(logging.INFO)
     text = ""
     try:
-        with on_hosts(*hosts):
+        with placed(hosts):
             xds.initialize(build("plain"), config).destroy()
     except xds.XdsError as error:
         text = str(error)

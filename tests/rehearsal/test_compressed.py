@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from device_ranks import ranks
 from helpers import run_ranks
+from placed_ranks import placed
 from test_parallel import STEPS, Trained, config_of, trained
 from torch import Tensor
 
@@ -18,10 +19,9 @@ def train_vector(config: dict[str, Any], hosts_of: int) -> Trained:
     from test_rehearsal import batch, build
 
     import xds
-    from xds.ops.comm import hosts
 
-    hosts._host_id = lambda: f"host {dist.get_rank() // hosts_of}"
-    engine = xds.initialize(build(), config)
+    with placed([rank // hosts_of for rank in range(dist.get_world_size())]):
+        engine = xds.initialize(build(), config)
     dtype = next(engine.module.parameters()).dtype
 
     def losses_of(step: int) -> Iterator[Callable[[], Tensor]]:
