@@ -61,10 +61,11 @@ class GradientReducer(ABC):
         """
 
     @abstractmethod
-    def reduce_whole(self, flat: Tensor) -> Handle | None:
-        """Start to set `flat` [world_size * n] to its sum over ranks, on every rank, with the bits of `reduce`.
+    def reduce_whole(self, flat: Tensor, out: Tensor) -> tuple[Handle, Handle] | None:
+        """Start `reduce` to `out`, and `gather` of `out` to `flat`, which begins when that is done.
 
-        None: nothing has started; `reduce` and an all_gather of the shards are as fast.
+        Shapes:  flat [world_size * n], out [n]: this rank's part of `flat`, or wider.
+        None: nothing has started; a gather that is started later is as fast.
         """
 
     @abstractmethod
@@ -141,12 +142,12 @@ class ExactReducer(GradientReducer):
     def complete(self, total: Tensor) -> Handle | None:
         return None
 
-    def reduce_whole(self, flat: Tensor) -> Handle | None:
-        if not self._collectives.sums_whole(flat):
+    def reduce_whole(self, flat: Tensor, out: Tensor) -> tuple[Handle, Handle] | None:
+        if not self._collectives.sums_whole(flat, out):
             return None
         self._divide(flat)
         kinds = ("reduce_scatter", "all_gather")
-        return self._collectives.sum_whole(flat, buffer=self._buffer, kinds=kinds)
+        return self._collectives.sum_whole(flat, out, buffer=self._buffer, kinds=kinds)
 
     def gather(self, total: Tensor, flat: Tensor) -> Handle:
         own = self._collectives.shard_of(flat)

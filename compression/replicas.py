@@ -70,7 +70,7 @@ class ReplicatedReducer(GradientReducer):
     def _cross(self, sums: Tensor) -> Handle:
         return self._across.all_reduce(sums, what=WHAT, kind=ACROSS, buffer=self._buffer)
 
-    def reduce_whole(self, flat: Tensor) -> Handle | None:
+    def reduce_whole(self, flat: Tensor, out: Tensor) -> tuple[Handle, Handle] | None:
         return None
 
     def gather(self, total: Tensor, flat: Tensor) -> Handle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -9,13 +10,20 @@ import torch.distributed as dist
 
 from xds.ops.comm import hosts
 
+_own, _lock = hosts._host_id, threading.Lock()
+_inside: list[Sequence[object]] = []  # of each rank that is a thread of this process
+
 
 @contextmanager
 def placed(layout: Sequence[object]) -> Iterator[None]:
     """Inside, rank r says that it is on machine layout[r], e.g. of "aab" or [0, 0, 1]."""
-    former, rank = hosts._host_id, dist.get_rank()
-    hosts._host_id = lambda: f"machine {layout[rank]}"
+    with _lock:
+        _inside.append(layout)
+        hosts._host_id = lambda: f"machine {layout[dist.get_rank()]}"
     try:
         yield
     finally:
-        hosts._host_id = former
+        with _lock:
+            _inside.pop()
+            if not _inside:
+                hosts._host_id = _own

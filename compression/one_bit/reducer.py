@@ -203,8 +203,8 @@ class OneBitReducer(GradientReducer):
     def complete(self, total: Tensor) -> Handle | None:
         return None
 
-    def reduce_whole(self, flat: Tensor) -> Handle | None:
-        return None if self.is_lossy else self._exact.reduce_whole(flat)
+    def reduce_whole(self, flat: Tensor, out: Tensor) -> tuple[Handle, Handle] | None:
+        return None if self.is_lossy else self._exact.reduce_whole(flat, out)
 
     @torch.no_grad()
     def gather(self, total: Tensor, flat: Tensor) -> Handle:

@@ -115,7 +115,7 @@ class QuantizedReducer(GradientReducer):
     def complete(self, total: Tensor) -> Handle | None:
         return None
 
-    def reduce_whole(self, flat: Tensor) -> Handle | None:
+    def reduce_whole(self, flat: Tensor, out: Tensor) -> tuple[Handle, Handle] | None:
         return None
 
     def gather(self, total: Tensor, flat: Tensor) -> Handle:

@@ -293,14 +293,17 @@ class Collectives(ABC):
         """As `all_reduce`, complete on return. Faster for small tensors."""
         self.all_reduce(tensor, what=what, kind=kind).wait()
 
-    def sums_whole(self, flat: Tensor) -> bool:
+    def sums_whole(self, flat: Tensor, out: Tensor) -> bool:
         """`sum_whole` is faster than `reduce_scatter` and `all_gather`; the same on all ranks."""
         return False
 
-    def sum_whole(self, flat: Tensor, *, buffer: int, kinds: tuple[str, str]) -> Handle:
-        """`flat` [world_size * n] = the sum over ranks, on every rank: where `sums_whole`.
+    def sum_whole(
+        self, flat: Tensor, out: Tensor, *, buffer: int, kinds: tuple[str, str]
+    ) -> tuple[Handle, Handle]:
+        """Reduce_scatter `flat` [world_size * n] to `out` [n], then all_gather it, rounded, to `flat`.
 
-        The bits of reduce_scatter and all_gather, as which its bytes are counted, by these `kinds`.
+        Where `sums_whole`. `out` is this rank's shard of `flat`, or wider. Bits and bytes are those of the two,
+        counted by these `kinds`.
         """
         raise AssertionError("sums_whole is False here")
 

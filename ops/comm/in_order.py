@@ -36,6 +36,12 @@ class Job:
         self._function = None  # it refers to tensors
         self._is_done.set()
 
+    def join(self) -> None:
+        """Return when it has run, in a job that follows it. Raises what it raised."""
+        self._is_done.wait()
+        if self.error is not None:
+            raise self.error
+
     def wait(self, seconds: float) -> bool:
         """Return when it has run, or after so long: False."""
         return self._is_done.wait(seconds)

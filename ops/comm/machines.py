@@ -17,7 +17,9 @@ across by gloo.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -106,10 +108,24 @@ class Machines(PairwiseInMemory):
     def _reduce_scatter(
         self, mark: Mark, flat: Tensor, out: Tensor, add: bool, tag: int, kind: str
     ) -> Handle:
-        if not self.is_hierarchical or not operations.can_sum(flat.dtype, flat.dtype):
+        if not self._reduces_on_levels(flat):
             return super()._reduce_scatter(mark, flat, out, add, tag, kind)
-        found = {self._own[0]: self._scratch.take(out.numel(), flat.dtype, flat.device)}
-        parts = [(self.rank * out.numel(), found[self._own[0]])]
+        sums = self._reducing(mark, flat, tag, kind)
+
+        def finish() -> None:
+            sums.add_up(out, add=add)
+            self._give_back(sums.buffers)
+
+        return self._start(mark, tag, sums.exchange, finish)
+
+    def _reduces_on_levels(self, flat: Tensor) -> bool:
+        return self.is_hierarchical and operations.can_sum(flat.dtype, flat.dtype)
+
+    def _reducing(self, mark: Mark, flat: Tensor, tag: int, kind: str) -> _Reducing:
+        """Start to add inside; the caller lets `exchange` send, in a thread."""
+        shard = self.shard_of(flat)
+        found = {self._own[0]: self._scratch.take(shard.numel(), flat.dtype, flat.device)}
+        parts = [(self.rank * shard.numel(), found[self._own[0]])]
         shards = [(rank, self.shard_of(flat, rank)) for rank in self._across]
         sent = [(rank, self._part(shard, self.rank)) for rank, shard in shards]
         whole = sum(part.numel() for _, part in sent)
@@ -123,7 +139,7 @@ class Machines(PairwiseInMemory):
         receives = []
         for ranks in self._machines:
             if ranks is not self._own:
-                found[ranks[0]] = self._scratch.take(out.numel(), flat.dtype, flat.device)
+                found[ranks[0]] = self._scratch.take(shard.numel(), flat.dtype, flat.device)
                 receives += [(rank, self._part(found[ranks[0]], rank)) for rank in ranks]
         inside = self._memory.sum(mark, tag, flat, parts)
 
@@ -132,20 +148,31 @@ class Machines(PairwiseInMemory):
             _settle(inside)
             post(self, works, tag, [], _filled(sends))
 
-        def finish() -> None:
-            sum_in_order(out, [found[rank] for rank in sorted(found)], add=add)
-            for buffer in (scratch, *found.values()):
-                self._scratch.give(buffer)
+        return _Reducing(exchange, found, (scratch, *found.values()))
 
-        return self._start(mark, tag, exchange, finish)
+    def _give_back(self, buffers: Sequence[Tensor]) -> None:
+        for buffer in buffers:
+            self._scratch.give(buffer)
 
     def _all_gather(self, mark: Mark, flat: Tensor, shard: Tensor, tag: int, kind: str) -> Handle:
         if not self.is_hierarchical or not shard.numel():
             return super()._all_gather(mark, flat, shard, tag, kind)
-        self._count_links(kind, flat, (len(self._machines) - 1) * shard.numel())
         if self.shard_of(flat).data_ptr() != shard.data_ptr():
             self.shard_of(flat).copy_(shard)
+        exchange, received = self._gathering(mark, flat, tag, kind)
         inside = self._memory.all_gather(mark, tag, flat, shard)
+        finish = partial(self._arrived.give, received)
+        return self._start(mark, tag, partial(exchange, inside), finish)
+
+    def _gathering(
+        self, mark: Mark, flat: Tensor, tag: int, kind: str
+    ) -> tuple[Callable[[InMemory, Works], None], Tensor]:
+        """What sends this rank's part of `flat`, in a thread, and the memory that it needs.
+
+        Its argument is the all_gather inside, which has started.
+        """
+        shard = self.shard_of(flat)
+        self._count_links(kind, flat, (len(self._machines) - 1) * shard.numel())
         targets = {rank: self._part(self.shard_of(flat, rank), self.rank) for rank in self._across}
         whole = sum(part.numel() for part in targets.values())
         received = self._arrived.take(whole, flat.dtype, flat.device)
@@ -156,7 +183,7 @@ class Machines(PairwiseInMemory):
         sends = [(rank, self._part(shard, rank)) for rank in self._across]
 
         @torch.no_grad()
-        def exchange(works: Works) -> None:
+        def exchange(inside: InMemory, works: Works) -> None:
             post(self, works, tag, _filled(receives), _filled(sends))
             _await(works, len(_filled(receives)))
             for (_, source), target in zip(receives, targets.values(), strict=True):
@@ -166,7 +193,37 @@ class Machines(PairwiseInMemory):
             if shared is not None:
                 _settle(shared)
 
-        return self._start(mark, tag, exchange, lambda: self._arrived.give(received))
+        return exchange, received
+
+    def sums_whole(self, flat: Tensor, out: Tensor) -> bool:
+        # the second half starts when the first is done, while the caller computes
+        return bool(flat.numel()) and self._reduces_on_levels(flat)
+
+    def sum_whole(
+        self, flat: Tensor, out: Tensor, *, buffer: int, kinds: tuple[str, str]
+    ) -> tuple[Handle, Handle]:
+        tag, shard = self._tag(buffer), self.shard_of(flat)
+        mark = self._record("reduce_scatter", kinds[0], buffer, tensor=flat)
+        sums = self._reducing(mark, flat, tag + 1, kinds[0])
+
+        @torch.no_grad()
+        def reduce(works: Works) -> None:
+            sums.exchange(works)
+            _await(works)
+            sums.add_up(out, add=False)
+            if out.data_ptr() != shard.data_ptr():
+                shard.copy_(out)
+
+        reduced = self._start(mark, tag + 1, reduce, partial(self._give_back, sums.buffers))
+        mark = self._record("all_gather", kinds[1], buffer, tensor=shard)
+        exchange, received = self._gathering(mark, flat, tag, kinds[1])
+        first = reduced.job
+
+        def gather(works: Works) -> None:
+            first.join()
+            exchange(self._memory.all_gather(mark, tag, flat, shard), works)
+
+        return reduced, self._start(mark, tag, gather, partial(self._arrived.give, received))
 
     def _publish_shared(self, mark: Mark, flat: Tensor, tag: int, kind: str) -> Handle:
         shard = self.shard_of(flat)
@@ -188,7 +245,7 @@ class Machines(PairwiseInMemory):
         tag: int,
         exchange: Callable[[Works], None],
         finish: Callable[[], None],
-    ) -> Handle:
+    ) -> _Chained:
         """Let a thread run `exchange`, which adds its messages to a list, and wait for them.
 
         The caller never posts: gloo's thread holds the locks that this takes while it sends and receives.
@@ -240,6 +297,22 @@ class Machines(PairwiseInMemory):
 
 
 @final
+@dataclass(frozen=True, eq=False)
+class _Reducing:
+    """A reduce_scatter that has started inside. exchange: sends, in a thread, and receives.
+
+    found: the sums of each machine, by its first rank. buffers: to return at the end.
+    """
+
+    exchange: Callable[[Works], None]
+    found: dict[int, Tensor]
+    buffers: Sequence[Tensor]
+
+    def add_up(self, out: Tensor, *, add: bool) -> None:
+        sum_in_order(out, [self.found[rank] for rank in sorted(self.found)], add=add)
+
+
+@final
 class _Both(Handle):
     """Two handles."""
 
@@ -258,15 +331,17 @@ class _Chained(Handle):
     def __init__(
         self, memory: GroupOperations, mark: Mark, job: Job, finish: Callable[[], None]
     ) -> None:
+        self.job = job
         self._memory = memory
         self._mark = mark
-        self._job: Job | None = job
+        self._is_waited_for = False
         self._finish = finish
 
     def wait(self) -> None:
-        job, self._job = self._job, None
-        if job is None:
+        job = self.job
+        if self._is_waited_for:
             return
+        self._is_waited_for = True
         watch, mark = self._memory.watch, self._mark
         if mark.timed is not None:
             mark.timed.begin_wait()

@@ -29,7 +29,7 @@ from .collectives import (
     Collectives,
     PartOf,
 )
-from .handles import Handle
+from .handles import Done, Handle
 from .memory.operations import Messages
 from .pool import BufferPool
 
@@ -194,15 +194,20 @@ class Pairwise(Collectives):
         """In `all_reduce` each rank adds all elements: one round instead of two."""
         return self.world_size == 2  # one exchange of everything sends as much as two of halves
 
-    def sums_whole(self, flat: Tensor) -> bool:
+    def sums_whole(self, flat: Tensor, out: Tensor) -> bool:
         # each rank adds all elements instead of half of them: less than a message costs, up to this size
-        return self.world_size == 2 and flat.numel() * flat.element_size() <= WHOLE_BYTES
+        return flat.dtype == out.dtype and self._is_small(flat)
 
-    def sum_whole(self, flat: Tensor, *, buffer: int, kinds: tuple[str, str]) -> Handle:
+    def _is_small(self, flat: Tensor) -> bool:
+        return self.world_size == 2 and flat.nbytes <= WHOLE_BYTES
+
+    def sum_whole(
+        self, flat: Tensor, out: Tensor, *, buffer: int, kinds: tuple[str, str]
+    ) -> tuple[Handle, Handle]:
         mark = self._record("all_reduce", kinds[0], buffer, tensor=flat)
         for kind in kinds:
             self._count(kind, self.shard_of(flat))
-        return self._sum_whole(mark, flat, self._tag(buffer) + 1)
+        return self._sum_whole(mark, flat, self._tag(buffer) + 1), Done()
 
     def sum(self, tensor: Tensor, *, what: str, kind: str) -> None:
         if self.world_size > 2:

@@ -59,8 +59,8 @@ class SharedMemory(PairwiseInMemory):
     def _adds_whole(self, flat: Tensor) -> bool:
         return _is_small(flat) or super()._adds_whole(flat)
 
-    def sums_whole(self, flat: Tensor) -> bool:
-        return _is_small(flat) or super().sums_whole(flat)
+    def _is_small(self, flat: Tensor) -> bool:
+        return _is_small(flat) or super()._is_small(flat)
 
     def _sum_whole(self, mark: Mark, flat: Tensor, tag: int) -> Handle:
         if not operations.can_sum(flat.dtype, flat.dtype):

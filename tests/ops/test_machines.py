@@ -109,6 +109,41 @@ def test_results_are_those_of_the_written_order(layout: str) -> None:
     assert run_ranks(results_that_differ, len(layout), layout) == [[]] * len(layout)
 
 
+def whole_sums_that_differ(layout: str) -> list[str]:
+    """sum_whole against reduce_scatter and all_gather: two at once, and waits in both orders."""
+    machines, _ = both(layout)
+    rank, bad = machines.rank, []
+    for seed, (part, dtype) in enumerate(PAIRS[:-1]):
+        for numel in NUMELS:
+            flats = [_all_flats(layout, numel, part, seed + add)[rank] for add in (0, 1)]
+            wanted, found, handles = [], [], []
+            for flat in flats:
+                out, whole = torch.empty(numel, dtype=dtype), torch.empty_like(flat)
+                machines.reduce_scatter(flat, out, add=False, buffer=1, kind="sum").wait()
+                machines.all_gather(whole, out.to(part), buffer=1, kind="gather").wait()
+                wanted.append((out, whole))
+            for buffer, flat in enumerate(flats):
+                whole = _near(machines, flat, numel % 2 == 0)
+                out = machines.shard_of(whole) if part == dtype else torch.empty(numel, dtype=dtype)
+                if not machines.sums_whole(whole, out):
+                    continue
+                handles += machines.sum_whole(whole, out, buffer=buffer, kinds=("sum", "gather"))
+                found.append((out, whole))
+            for handle in handles[:: 1 if numel % 3 else -1]:
+                handle.wait()
+            if len(found) != len(flats):
+                bad.append(f"{part}, {numel}: no whole sum")
+            for got, want in zip(found, wanted, strict=False):
+                if not (got[0].equal(want[0]) and got[1].equal(want[1])):
+                    bad.append(f"whole sum of {part} into {dtype}, {numel}")
+    return bad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_sums_have_the_bits_of_two_collectives(layout: str) -> None:
+    assert run_ranks(whole_sums_that_differ, len(layout), layout) == [[]] * len(layout)
+
+
 def bits_that_differ(layout: str) -> list[str]:
     """With hierarchical: false everything has the bits of messages, and else all but sums of gradients."""
     bad = []
@@ -228,8 +263,8 @@ def losses(layout: str, stage: int, section: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("layout", ["aab", "aaba"])
 def test_stages_are_equal_and_near_one_machine(layout: str) -> None:
     world = len(layout)
-    by_stage = [run_ranks(losses, world, layout, stage, {}) for stage in (1, 2, 3)]
-    assert by_stage[0] == by_stage[1] == by_stage[2]
+    by_stage = [run_ranks(losses, world, layout, stage, {}) for stage in (0, 1, 2, 3)]
+    assert by_stage[0] == by_stage[1] == by_stage[2] == by_stage[3]
     pairs = {"hierarchical": False}
     one_machine = run_ranks(losses, world, "a" * world, 2, {})
     assert run_ranks(losses, world, layout, 2, pairs) == one_machine

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from ...offload.homes import Home
 from ...offload.host_sums import SumHome
-from ...offload.lanes import Ticket
-from ...ops.comm.handles import Done, Handle
+from ...ops.comm.handles import Handle
 from ...ops.comm.pool import BufferPool
 from .arrivals import Arrivals
 from .groups import FlatGroup, buffer_of
@@ -36,6 +35,7 @@ class FlatGrads:
     """Owns one flat gradient buffer.
 
     is_sent: its reduction has begun in this backward. reducer: how. arrivals: the gradients of this backward.
+    home: where sums are for the update, if that runs on the host.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class FlatGrads:
         self._param_dtype = params[0].dtype
         self._sum_dtype = policy.sum_dtype(self._param_dtype)
         self._sent_dtype = policy.sent_dtype(self._param_dtype)
-        self._gathers_sums = not self.is_single_rank and not policy.shards_optimizer
+        self._sees_all = self.is_single_rank or not policy.shards_optimizer
+        self._gathers_sums = self._sees_all and not self.is_single_rank
         self._settle_in(home)
         self._was_held = False  # some rank held back gradients since the last step
         self._squares: Tensor | None = None  # of the only sum that has left since the last step
@@ -72,10 +73,10 @@ class FlatGrads:
         self._payload: Tensor | None = None
         self._handle: Handle | None = None
         self._is_kept = False  # the reducer has gradients that are not reduced yet
-        self._is_whole = False  # the reduction in flight gives every rank the whole total
+        self._gathers: Handle | None = None  # the gather that follows the reduction in flight
 
     def _settle_in(self, home: SumHome) -> None:
-        self._home = home
+        self.home = home
         # a rank's buffers are freed when they are reduced, or when their sum has left
         self._frees = self._policy.shards_grads or home.is_on_host
         self._keeps_local = self.is_single_rank and not home.is_on_host
@@ -128,7 +129,7 @@ class FlatGrads:
 
     def _separate_total(self) -> None:
         """`local` is about to be written: a total in its memory needs memory of its own."""
-        self._home.order()
+        self.home.order()
         if self._has_total and self._total_is_in_local():
             assert self._total is not None
             self._total = self._total.clone()
@@ -138,18 +139,18 @@ class FlatGrads:
 
         (earlier + first) + second differs in the last bit from earlier + (first + second).
         """
-        if self.is_single_rank and self._home.is_on_host and self._has_total:
+        if self.is_single_rank and self.home.is_on_host and self._has_total:
             self._before_change()
-            earlier = self._home.total()
+            earlier = self.home.total()
             assert earlier is not None
             self._local.add_to(earlier)
-            self._home.reset()
+            self.home.reset()
             self._has_total, self._squares = False, None
 
     @property
     def leaves_alone(self) -> bool:
         """One rank: its gradients leave after every backward, also where several ranks hold them back."""
-        return self.is_single_rank and self._home.is_on_host
+        return self.is_single_rank and self.home.is_on_host
 
     @property
     def _steps_alone(self) -> bool:
@@ -191,7 +192,7 @@ class FlatGrads:
         local = self._local.settle()
         self.is_sent, self._is_kept = True, False
         if self.is_single_rank:
-            if self._home.is_on_host:
+            if self.home.is_on_host:
                 self._leave(local, local)
                 self._local.release()
             return
@@ -199,17 +200,17 @@ class FlatGrads:
             return
         adds = self._has_total and self._total is not None
         assert self._handle is None
-        plain = local.dtype == self._sent_dtype == self._sum_dtype
-        if self._gathers_sums and plain and not adds:
-            self._handle = self.reducer.reduce_whole(local)
-        self._is_whole = self._handle is not None
-        if self._is_whole:
+        fits = local.dtype == self._sum_dtype and not self._policy.shards_grads
+        if fits and not adds:
             self._total = self._collectives.shard_of(local)
-            self._local.clear()
-            return
-        if self._total is None:
-            fits = local.dtype == self._sum_dtype and not self._policy.shards_grads
-            self._total = self._collectives.shard_of(local) if fits else self._new_total()
+        elif self._total is None:
+            self._total = self._new_total()
+        if self._gathers_sums and local.dtype == self._sent_dtype and not adds:
+            whole = self.reducer.reduce_whole(local, self._total)
+            if whole is not None:
+                self._handle, self._gathers = whole
+                self._local.clear()
+                return
         payload = local
         if local.dtype != self._sent_dtype and not self.reducer.is_lossy:
             payload = self._pool.take(local.numel(), self._sent_dtype, local.device)
@@ -220,7 +221,7 @@ class FlatGrads:
 
     def _new_total(self) -> Tensor:
         numel, device = self.layout.shard_numel, self.params[0].device
-        if self._home.is_on_host and not self._gathers_sums:
+        if self.home.is_on_host and not self._gathers_sums:
             return self._pool.take(numel, self._sum_dtype, device)
         return self._pool.empty(numel, self._sum_dtype, device)
 
@@ -231,7 +232,7 @@ class FlatGrads:
         self._squares = self._squares_of(source, exact=False) if is_exact else None
         self._has_total = True
         self._before_change()
-        self._home.add(source, partial(self._pool.give, buffer))
+        self.home.add(source, partial(self._pool.give, buffer))
         self._on_left()
 
     @torch.no_grad()
@@ -245,7 +246,7 @@ class FlatGrads:
         if self._payload is not None:
             self._pool.give(self._payload)
             self._payload = None
-        if self._home.is_on_host and not self._gathers_sums:
+        if self.home.is_on_host and not self._gathers_sums:
             self._leave_total()
         elif self._policy.shards_grads:
             self._local.give_back()
@@ -278,8 +279,8 @@ class FlatGrads:
         """Stage 0: start to gather all totals into `local`. Sends (world_size - 1) shards per rank."""
         if self.is_single_rank:
             return
-        if self._is_whole:
-            self._handle, self._is_whole = Done(), False
+        if self._gathers is not None:
+            self._handle, self._gathers = self._gathers, None
             return
         local = self._local.gathered()
         assert self._total is not None
@@ -291,45 +292,51 @@ class FlatGrads:
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
-            if self._home.is_on_host and not self.is_late:  # else they are gathered again
+            if self.home.is_on_host and not self.is_late:  # else they are gathered again
                 local = self._local.tensor
                 assert local is not None
                 self._squares = self._squares_of(local, exact=False)
-                self._home.replace(local)
+                self.home.replace(local)
 
     # -- the optimizer's view ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def square_sums(self, *, exact: bool) -> Tensor:
+    def square_sums(self, *, exact: bool, own_only: bool = False) -> Tensor:
         """The squared norm of each shard of the sums that this rank has, [world_size] fp64; 0 for the others.
 
         It is where the sums are. This rank has all shards at stage 0, none before any backward, else its own.
-        exact: see `exact_square_sum`.
+        exact: see `exact_square_sum`. own_only: of a rank that `gathers_exactly`, and may not have the others.
         """
+        if own_only:
+            local = self._local.tensor
+            own = None if local is None else self._collectives.shard_of(local)
+            return self._squares_of(own, exact=exact, own_only=True)
         if self._steps_alone and self.has_local:
             self._local.settle()  # nothing is sent, so no gradient is late
         if self._squares is not None and not exact:
             return self._squares
-        if self._home.is_on_host:
-            held = self._home.total()
+        if self.home.is_on_host:
+            held = self.home.total()
         else:
             held = self._local.tensor if self._sees_all else self._total
         return self._squares_of(held, exact=exact)
 
-    @property
-    def _sees_all(self) -> bool:
-        """This rank has the sums of all shards."""
-        return self.is_single_rank or not self._policy.shards_optimizer
-
-    def _squares_of(self, held: Tensor | None, *, exact: bool) -> Tensor:
+    def _squares_of(self, held: Tensor | None, *, exact: bool, own_only: bool = False) -> Tensor:
         device = self.params[0].device if held is None else held.device
-        squares = Squares(self._collectives, self._param_dtype, self._sees_all, exact)
+        sees_all = self._sees_all and not own_only
+        squares = Squares(self._collectives, self._param_dtype, sees_all, exact)
         return squares.of(held, device)
 
     @property
     def is_late(self) -> bool:
         """Gradients have arrived since the reduction, so the ranks must reduce again."""
         return not self._steps_alone and self.has_local
+
+    @property
+    def gathers_exactly(self) -> bool:
+        """Ranks of CPUs gather the totals as they are. A device waits for them, which are in its queue."""
+        is_exact = self._gathers_sums and not (self.reducer.is_lossy or self.home.is_on_host)
+        return is_exact and self._collectives.device.type == "cpu"
 
     def shard(self) -> Tensor:
         """This rank's reduced total [n], of which the norm is computed."""
@@ -348,15 +355,16 @@ class FlatGrads:
             return self._local.settle() if self.has_local else None
         if self.is_single_rank and self.has_local:
             self.start_reduce()
-        if self._home.is_on_host and self._has_total:
-            return self._home.widened()
+        if self.home.is_on_host and self._has_total:
+            return self.home.widened()
         return self.for_update() if self._has_total else None
 
     def for_update(self) -> Tensor:
         """The sums that the optimizer reads: the shard if its state is sharded, else the whole buffer."""
-        if self._policy.shards_optimizer and not self._home.is_on_host:
+        if self._policy.shards_optimizer and not self.home.is_on_host:
             return self.shard()
-        whole = self._home.total() if self._home.is_on_host else self._local.tensor
+        self.finish_gather()
+        whole = self.home.total() if self.home.is_on_host else self._local.tensor
         assert whole is not None
         return whole
 
@@ -364,16 +372,9 @@ class FlatGrads:
         """Call `on_left` when a sum is on its way to the host, and `before_change` before that sum changes."""
         self._on_left, self._before_change = on_left, before_change
 
-    def arriving(self) -> tuple[Tensor, Ticket]:
-        """The sums on the host for the update, and when they will have their values."""
-        return self._home.arriving()
-
-    def lend(self, reader: Ticket) -> None:
-        """The sums for the update, on the host, are read until `reader` is done."""
-        self._home.lend(reader)
-
     def reset(self) -> None:
         """Drop all gradients: the step is done, or skipped. Persistent buffers are kept."""
+        self.finish_gather()
         self._before_change()
         self.reducer.end_step()
         self._is_kept = False
@@ -381,10 +382,10 @@ class FlatGrads:
         self._has_total = False
         self._was_held = False
         self._squares = None
-        self._home.reset()
+        self.home.reset()
         local = self._local.tensor
         if self._frees:
-            if self._home.is_on_host and self._total_is_in_local():
+            if self.home.is_on_host and self._total_is_in_local():
                 self._total = None
             self._local.give_back()
         elif local is not None and not self.is_single_rank:
@@ -415,7 +416,7 @@ class FlatGrads:
         """The sums as they lie in memory; None if there are none. No reduction may be in flight."""
         self.collect()
         local, filled = self._local.tensor, list(self._local.filled)
-        total = self._home.total() if self._total is None else self._total
+        total = self.home.total() if self._total is None else self._total
         return GradSums(local if any(filled) else None, filled, total if self._has_total else None)
 
     def mark_held(self) -> None:
@@ -434,16 +435,11 @@ class FlatGrads:
         if saved.total is not None and self._keeps_local:  # saved with offload, where sums leave
             self._local.add_to(saved.total.to(self.params[0].device))
         elif saved.total is not None:
-            if self._home.is_on_host and not self._gathers_sums:
-                self._home.put(saved.total)
+            if self.home.is_on_host and not self._gathers_sums:
+                self.home.put(saved.total)
             else:
                 self._total = saved.total.to(self.params[0].device)
             self._has_total = True
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of gradients in host memory."""
-        return self._home.host_bytes
 
 
 def _nothing() -> None:

@@ -102,7 +102,7 @@ class Guess:
         self.master = master = update.master
         self._update = update
         self._optimizer = optimizer
-        self._sum, self._sum_arrives = master.grads.arriving()
+        self._sum, self._sum_arrives = master.grads.home.arriving()
         self._compute = None if master.is_far else master.compute  # waits, so not in the thread
         self._seen: Tensor | None = None  # near: the fingerprint of the values before
         self._room: Room | None = None

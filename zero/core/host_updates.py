@@ -115,7 +115,8 @@ def start(update: HostUpdate) -> Ticket:
 @torch.no_grad()
 def _start_near(update: HostUpdate) -> Ticket:
     master = update.master
-    (grad, arrives), compute = master.grads.arriving(), master.compute if master.casts else None
+    (grad, arrives) = master.grads.home.arriving()
+    compute = master.compute if master.casts else None
     master.wait()
     master.residence.begin()
     write = partial(update.write_near, grad, compute)
@@ -132,7 +133,7 @@ def _start_near(update: HostUpdate) -> Ticket:
 @torch.no_grad()
 def _start_far(update: HostUpdate) -> Arrival:
     master = update.master
-    (grad, arrives), host, dtype = master.grads.arriving(), master.host, master.params.dtype
+    (grad, arrives), host, dtype = master.grads.home.arriving(), master.host, master.params.dtype
     mark = host.lanes.to_device.mark()
     master.wait()
     master.residence.begin()

@@ -216,7 +216,7 @@ class Master:
     def begin_update(self, ticket: Ticket) -> None:
         """An update runs on the host until `ticket` is done; it reads the gradients until then."""
         self._update = ticket
-        self.grads.lend(ticket)
+        self.grads.home.lend(ticket)
 
     def begin_send(self) -> Tensor:
         """New values will be sent; the result is what `send` takes for them. Writes to old ones are lost."""

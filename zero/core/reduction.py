@@ -163,7 +163,7 @@ class Reduction:
     def start_finish(self, edits: SameEdits) -> Agreement:
         """Sum every gradient over the ranks, also those that were held back. The host waits for no device.
 
-        Sends 16 bytes to each rank beside the gradients, one byte at stage 0. `end_finish` must follow.
+        Sends 16 bytes to each rank beside the gradients, or one (stage 0 on devices). `end_finish` must follow.
         """
         self.reduce_held()
         self.complete()
@@ -213,7 +213,9 @@ class Reduction:
             return Agreement(self._alone(said, exact=exact), self._numel)
         if self._spans_stages or self._groups.data.policy.shards_optimizer:
             return Agreement(self._by_norms(said, exact=exact), self._numel)
-        # at stage 0 every rank gets all sums, so no exchange of norms follows: send the flag first
+        if not self._sent and all(grads.gathers_exactly for grads in self.order):
+            return Agreement(self._by_own_shards(said, exact=exact), self._numel)
+        # every rank gets all sums, so no exchange of norms follows: send the flag first
         world = self._world
         flag = torch.full((1,), said, dtype=torch.uint8, device=world.device)  # no copy to wait for
         table, handle = world.start_gather_small(flag)
@@ -238,6 +240,18 @@ class Reduction:
         table = world.gather_small(torch.stack([own, own.new_full((), said)]))
         table[:, 0] *= world.world_size
         return table
+
+    def _by_own_shards(self, said: int, *, exact: bool) -> Tensor:
+        """The table of an `Agreement` at stage 0, while sums are still gathered: updates wait for them.
+
+        Each rank computes the norm of its own shards only.
+        """
+        self._drain()
+        world = self._world
+        own = torch.zeros((), dtype=torch.float64, device=world.device)
+        for grads in self.order:
+            own += grads.square_sums(exact=exact, own_only=True)[world.rank]
+        return world.gather_small(torch.stack([own, own.new_full((), said)]))
 
     def _by_norms(self, said: int, *, exact: bool) -> Tensor:
         """The table of an `Agreement`, with a message of this rank's part of the norm.

@@ -80,7 +80,7 @@ class StateMemory:
             states = sum(value.nbytes for value in self._states(master) if not stored(value))
             found["disk"] += master.residence.disk_bytes
             if master.home.is_on_host:
-                found["host"] += own + states + master.grads.host_bytes
+                found["host"] += own + states + master.grads.home.host_bytes
             else:
                 found["master"] += own
                 found["optimizer"] += states

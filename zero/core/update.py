@@ -54,6 +54,8 @@ class Updater:
             for params, grads, home in zip(unit.params, unit.grads, unit.homes, strict=False)
         ]
         self.masters.sort(key=lambda master: master.grads.group.number)
+        place = {id(grads): at for at, grads in enumerate(model.flat_grads)}
+        self._as_sums_arrive = sorted(self.masters, key=lambda master: place[id(master.grads)])
         self.world = World(model.collectives, tuple(_flat(master) for master in self.masters))
         self.homes = model.homes
         self._optimizer: torch.optim.Optimizer | None = None
@@ -256,7 +258,7 @@ class Updater:
         else:
             tickets = [start(update) for update in updates]
         arrivals = [(u.master, ticket) for u, ticket in zip(updates, tickets, strict=True)]
-        here = [master for master in self.masters if not master.home.is_on_host]
+        here = [master for master in self._as_sums_arrive if not master.home.is_on_host]
         is_counted = optimizer.count_step([item for m in here for item in m.items], scale)
         for master in here:
             kept = self._keep_frozen([master])
