@@ -150,10 +150,8 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize(
-    "how",
-    [how if how == "raise" else pytest.param(how, marks=pytest.mark.slow) for how in FAILURES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", FAILURES)
 def test_a_failure_on_another_host_is_told_once_and_ends_every_rank(how, hosts, two, start):
     act, code, words = FAILURES[how]
     process = start(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = "tests/rehearsal"
-SKIPPED = (".git", "docs", "benchmarks", "examples", "runs", "*.egg-info", "__pycache__", ".*cache")
+SKIPPED = (".git", "docs", "benchmarks", "examples", "runs", "*.egg-info", ".*cache")
 
 # what the rehearsal says: a race, memory in flight, a tensor of the host, a wait too many
 RACE = r"without waiting|NaN to integer"
@@ -80,8 +80,8 @@ FAULTS = [
         "sums of stage 0 are read before they are gathered",
         RACE,
         "zero/core/flat_grads.py",
-        "            handle.wait()\n            if self._home.is_on_host",
-        "            self._kept = handle\n            if self._home.is_on_host",
+        "            handle.wait()\n            if self.home.is_on_host",
+        "            self._kept = handle\n            if self.home.is_on_host",
         training(0, "bf16"),
     ),
     Fault(

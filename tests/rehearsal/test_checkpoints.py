@@ -70,7 +70,7 @@ def _whole(module: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("stage", "precision", "background", "other"),
     [
-        (3, "bf16", True, 0),
+        pytest.param(3, "bf16", True, 0, marks=pytest.mark.slow),
         pytest.param(0, "fp16", False, 3, marks=pytest.mark.slow),
         pytest.param(1, "fp32", True, 2, marks=pytest.mark.slow),
         pytest.param(2, "fp16", True, 3, marks=pytest.mark.slow),

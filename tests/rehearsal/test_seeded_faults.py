@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from seeded_faults import FAULTS, Fault, report_of
+from seeded_faults import FAULTS, ROOT, Fault, report_of
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_code_has_the_line_that_a_fault_changes(fault: Fault) -> None:
+    assert (ROOT / fault.file).read_text().count(fault.old) == 1
 
 
 @pytest.mark.slow

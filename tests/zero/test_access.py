@@ -275,7 +275,7 @@ def skipped_access() -> str:
 
 
 def test_a_rank_that_does_not_take_part_in_an_access_is_named() -> None:
-    said = run_new_ranks(skipped_access, 2, timeout_seconds=6)
+    said = run_new_ranks(skipped_access, 2, timeout_seconds=3)
     assert "get_full_param(head.weight)" in said[0] and "rank 1" in said[0]
     assert "get_full_param(head.weight)" in said[1] and "rank 0" in said[1]
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import xds
 
-TIMEOUT_SECONDS = 10.0  # of the groups that are meant to fail
+TIMEOUT_SECONDS = 7.0  # of the groups that are meant to fail
 NUM_STEPS = 6
 
 # -- models that train ----------------------------------------------------------------------------------
