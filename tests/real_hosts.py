@@ -28,6 +28,8 @@ from typing import Any
 
 from real_links import HEAD, NOWHERE, Links
 
+from xds.ops.build.build_cache import default_folder
+
 _START_SECONDS = 30.0
 _END_SECONDS = 10.0
 _PREFIX = "xds-hosts-"
@@ -68,7 +70,7 @@ StrictModes no
 PasswordAuthentication no
 PermitRootLogin prohibit-password
 UseDNS no
-SetEnv TMPDIR={own}/tmp XDG_CACHE_HOME={own}/cache
+SetEnv TMPDIR={own}/tmp XDG_CACHE_HOME={own}/cache XDS_CACHE_DIR={built}
 """
 _SSH_CONFIG = """\
 Host *
@@ -113,7 +115,8 @@ class Hosts(Links):
     """`count` hosts named host0, host1, ..., and a head that reaches them by ssh, as a context.
 
     Each host has folders of its own for temporary files and caches (TMPDIR, XDG_CACHE_HOME), and its own
-    process ids. All share the file system otherwise, as a cluster shares its home.
+    process ids. All share the file system otherwise, as a cluster shares its home, and the libraries that xds
+    builds (XDS_CACHE_DIR).
     """
 
     def __init__(self, count: int, *, has_ssh: bool = True) -> None:
@@ -192,6 +195,7 @@ class Hosts(Links):
         """
         own = self.folder / place
         environment = {**os.environ, "TMPDIR": f"{own}/tmp", "XDG_CACHE_HOME": f"{own}/cache"}
+        environment["XDS_CACHE_DIR"] = str(default_folder())
         process: subprocess.Popen[Any] = subprocess.Popen(
             [*self._enter(place), "env", "-C", str(cwd), "--", *words],
             env={**environment, **(env or {})},
@@ -336,7 +340,9 @@ class Hosts(Links):
             own = folder / name
             known.append(f"{name},{self.address(name)} {_make_key(own / 'host_key')}")
             shutil.copy(folder / "key.pub", own / "authorized_keys")
-            (own / "sshd_config").write_text(_SSHD_CONFIG.format(own=own, folder=folder))
+            (own / "sshd_config").write_text(
+                _SSHD_CONFIG.format(own=own, folder=folder, built=default_folder())
+            )
         (folder / "known_hosts").write_text("\n".join(known) + "\n")
 
     def _make(self) -> None:
