@@ -14,6 +14,7 @@ import helpers
 import pytest
 import torch
 import torch.distributed as dist
+from placed_ranks import placed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -171,6 +172,51 @@ def test_norms_are_those_of_plain_torch(kind: type[Net], world_size: int, width:
         want = plain(kind, width, world_size, steps, case.micro)
         for rank in range(world_size):
             assert per_rank[rank][number] == pytest.approx(want, rel=1e-4), (vars(case), rank)
+
+
+def train_on_machines(layout: str, width: int, steps: int) -> list[list[float]]:
+    found = []
+    for reentrant in (lambda rank: True, lambda rank: rank == 0):
+        with placed(layout):
+            found += [ours(Twice, width, Case(0, reentrant=reentrant), steps) for _ in range(4)]
+    return found
+
+
+@pytest.mark.parametrize("width", [NARROW, WIDE])
+def test_sums_that_are_gathered_meanwhile_on_other_machines_lose_nothing(width: int) -> None:
+    """At stage 0 a thread gathers a sum while late gradients of its buffer arrive: a race, so many tries."""
+    want = plain(Twice, width, 3, 2, 1)
+    for norms in run_ranks(train_on_machines, 3, "aab", width, 2):
+        assert norms == [pytest.approx(want, rel=1e-4)] * 8
+
+
+def leave_nothing() -> list[list[bool]]:
+    """Which parameters have a gradient after a hook of the script has raised in a backward."""
+    found = []
+    for stage in (0, 2, 3):
+        torch.manual_seed(0)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage},
+        }
+        engine = xds.initialize(Twice(WIDE), config)
+        raises = engine.module.blocks[0].weight.register_post_accumulate_grad_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(engine(samples(0, dist.get_rank(), WIDE), False))
+        raises.remove()
+        found.append([param.grad is not None for param in engine.module.parameters()])
+        engine.destroy()
+    return found
+
+
+def _raise(_: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_hook_that_raises_leaves_no_gradient() -> None:
+    for found in run_ranks(leave_nothing, 2):
+        assert not any(any(of_stage) for of_stage in found)
 
 
 def watch_small_and_large() -> dict[str, list[bool]]:

@@ -289,6 +289,8 @@ class FlatGrads:
             self._total = self._collectives.shard_of(local)
 
     def finish_gather(self) -> None:
+        if self._gathers is not None:  # a late gradient comes before `start_gather`
+            self._gathers.wait()
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()

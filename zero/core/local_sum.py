@@ -236,11 +236,11 @@ class LocalSum:
         self._is_writable = False
 
     def drop(self) -> None:
-        """Drop all gradients, also those that are still in `param.grad`."""
+        """Drop all gradients, also those in `param.grad`. A large one stays there if a script's hook raised."""
         self.clear()
         self.protect()
-        for position in self._small:
-            self._params[position].grad = None
+        for param in self._params:
+            param.grad = None
 
     def release(self) -> None:
         """Forget the buffer, without its return to the pool."""
