@@ -66,6 +66,12 @@ def gathered_bytes(flat: PlannedFlat, repeats: Repeats, persistent_numel: int) -
     return _to_others(flat) * (wide if policy.holds_grads else flat.dtype).itemsize
 
 
+def published_bytes(flat: PlannedFlat, num_holders: int) -> int:
+    """Bytes of parameters that one rank sends to other hosts, whose `num_holders` ranks have one copy."""
+    num_hosts = -(-flat.group.collectives.world_size // num_holders)
+    return (num_hosts - 1) * flat.layout.shard_numel * flat.dtype.itemsize
+
+
 def crossed_bytes(flat: PlannedFlat, times: int) -> int:
     """Bytes of sums that one rank sends to replicas, `times` in a step."""
     levels = flat.group.levels
@@ -102,5 +108,6 @@ __all__ = [
     "crossed_bytes",
     "gathered_bytes",
     "gathers",
+    "published_bytes",
     "reduced_bytes",
 ]

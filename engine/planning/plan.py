@@ -16,6 +16,7 @@ from ...pipe.channel import JOINS
 from ...pipe.module import PipelineModule
 from ...pipe.schedules.actions import Op
 from ...pipe.schedules.lowering import with_states
+from ...zero.core.building import PlannedFlat
 from ...zero.core.reuse import num_kept
 from ..config.config import Config
 from ..config.ranks import mesh_of
@@ -24,7 +25,16 @@ from ..model.pipelining import is_part, with_model
 from ..optim.state_count import count_states
 from .activations import Activations, held_by, sent_by
 from .links import Link, peers_on_host, spread
-from .messages import GATHER, REDUCE, Repeats, crossed_bytes, gathered_bytes, gathers, reduced_bytes
+from .messages import (
+    GATHER,
+    REDUCE,
+    Repeats,
+    crossed_bytes,
+    gathered_bytes,
+    gathers,
+    published_bytes,
+    reduced_bytes,
+)
 from .models import ModelSource
 from .observing import Observations
 from .shares import Share, Shares
@@ -144,6 +154,11 @@ class _Planner:
             self._notes.append(
                 "ZeRO++: the figures are those of exact messages, without second shards and errors"
             )
+        if zero.shared_parameters:
+            self._notes.append(
+                "zero_optimization.shared_parameters: the figures are those of CPUs. On GPUs each rank has a "
+                "copy of the parameters"
+            )
         if {zero.offload_optimizer.device, zero.offload_param.device} != {"none"}:
             self._notes.append(
                 "offload: buffers for copies and gradients on the host are not counted"
@@ -195,9 +210,9 @@ class _Planner:
             sums = sent_by(seen, own, is_first=0 in share.stages)
             for kind, size in sums.items():
                 sent[kind] = self._spread(rank, size * self._steps, seen.axes[kind])
-        return RankPlan(share, rank, self._states(share), activations, sent)
+        return RankPlan(share, rank, self._states(share, rank), activations, sent)
 
-    def _states(self, share: Share) -> Counter[str]:
+    def _states(self, share: Share, rank: int) -> Counter[str]:
         zero = self._config.zero_optimization
         optimizer = _optimizer_states(self._config)
         threshold = zero.param_persistence_threshold
@@ -214,8 +229,17 @@ class _Planner:
                 _place(zero.offload_param.device),
                 _place(zero.offload_optimizer.device) if away else "",
             )
-            found.update(flat_bytes(flat, optimizer, places, threshold))
+            holders = self._num_holders(flat, rank)
+            found.update(flat_bytes(flat, optimizer, places, threshold, holders))
         return found
+
+    def _num_holders(self, flat: PlannedFlat, rank: int) -> int:
+        """The ranks of a host that have one copy of a buffer's parameters."""
+        group = flat.group.collectives
+        if not self._config.zero_optimization.shared_parameters or flat.is_single:
+            return 1
+        assert isinstance(group, PaperCollectives)
+        return 1 + self._peers_on_host(rank, group.axes, group)
 
     def _repeats(self, share: Share, line: Timeline | None) -> dict[str, Repeats]:
         """How often the buffers of each unit are sent."""
@@ -278,6 +302,11 @@ class _Planner:
                 leaves = host_ratio(self._config) > 0  # a sum crosses before it leaves for the host
                 crossed = times.of(flat.unit) if leaves else 1
                 add(ACROSS, crossed_bytes(flat, crossed), flat.group.levels.across)
+            num_holders = self._num_holders(flat, rank)
+            if num_holders > 1:
+                size = published_bytes(flat, num_holders)
+                found[GATHER] = found.get(GATHER, Link()) + Link(0, size)
+                continue
             size = gathered_bytes(flat, times, threshold)
             parts = gathers(flat, share.opened) if size else []
             whole = sum(part for _, part in parts)
@@ -331,12 +360,17 @@ class _Planner:
         group: PaperCollectives | None = None,
     ) -> Link:
         """`group`: of some of the ranks along `axes`; None: all of them."""
+        count = self._mesh.length(axes) if group is None else group.world_size
+        return spread(size, count - 1, self._peers_on_host(rank, axes, group))
+
+    def _peers_on_host(
+        self, rank: int, axes: tuple[Any, ...], group: PaperCollectives | None
+    ) -> int:
         some = () if group is None else (group.stages, group.tensors, group.places)
         key: tuple[Any, ...] = (rank, axes, *some)
         if key not in self._on_host:
             self._on_host[key] = peers_on_host(self._mesh, rank, axes, self._ranks_per_host, *some)
-        count = self._mesh.length(axes) if group is None else group.world_size
-        return spread(size, count - 1, self._on_host[key])
+        return self._on_host[key]
 
 
 def _stage_of_units(share: Share, names: list[str]) -> dict[str, int]:

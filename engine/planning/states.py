@@ -45,12 +45,17 @@ class Places:
 
 
 def flat_bytes(
-    flat: PlannedFlat, optimizer: OptimizerStates, places: Places, persistent_numel: int = 0
+    flat: PlannedFlat,
+    optimizer: OptimizerStates,
+    places: Places,
+    persistent_numel: int = 0,
+    num_holders: int = 1,
 ) -> Counter[str]:
     """Bytes by kind.
 
     Args:
         persistent_numel: stage 3: a unit of at most so many elements stays gathered.
+        num_holders: so many ranks have the parameters in common, where they are whole.
     """
     policy, layout, size = flat.group.policy, flat.layout, flat.dtype.itemsize
     found: Counter[str] = Counter()
@@ -59,7 +64,7 @@ def flat_bytes(
         if flat.is_single or flat.unit_numel <= persistent_numel:
             found["gathered"] += layout.numel * size
     else:
-        found["param"] += layout.numel * size
+        found["param"] += layout.numel * size // num_holders
     if flat.trains:
         found["grad"] += 0 if places.states else grad_bytes(flat)
         found.update(_states(flat, optimizer, places))

@@ -111,6 +111,20 @@ def test_bytes_of_shard_groups_with_replicas(stage, pipe, tensor, world_size, si
     compare("plain", config, world_size)
 
 
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=SLOW)])
+def test_one_copy_of_the_parameters_for_each_host(stage):
+    config = config_of(stage, "bf16", shared_parameters=True)
+    compare("plain", config, 2, num_notes=1)
+    found = [
+        make_plan(FunctionModel("planned_models:plain"), parse_config(one), 4, 2).ranks[0]
+        for one in (config, config_of(stage, "bf16"))
+    ]
+    shared, own = (rank.states["param"] for rank in found)
+    assert own * 0.5 <= shared < own * 0.51  # parameters of one element have a copy in each rank
+    gathers = [rank.sent["all_gather"] for rank in found]
+    assert gathers[0].inside == 0 < gathers[0].between == gathers[1].between // 2
+
+
 def test_gathers_in_two_levels_send_fewer_bytes_between_hosts():
     """Four ranks of a group on two hosts: a shard goes to one other host once, not to both of its ranks."""
     plans = []
