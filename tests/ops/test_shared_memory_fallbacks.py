@@ -6,7 +6,9 @@ import logging
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from xds.ops.comm.memory import segment
 from xds.ops.comm.memory.operations import InMemory
 from xds.ops.comm.opening import open_collectives
 from xds.ops.comm.shared_memory import SharedMemory
-from xds.utils.errors import BuildError
+from xds.utils.errors import BuildError, PeerError
 
 CPU = torch.device("cpu")
 MESSAGES = "PeerToPeer"
@@ -142,6 +144,53 @@ def test_an_older_python_hears_of_ends_and_leaves_no_file(tmp_path: Path) -> Non
         run_new_ranks(ended, 2, tmp_path / "heard", timeout_seconds=20)
     assert "rank 1: its process ended" in (tmp_path / "heard").read_text()
     assert {name for name in os.listdir(segment.SHM_FOLDER) if "xds-" in name} <= before
+
+
+def fill_up(folder: str) -> list[str]:
+    """What becomes of messages of 16 MB when the folder of this rank's segment is full."""
+    os.memfd_create = _refused  # type: ignore[assignment]
+    segment.SHM_FOLDER = folder
+    segment._memory_bytes = lambda: 256 << 20
+    group = dist.group.WORLD
+    assert group is not None
+    found, told = open_collectives(group, CPU), []
+    assert isinstance(found, SharedMemory)
+
+    def send(flat: torch.Tensor) -> None:
+        out = torch.zeros(flat.numel() // 2)
+        try:
+            found.reduce_scatter(flat, out, add=False, buffer=1, kind="sum").wait()
+            told.append("right" if bool((out == 2).all()) else "wrong")
+        except PeerError as error:
+            told.append(str(error))
+
+    shared = found.empty(4_000_000, torch.float32)
+    send(shared.fill_(1.0))
+    if group.rank() == 0:
+        with Path(folder, "other").open("wb") as file, suppress(OSError):
+            while file.write(bytes(1 << 20)):
+                file.flush()
+    dist.barrier()
+    send(shared.fill_(1.0))  # is there already
+    send(
+        found.empty(4_000_000, torch.float32).fill_(1.0)
+    )  # of this rank's own memory, so it is copied
+    return told
+
+
+@pytest.mark.slow
+def test_a_folder_that_fills_later_is_named(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96m", "none", str(tmp_path)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+    try:
+        found = run_new_ranks(fill_up, 2, str(tmp_path), timeout_seconds=20)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    for first, second, third in found:
+        assert first == second == "right"
+        assert f"{tmp_path} is full; free a part of it" in third
 
 
 def forked() -> tuple[bool, bool]:

@@ -178,7 +178,7 @@ class GroupOperations:
             ENDED: f"Connection closed by rank {rank}: its process ended",
             LEFT: f"Connection closed by rank {rank}, which stopped waiting",
             SIZE_DIFFERS: f"rank {rank} sent another number of bytes than this rank receives",
-            NO_MEMORY: "no memory is left for messages",
+            NO_MEMORY: f"no memory is left for messages: {self._neighbours.segment.why_full}",
             PENDING: f"Timed out after {self._timeout_seconds:.0f} s of waiting for rank {rank}",
         }[status]
         return reason, None if status == NO_MEMORY else rank

@@ -65,6 +65,16 @@ class Segment:
         native.open(self.fd, control, self._data, data_bytes, reserve_from, *self.token)
         atexit.register(self._stop)
 
+    @property
+    def why_full(self) -> str:
+        """Why there is no room for another message, and a remedy."""
+        if not self._is_limited:
+            return f"{self.size_bytes >> 30} GiB of shared memory are in use"
+        return (
+            f"{SHM_FOLDER} is full; free a part of it, start the container with a larger one (--shm-size), or "
+            'set "communication": {"shared_memory": false}'
+        )
+
     def _stop(self) -> None:
         if os.getpid() == self.pid:
             self.native.stop()
