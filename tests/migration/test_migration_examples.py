@@ -28,10 +28,8 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("script", "args", "stage", "needs"),
-    [RUNS[0], *(pytest.param(*run, marks=pytest.mark.slow) for run in RUNS[1:])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "args", "stage", "needs"), RUNS)
 def test_a_script_of_the_guide_runs_by_the_command_alone(
     script: str, args: list[str], stage: str, needs: str, tmp_path: Path
 ) -> None:

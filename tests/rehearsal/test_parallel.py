@@ -171,20 +171,16 @@ OF_TRANSFORMERS = {"gpt": 0, "llama": 1, "qwen3": 1, "gpt2": 3}
 TENSOR, OVERLAPPED = {"tp_size": 2}, {"tp_size": 2, "tp_overlap_comm": True}
 RANKS_OF_A_MODEL = [
     (2, 3, "bf16", "llama", {"tensor_parallel": OVERLAPPED}),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            (2, 2, "fp32", "llama", {"sequence_parallel_size": 2}),
-            (2, 0, "fp32", "gpt2", {"tensor_parallel": TENSOR}),
-            (2, 1, "fp16", "qwen3", {"tensor_parallel": OVERLAPPED}),
-            (2, 2, "bf16", "gpt", {"tensor_parallel": TENSOR}),
-            (2, 3, "bf16", "gpt", {"sequence_parallel_size": 2}),
-            (4, 3, "bf16", "llama", {"sequence_parallel_size": 2, "tensor_parallel": TENSOR}),
-        )
-    ),
+    (2, 2, "fp32", "llama", {"sequence_parallel_size": 2}),
+    (2, 0, "fp32", "gpt2", {"tensor_parallel": TENSOR}),
+    (2, 1, "fp16", "qwen3", {"tensor_parallel": OVERLAPPED}),
+    (2, 2, "bf16", "gpt", {"tensor_parallel": TENSOR}),
+    (2, 3, "bf16", "gpt", {"sequence_parallel_size": 2}),
+    (4, 3, "bf16", "llama", {"sequence_parallel_size": 2, "tensor_parallel": TENSOR}),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "stage", "precision", "name", "more"), RANKS_OF_A_MODEL)
 def test_slices_and_sequences_have_the_numbers_of_the_cpu_and_wait_for_the_norm_alone(
     world_size: int, stage: int, precision: str, name: str, more: dict[str, Any]
