@@ -70,7 +70,7 @@ StrictModes no
 PasswordAuthentication no
 PermitRootLogin prohibit-password
 UseDNS no
-SetEnv TMPDIR={own}/tmp XDG_CACHE_HOME={own}/cache XDS_CACHE_DIR={built}
+SetEnv TMPDIR={own}/tmp XDG_CACHE_HOME={own}/cache
 """
 _SSH_CONFIG = """\
 Host *
@@ -115,8 +115,8 @@ class Hosts(Links):
     """`count` hosts named host0, host1, ..., and a head that reaches them by ssh, as a context.
 
     Each host has folders of its own for temporary files and caches (TMPDIR, XDG_CACHE_HOME), and its own
-    process ids. All share the file system otherwise, as a cluster shares its home, and the libraries that xds
-    builds (XDS_CACHE_DIR).
+    process ids. All share the file system otherwise, as a cluster shares its home. The libraries that xds has
+    built here are in these caches at first, so that no test waits for a compiler.
     """
 
     def __init__(self, count: int, *, has_ssh: bool = True) -> None:
@@ -195,7 +195,6 @@ class Hosts(Links):
         """
         own = self.folder / place
         environment = {**os.environ, "TMPDIR": f"{own}/tmp", "XDG_CACHE_HOME": f"{own}/cache"}
-        environment["XDS_CACHE_DIR"] = str(default_folder())
         process: subprocess.Popen[Any] = subprocess.Popen(
             [*self._enter(place), "env", "-C", str(cwd), "--", *words],
             env={**environment, **(env or {})},
@@ -324,6 +323,9 @@ class Hosts(Links):
         for place in self._places:
             for name in ("tmp", "cache"):
                 (folder / place / name).mkdir(parents=True)
+            with contextlib.suppress(OSError):  # another process may build one now
+                built = shutil.ignore_patterns("runs", "*.lock")
+                shutil.copytree(default_folder(), folder / place / "cache" / "xds", ignore=built)
         places = [*self._places, NOWHERE]
         lines = [f"{self.address(place)} {place}\n" for place in places]
         # by that form a server of both families looks up the caller
@@ -340,9 +342,7 @@ class Hosts(Links):
             own = folder / name
             known.append(f"{name},{self.address(name)} {_make_key(own / 'host_key')}")
             shutil.copy(folder / "key.pub", own / "authorized_keys")
-            (own / "sshd_config").write_text(
-                _SSHD_CONFIG.format(own=own, folder=folder, built=default_folder())
-            )
+            (own / "sshd_config").write_text(_SSHD_CONFIG.format(own=own, folder=folder))
         (folder / "known_hosts").write_text("\n".join(known) + "\n")
 
     def _make(self) -> None:
