@@ -151,7 +151,7 @@ def test_the_command_prints_a_sentence_for_each_size(num_ranks):
 def test_schemes_are_compared_over_a_slow_link(tmp_path):
     with Hosts(2, has_ssh=False) as hosts:
         for name in hosts.names:
-            reason = hosts.limit(name, 200)
+            reason = hosts.limit(name, 50)
             if reason:
                 pytest.skip(reason)
         text = Plan(

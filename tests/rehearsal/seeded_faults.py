@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = "tests/rehearsal"
-SKIPPED = (".git", "docs", "benchmarks", "examples", "runs", "*.egg-info", ".*cache")
+SKIPPED = (".git", "docs", "benchmarks", "examples", "runs", "*.egg-info", "__pycache__", ".*cache")
 
 # what the rehearsal says: a race, memory in flight, a tensor of the host, a wait too many
 RACE = r"without waiting|NaN to integer"

@@ -303,16 +303,12 @@ class FlatGrads:
     # -- the optimizer's view ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def square_sums(self, *, exact: bool, own_only: bool = False) -> Tensor:
+    def square_sums(self, *, exact: bool) -> Tensor:
         """The squared norm of each shard of the sums that this rank has, [world_size] fp64; 0 for the others.
 
         It is where the sums are. This rank has all shards at stage 0, none before any backward, else its own.
-        exact: see `exact_square_sum`. own_only: of a rank that `gathers_exactly`, and may not have the others.
+        exact: see `exact_square_sum`.
         """
-        if own_only:
-            local = self._local.tensor
-            own = None if local is None else self._collectives.shard_of(local)
-            return self._squares_of(own, exact=exact, own_only=True)
         if self._steps_alone and self.has_local:
             self._local.settle()  # nothing is sent, so no gradient is late
         if self._squares is not None and not exact:
@@ -323,11 +319,17 @@ class FlatGrads:
             held = self._local.tensor if self._sees_all else self._total
         return self._squares_of(held, exact=exact)
 
-    def _squares_of(self, held: Tensor | None, *, exact: bool, own_only: bool = False) -> Tensor:
+    def _squares_of(self, held: Tensor | None, *, exact: bool) -> Tensor:
         device = self.params[0].device if held is None else held.device
-        sees_all = self._sees_all and not own_only
-        squares = Squares(self._collectives, self._param_dtype, sees_all, exact)
-        return squares.of(held, device)
+        return Squares(self._collectives, self._param_dtype, self._sees_all, exact).of(held, device)
+
+    @torch.no_grad()
+    def own_square(self, *, exact: bool) -> Tensor:
+        """[] fp64: that of this rank's shard. Others may still be gathered. Where `gathers_exactly`."""
+        local, ranks = self._local.tensor, self._collectives
+        own = None if local is None else ranks.shard_of(local)
+        squares = Squares(ranks, self._param_dtype, False, exact)
+        return squares.of(own, self.params[0].device)[ranks.rank]
 
     @property
     def is_late(self) -> bool:
@@ -337,8 +339,8 @@ class FlatGrads:
     @property
     def gathers_exactly(self) -> bool:
         """Ranks of CPUs gather the totals as they are. A device waits for them, which are in its queue."""
-        is_exact = self._gathers_sums and not (self.reducer.is_lossy or self.home.is_on_host)
-        return is_exact and self._collectives.device.type == "cpu"
+        is_away = self.home.is_on_host or self._collectives.device.type != "cpu"
+        return self._gathers_sums and not (self.reducer.is_lossy or is_away)
 
     def shard(self) -> Tensor:
         """This rank's reduced total [n], of which the norm is computed."""

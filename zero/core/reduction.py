@@ -250,7 +250,7 @@ class Reduction:
         world = self._world
         own = torch.zeros((), dtype=torch.float64, device=world.device)
         for grads in self.order:
-            own += grads.square_sums(exact=exact, own_only=True)[world.rank]
+            own += grads.own_square(exact=exact)
         return world.gather_small(torch.stack([own, own.new_full((), said)]))
 
     def _by_norms(self, said: int, *, exact: bool) -> Tensor:
