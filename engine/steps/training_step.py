@@ -17,7 +17,6 @@ from ...tensor.vocabulary import check_uses_of_logits
 from ...utils.arguments import wrong
 from ...utils.errors import UnscaledLossError, UsageError, XdsError
 from ...zero.core.agreement import Agreement
-from ...zero.core.first_step import first_step
 from ...zero.core.reduction import Scope
 from ..checkpoint.training import Scheduler
 from ..data.batches import check_loss, move
@@ -50,7 +49,7 @@ class TrainingStep:
         self._check_usable = check_usable
         self._clipping: tuple[float, float] | None = None  # what clip_grad_norm measured, its limit
         self._forecast = Forecast()
-        self._first_step = first_step(parts.sharded.memory, parts.updater, parts.device)
+        self._allocates_states = parts.device.type == "cuda"  # at the first forward that trains
         mesh = parts.sharded.flat_groups.mesh
         self.gradient_factor = GradientFactor(parts.config, mesh, parts.loss_scale)
         parts.sharded.backwards.set_script_callbacks(
@@ -63,7 +62,7 @@ class TrainingStep:
         forget_failed()
         if torch.is_grad_enabled():
             self._accumulation.forward()
-            self._first_step.begin()
+            self._allocate_states()
         module = self._parts.module
         self._sharded.check_unchanged()
         watched = self._sharded.forward_context(
@@ -78,6 +77,17 @@ class TrainingStep:
             watched,
         ):
             return module(*args, **kwargs)
+
+    def _allocate_states(self) -> None:
+        """On a GPU, once: the optimizer's states get memory before any activation.
+
+        torch's allocator splits a block that activations have freed. A part that stays for the whole training
+        keeps the rest from being joined again, so the next forward would allocate more.
+        """
+        if self._allocates_states:
+            self._allocates_states = False
+            torch.cuda.empty_cache()  # what the construction of the model has left
+            self._parts.updater.allocate_states()
 
     def backward(self, loss: Tensor, *, retain_graph: bool, divides: bool) -> Tensor:
         """Gradients of `loss` over the accumulation steps (if it `divides`); returns that loss, detached."""
@@ -110,7 +120,7 @@ class TrainingStep:
         """Before a run of pipeline stages."""
         forget_failed()
         if torch.is_grad_enabled():
-            self._first_step.begin()
+            self._allocate_states()
         self._sharded.check_unchanged()
 
     @contextmanager
@@ -233,6 +243,7 @@ class TrainingStep:
             )
         return 1.0 / self._accumulation.steps_now
 
+    @torch.no_grad()
     def _measure(self) -> float:
         with self._report.region("reduce"):
             return self._norm(self._sharded.start_finish())
@@ -270,6 +281,7 @@ class TrainingStep:
             self._sharded.skip()
             raise
 
+    @torch.no_grad()
     def _update(self, scheduler: Scheduler | None) -> None:
         limit, is_done = self._parts.config.gradient_clipping, False
         written: list[bool] = []
@@ -290,7 +302,6 @@ class TrainingStep:
                 clip = limit / (norm + CLIP_EPS) if limit and norm > limit else 1.0
                 self._parts.updater.step(Scale(self.gradient_factor() * clip), written=written)
             self._sharded.reset()
-            self._first_step.end()
             self._parts.filling.after_update()
             self.was_applied = True
         self._scale.after_step(overflow=overflow)

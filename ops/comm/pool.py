@@ -1,8 +1,8 @@
 """A pool of flat buffers: the next unit reuses the buffer that a unit returns.
 
 Freed host blocks of more than 32 MiB are returned to the kernel, and cost a page fault for every 4 KiB when
-they are allocated again. On a device the pool avoids the allocator's search. The pool's size is the peak of
-the bytes in use at one time; it is reported as a named bucket.
+they are allocated again. torch's allocator for devices is such a pool itself, so there blocks are freed. The
+pool's size is the peak of the bytes in use at one time; it is reported as a named bucket.
 """
 
 from __future__ import annotations
@@ -24,11 +24,22 @@ class BufferPool:
         """empty: allocates a block; None: as torch does."""
         self._empty = empty or _empty
         self._free: list[Tensor] = []  # each 1-D, its whole storage
-        self.allocated_bytes = 0  # free and taken blocks together
+        self._taken_bytes = 0
+        self._most_taken_bytes = 0  # on a device
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of free and taken blocks together; on a device the most that were taken at once."""
+        free_bytes = sum(block.numel() for block in self._free)
+        return max(self._most_taken_bytes, self._taken_bytes + free_bytes)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A contiguous [numel] tensor; the smallest free block that fits, or a new one."""
         need_bytes = numel * dtype.itemsize
+        if device.type != "cpu":
+            self._taken_bytes += need_bytes
+            self._most_taken_bytes = max(self._most_taken_bytes, self._taken_bytes)
+            return self._empty(numel, dtype, device)
         fitting = [
             block for block in self._free if block.numel() >= need_bytes and block.device == device
         ]
@@ -37,6 +48,7 @@ class BufferPool:
             self._free = [other for other in self._free if other is not block]
         else:
             block = self._replace_smaller(need_bytes, device)
+        self._taken_bytes += block.numel()
         return block[:need_bytes].view(dtype)
 
     def _replace_smaller(self, need_bytes: int, device: torch.device) -> Tensor:
@@ -44,8 +56,6 @@ class BufferPool:
         if self._free:
             dropped = max(self._free, key=Tensor.numel)
             self._free = [block for block in self._free if block is not dropped]
-            self.allocated_bytes -= dropped.numel()
-        self.allocated_bytes += need_bytes
         return self._empty(need_bytes, torch.uint8, device)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -54,19 +64,15 @@ class BufferPool:
 
     def clear(self) -> None:
         """Release the free blocks."""
-        self.allocated_bytes -= sum(block.numel() for block in self._free)
         self._free = []
-
-    def reallocate(self) -> None:
-        """Release the free blocks, and allocate blocks of the same sizes."""
-        sizes = [(block.numel(), block.device) for block in self._free]
-        self.clear()
-        self._free = [self._empty(n, torch.uint8, device) for n, device in sizes]
-        self.allocated_bytes += sum(n for n, _ in sizes)
+        self._most_taken_bytes = self._taken_bytes
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer of `take` to the pool. It must not be used afterwards."""
         storage = buffer.untyped_storage()
+        self._taken_bytes -= storage.nbytes()
+        if buffer.device.type != "cpu":
+            return
         block = torch.empty(0, dtype=torch.uint8, device=buffer.device)
         self._free.append(block.set_(storage, 0, (storage.nbytes(),), (1,)))
 

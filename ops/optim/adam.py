@@ -67,7 +67,6 @@ class Adam(ShardOptimizer):
         """torch's kernel takes them where nothing is cast, and a kernel of a library anywhere."""
         return not self.gains_from_kernels(casts=casts) or is_loaded(optimizer_library(device))
 
-    @torch.no_grad()
     def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         for update in updates:
             state = self.state_of(update.item)
@@ -148,10 +147,9 @@ class AdamRule:
         if world.flat_of(update.item).collectives.world_size == 1:
             if update.takes_edits and out is not None:
                 take_edits(master, out)
-            # one call per parameter, as in torch: its kernel rounds the last partial vector of a tensor
-            # differently, and a single rank must equal plain torch bit for bit
-            here = [slice(part.start, part.stop) for part in update.item.parts]
-            self._fused([[t[at] for at in here] for t in tensors], state["step"], group, scale)
+            # as one call for each parameter: a single rank must equal plain torch bit for bit
+            runs = update.item.runs
+            self._fused([[t[run] for run in runs] for t in tensors], state["step"], group, scale)
             if out is not None:
                 out.copy_(master)
             return

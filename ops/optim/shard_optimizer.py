@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -25,6 +26,10 @@ ADDED_GROUP = (
     "optimizer.add_param_group after xds.initialize: the engine has fixed which parameters are trained. Give "
     "all of them to initialize(model_parameters=...), each in its group; a part that trains later starts with "
     "requires_grad_(False) after initialize"
+)
+
+VECTOR_NUMEL = (
+    16  # of fp32 in the widest instruction; kernels for several threads cut at multiples of it
 )
 
 
@@ -80,7 +85,11 @@ class World:
 
     def flat_of(self, item: Item) -> Flat:
         """The flat buffer that `item` is in."""
-        return next(flat for flat in self.flats if flat.index == item.flat)
+        return self._by_index[item.flat]
+
+    @cached_property
+    def _by_index(self) -> dict[int, Flat]:
+        return {flat.index: flat for flat in self.flats}
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +106,21 @@ class Item:
     parts: tuple[Part, ...]
     flat: int
     start: int
+
+    @cached_property
+    def runs(self) -> tuple[slice, ...]:
+        """Ranges with whole parameters, as few as give the bits of one call of a kernel for each parameter.
+
+        torch's kernels for CPUs round the last elements of a tensor differently, those after a multiple of
+        `VECTOR_NUMEL`. So a parameter with such elements ends a range. Elements between parameters are zeros.
+        """
+        found: list[slice] = []
+        is_open = False
+        for part in self.parts:
+            start = found.pop().start if is_open else part.start
+            found.append(slice(start, part.stop))
+            is_open = part.stop % VECTOR_NUMEL == 0 and part.start % VECTOR_NUMEL == 0
+        return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +278,6 @@ class ShardOptimizer(torch.optim.Optimizer, ABC):
         """Whether `update` can be told the scale, and whether to step, by tensors of `device`."""
         return False
 
-    @torch.no_grad()
     def count_step(self, items: Sequence[Item], scale: Scale) -> bool:
         """Count a step of all `items` in one launch, before their updates. False: `update` counts each."""
         if not self.counts_together:
@@ -301,7 +324,6 @@ class OnePassOptimizer(ShardOptimizer, ABC):
     ) -> None:
         """Call the op for one item. `state`: see `states_before`; `group` has the hyperparameters."""
 
-    @torch.no_grad()
     def update(self, updates: Sequence[Update], scale: Scale, world: World) -> None:
         for update in updates:
             self.one_pass(update, self.state_of(update.item), update.group, scale)

@@ -70,10 +70,11 @@ class Backwards:
 
     # -- begin and end ----------------------------------------------------------------------------------
 
-    def begin(self, *, reduces: bool, scope: Scope | None = None) -> None:
+    def begin(self, *, reduces: bool, scope: Scope | None = None, has_factor: bool = True) -> None:
         """A backward is about to start. With `reduces` its gradients are reduced before it ends.
 
         scope: the part of the model that it runs through; None: all of it.
+        has_factor: the factor on its gradients is known; else it is asked for at the first one.
         """
         if self._gatherer is not None and self._gatherer.is_uneven:
             raise UsageError(
@@ -82,8 +83,10 @@ class Backwards:
             )
         self.end_script_backward()
         self._reduction.begin_backward(reduces=reduces, scope=scope)
+        if has_factor:
+            self._reduction.open()
         self._is_running = True
-        self._has_factor = True
+        self._has_factor = has_factor
         self.has_seen_one = True
         if self._gatherer is not None:
             if self._diverges:
@@ -146,7 +149,9 @@ class Backwards:
         self._is_running = False
         if self._diverges and self._gatherer is not None:
             self._gatherer.end_uneven()  # first: this rank serves those whose backward goes on
-        end()
+        self._reduction.expect_no_more()
+        with torch.no_grad():
+            end()
         if self._gatherer is not None:
             self._gatherer.end_backward()
 
@@ -157,11 +162,23 @@ class Backwards:
 
         The hook is on the autograd node, not on the tensor: hooks of tensors always run before it.
         """
-        this = weakref.ref(self)
+        this, arrivals, awaits = weakref.ref(self), grads.arrivals, grads.arrivals.awaits
 
-        def arrived(*_: object) -> None:
+        def arrived(
+            *_: object,
+        ) -> None:  # nearly always only this: it runs for each parameter in each step
+            is_awaited = awaits[position]
+            if is_awaited:
+                awaits[position] = False
+                arrivals.remaining -= 1
+                if arrivals.remaining:
+                    return
             backwards = this()
-            if backwards is not None:
+            if backwards is None:
+                return
+            if is_awaited:
+                backwards._completed(unit)
+            else:
                 backwards._on_grad(unit, grads, position)
 
         # keep a reference to the node: torch drops the hooks of a node without references
@@ -186,6 +203,7 @@ class Backwards:
             handle.remove()
         self._hooks = []
 
+    @torch.no_grad()
     def _on_grad(self, unit: Unit, grads: FlatGrads, position: int) -> None:
         if not (self._is_running and self._has_factor):
             self._on_first_grad(grads.params[position])
@@ -237,8 +255,13 @@ class Backwards:
             raise
         self._has_factor = True
         self._reduction.scale_by(factor)
+        self._reduction.open()
 
     def _completed(self, unit: Unit) -> None:
+        if torch.is_grad_enabled():  # with create_graph
+            with torch.no_grad():
+                self._completed(unit)
+            return
         if self._gatherer is not None and unit.is_complete:
             self._gatherer.after_grads(unit)
         if not self._diverges:  # there no rank waits for a reduction while others gather
@@ -297,8 +320,8 @@ class Backwards:
         before = self.has_seen_one
         if self._reduction.has_sums:
             self._script_grads.refuse(arrived)
-        self.begin(reduces=self._script_begins())
-        self._has_factor, self._had_seen_one = False, before
+        self.begin(reduces=self._script_begins(), has_factor=False)
+        self._had_seen_one = before
         if self._gatherer is not None and not self._in_other:
             torch.autograd.Variable._execution_engine.queue_callback(self.end)
 

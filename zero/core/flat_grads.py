@@ -8,6 +8,7 @@
   second reduction.
 - Where the optimizer runs on the host, a reduced sum leaves for its home there, and its buffers return to
   the pool. One rank sends its own sum in the parameters' dtype while each slot has one gradient.
+- On a device no buffer takes memory between the update and the next gradient, when activations take most.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
-import torch
 from torch import Tensor, nn
 
 from ...offload.homes import Home
@@ -57,16 +57,18 @@ class FlatGrads:
         self._collectives = group.collectives
         self.reducer = group.legs.reducer(buffer_of(layout, index, params[0].dtype, group))
         self._pool = pool
-        self.arrivals = Arrivals(self.params)
+        self._is_on_cpu = params[0].device.type == "cpu"
         self._param_dtype = params[0].dtype
         self._sum_dtype = policy.sum_dtype(self._param_dtype)
         self._sent_dtype = policy.sent_dtype(self._param_dtype)
         self._sees_all = self.is_single_rank or not policy.shards_optimizer
         self._gathers_sums = self._sees_all and not self.is_single_rank
         self._settle_in(home)
+        self.arrivals = Arrivals(self.params, self._local.is_small)
         self._was_held = False  # some rank held back gradients since the last step
         self._squares: Tensor | None = None  # of the only sum that has left since the last step
         self._total: Tensor | None = None
+        self._total_bytes = 0  # of the last one on a device that had memory of its own
         self._has_total = False
         self._on_left: Callable[[], None] = _nothing
         self._before_change: Callable[[], None] = _nothing
@@ -116,7 +118,8 @@ class FlatGrads:
 
         The buffer must not be in flight.
         """
-        self._local.take(position)
+        if not (self.arrivals.awaits[position] or self._local.is_small[position]):
+            self._local.take(position)
         return self.arrivals.add(position)
 
     def add_by_call(self, position: int, grad: Tensor) -> None:
@@ -175,7 +178,6 @@ class FlatGrads:
         """This rank has gradients that are not reduced yet."""
         return self._is_kept or self._local.has_any
 
-    @torch.no_grad()
     def hold(self) -> None:
         """The running backward has ended, and its gradients are not reduced yet.
 
@@ -186,7 +188,6 @@ class FlatGrads:
             self._is_kept = True
             self._local.give_back() if self._policy.shards_grads else self._local.clear()
 
-    @torch.no_grad()
     def start_reduce(self) -> None:
         """Start to add this rank's sums to the totals of all ranks. Sends (world_size - 1) * n elements."""
         local = self._local.settle()
@@ -223,7 +224,9 @@ class FlatGrads:
         numel, device = self.layout.shard_numel, self.params[0].device
         if self.home.is_on_host and not self._gathers_sums:
             return self._pool.take(numel, self._sum_dtype, device)
-        return self._pool.empty(numel, self._sum_dtype, device)
+        total = self._pool.empty(numel, self._sum_dtype, device)
+        self._total_bytes = 0 if self._is_on_cpu else total.nbytes
+        return total
 
     def _leave(self, source: Tensor, buffer: Tensor) -> None:
         """Start to copy `source` to its home; then its `buffer` returns to the pool."""
@@ -235,7 +238,6 @@ class FlatGrads:
         self.home.add(source, partial(self._pool.give, buffer))
         self._on_left()
 
-    @torch.no_grad()
     def finish_reduce(self) -> None:
         """Wait for the reduction in flight; afterwards `local` may be written again."""
         if self._handle is None:
@@ -267,14 +269,12 @@ class FlatGrads:
             self._leave(total, total)
         self._total = None
 
-    @torch.no_grad()
     def complete(self) -> Handle | None:
         """Start to add what the reductions of a step left out; see `GradientReducer.complete`."""
         if self._total is None or not self._has_total:
             return None
         return self.reducer.complete(self._total)
 
-    @torch.no_grad()
     def start_gather(self) -> None:
         """Stage 0: start to gather all totals into `local`. Sends (world_size - 1) shards per rank."""
         if self.is_single_rank:
@@ -302,7 +302,6 @@ class FlatGrads:
 
     # -- the optimizer's view ---------------------------------------------------------------------------
 
-    @torch.no_grad()
     def square_sums(self, *, exact: bool) -> Tensor:
         """The squared norm of each shard of the sums that this rank has, [world_size] fp64; 0 for the others.
 
@@ -323,7 +322,6 @@ class FlatGrads:
         device = self.params[0].device if held is None else held.device
         return Squares(self._collectives, self._param_dtype, self._sees_all, exact).of(held, device)
 
-    @torch.no_grad()
     def own_square(self, *, exact: bool) -> Tensor:
         """[] fp64: that of this rank's shard. Others may still be gathered. Where `gathers_exactly`."""
         local, ranks = self._local.tensor, self._collectives
@@ -377,7 +375,7 @@ class FlatGrads:
         self._on_left, self._before_change = on_left, before_change
 
     def reset(self) -> None:
-        """Drop all gradients: the step is done, or skipped. Persistent buffers are kept."""
+        """Drop all gradients: the step is done, or skipped. A CPU's buffers keep their memory."""
         self.finish_gather()
         self._before_change()
         self.reducer.end_step()
@@ -388,7 +386,10 @@ class FlatGrads:
         self._squares = None
         self.home.reset()
         local = self._local.tensor
-        if self._frees:
+        if not self._is_on_cpu:
+            self._total = None
+            self._local.give_back()
+        elif self._frees:
             if self.home.is_on_host and self._total_is_in_local():
                 self._total = None
             self._local.give_back()
@@ -398,21 +399,18 @@ class FlatGrads:
                 self._total = self._collectives.shard_of(local) if fits else None
 
     def release(self) -> None:
-        """Free the persistent buffers, which are unused between a step and the next backward."""
+        """Free all buffers, which are unused between a step and the next backward."""
         self._local.release()
         self._total = None
-
-    @property
-    def persistent(self) -> list[Tensor]:
-        """What stays allocated between steps, in memory of its own; the pool has its own buffers."""
-        local = None if self._frees else self._local.tensor
-        total = None if self._total_is_in_local() else self._total
-        return [tensor for tensor in (local, total) if tensor is not None]
+        self._total_bytes = 0
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of gradients that stay allocated between steps, without those of the pool."""
-        return self.reducer.held_bytes + sum(tensor.nbytes for tensor in self.persistent)
+        """Bytes of gradients from the first one of a step to the update, without those of the pool."""
+        local = None if self._frees else self._local.tensor
+        total = None if self._total_is_in_local() else self._total
+        total_bytes = self._total_bytes if total is None else total.nbytes
+        return self.reducer.held_bytes + total_bytes + (0 if local is None else local.nbytes)
 
     # -- checkpoints in the middle of an accumulation ---------------------------------------------------
 

@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import final
 
 import torch
@@ -306,7 +307,6 @@ class FlatParams:
 
     # -- writes by the script ---------------------------------------------------------------------------
 
-    @torch.no_grad()
     def take_edits(self, only: int | None = None) -> None:
         """Make the script's writes to full parameters, or assignments to their `.data`, their values.
 
@@ -338,12 +338,11 @@ class FlatParams:
 
     def _assigned(self, values: Sequence[Tensor]) -> list[int]:
         """Positions of parameters whose `.data` is not their entry in `values`, without overridden ones."""
+        with suppress(RuntimeError):  # dtypes differ
+            if all(map(Tensor.is_set_to, self.params, values)):  # nearly always; in each step
+                return []
         pairs = zip(self.params, values, strict=True)
-        changed = [  # _is_same inlined: this runs for every parameter in every step
-            at
-            for at, (param, value) in enumerate(pairs)
-            if param.dtype is not value.dtype or not param.is_set_to(value)
-        ]
+        changed = [at for at, (param, value) in enumerate(pairs) if not _is_same(param, value)]
         return [at for at in changed if at not in self._overridden]
 
     def _write_back(self, only: int | None) -> None:

@@ -6,10 +6,9 @@ are saved before the step and restored after it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from .flat_params import FlatParams
@@ -22,8 +21,10 @@ def frozen_ids(params: FlatParams) -> set[int]:
     return {id(param) for param in params.params if not param.requires_grad}
 
 
-def frozen_ranges(params: FlatParams, start: int, stop: int, ids: Container[int]) -> list[Range]:
+def frozen_ranges(params: FlatParams, start: int, stop: int, ids: Set[int]) -> list[Range]:
     """[from, to) of the parameters `ids` in [start, stop) of the buffer, in elements from `start` on."""
+    if not ids:
+        return []
     frozen = {
         slot.offset
         for slot, param in zip(params.layout.slots, params.params, strict=True)
@@ -67,9 +68,8 @@ class FrozenValues:
             elif is_whole:
                 self.keep(value, [(0, value.numel())])
 
-    @torch.no_grad()
     def restore(self) -> None:
-        """Write the saved values back."""
+        """Write the saved values back. Without gradients."""
         for target, value in self._values:
             target.copy_(value)
 

@@ -2,9 +2,12 @@
 
     autograd -> param.grad --copy or add--> views of tensor [world_size * n]
 
+- Gradients stay in `param.grad` until the buffer is complete; then one call copies them all. One that is not
+  the only gradient of its slot in a backward is taken at once, unless it is small.
 - The first gradient of a slot is copied, later ones are added. Autograd allocates a new tensor anyway, so
   this is cheaper than to zero a preset view and add into it.
-- Gradients of small parameters stay in `param.grad` until the buffer is complete; one call copies them all.
+- On a device the buffer takes memory from its first gradient on until `give_back`, and its views stay valid.
+  On a CPU it keeps its memory, or is one of a pool's blocks: new pages cost more than a copy.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from ...ops.comm.pool import BufferPool
 from .flat_memory import views_in
 from .layout import FlatLayout
 
-SMALL_NUMEL = 1 << 14  # below it, a call for each gradient costs more than its copy
+SMALL_NUMEL = 1 << 14  # below it, one that arrives more than once is summed in `.grad`
 
 
 class GradSums(NamedTuple):
@@ -52,7 +55,7 @@ class LocalSum:
         """
         Args:
             dtypes: of the parameters and of sums.
-            is_pooled: the buffer comes from `pool`, and returns to it.
+            is_pooled: on a CPU the buffer comes from `pool`, and returns to it.
             widens: more than a copy is computed in the dtype of sums, whatever the buffer's dtype was.
             before_write: called before the first write after a reduction or `begin`.
             before_second: called before the second gradient of a slot is added.
@@ -67,8 +70,8 @@ class LocalSum:
         self._widens = widens
         self._before_write = before_write
         self._before_second = before_second
-        self._is_small = [slot.numel < SMALL_NUMEL for slot in layout.slots]
-        self._small = [at for at, is_small in enumerate(self._is_small) if is_small]
+        self.is_small = [slot.numel < SMALL_NUMEL for slot in layout.slots]
+        self._keeps_views = params[0].device.type != "cpu" and not is_pooled
         self._views: list[Tensor] = []
         self._factor = 1.0
         self._uses_sum_dtype = False
@@ -85,14 +88,11 @@ class LocalSum:
         self._factor = factor
 
     def take(self, position: int) -> None:
-        """Take `.grad` of the parameter in slot `position`; that of a small one stays there for now."""
-        if self._is_small[position]:
-            return
+        """Take `.grad` of the parameter in slot `position` now."""
         param = self._params[position]
         grad, param.grad = param.grad, None
         if grad is not None:
-            with torch.no_grad():
-                self._put(position, grad)
+            self._put(position, grad)
 
     @torch.no_grad()
     def put(self, position: int, grad: Tensor) -> None:
@@ -123,58 +123,56 @@ class LocalSum:
         self.filled[position] = True
 
     def collect(self) -> None:
-        """Copy `.grad` of all small parameters in one call."""
-        waiting = [at for at in self._small if self._params[at].grad is not None]
-        if waiting or self._factor != 1.0:
-            with torch.no_grad():
-                self._collect(waiting)
-
-    def _collect(self, waiting: Sequence[int]) -> None:
+        """Take every gradient that is in `.grad`, in one call for the copies and one for the sums."""
+        waiting = [at for at, param in enumerate(self._params) if param.grad is not None]
         if self._factor != 1.0:
             self._widen()
-        for position in waiting:  # first: a second one may bring an earlier sum into every slot
-            if self.filled[position]:
-                self._take_waiting(position)
-        fresh: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for position in waiting:
-            grad = self._params[position].grad
-            if grad is None:
+        if not waiting:
+            return
+        views = self._writable_views()
+        if True in self.filled and any(self.filled[at] for at in waiting):
+            self._widen()
+            self._before_second()  # it may bring an earlier sum into every slot
+            views = self._views
+        copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for at in waiting:
+            grad, self._params[at].grad = self._params[at].grad, None
+            assert grad is not None
+            if grad.layout != torch.strided:
+                self._put(at, grad)
                 continue
-            if self.filled[position] or grad.layout != torch.strided:
-                self._take_waiting(position)
-            else:
-                self._params[position].grad = None
-                fresh[0].append(self._writable_views()[position])
-                fresh[1].append(grad)
-                self.filled[position] = True
-        if fresh[0]:
-            torch._foreach_copy_(*fresh)
+            into = added if self.filled[at] else copied
+            into[0].append(views[at])
+            into[1].append(grad)
+            self.filled[at] = True
+        if copied[0]:
+            torch._foreach_copy_(*copied)
             if self._factor != 1.0:
-                torch._foreach_mul_(fresh[0], self._factor)
+                torch._foreach_mul_(copied[0], self._factor)
+        if added[0]:
+            views, grads = added
+            if self._factor != 1.0:  # rounded as if it were stored
+                wide = [grad.to(view.dtype) for view, grad in zip(views, grads, strict=True)]
+                grads = list(torch._foreach_mul(wide, self._factor))
+            torch._foreach_add_(views, grads)
 
-    def _take_waiting(self, position: int) -> None:
-        """Take the gradient in `.grad`."""
-        param = self._params[position]
-        grad, param.grad = param.grad, None
-        assert grad is not None
-        self._put(position, grad)
-
-    @torch.no_grad()
     def settle(self) -> Tensor:
         """The buffer with every gradient that has arrived, and zeros elsewhere."""
         self.collect()
         views = self._writable_views()
-        for view, filled in zip(views, self.filled, strict=True):
-            if not filled:
-                view.zero_()
-        self.filled = [True] * len(views)
+        if False in self.filled:
+            for view, filled in zip(views, self.filled, strict=True):
+                if not filled:
+                    view.zero_()
+            self.filled = [True] * len(views)
         assert self.tensor is not None
         return self.tensor
 
     @property
     def has_any(self) -> bool:
         """Some gradient has arrived since the last reduction."""
-        return any(self.filled) or any(self._params[at].grad is not None for at in self._small)
+        return True in self.filled or any(param.grad is not None for param in self._params)
 
     # -- the buffer -------------------------------------------------------------------------------------
 
@@ -183,8 +181,11 @@ class LocalSum:
         if self._is_writable:
             return self._views
         dtype = self._sum_dtype if self._uses_sum_dtype else self._param_dtype
-        if self.tensor is None or (self.tensor.dtype != dtype and not any(self.filled)):
+        if self.tensor is None or (self.tensor.dtype != dtype and True not in self.filled):
             self.allocate(dtype)
+        elif not self.tensor.untyped_storage().nbytes():
+            self.tensor.untyped_storage().resize_(self.tensor.nbytes)
+            self._zero_gaps(self.tensor)
         self._is_writable = True
         self._before_write()
         return self._views
@@ -205,13 +206,15 @@ class LocalSum:
             tensor = self._pool.take(numel, dtype, device)
         else:
             tensor = self._pool.empty(numel, dtype, device)
-        for start, stop in self._layout.gaps():
-            tensor[start:stop].zero_()
+        self._zero_gaps(tensor)
         self.tensor = tensor
         self._views = views_in(tensor, self._layout)
         return tensor
 
-    @torch.no_grad()
+    def _zero_gaps(self, tensor: Tensor) -> None:
+        for start, stop in self._layout.gaps():
+            tensor[start:stop].zero_()
+
     def add_to(self, earlier: Tensor) -> None:
         """Continue the sum `earlier` [world_size * n], which comes before the gradients in the buffer."""
         total = self.allocate(self._sum_dtype) if self.tensor is None else self.tensor
@@ -249,7 +252,12 @@ class LocalSum:
         self.protect()
 
     def give_back(self) -> None:
-        """Return the buffer to the pool."""
+        """Free the memory of the buffer, or return it to the pool."""
+        if self._keeps_views and self.tensor is not None:
+            self.tensor.untyped_storage().resize_(0)
+            self.clear()
+            self.protect()
+            return
         if self.tensor is not None:
             self._pool.give(self.tensor)
         self.release()

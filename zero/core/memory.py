@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-import torch
 from torch import Tensor
 
 from ...offload.shards import Shard
@@ -47,18 +46,6 @@ class Memory:
         for grads in self._grads:
             grads.release()
         self._pool.clear()
-
-    def reallocate_gradients(self) -> None:
-        """Free all gradient buffers, which are unused, and allocate the same buffers again."""
-        kept = [tensor.untyped_storage() for grads in self._grads for tensor in grads.persistent]
-        sizes = [storage.nbytes() for storage in kept]
-        for storage in kept:
-            storage.resize_(0)  # its views stay
-        self._pool.reallocate()
-        for storage, num_bytes in zip(kept, sizes, strict=True):
-            storage.resize_(num_bytes)
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
-            whole.set_(storage, 0, (num_bytes,), (1,)).zero_()  # gaps are zeros
 
     def param_tensors(self) -> list[Tensor]:
         """The tensors that hold parameters: shards, without those on a disk, and full buffers."""

@@ -104,6 +104,16 @@ class Reduction:
         for grads in self._running:
             grads.begin_backward(hold=not self._reduces_now(grads))
 
+    def open(self) -> None:
+        """From now on gradients of the backward that has begun are counted."""
+        for grads in self._running:
+            grads.arrivals.open()
+
+    def expect_no_more(self) -> None:
+        """The backward is over. A gradient that arrives later is late."""
+        for grads in self._running:
+            grads.arrivals.expect_no_more()
+
     def expect_ends(self, ends_step: Callable[[], bool]) -> None:
         """Where there are replicas, sums cross to them during the last backward of a step.
 

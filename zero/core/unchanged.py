@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import final
 
+import torch
 from torch import nn
 
 from ...utils.errors import UsageError
@@ -25,6 +26,7 @@ class Unchanged:
     ) -> None:
         """trained: ids of the parameters that the optimizer updates."""
         self._flats = flats
+        self._dtypes = [(param, flat.dtype) for flat in flats for param in flat.params]
         self._backwards = backwards
         self._frozen = [
             (name, param, param.dtype)
@@ -38,8 +40,10 @@ class Unchanged:
         Raises:
             UsageError: a dtype was changed, or a parameter that no optimizer updates was unfrozen.
         """
-        changed = [(flat, at) for flat in self._flats for at in flat.other_dtypes()]
-        if changed:
+        with torch._C.DisableTorchFunction():
+            is_changed = any([param.dtype is not dtype for param, dtype in self._dtypes])
+        if is_changed:
+            changed = [(flat, at) for flat in self._flats for at in flat.other_dtypes()]
             self._backwards.hook_gradients()
             for _, param, dtype in self._frozen:
                 param.data = param.data.to(dtype)
