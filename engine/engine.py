@@ -393,7 +393,10 @@ class Engine(Readings):
     # -- the end ----------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Take every hook off the model, close the monitors. Parameters stay, whole; a collective.
+        """Take every hook off the model, close the monitors, free all states. A collective.
+
+        The model keeps its parameters, whole. Masters, optimizer states, gradients and host buffers are freed;
+        the optimizer's tensors have no elements afterwards.
 
         Raises XdsError, when all is done: the last checkpoint could not be written in the background.
         """
@@ -410,7 +413,11 @@ class Engine(Readings):
             self._parts.undo()
             self.monitor.close()
             self._sharded.collectives.stop_watching()
-            self._parts.saver.close()
+            try:
+                self._parts.saver.close()  # it may still read the states
+            finally:
+                self._parts.updater.release()
+                self._sharded.release()
 
     def _check_usable(self) -> None:
         if self._is_destroyed:

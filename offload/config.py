@@ -77,10 +77,10 @@ class OffloadOptimizer(Section):
         description="share of the optimizer states on the host; the rest stays on the device. "
         '"auto": all are on the host for two updates, then as many as fit move to the device',
     )
-    cpuadam_cores_perc: Annotated[float, number(0.01, 1)] = Field(
-        0.8,
-        description="share of this rank's cores that the update on the host uses. Ranks of one machine divide "
-        "its cores, unless OMP_NUM_THREADS or an affinity is set",
+    cpuadam_cores_perc: Annotated[float | None, either(number(0.01, 1), NULL)] = Field(
+        None,
+        description="share of this rank's cores that the update on the host uses; null: all but two, and at "
+        "least 80 %. Ranks of one machine divide its cores, unless OMP_NUM_THREADS or an affinity is set",
     )
     pin_memory: Flag = Field(True, description="host memory for copies is pinned")
     overlap_step: Flag = Field(

@@ -19,6 +19,8 @@ from .lanes import Lane
 
 # variables by which a user, a launcher or OpenMP itself places threads
 PLACING = ("XDS_RANK_CORES", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+# an update with every core is slower than with all but two: memory is the limit, and other threads wait
+DEFAULT_SHARE, NUM_FREE_CORES = 0.8, 2
 THREADS, DEFAULT_THREADS = "OMP_NUM_THREADS", "XDS_DEFAULT_THREADS"
 
 
@@ -52,13 +54,13 @@ class Choice:
 
 
 def choose(
-    machine: Machine, environment: Mapping[str, str], share: float, num_threads: int
+    machine: Machine, environment: Mapping[str, str], share: float | None, num_threads: int
 ) -> Choice:
     """The threads of this rank's updates.
 
     Args:
         environment: LOCAL_RANK and LOCAL_WORLD_SIZE say which of the machine's ranks this is.
-        share: of this rank's cores, above 0 and at most 1.
+        share: of this rank's cores, above 0 and at most 1; None leaves two to other threads.
         num_threads: of the process; counted as its cores where they are not divided here.
     """
     num_ranks = _number(environment, "LOCAL_WORLD_SIZE", 1)
@@ -69,7 +71,10 @@ def choose(
     available = float(num_threads if cores is None else len(cores))
     if machine.quota is not None:
         available = min(available, machine.quota / num_ranks)
-    return Choice(max(1, int(share * available)), cores)
+    num_used = int((DEFAULT_SHARE if share is None else share) * available)
+    if share is None:
+        num_used = max(num_used, int(available) - NUM_FREE_CORES)
+    return Choice(max(1, num_used), cores)
 
 
 def cores_of_rank(cores: Iterable[Core], rank: int, num_ranks: int) -> frozenset[int]:
@@ -171,11 +176,11 @@ def _text(path: Path) -> str:
 # -- taking effect ------------------------------------------------------------------------------------------
 
 
-def place_updates(updates: Lane, share: float) -> None:
+def place_updates(updates: Lane, share: float | None) -> None:
     """Bind the thread of `updates` to this rank's cores, and set how many threads it uses.
 
     Args:
-        share: of this rank's cores, above 0 and at most 1.
+        share: see `choose`.
     """
     num_threads = torch.get_num_threads()
     choice = choose(this_machine(), os.environ, share, num_threads)

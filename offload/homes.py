@@ -119,6 +119,14 @@ class HostHome(Home):
         self.lanes.close()
         self.states.close()
 
+    def release(self) -> None:
+        """After `close`: free the buffers for copies."""
+        self.drain()
+        self.sender.release()
+        self._stages.release()
+        if self.spare is not None:
+            self.spare.release()
+
 
 @final
 class Homes:
@@ -158,6 +166,11 @@ class Homes:
         if self.host is not None:
             self.host.close()
         self.shards.close()
+
+    def release(self) -> None:
+        """After `close`: free the host's buffers."""
+        if self.host is not None:
+            self.host.release()
 
     @property
     def are_on_disk(self) -> bool:

@@ -61,6 +61,10 @@ class SumHome(ABC):
     def reset(self) -> None:
         """Forget the sum."""
 
+    @abstractmethod
+    def release(self) -> None:
+        """Free the memory; nothing is added any more."""
+
     @property
     @abstractmethod
     def host_bytes(self) -> int:
@@ -98,6 +102,9 @@ class OnDevice(SumHome):
         raise AssertionError("the sum stays on the device")
 
     def reset(self) -> None:
+        return
+
+    def release(self) -> None:
         return
 
     @property
@@ -232,6 +239,9 @@ class OnHost(SumHome):
     def reset(self) -> None:
         self.order()
         self._sum = None
+
+    def release(self) -> None:
+        self._sum = self._memory = None
 
     @property
     def host_bytes(self) -> int:

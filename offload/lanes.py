@@ -61,19 +61,14 @@ class Landing(Ticket):
 
     is_done = False
 
-    def __init__(self, device: torch.device, then: Callable[[], None]) -> None:
-        """then: is called once, when they have arrived."""
+    def __init__(self, device: torch.device) -> None:
         self._event = torch.Event(device) if device.type == "cuda" else None
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(device))
-        self._then: Callable[[], None] | None = then
 
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
-        then, self._then = self._then, None
-        if then is not None:
-            then()
 
     def order(self) -> None:
         self.wait()

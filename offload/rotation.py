@@ -35,6 +35,11 @@ class Rotation:
         self._readers[self._next] = reader
         self._next = (self._next + 1) % len(self._buffers)
 
+    def release(self) -> None:
+        """Free the buffers, which nobody reads any more."""
+        self._buffers = [host_memory(0, pin=False) for _ in self._buffers]
+        self._readers = [Done() for _ in self._buffers]
+
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the buffers."""

@@ -5,7 +5,6 @@ update writes buffer 0 ──to_device──> parameters      meanwhile the next
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import final
 
 import torch
@@ -34,31 +33,22 @@ class Sender:
         values: Tensor,
         target: Tensor,
         after: Mark | None = None,
-        then: Callable[[], None] | None = None,
     ) -> Ticket:
         """Start to copy `values`, the tensor that `buffer` returned last, to `target` [numel].
 
-        after: see `Lane.run`. then: is called in the lane after the copy.
+        after: see `Lane.run`.
         """
-        ticket = self.copy(values, target, after, then)
+        ticket = self.copy(values, target, after)
         self._buffers.lend(ticket)
         return ticket
 
-    def copy(
-        self,
-        values: Tensor,
-        target: Tensor,
-        after: Mark | None = None,
-        then: Callable[[], None] | None = None,
-    ) -> Ticket:
+    def copy(self, values: Tensor, target: Tensor, after: Mark | None = None) -> Ticket:
         """The same for `values` in other memory of the host."""
+        return self._lanes.to_device.run(lambda: target.copy_(values, non_blocking=True), after)
 
-        def work() -> None:
-            target.copy_(values, non_blocking=True)
-            if then is not None:
-                then()
-
-        return self._lanes.to_device.run(work, after)
+    def release(self) -> None:
+        """Free the buffers, when all is sent."""
+        self._buffers.release()
 
     @property
     def allocated_bytes(self) -> int:

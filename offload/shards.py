@@ -38,11 +38,6 @@ class Shard(ABC):
     def fetch(self, target: Tensor, after: Ticket | None) -> Ticket:
         """Start to copy the values to `target` [n], on the device, when `after` is done."""
 
-    @property
-    @abstractmethod
-    def may_be_written(self) -> bool:
-        """Somebody may have written to `tensor` since the engine's last values."""
-
     @abstractmethod
     def begin_receive(self) -> None:
         """New values are about to come: those in memory count no more."""
@@ -50,10 +45,6 @@ class Shard(ABC):
     @abstractmethod
     def receive(self, values: Tensor) -> None:
         """On a disk: start to write `values` [n], which may change on return. In the thread of updates."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """The values of now are the engine's own: see `may_be_written`."""
 
     @abstractmethod
     def blocks(self) -> Blocks | None:
@@ -65,7 +56,6 @@ class ShardInMemory(Shard):
     """Memory of the device, or of the host with `lanes`."""
 
     is_on_disk = False
-    may_be_written = True
 
     def __init__(self, tensor: Tensor, lanes: Lanes | None = None) -> None:
         self.tensor = tensor
@@ -90,9 +80,6 @@ class ShardInMemory(Shard):
 
     def receive(self, values: Tensor) -> None:
         raise AssertionError("the shard is in memory")
-
-    def settle(self) -> None:
-        return
 
     def blocks(self) -> Blocks | None:
         return None

@@ -72,6 +72,11 @@ class Spare:
         with self._lock:
             self._free.append(room)
 
+    def release(self) -> None:
+        """Free all rooms that were given back, and give out no more."""
+        with self._lock:
+            self._free, self._limit_bytes = [], 0
+
 
 def _limit_of_rank() -> int:
     ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from xds.offload import homes, host_sums, lanes, reused, rotation, shards
 from xds.ops.comm.pool import BufferPool
-from xds.zero.core import gathered_writes, reduction
+from xds.zero.core import reduction
 from xds.zero.core.flat_params import FlatParams
 from xds.zero.core.local_sum import LocalSum
 
@@ -151,9 +151,6 @@ def two_places() -> Iterator[None]:
         stack.enter_context(mock.patch.object(host_sums.OnHost, "_add", _add_staged))
         stack.enter_context(mock.patch.object(reduction, "_on_device", _on_device))
         stack.enter_context(mock.patch.object(FlatParams, "__init__", build))
-        # on a GPU only the first drops look for writes to gathered parameters; here fewer still
-        few = mock.patch.object(gathered_writes, "drops_to_check", lambda device: 2)
-        stack.enter_context(few)
         stack.enter_context(mock.patch.object(lanes, "_without_grad", run))
         stack.enter_context(_Functions())
         stack.enter_context(_Dispatch())

@@ -197,7 +197,9 @@ def client_optimizer(
 def load_kernels(
     section: Ops, optimizer: torch.optim.Optimizer, updater: Updater, device: torch.device
 ) -> None:
-    """Build and load the device's kernels if the optimizer uses them; without them it runs plain torch.
+    """Build and load the kernels that the optimizer uses: the device's, and the host's where updates run there.
+
+    Without kernels it runs plain torch.
 
     Raises:
         BuildError: the kernels cannot be built, and ops.require is true.
@@ -206,13 +208,14 @@ def load_kernels(
     gains = isinstance(optimizer, ShardOptimizer) and optimizer.gains_from_kernels(
         casts=updater.casts
     )
-    name = optimizer_library(device)
-    if section.require and not name:
+    if section.require and not optimizer_library(device):
         raise UsageError(
             f"ops.require = true, but there are no native ops for {device.type}: they exist for cpu and cuda; "
             "set it to false, and ops run their torch versions"
         )
-    if name and section.native and (gains or section.require):
+    devices = [device] if updater.homes.host is None else [device, torch.device("cpu")]
+    names = {optimizer_library(one) for one in devices} - {""}
+    for name in sorted(names) if section.native and (gains or section.require) else ():
         load(name, require=section.require)
 
 

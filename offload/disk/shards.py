@@ -38,10 +38,8 @@ class ShardOnDisk(Shard):
         self._transfers = transfers
         self._lanes = lanes
         self._residence = residence
-        self._was_brought = False
 
     def bring(self) -> None:
-        self._was_brought = True
         self._residence.bring()
 
     def fetch(self, target: Tensor, after: Ticket | None) -> Ticket:
@@ -57,12 +55,7 @@ class ShardOnDisk(Shard):
 
         return self._lanes.to_device.run(copy)
 
-    @property
-    def may_be_written(self) -> bool:
-        return self._was_brought
-
     def begin_receive(self) -> None:
-        self._was_brought = False
         self._residence.discard()
 
     def receive(self, values: Tensor) -> None:
@@ -72,9 +65,6 @@ class ShardOnDisk(Shard):
         slot[: values.nbytes].view(values.dtype).copy_(values)
         written = self._residence.write(slot)
         self._transfers.ring.give(slot, partial(wait_quietly, written))
-
-    def settle(self) -> None:
-        self._was_brought = False
 
     def blocks(self) -> Blocks | None:
         return self._residence.blocks_of(self.tensor)

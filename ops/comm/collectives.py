@@ -234,6 +234,9 @@ class Collectives(ABC):
         """Bytes of the receive buffers, which are kept between steps."""
         return 0
 
+    def free_scratch(self) -> None:  # noqa: B027 (most keep none)
+        """Free the receive buffers that are not in use."""
+
     def _count(self, kind: str, shard: Tensor) -> None:
         """Count (world_size - 1) shards, which every algorithm here sends: the lower bound."""
         self._add(kind, (self.world_size - 1) * shard.numel() * shard.element_size())

@@ -76,6 +76,10 @@ class Machines(PairwiseInMemory):
     def scratch_bytes(self) -> int:
         return super().scratch_bytes + self._arrived.allocated_bytes
 
+    def free_scratch(self) -> None:
+        super().free_scratch()
+        self._arrived.clear()
+
     # -- messages between two ranks ---------------------------------------------------------------------
 
     def _transfer(

@@ -58,6 +58,9 @@ class Pairwise(Collectives):
     def scratch_bytes(self) -> int:
         return self._scratch.allocated_bytes
 
+    def free_scratch(self) -> None:
+        self._scratch.clear()
+
     def _tag(self, buffer: int) -> int:
         return self._tag_base + TAGS_PER_BUFFER * buffer
 

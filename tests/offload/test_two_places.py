@@ -141,9 +141,9 @@ def num_reads(stage: int, precision: str, accumulation: int, offload: dict[str, 
 @pytest.mark.parametrize(
     ("stage", "offload", "expected"),
     [
-        *((2, {}, 1), (2, CPU, 2), (3, CPU | PARAMS, 2)),
-        *(pytest.param(*case, 2, marks=pytest.mark.slow) for case in ((2, HALF), (2, OVERLAP))),
-        pytest.param(3, CPU, 2, marks=pytest.mark.slow),
+        *((2, {}, 1), (2, CPU, 1), (3, CPU | PARAMS, 1)),
+        *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in ((2, HALF), (2, OVERLAP))),
+        pytest.param(3, CPU, 1, marks=pytest.mark.slow),
     ],
 )
 def test_reads_that_wait_for_the_device(stage: int, offload: dict[str, Any], expected: int) -> None:

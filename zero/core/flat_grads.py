@@ -19,6 +19,7 @@ from typing import final
 
 from torch import Tensor, nn
 
+from ...compression.reducer import ExactReducer
 from ...offload.homes import Home
 from ...offload.host_sums import SumHome
 from ...ops.comm.handles import Handle
@@ -403,6 +404,12 @@ class FlatGrads:
         self._local.release()
         self._total = None
         self._total_bytes = 0
+
+    def end(self) -> None:
+        """The engine has ended: free what is kept between steps as well."""
+        self.release()
+        self.home.release()
+        self.reducer = ExactReducer(self._collectives, self.index)
 
     @property
     def held_bytes(self) -> int:

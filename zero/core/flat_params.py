@@ -10,9 +10,9 @@
   empty storage can crash the process. torch refuses writes to a placeholder.
 - The engine writes only through `raw`: gloo increments the version counter of its output from a worker
   thread, and the counter of `raw` is not the one that autograd checks.
-- What a script writes to a gathered parameter counts: a drop copies this rank's part of it into the shard,
-  and a tensor that was assigned to `.data` is copied into the buffer. Writes through `.data` change no
-  version counter, so the copy is always made; it is one shard long.
+- What user code writes to a gathered parameter counts: a drop copies this rank's part of it into the shard,
+  and a tensor that was assigned to `.data` is copied into the buffer. On a device the copy is always made, for
+  writes through `.data` change no version counter. To the host it is made where a counter has changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from ...ops.flat import overlap
 from ...utils.errors import UsageError
 from ..access.owners import find_owner
 from .flat_memory import FlatMemory, drop_assigned, views_in
-from .gathered_writes import GatheredWrites
 from .groups import FlatGroup
 from .layout import FlatLayout
 from .placeholders import bytes_of, placeholder_like
@@ -43,7 +42,12 @@ _NoTorchFunction = torch._C.DisableTorchFunction
 
 @final
 class FlatParams:
-    """Owns one flat buffer of parameters. `is_unsharded`: the full buffer is in memory and may be used."""
+    """Owns one flat buffer of parameters.
+
+    is_unsharded: the full buffer is in memory and may be used.
+    is_written: user code has written to parameters since the owner of the master last cleared it, as far as
+        version counters and assignments to `.data` show.
+    """
 
     def __init__(
         self,
@@ -79,7 +83,9 @@ class FlatParams:
         self._placeholder = placeholder_like((), dtype, collectives.device)
         self._placeholder_bytes = bytes(bytes_of(self._placeholder).tolist())
         self._placeholders = [self._placeholder.expand(slot.shape) for slot in layout.slots]
-        self.writes = GatheredWrites()
+        self._counted = tuple(param for param in self.params if not param.is_inference())
+        self._versions = self._sum_versions()
+        self.is_written = False
         self.place: Shard = ShardInMemory(memory.own)
         if is_sharded:
             self.place = home.store(index, memory.own, self._near)
@@ -217,7 +223,6 @@ class FlatParams:
         shard = self.shard.to(self.collectives.device)
         self.collectives.serve(self.raw if receives else None, shard, receivers, buffer=self.index)
         if receives:
-            self._remember()
             self.is_unsharded = True
             self._point_to(self._views)
 
@@ -232,7 +237,6 @@ class FlatParams:
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
-            self._remember()
             self.is_unsharded = True
             if self.is_sharded or self._is_deferred:
                 self._is_deferred = False
@@ -274,6 +278,12 @@ class FlatParams:
         self.raw = self.memory.leave()
         self._views = views_in(self.raw, self.layout)
         self._point_to(self._views)
+
+    def release(self) -> None:
+        """The engine has ended: keep the gathered buffer alone."""
+        if self.is_unsharded:
+            self.place = ShardInMemory(self.collectives.shard_of(self.raw))
+        self.sender = ExactSender(self.collectives, self.index)
 
     def override(self, position: int, full: Tensor) -> None:
         """`.data` of the parameter in slot `position` is `full`, a separate tensor, until `clear_override`."""
@@ -322,19 +332,30 @@ class FlatParams:
         if self._handle is not None or not self.is_unsharded or not self.raw.data_ptr():
             return
         with _NoTorchFunction():
+            versions, self._versions = self._versions, self._sum_versions()
+            is_written = versions != self._versions
             if only is None or not _is_same(self.params[only], self._views[only]):
-                self._take_assigned()
-        if self.is_sharded:
+                is_written = self._take_assigned() or is_written
+        self.is_written |= is_written
+        if self.is_sharded and self.is_on_host and is_written:
+            self._write_back(None)
+        elif self.is_sharded and not self.is_on_host:
             self._write_back(only)
 
-    def _take_assigned(self) -> None:
+    def _sum_versions(self) -> int:
+        """A number that grows with each write to a parameter, but not with the engine's own."""
+        return sum([param._version for param in self._counted])
+
+    def _take_assigned(self) -> bool:
+        """Copy what was assigned to `.data`. True: something was."""
         found = self._assigned(self._views)
         if self.memory.is_shared:
             slots = self.layout.slots
             drop_assigned([(self.params[at], self._views[at], slots[at].name) for at in found])
-            return
+            return False
         for at in found:
             self._copy_assigned(at)
+        return bool(found)
 
     def _assigned(self, values: Sequence[Tensor]) -> list[int]:
         """Positions of parameters whose `.data` is not their entry in `values`, without overridden ones."""
@@ -348,30 +369,12 @@ class FlatParams:
     def _write_back(self, only: int | None) -> None:
         """Copy this rank's part of the full buffer, or of one slot of it, into the shard."""
         start, stop = self.layout.shard_range(self.collectives.rank)
-        own = self.collectives.shard_of(self.raw)
-        if self.is_on_host and not self.writes.are_in(own, checks_now=only is not None):
-            return
         if only is not None:
             slot = self.layout.slots[only]
             start, stop = overlap((slot.offset, slot.stop), (start, stop))
         if start < stop:
             first = self.layout.shard_range(self.collectives.rank)[0]
             self.sender.take_written(self.raw, self.shard, start - first, stop - first)
-
-    @torch.no_grad()
-    def _remember(self) -> None:
-        """The gathered values are those of the shard."""
-        if self.is_on_host:
-            self.writes.remember(self.collectives.shard_of(self.raw))
-
-    def refuse_lost_writes(self) -> None:
-        """Raises UsageError: a dropped write was not seen in time. From now on each drop looks for writes."""
-        self.writes.check_always()
-        names = self.layout.slots[0].name, self.layout.slots[-1].name
-        raise UsageError(
-            f"a parameter between {names[0]} and {names[1]} was written while it was gathered, and with "
-            f"offload_param it was dropped before that was seen: {_REMEDY}"
-        )
 
     def gather_exactly(self) -> None:
         """From now on the buffer stays gathered, with exact values. For all ranks."""

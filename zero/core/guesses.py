@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ...offload.lanes import Done, Ticket
 from ...offload.spare import Room, Spare
-from ...ops.fingerprint import fingerprint
 from ...ops.optim.shard_optimizer import Old, states_of
 from .host_updates import Arrival, HostUpdate, start
 from .master import Master
@@ -104,7 +103,6 @@ class Guess:
         self._optimizer = optimizer
         self._sum, self._sum_arrives = master.grads.home.arriving()
         self._compute = None if master.is_far else master.compute  # waits, so not in the thread
-        self._seen: Tensor | None = None  # near: the fingerprint of the values before
         self._room: Room | None = None
         self._last_reader: Ticket = Done()
         self._states: _States | None = None
@@ -145,8 +143,6 @@ class Guess:
         if self._compute is None:
             self._update.write_far(self._sum, values, old)
         else:
-            self._seen = fingerprint(self._compute)
-            values.copy_(self._compute)
             self._update.write_near(self._sum, values, old)
 
     def _values(self) -> Tensor:
@@ -198,15 +194,7 @@ class Guess:
     def _use_near(self, compute: Tensor) -> Ticket:
         def work() -> None:
             self.wait()
-            assert self._seen is not None
-            is_written = bool(
-                int(fingerprint(compute) - self._seen)
-            )  # by a script, since the guess
-            if is_written:
-                self._restore()
-                self._update.write_near(self._sum, compute)
-            else:
-                compute.copy_(self._values())
+            compute.copy_(self._values())
 
         assert self._room is not None
         self._room.reader = ticket = self.master.host.lanes.updates.run(work)
@@ -261,7 +249,7 @@ class Guesses:
         if self._scale is None or not self._has_stepped:
             return
         update = self._prepare(master, self._scale)
-        if update.frozen:  # some values have to stay, so the new memory would need them
+        if update.frozen or update.takes_edits:  # the new memory would need the old values
             return
         guess = Guess(update, self._optimizer)
         with self._choosing:

@@ -30,6 +30,7 @@ class HostUpdate:
     """An update of `master` on the host, whose inputs but the gradient are fixed.
 
     groups: the hyperparameters of the step. scale: the factor on gradients.
+    takes_edits: user code has written to forward's values, so they are compared with the master.
     run: takes the gradient [n], a place for the values in the compute dtype if there is a cast, and for each
         item of the master the values before, where they are in other memory.
     keep: saves what the update must not change: the elements `frozen`.
@@ -39,17 +40,22 @@ class HostUpdate:
     groups: Sequence[dict[str, Any]]
     scale: float
     frozen: Sequence[Range]
+    takes_edits: bool
     run: Callable[[Tensor, Tensor | None, Olds], None]
     keep: Callable[[Tensor | None], FrozenValues]
 
     def is_same_as(self, other: HostUpdate) -> bool:
         """The other one would write the same values if its gradient is the same."""
         same = (self.scale, self.frozen) == (other.scale, other.frozen)
+        same = same and self.takes_edits == other.takes_edits
         used = {item.group for item in self.master.items}
         return same and all(_is_same_group(self.groups[at], other.groups[at]) for at in used)
 
     def write_near(self, grad: Tensor, values: Tensor | None, old: Olds = None) -> None:
-        """Update the master, and `values`, which hold the old ones, where there is a cast. In the thread."""
+        """Update the master, and where there is a cast `values` as well. In the thread.
+
+        values: have the old ones where `takes_edits`, or where some are frozen.
+        """
         kept = self.keep(values)
         self.run(grad, values, old)
         kept.restore()

@@ -50,7 +50,9 @@ class Master:
         self._before_read: Callable[[], None] = _nothing
         # without a copy the parameters themselves are the master
         self._tensor = home.store(self.compute, wide) if self.is_apart else self.compute.detach()
-        self._published: Tensor | None = None  # the fingerprint of the values that the engine wrote
+        self._published: Tensor | None = (
+            None  # near: the fingerprint of the values that the engine wrote
+        )
         self.remember()
         start, stop = layout.shard_range(rank) if is_sharded else (0, layout.numel)
         pieces = layout.pieces_in(start, stop)
@@ -116,6 +118,11 @@ class Master:
         return self._tensor
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of this object that share its memory."""
+        return [self._tensor, *(item.master for item in self.items)]
+
+    @property
     def compute(self) -> Tensor:
         """The values that forward computes with, [n]."""
         self.params.arrive()
@@ -143,30 +150,35 @@ class Master:
         self.wait()
         self.residence.bring()
 
-    # -- a script's writes ------------------------------------------------------------------------------
+    # -- writes by user code ----------------------------------------------------------------------------
 
     def remember(self) -> None:
-        """The values that forward computes with are the engine's own: see `written`."""
-        if self.is_far or self.is_near:
+        """The values that forward computes with are the engine's own."""
+        if self.is_near:
             self._published = fingerprint(self.compute)
-            self.params.place.settle()
+        self.params.is_written = False
 
     def written(self) -> Tensor:
-        """Not 0 if a script has written to the values since `remember`; int64 []. Where these are compared."""
+        """Where it is near: not 0 if user code has written to the values since `remember`; int64 []."""
         assert self._published is not None
-        if not self.params.place.may_be_written:
-            return torch.zeros_like(self._published)
         return fingerprint(self.compute) - self._published
 
     @torch.no_grad()
     def take_edits(self, start: int = 0, stop: int | None = None) -> None:
-        """Copy computed values [start, stop) that a script wrote: those that differ from the rounded master."""
+        """Copy computed values [start, stop) that user code wrote: those that differ from the rounded master.
+
+        Where the master or the values are on the host: only if `FlatParams.is_written` says so.
+        """
         if not self.is_apart:
             return
         stop = self._tensor.numel() if stop is None else stop
-        if not (self.is_far or self.is_near):
+        if self.is_near:
+            is_written = bool(int(self.written()))
+        else:
+            is_written = self.params.is_written
+        if not (self.home.is_on_host or self.is_far or self.is_near):
             take_edits(self.tensor[start:stop], self.compute[start:stop])
-        elif int(self.written()):
+        elif is_written:
             self.take_far_edits()
 
     @torch.no_grad()
@@ -234,25 +246,18 @@ class Master:
         """
         if self.params.place.is_on_disk:
             return self._write_to_disk(values)
-        return self.host.sender.send(values, compute, after, self._remembering(compute))
+        return self.host.sender.send(values, compute, after)
 
     @torch.no_grad()
     def send_kept(self, values: Tensor, compute: Tensor, after: Mark | None) -> Ticket:
         """The same for `values` in memory of the caller, which waits before it writes to them again."""
         if self.params.place.is_on_disk:
             return self._write_to_disk(values)
-        return self.host.sender.copy(values, compute, after, self._remembering(compute))
+        return self.host.sender.copy(values, compute, after)
 
     def _write_to_disk(self, values: Tensor) -> Ticket:
         self.params.place.receive(values)
-        self._published = fingerprint(values)
         return Done()
-
-    def _remembering(self, compute: Tensor) -> Callable[[], None]:
-        def remember() -> None:
-            self._published = fingerprint(compute)
-
-        return remember
 
     @property
     def publishes(self) -> bool:
@@ -290,7 +295,8 @@ class Master:
         if not self.home.is_on_host:
             # on this stream, so that a fetch of the new values comes after it; one wait for all masters
             self.compute.copy_(self.tensor.to(self.params.dtype), non_blocking=True)
-            self.params.expect(Landing(self._tensor.device, self.remember))
+            self.params.expect(Landing(self._tensor.device))
+            self.remember()
             return
         tensor, compute = self.tensor, self.begin_send()
         mark = self.host.lanes.to_device.mark()

@@ -20,7 +20,6 @@ from .building import Builder
 from .discover import found_blocks
 from .disk_failures import agree, agree_on_disks
 from .flat_grads import FlatGrads
-from .flat_params import FlatParams
 from .gather import Gatherer
 from .groups import FlatGroups
 from .memory import Memory
@@ -298,15 +297,6 @@ class ShardedModel:
         for flat in self._shared:
             flat.memory.check_place()
 
-    def take_lost_writes(self) -> list[tuple[FlatParams, Tensor]]:
-        """Buffers, and whether a script wrote to them unnoticed: gathered, with the shard on the host.
-
-        bool []; if one is true, call its buffer's `refuse_lost_writes`.
-        """
-        flats = [flat for unit in self.units for flat in unit.params]
-        lost = [(flat, flat.writes.take_lost()) for flat in flats]
-        return [(flat, flag) for flat, flag in lost if flag is not None]
-
     def publish(self) -> None:
         """Wait for the values of an update that runs under the next forward, if one does. For all ranks."""
         if self._publishes:
@@ -376,6 +366,18 @@ class ShardedModel:
                 flat.end_sharing()
         finally:
             self.homes.close()
+
+    def release(self) -> None:
+        """After `detach`: free everything but the gathered parameters."""
+        for unit in self.units:
+            for flat in unit.params:
+                flat.release()
+            for grads in unit.grads:
+                grads.end()
+        self.homes.release()  # it gives buffers back
+        self._pool.clear()
+        for collectives in self.flat_groups.opened:
+            collectives.free_scratch()
 
     def _gather_all(self) -> None:
         try:

@@ -174,6 +174,7 @@ class Updater:
         for master in self.masters:
             if master.is_near:
                 master.remember()
+            master.params.is_written = False
         return True
 
     @contextmanager
@@ -210,32 +211,18 @@ class Updater:
     ) -> None:
         """
         Args:
-            written: of the masters that are near, if it is known.
+            written: the values of `ask_written`, if they are known.
             also_near: False leaves out the masters whose update takes edits itself.
-
-        Raises:
-            UsageError: a write to a parameter on the host was lost; nothing is updated.
         """
-        lost = self._model.take_lost_writes()
-        far = [m for m in self.masters if m.is_far or m.is_near]
-        on_host = [master for master in far if master.params.is_on_host]
-        on_device = [master for master in far if not master.params.is_on_host]
+        near = [master for master in self.masters if master.is_near]
         # what is on the device is read together, because each read waits for it
-        asked = [flag.to(torch.int64) for _, flag in lost]
-        said = list(written or ())
-        if not written or len(written) != len(asked) + len(on_device):
-            said = values_of(asked + [master.written() for master in on_device])
-        for (flat, _), is_lost in zip(lost, said, strict=False):
-            if is_lost:
-                flat.refuse_lost_writes()
-        said = said[len(lost) :] + values_of([master.written() for master in on_host])
-        for master, is_written in zip(on_device + on_host, said, strict=True):
+        said = written if written else values_of([master.written() for master in near])
+        for master, is_written in zip(near, said, strict=True):
             if is_written:
                 master.take_far_edits()
         for master in self.masters:
-            # the optimizer compares them with `out`
             by_update = master.casts and not (also_near or master.sends_differences)
-            if not (master.is_far or master.is_near or by_update):
+            if not (master.is_near or (by_update and not master.is_far)):
                 master.take_edits()
 
     def _step_elementwise(
@@ -301,9 +288,10 @@ class Updater:
         """The update of `master` on the host. The script may change rates and flags while it runs."""
         groups = copies_of(optimizer.param_groups)
         frozen = self._frozen_ranges(master)
+        takes_edits = master.params.is_written and not master.is_far
 
         def run(grad: Tensor, values: Tensor | None, old: Olds) -> None:
-            updates = master.updates(groups, grad, values, has_old=not master.is_far, old=old)
+            updates = master.updates(groups, grad, values, has_old=takes_edits, old=old)
             optimizer.update(updates, Scale(scale), self.world)
 
         def keep(values: Tensor | None) -> FrozenValues:
@@ -314,7 +302,7 @@ class Updater:
             self._keep_states(kept, master, frozen)
             return kept
 
-        return HostUpdate(master, groups, scale, frozen, run, keep)
+        return HostUpdate(master, groups, scale, frozen, takes_edits, run, keep)
 
     def _updates(
         self, master: Master, groups: Sequence[dict[str, Any]], *, is_counted: bool = False
@@ -441,6 +429,15 @@ class Updater:
         """Wait for all updates that run on the host."""
         for master in self.masters:
             master.wait()
+
+    def release(self) -> None:
+        """The engine has ended: free masters and states. The optimizer's tensors lose their elements."""
+        masters = [tensor for master in self.masters for tensor in master.tensors]
+        given = [] if self._optimizer is None else self._optimizer.param_groups
+        for tensor in [*masters, *(tensor for group in given for tensor in group["params"])]:
+            tensor.data = tensor.data.new_empty(0)
+        if self._optimizer is not None:
+            states_of(self._optimizer).clear()
 
     def _states_of(self, tensor: Tensor) -> dict[str, Any]:
         return {} if self._optimizer is None else states_of(self._optimizer).get(tensor, {})

@@ -1,0 +1,69 @@
+"""Tests of what `destroy` frees: the model keeps its own parameters, and nothing else stays alive."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from warm_ranks import warm
+
+import xds
+
+WIDTH = 96
+CPU: dict[str, Any] = {"device": "cpu"}
+CASES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "host": {"stage": 2, "offload_optimizer": CPU},
+    "host, early": {"stage": 2, "offload_optimizer": {**CPU, "super_offload": True}},
+    "all on the host": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
+    "ZeRO++": {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True},
+}
+
+
+def living_bytes() -> int:
+    """Bytes of the storages of all tensors that Python code can reach, each once."""
+    gc.collect()
+    storages = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+        for one in gc.get_objects()
+        if isinstance(one, Tensor) and one.device.type != "meta"
+    }
+    return sum(storages.values())
+
+
+def kept(zero: dict[str, Any], precision: str) -> tuple[int, int]:
+    """Bytes of living tensors that an engine leaves after `destroy`, though it is referenced; its model's."""
+    before = living_bytes()
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"unit_min_numel": 0, **zero},
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    engine = xds.initialize(model, config)
+    for _ in range(3):
+        x = torch.ones(2, WIDTH, dtype=next(model.parameters()).dtype) * (1 + dist.get_rank())
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+    del x
+    engine.destroy()
+    after = living_bytes() - before
+    assert all(param.isfinite().all() for param in model.parameters())
+    assert engine.optimizer is not None and not engine.optimizer.state
+    return after, sum(param.nbytes for param in model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_destroy_frees_all_but_the_parameters(name: str, precision: str) -> None:
+    for size in (1, 2) if name != "ZeRO++" else (2,):
+        for after, own in warm(size).run(kept, CASES[name], precision):
+            assert own <= after <= 1.05 * own + 4096, (name, precision, size)  # gaps, scalars
