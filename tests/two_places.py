@@ -27,6 +27,9 @@ HOST, DEVICE = "host", "device"
 aten = torch.ops.aten
 READS = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__)
 READ: list[str] = []  # values that may be on the device and were read: each read waits for a GPU
+TOUCHED: list[
+    tuple[str, int]
+] = []  # ops of the host, and the bytes that it reads and writes in each
 JOINS = {aten.stack, aten.cat}
 COPIES = {aten.copy_, aten._foreach_copy_, aten.set_}
 
@@ -51,6 +54,7 @@ class _Dispatch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        _count_bytes(func, args, kwargs)
         if func.overloadpacket in COPIES or kwargs.get("device") is not None:
             return func(*args, **kwargs)
         every = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
@@ -67,6 +71,23 @@ class _Dispatch(TorchDispatchMode):
                 if isinstance(tensor, Tensor) and tensor.numel() and place_of(tensor) is None:
                     put(tensor, place)
         return result
+
+
+def _count_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count what the host reads and writes of its memory. Copies between the places are the device's work."""
+    every = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    places = [place_of(one) for one in every]
+    if func.is_view or func is aten.is_set_to.default or HOST not in places or DEVICE in places:
+        return
+    num_bytes = 0
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        is_read = not (writes and (argument.name == "out" or func.overloadpacket is aten.copy_))
+        for one in tree_leaves(value):
+            if isinstance(one, Tensor) and one.dim() and place_of(one) == HOST:
+                num_bytes += one.nbytes * (int(writes) + int(is_read))
+    if num_bytes:
+        TOUCHED.append((str(func), num_bytes))
 
 
 def _places(tensors: list[Tensor]) -> set[str]:
@@ -157,4 +178,4 @@ def two_places() -> Iterator[None]:
         yield
 
 
-__all__ = ["DEVICE", "HOST", "READ", "Mixed", "place_of", "put", "two_places"]
+__all__ = ["DEVICE", "HOST", "READ", "TOUCHED", "Mixed", "place_of", "put", "two_places"]

@@ -14,7 +14,7 @@ from offload_runs import CPU, GUESS, HALF, OVERLAP, PARAMS, config_of
 from test_auto_ratio import AUTO, with_memory
 from thinned import few_of
 from tiny_models import build, micro_batch
-from two_places import DEVICE, HOST, READ, Mixed, place_of, put, two_places
+from two_places import DEVICE, HOST, READ, TOUCHED, Mixed, place_of, put, two_places
 from warm_ranks import warm
 
 import xds
@@ -150,6 +150,32 @@ def test_reads_that_wait_for_the_device(stage: int, offload: dict[str, Any], exp
     for world_size, accumulation in ((1, 2), (2, 1)):
         for found in warm(world_size).run(num_reads, stage, "bf16", accumulation, offload):
             assert found[3:] == [expected] * 2, (world_size, found)
+
+
+def host_bytes(stage: int, offload: dict[str, Any]) -> tuple[float, list[str]]:
+    """Bytes of its memory that the host touches in a step with clipping, for each element; by which ops."""
+    config = config_of(stage, "bf16", 1, offload, "AdamW")
+    config["ops"] = {"require": True}
+    with two_places():
+        engine = xds.initialize(build("plain"), config)
+        for step in range(4):
+            TOUCHED.clear()
+            engine.backward(engine(micro_batch(step, 0)))
+            engine.step()
+            engine._parts.updater.wait()
+        numel = sum(master.raw.numel() for master in engine._parts.updater.masters)
+        found = list(TOUCHED)
+        engine.destroy()
+    return sum(count for _, count in found) / numel, sorted({op for op, _ in found})
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(2, CPU), (3, CPU), (3, CPU | PARAMS), (2, OVERLAP)]
+)
+def test_an_update_is_one_pass_over_host_memory(stage: int, offload: dict[str, Any]) -> None:
+    for found, ops in warm(1).run(host_bytes, stage, offload):
+        # a gradient and a new value of 2 bytes, and the master and two moments, read and written
+        assert (found, ops) == (28, ["xds.adam_.default"])
 
 
 def test_a_mistake_is_found() -> None:
