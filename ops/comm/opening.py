@@ -4,6 +4,7 @@ one rank               SingleRank
 gloo, CPU, one machine SharedMemory    where its ranks can map each other's memory
 gloo, CPU, machines    Machines        where one of them has several ranks
 gloo, CPU              PeerToPeer
+gloo, CUDA             Staged          several ranks on one GPU
 else                   Native
 """
 
@@ -19,12 +20,17 @@ from .config import Communication
 from .machines import Machines
 from .memory.peers import connect
 from .native import Native
-from .point_to_point import PeerToPeer
+from .point_to_point import PeerToPeer, Staged
 from .shared_memory import SharedMemory
 from .single_rank import SingleRank
 
 log = logging.getLogger("xds")
 DEFAULT = Communication.model_construct()
+NO_SHARED_MEMORY = "ranks of one machine do not share memory, and send messages instead"
+STAGED = (
+    "gloo sends messages of GPUs through host memory: use it for tests with several ranks on one GPU, and NCCL "
+    "for training"
+)
 DEFAULT_TIMEOUT_SECONDS = 600.0  # where torch does not say that of the group
 
 
@@ -42,9 +48,13 @@ def open_collectives(
     """
     if group is None or group.size() == 1:
         return SingleRank(device)
-    if device.type == "cpu" and dist.get_backend(group) == "gloo":
+    if dist.get_backend(group) != "gloo":
+        return Native(group, device, part_of)
+    if device.type == "cpu":
         return _on_host(group, device, part_of, section)
-    return Native(group, device, part_of)
+    if group.rank() == 0:
+        _tell(STAGED, is_part=part_of is not None)
+    return Staged(group, device, part_of)
 
 
 def _on_host(
@@ -60,7 +70,7 @@ def _on_host(
         plain.rank, plain.world_size, lambda mine, what: plain.gather_small(mine, what=what)
     )
     if found is None:
-        _tell(why, is_part=part_of is not None)
+        _tell(why and f"{NO_SHARED_MEMORY}: {why}", is_part=part_of is not None)
         return plain
     seconds = timeout_of(group, device) or DEFAULT_TIMEOUT_SECONDS
     if len(set(found.hosts)) == 1:
@@ -72,11 +82,11 @@ def _on_host(
 _told: set[str] = set()  # "" once a group of this process has found no neighbours
 
 
-def _tell(why: str, *, is_part: bool) -> None:
-    """Log why ranks do not share memory: once, and not for each part of a group that has told it."""
-    if why and why not in _told and not (is_part and _told):
-        log.warning("ranks of one machine do not share memory, and send messages instead: %s", why)
-    _told.add(why)
+def _tell(line: str, *, is_part: bool) -> None:
+    """Log `line` once, and not for a part of a group of which a line is logged."""
+    if line and line not in _told and not (is_part and _told):
+        log.warning(line)
+    _told.add(line)
 
 
 __all__ = ["open_collectives"]

@@ -1,6 +1,6 @@
-"""Collectives made of messages that gloo carries, for CPUs.
+"""Collectives made of messages that gloo carries: `PeerToPeer` for CPUs, `Staged` for several ranks on one GPU.
 
-See pairwise.py for what is sent, and shared_memory.py for ranks of one machine.
+See pairwise.py for what is sent, and shared_memory.py for CPU ranks of one machine.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..watch import Mark
 from .handles import Handle, InFlight
@@ -85,3 +87,51 @@ class PeerToPeer(Pairwise):
     def _exchange(self, mark: Mark, tag: int, receives: Messages, sends: Messages) -> None:
         """The caller sleeps once."""
         light_thread.run(lambda: self._transfer(mark, tag, receives, sends).wait())
+
+
+@final
+class Staged(Pairwise):
+    """The same for tensors of a CUDA device. gloo reads and writes host memory only.
+
+    sender      device ── copy ──> host   the call returns when the copy is complete
+    receiver    host ── copy ──> device   `wait` starts the copy on its current stream
+
+    The host memory is page-locked. torch keeps it for later messages, once the copies out of it are complete.
+    """
+
+    @torch.no_grad()
+    def _transfer(
+        self,
+        mark: Mark,
+        tag: int,
+        receives: Messages,
+        sends: Messages,
+        finish: Callable[[], None] | None = None,
+    ) -> Handle:
+        arriving = [(peer, _on_host(target)) for peer, target in receives]
+        sources = {id(tensor): tensor for _, tensor in sends}  # one copy for all receivers
+        copies = {
+            key: _on_host(tensor).copy_(tensor, non_blocking=True)
+            for key, tensor in sources.items()
+        }
+        started = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        started.record(torch.cuda.current_stream(self.device))
+        if copies:
+            started.synchronize()  # gloo's thread reads the copies at once
+
+        @torch.no_grad()
+        def arrive() -> None:
+            # the stream of the start may still use the targets
+            torch.cuda.current_stream(self.device).wait_event(started)
+            for (_, target), (_, host) in zip(receives, arriving, strict=True):
+                target.copy_(host, non_blocking=True)
+            if finish is not None:
+                finish()
+
+        leaving = [(peer, copies[id(tensor)]) for peer, tensor in sends]
+        return transfer(self, mark, tag, arriving, leaving, arrive)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Page-locked memory of the same shape and dtype, undefined."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)

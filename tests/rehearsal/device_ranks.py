@@ -24,14 +24,14 @@ CALL_SECONDS = 120
 class DeviceRanks:
     """`run` calls a module-level function on all ranks. A fault of the device is an error of that call."""
 
-    def __init__(self, world_size: int, *, kernels: bool) -> None:
+    def __init__(self, world_size: int, *, kernels: bool, gloo: bool) -> None:
         if sys.platform != "linux" or shutil.which("g++") is None:
             pytest.skip("the device's stand-in needs Linux and g++")
         self._folder = tempfile.TemporaryDirectory()
         ends = [Pipe() for _ in range(world_size)]
         self._pipes = [here for here, _ in ends]
         numbers = [there.fileno() for _, there in ends]
-        arguments = f"{numbers}, {self._folder.name!r}, kernels={kernels}"
+        arguments = f"{numbers}, {self._folder.name!r}, kernels={kernels}, gloo={gloo}"
         code = f"import device_ranks; device_ranks.serve({arguments})"
         paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -80,14 +80,17 @@ def _answer(pipe: Connection) -> tuple[bool, Any]:
         return False, "a rank died"
 
 
-_started: dict[tuple[int, bool], DeviceRanks] = {}
+_started: dict[tuple[int, bool, bool], DeviceRanks] = {}
 
 
-def ranks(world_size: int, *, kernels: bool = False) -> DeviceRanks:
-    """The same ranks for every test, until `stop_ranks`. kernels: see `stand_in.use_host_kernels`."""
-    key = (world_size, kernels)
+def ranks(world_size: int, *, kernels: bool = False, gloo: bool = False) -> DeviceRanks:
+    """The same ranks for every test, until `stop_ranks`.
+
+    kernels: see `stand_in.use_host_kernels`. gloo: its messages instead of NCCL's, as of ranks on one GPU.
+    """
+    key = (world_size, kernels, gloo)
     if key not in _started:
-        _started[key] = DeviceRanks(world_size, kernels=kernels)
+        _started[key] = DeviceRanks(world_size, kernels=kernels, gloo=gloo)
     return _started[key]
 
 
@@ -97,7 +100,7 @@ def stop_ranks(above: int = 0) -> None:
         _started.pop(key).stop()
 
 
-def serve(numbers: list[int], folder: str, *, kernels: bool) -> None:
+def serve(numbers: list[int], folder: str, *, kernels: bool, gloo: bool) -> None:
     """The program of the processes."""
     import stand_in
 
@@ -125,7 +128,8 @@ def serve(numbers: list[int], folder: str, *, kernels: bool) -> None:
     world_size = len(numbers)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     where = f"file://{folder}/rendezvous"
-    dist.init_process_group(messages.BACKEND, init_method=where, rank=rank, world_size=world_size)
+    backend = messages.GLOO if gloo else messages.BACKEND
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=world_size)
     # streams that all calls share: two of one number would hide a race
     dist.all_reduce(torch.zeros(1, device="cuda"))
     lane_to(torch.device("cuda", 0))

@@ -72,23 +72,10 @@ class Nccl(messages.DeviceGroup):
             return super()._send(name, *rest, **more)
 
 
-class OverHost(messages.DeviceGroup):
-    """gloo, whose messages of a device go through the host: it sends none from rank to rank."""
-
-    takes_host = True
-
-    def send(self, tensors: list[Any], peer: int, tag: int) -> Any:
-        raise RuntimeError("ProcessGroupGloo::send: unsupported device type cuda")
-
-    def recv(self, tensors: list[Any], peer: int, tag: int) -> Any:
-        raise RuntimeError("ProcessGroupGloo::recv: unsupported device type cuda")
-
-
 def _replace_groups() -> None:
     start = dist.init_process_group
-    dist.Backend.register_backend("over_host", OverHost, devices=["cpu", "cuda"])
     dist.Backend.register_backend("as_nccl", Nccl, devices=["cpu", "cuda"])
-    names = {"nccl": "as_nccl", "gloo": "over_host"}
+    names = {"nccl": "as_nccl", "gloo": messages.GLOO}
 
     def init_process_group(backend: str | None = None, **rest: Any) -> None:
         rest.pop("device_id", None)

@@ -4,7 +4,7 @@ The tests are written for the CPU. What they take for granted there is given to 
 
 - tensors that a test makes without a device are on the device, also with a generator of the CPU;
 - `numpy()` copies; an op that a test calls itself takes tensors of both devices;
-- a group of gloo is one of messages.py.
+- a group of gloo is one of messages.py: NCCL's stand-in, or with XDS_REHEARSE=gloo that of gloo.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ import xds.engine.initialize  # noqa: E402, F401
 ROOT = Path(xds.__file__).parent.resolve()
 TESTS = Path(__file__).resolve().parents[1]
 _start_group = dist.init_process_group
+_GROUP = messages.GLOO if "gloo" in os.environ.get("XDS_REHEARSE", "") else messages.BACKEND
 
 
 def _start(backend: Any = None, *args: Any, **more: Any) -> Any:
-    return _start_group(messages.BACKEND if backend in (None, "gloo") else backend, *args, **more)
+    return _start_group(_GROUP if backend in (None, "gloo") else backend, *args, **more)
 
 
 dist.init_process_group = _start

@@ -18,7 +18,7 @@ HERE = "tests/rehearsal"
 SKIPPED = (".git", "docs", "benchmarks", "examples", "runs", "*.egg-info", "__pycache__", ".*cache")
 
 # what the rehearsal says: a race, memory in flight, a tensor of the host, a wait too many
-RACE = r"without waiting|NaN to integer"
+RACE = r"without waiting|NaN to integer|, nan"
 FLIGHT = r"is freed on stream|writes what stream \d+ still reads|while the copy is in flight"
 DEVICE = (
     r"on the same device|No backend type associated with device type cpu|in_micro_batches|in_steps"
@@ -49,6 +49,7 @@ LOADER = (
 )
 OFFLOADED = "test_offload.py::test_training_has_the_numbers_of_the_cpu_and_no_race"
 PARAMS, STATES = f"{OFFLOADED}[2-3-bf16-1-none-cpu-2]", f"{OFFLOADED}[2-2-bf16-3-cpu-none-4]"
+ONE_GPU = "test_one_gpu.py::test_a_message_may_be_waited_for_on_another_stream"
 
 FAULTS = [
     # -- a missing wait ------------------------------------------------------------------------------------
@@ -99,6 +100,22 @@ FAULTS = [
         "        event.synchronize()\n",
         "        event.query\n",
         training(0, "fp32"),
+    ),
+    Fault(
+        "gloo sends what has not arrived on the host",
+        RACE,
+        "ops/comm/point_to_point.py",
+        "            started.synchronize()",
+        "            started.query",
+        ONE_GPU,
+    ),
+    Fault(
+        "a message overwrites what another stream still reads",
+        RACE,
+        "ops/comm/point_to_point.py",
+        "            torch.cuda.current_stream(self.device).wait_event(started)",
+        "            started.query",
+        ONE_GPU,
     ),
     # -- a tensor on the wrong device ----------------------------------------------------------------------
     Fault(

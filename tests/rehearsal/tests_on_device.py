@@ -2,6 +2,7 @@
 
 Ranks of `helpers.run_ranks`, `run_new_ranks` and `warm_ranks` are then processes that have loaded the device.
 What changes in a rank, see rank_on_device.py. A fault of the device fails the call, as in device_ranks.py.
+With `XDS_REHEARSE=gloo` the ranks send as several ranks on one GPU do.
 """
 
 from __future__ import annotations
