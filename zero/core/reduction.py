@@ -230,9 +230,8 @@ class Reduction:
         flag = torch.full((1,), said, dtype=torch.uint8, device=world.device)  # no copy to wait for
         table, handle = world.start_gather_small(flag)
         self._drain()
-        squares = torch.zeros(world.world_size, dtype=torch.float64, device=world.device)
-        for one in self._squares(self.order, exact=exact):
-            squares += one
+        none = torch.zeros(world.world_size, dtype=torch.float64, device=world.device)
+        squares = _added(none, self._squares(self.order, exact=exact))
         handle.wait()
         rows = torch.stack([squares, table.view(-1).to(squares.dtype)], dim=1)
         return Agreement(rows, self._numel)
@@ -244,9 +243,7 @@ class Reduction:
         16 bytes.
         """
         world = self._world
-        own = torch.zeros((), dtype=torch.float64, device=world.device)
-        for one in self._squares(self.order, exact=exact):
-            own += one.sum()
+        own = _added(self._zero(), [one.sum() for one in self._squares(self.order, exact=exact)])
         table = world.gather_small(torch.stack([own, own.new_full((), said)]))
         table[:, 0] *= world.world_size
         return table
@@ -258,9 +255,7 @@ class Reduction:
         """
         self._drain()
         world = self._world
-        own = torch.zeros((), dtype=torch.float64, device=world.device)
-        for grads in self.order:
-            own += grads.own_square(exact=exact)
+        own = _added(self._zero(), [grads.own_square(exact=exact) for grads in self.order])
         return world.gather_small(torch.stack([own, own.new_full((), said)]))
 
     def _by_norms(self, said: int, *, exact: bool) -> Tensor:
@@ -272,18 +267,22 @@ class Reduction:
         sent, known = self._sent, self._known
         if any(not grads.is_single_rank for grads in sent):
             self._drain()
-        own = torch.zeros((), dtype=torch.float64, device=world.device)
         found = self._squares(sent, exact=exact)
-        for grads, one in zip(sent, found, strict=True):  # each element on one rank only
-            if grads.group.is_first_replica:
-                own += one[grads.group.collectives.rank]
+        parts = [  # each element on one rank only
+            one[grads.group.collectives.rank]
+            for grads, one in zip(sent, found, strict=True)
+            if grads.group.is_first_replica
+        ]
+        own = _added(self._zero(), parts)
         table, handle = world.start_gather_small(torch.stack([own, own.new_full((), said)]))
         self._drain()
         found = self._squares(known, exact=exact)
         handle.wait()
-        for one in found:
-            table[:, 0] += one
+        table[:, 0] = _added(table[:, 0], found)
         return table
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self._world.device)
 
     def _squares(self, order: Sequence[FlatGrads], *, exact: bool) -> list[Tensor]:
         found = []
@@ -382,6 +381,11 @@ class Reduction:
     def _drain(self) -> None:
         while self._in_flight:
             self._end(self._in_flight.pop(0))
+
+
+def _added(first: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors of one shape, fp64, in few launches. A CPU adds one after the other."""
+    return torch.stack((first, *others)).cumsum(0)[-1] if others else first
 
 
 def _on_device(found: Sequence[Tensor], device: torch.device) -> list[Tensor]:
