@@ -207,7 +207,7 @@ def _open(library: Library) -> int:
     except (OSError, RuntimeError) as error:
         raise BuildError(
             f"the native library {library.name} cannot be loaded",
-            lines=str(error).splitlines(),
+            lines=str(error.__cause__ or error).splitlines(),  # torch names the file alone
             remedy="`xds ops clean --all` and try again",
         ) from error
     return fd

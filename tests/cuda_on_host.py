@@ -27,6 +27,7 @@ class Host:
         torch.ops.load_library(str(library))
         self._library = ctypes.CDLL(str(library))
         self._library.xds_launches.restype = ctypes.c_int64
+        self._library.xds_questions.restype = ctypes.c_int64
         self._keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
     def call(self, op: Any, *arguments: Any) -> Any:
@@ -36,6 +37,12 @@ class Host:
         before = self._library.xds_launches()
         run()
         return int(self._library.xds_launches() - before)
+
+    def questions(self, run: Callable[[], Any]) -> int:
+        """How often `run` asks CUDA how many blocks of a kernel run at once."""
+        before = self._library.xds_questions()
+        run()
+        return int(self._library.xds_questions() - before)
 
     def set_multiprocessors(self, count: int) -> None:
         self._library.xds_set_multiprocessors(count)

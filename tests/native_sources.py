@@ -1,7 +1,8 @@
-"""Helper for tests of the build: a library of a few lines, and a compiler that records its arguments."""
+"""Helper for tests of the build: libraries of a few lines, compilers that do other things than asked."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from xds.ops.build.compilers import Torch
 from xds.ops.build.plan import Library, Source
 
 SOURCE = """#include "answer.h"
@@ -59,6 +61,44 @@ def write_compiler(folder: Path, version: str = "c++ 1.0") -> Path:
     path.write_text(
         WRAPPER.format(log=folder / "calls", version=version, compiler=real, slow="{" + SLOW + "}")
     )
+    path.chmod(0o755)
+    return path
+
+
+STREAMS = """extern "C" int aoti_torch_get_current_cuda_stream(int, void** stream) {
+  *stream = nullptr;
+  return 0;
+}
+"""
+
+
+def with_libtorch_cuda(torch: Torch, folder: Path) -> Torch:
+    """`torch` with a libtorch_cuda in `folder`, which has what kernels take from it."""
+    link_stub(folder, "libtorch_cuda.so", STREAMS)
+    (folder / "libtorch_cpu.so").symlink_to(torch.libraries / "libtorch_cpu.so")
+    return dataclasses.replace(torch, libraries=folder)
+
+
+def link_stub(folder: Path, name: str, source: str = "") -> None:
+    """A shared library of another's name in `folder`, with the functions of `source`."""
+    folder.mkdir()
+    (folder / "stub.cpp").write_text(source)
+    command = ["c++", "-shared", "-fPIC", f"-Wl,-soname,{name}", "stub.cpp", "-o", name]
+    subprocess.run(command, cwd=folder, check=True)
+
+
+CHANGING = """#!/bin/bash
+words=()
+for word; do case "$word" in {cases} esac; words+=("$word"); done
+exec {compiler} "${{words[@]}}" {last}
+"""
+
+
+def write_changing_compiler(folder: Path, replaced: dict[str, str], last: str = "") -> Path:
+    """A compiler that replaces some words of its command, given by their patterns, and adds `last`."""
+    path = folder / "changing-c++"
+    cases = " ".join(f"{pattern}) word={word!r};;" for pattern, word in replaced.items())
+    path.write_text(CHANGING.format(cases=cases, compiler=shutil.which("c++"), last=last))
     path.chmod(0o755)
     return path
 

@@ -175,9 +175,9 @@ def _table(rows: Iterator[tuple[str, str, str]]) -> str:
 def _classes() -> Iterator[str]:
     from ...ops.optim.adam import Adam  # imported late: these import torch
     from ..optim import schedules
-    from ..optim.optimizers import CASTING, OWN
+    from ..optim.optimizers import ONE_PASS, OWN
 
-    yield _types(OPTIMIZERS, {**OWN, **CASTING, "Adam": Adam, "AdamW": Adam}, _OPTIMIZER_NOTES)
+    yield _types(OPTIMIZERS, {**OWN, **ONE_PASS, "Adam": Adam, "AdamW": Adam}, _OPTIMIZER_NOTES)
     yield _types(
         SCHEDULERS,
         {name: getattr(schedules, name) for name in SCHEDULERS.built_in},

@@ -26,7 +26,7 @@ from ...utils.arguments import wrong
 from ...utils.errors import UsageError
 from ...zero.core.update import Updater
 from .shape_seeing import refusal_text, sees_shapes, warning_text
-from .trial import try_optimizer
+from .trial import has_fused, try_optimizer
 
 log = logging.getLogger("xds")
 
@@ -49,7 +49,6 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-FUSED = (torch.optim.Adagrad, torch.optim.SGD)  # fused on every device from torch 2.11 on
 OWN: dict[str, type[ShardOptimizer]] = {
     "Lamb": Lamb,
     "Lion": Lion,
@@ -58,8 +57,8 @@ OWN: dict[str, type[ShardOptimizer]] = {
     "OneBitLamb": OneBitLamb,
     "ZeroOneAdam": ZeroOneAdam,
 }
-# used where parameters are narrower than their masters; torch's own classes otherwise
-CASTING: dict[str, type[ShardOptimizer]] = {"Adagrad": Adagrad, "SGD": SGD}
+# torch's own classes are used where nothing is cast and torch has a fused kernel for the masters' devices
+ONE_PASS: dict[str, type[ShardOptimizer]] = {"Adagrad": Adagrad, "SGD": SGD}
 NOT_FOR_MUON = ("embed", "lm_head")
 ENGINE_FLAGS = ("torch_adam", "fused", "foreach", "amsgrad", "fp32_optimizer_states")
 
@@ -151,11 +150,13 @@ def named_optimizer(
     if section.type in ("Adam", "AdamW") and not section.params.get("amsgrad"):
         params.setdefault("adam_w_mode", True)
         return Adam(_entries(updater, groups), **params)
-    own = OWN | CASTING if updater.casts else OWN
-    if section.type in own:
-        return own[section.type](_entries(updater, groups), **params, **more)
+    if section.type in OWN:
+        return OWN[section.type](_entries(updater, groups), **params, **more)
     kind = getattr(torch.optim, section.type)
-    if kind in FUSED:
+    if section.type in ONE_PASS:
+        places = {(master.raw.device, master.raw.dtype) for master in updater.masters}
+        if updater.casts or not all(has_fused(kind, *place) for place in places):
+            return ONE_PASS[section.type](_entries(updater, groups), **params)
         params["fused"] = True
     try_optimizer(kind, params)
     return _over(kind, updater, groups, f'optimizer.type = "{section.type}"', params)

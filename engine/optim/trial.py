@@ -1,7 +1,7 @@
-"""Tries the config's parameters of a torch optimizer or schedule on one number, before they are used.
+"""Tries torch's optimizers and schedules on one number, before they are used.
 
-torch checks some of them in the constructor, some in the first step, and some not at all. Its errors name
-neither the section of the config nor the class.
+torch checks their parameters in the constructor, in the first step, or not at all. Its errors name neither the
+section of the config nor the class.
 """
 
 from __future__ import annotations
@@ -32,6 +32,21 @@ def try_optimizer(kind: type[torch.optim.Optimizer], params: Mapping[str, Any]) 
     _try("optimizer", kind.__name__, params, one_step)
 
 
+def has_fused(kind: type[torch.optim.Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's fused kernel of `kind` updates tensors of `dtype` on `device`.
+
+    One step asks. torch's tables do not agree: 2.11 has a CUDA kernel of Adagrad, and its class refuses CUDA.
+    """
+    weight = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    params: dict[str, Any] = {"fused": True}
+    try:
+        kind([weight], **params).step()
+    except RuntimeError:
+        return False
+    return True
+
+
 def try_schedule(make: Callable[[torch.optim.Optimizer], Any], name: str, params: Any) -> None:
     """Two steps of the schedule that `make` builds. Raises UsageError like `try_optimizer`."""
 
@@ -58,4 +73,4 @@ def _try(section: str, name: str, params: Any, trial: Callable[[], None]) -> Non
         ) from None
 
 
-__all__ = ["try_optimizer", "try_schedule"]
+__all__ = ["has_fused", "try_optimizer", "try_schedule"]

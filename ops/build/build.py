@@ -25,7 +25,8 @@ from pathlib import Path
 from ...utils.errors import BuildError
 from . import build_cache
 from .build_cache import Entry, Info, KeyLock
-from .plan import Library, Plan, Source, ninja_file, plan
+from .linked import REMEDY, why_refused
+from .plan import HOST_COMPILER, Library, Plan, Source, ninja_file, plan
 
 __all__ = ["BuildError", "Library", "Source", "build", "compile_objects", "find", "find_or_build"]
 
@@ -102,6 +103,10 @@ def _build(planned: Plan, folder: Path) -> Entry:
     with build_cache.temporary(folder, planned.key) as path:
         _run_ninja(planned, path, is_linked=True)
         data = (path / planned.file).read_bytes()
+        reason = why_refused(data, planned.needs)
+        if reason:  # an error of a kernel would end the process
+            what = f"the native library {planned.library.name} is not used: {reason}"
+            raise BuildError(what, shlex.join(planned.link), remedy=REMEDY)
         for leftover in path.iterdir():
             if leftover.name != planned.file:
                 build_cache.discard(leftover)
@@ -125,6 +130,9 @@ def _run_ninja(planned: Plan, folder: Path, *, is_linked: bool) -> None:
     """Run ninja in `folder` with relative names, so that an orphaned process cannot write to other folders."""
     (folder / "build.ninja").write_text(ninja_file(planned, is_linked=is_linked))
     (folder / "tmp").mkdir(exist_ok=True)
+    if len(planned.host) > 1:
+        (folder / HOST_COMPILER).write_text(f'#!/bin/sh\nexec {shlex.join(planned.host)} "$@"\n')
+        (folder / HOST_COMPILER).chmod(0o755)
     environment = {name: text for name, text in os.environ.items() if name not in _UNWANTED}
     # compilers that are killed leave temporary files; here they are removed together with the folder
     environment |= {"LC_ALL": "C", "TMPDIR": str(folder / "tmp")}

@@ -7,6 +7,7 @@ The version of wrappers (scripts, ccache) is read once per process: the compiler
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -164,6 +165,29 @@ def find_torch() -> Torch:
         _assigned("__version__", text),
         _assigned("cuda", text),
         hashlib.sha256(b"\0".join(parts)).hexdigest()[:16],
+    )
+
+
+@cache
+def find_libstdcxx() -> Path | None:
+    """The shared C++ runtime that this process and its torch use; None: the loader finds none by name."""
+    place = _Place()
+    try:
+        throws = ctypes.cast(ctypes.CDLL("libstdc++.so.6").__cxa_throw, ctypes.c_void_p)
+        found = ctypes.CDLL(None).dladdr(throws, ctypes.byref(place))
+    except (OSError, AttributeError):
+        return None
+    return Path(os.path.realpath(os.fsdecode(place.file))) if found else None
+
+
+class _Place(ctypes.Structure):
+    """The result of dladdr: the file of a function, and more."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
     )
 
 

@@ -27,6 +27,7 @@ from .compilers import (
     arch_flags,
     environment_facts,
     find_cxx,
+    find_libstdcxx,
     find_nvcc,
     find_torch,
 )
@@ -34,6 +35,7 @@ from .compilers import (
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 FORMAT = 1  # version of the cache's contents
 HEADERS = (".h", ".hpp", ".cuh")
+HOST_COMPILER = "host-c++"  # the program that nvcc calls where $CXX is more than a program
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # the stable ABI of torch 2.11
 _ABOUT_ALL = ("-std=c++17", "-O3", TORCH_TARGET)
 _SHARED_CODE = ("-fPIC", "-fvisibility=hidden")
@@ -70,11 +72,15 @@ class Plan:
     """How to build a library on this machine. Commands run in the folder of the objects.
 
     objects: object name to command. key: identifies this library and this way to build it.
+    host: the words of the C++ compiler, which nvcc calls by the name `HOST_COMPILER` if there are several.
+    needs: beginnings of the names of the libraries that must be loaded with it.
     """
 
     library: Library
     objects: dict[str, tuple[str, ...]]
     link: tuple[str, ...]
+    host: tuple[str, ...]
+    needs: tuple[str, ...]
     compiler: str
     key: str
 
@@ -94,7 +100,8 @@ def plan(library: Library, kept: Path) -> Plan:
         source.object_name: _compile_command(library, source, torch, cxx, nvcc)
         for source in library.sources
     }
-    link = _link_command(library, tuple(objects), torch, cxx, nvcc)
+    torch_names = ("torch_cpu", "torch_cuda") if library.device == "cuda" else ("torch_cpu",)
+    link = _link_command(library, tuple(objects), torch, torch_names, cxx, nvcc)
     facts = {
         "format": FORMAT,
         "library": [library.name, library.device],
@@ -108,7 +115,9 @@ def plan(library: Library, kept: Path) -> Plan:
         "variables": environment_facts(),
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    return Plan(library, objects, link, (nvcc or cxx).version, f"{library.name}-{digest}")
+    needs = (*(f"lib{name}.so" for name in torch_names), "libstdc++.so")
+    key = f"{library.name}-{digest}"
+    return Plan(library, objects, link, cxx.words, needs, (nvcc or cxx).version, key)
 
 
 def ninja_file(plan: Plan, *, is_linked: bool) -> str:
@@ -130,26 +139,50 @@ def _compile_command(
     if not source.is_cuda or nvcc is None:
         return (*cxx.words, *_ABOUT_ALL, *_SHARED_CODE, *source.flags, *places, *files)
     for_host = f"-Xcompiler={','.join(_SHARED_CODE)}"
-    flags = (f"-ccbin={cxx.words[0]}", for_host, *arch_flags(nvcc), *source.flags)
+    flags = (_host_flag(cxx), for_host, *arch_flags(nvcc), *source.flags)
     return (*nvcc.words, *_ABOUT_ALL, *flags, *places, *files)
 
 
+def _host_flag(cxx: Compiler) -> str:
+    """nvcc takes a program without arguments, but $CXX may be "ccache g++" or have flags."""
+    return f"-ccbin={cxx.words[0] if len(cxx.words) == 1 else './' + HOST_COMPILER}"
+
+
 def _link_command(
-    library: Library, objects: tuple[str, ...], torch: Torch, cxx: Compiler, nvcc: Compiler | None
+    library: Library,
+    objects: tuple[str, ...],
+    torch: Torch,
+    torch_names: tuple[str, ...],
+    cxx: Compiler,
+    nvcc: Compiler | None,
 ) -> tuple[str, ...]:
-    names = ["torch_cpu"]
-    if library.device == "cuda" and (torch.libraries / "libtorch_cuda.so").exists():
-        names.append("torch_cuda")  # provides the current stream
-    program = (*nvcc.words, f"-ccbin={cxx.words[0]}") if nvcc else cxx.words
+    """Every library is needed, whatever the compiler's defaults are; see linked.py for what happens without.
+
+    The C++ runtime is the shared one that torch uses. It comes before a static one that the compiler may add
+    at the end, from which then nothing is taken.
+    """
+    program = (*nvcc.words, _host_flag(cxx)) if nvcc else cxx.words
     # a missing symbol fails here, with its name, and not when the library is loaded
-    strict = ("-Xlinker", "--no-undefined")
-    with_torch = ("-L", str(torch.libraries), *(f"-l{name}" for name in names))
-    return (*program, "-shared", "-o", f"lib{library.name}.so", *objects, *strict, *with_torch)
+    strict = _for_linker("--no-undefined")
+    runtime = find_libstdcxx()
+    needed = (
+        *_for_linker("--no-as-needed", *([str(runtime)] if runtime else [])),
+        *("-L", str(torch.libraries), *(f"-l{name}" for name in torch_names)),
+        *(() if runtime else ("-lstdc++",)),
+    )
+    return (*program, "-shared", "-o", f"lib{library.name}.so", *objects, *strict, *needed)
+
+
+def _for_linker(*words: str) -> tuple[str, ...]:
+    return tuple(part for word in words for part in ("-Xlinker", word))
 
 
 def _without_places(command: tuple[str, ...], library: Library, torch: Torch) -> list[str]:
     """The command without absolute paths, equal in every checkout; the files there are hashed separately."""
-    places = ((library.root, "CSRC"), (torch.include, "INCLUDE"), (torch.libraries, "LIB"))
+    places = [(library.root, "CSRC"), (torch.include, "INCLUDE"), (torch.libraries, "LIB")]
+    runtime = find_libstdcxx()
+    if runtime:
+        places.append((runtime.parent, "RUNTIME"))  # the name that is left has its release
     words = list(command)
     for place, name in places:
         words = [word.replace(str(place), name) for word in words]

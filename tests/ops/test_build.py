@@ -327,7 +327,7 @@ def test_a_library_that_cannot_be_loaded_is_a_failure_like_any_other(
     entry = build.find_or_build(tiny.library(sources))
     not_one = dataclasses.replace(entry, info=dataclasses.replace(entry.info, file="info.json"))
     monkeypatch.setattr(libraries, "find_or_build", lambda library: not_one)
-    with pytest.warns(NativeOpsWarning, match="cannot be loaded"):
+    with pytest.warns(NativeOpsWarning, match=r"(?s)cannot be loaded.*\| .*info.json: "):
         assert LoadedLibraries().load(tiny.library(sources), is_required=False) is False
 
 
@@ -442,11 +442,12 @@ def test_no_flag_names_the_processor_that_compiles() -> None:
 
 
 KERNELS = """
-import importlib, pkgutil, sys
+import ctypes, importlib, pkgutil, sys
 import torch, xds.ops.kernels as kernels
 for module in pkgutil.iter_modules(kernels.__path__):
     importlib.import_module(f"xds.ops.kernels.{module.name}")
-torch.ops.load_library(sys.argv[1])
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+torch.ops.load_library(sys.argv[2])
 for key in ("CompositeExplicitAutograd", "CUDA"):
     names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     print(*sorted(name for name in names if name.startswith("xds::")))
@@ -474,8 +475,11 @@ def test_cuda_sources_compile_without_a_warning_and_hold_a_kernel_for_every_op(
         "-Xcompiler=-Wall,-Wextra,-Wno-unused-parameter,-Wno-unknown-pragmas",
     )
     halves = tuple(Source(f"cuda/half_{half}.cu", f"half_{half}.o", strict) for half in (0, 1))
+    found = tiny.with_libtorch_cuda(build_compilers.find_torch(), tmp_path / "torch")
+    monkeypatch.setattr(build_plan, "find_torch", lambda: found)
     path = build.build(Library("halves", "cuda", halves, root=tmp_path))
-    command = [sys.executable, "-c", KERNELS, str(path)]
+    streams = found.libraries / "libtorch_cuda.so"
+    command = [sys.executable, "-c", KERNELS, str(streams), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     ops, kernels = done.stdout.splitlines()
     assert kernels.split() == ops.split() != []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -324,6 +325,19 @@ def test_a_step_is_one_launch(kernels: Kernels, name: str) -> None:
         rule, Shape(5003), kernels.device, (torch.bfloat16, torch.float32, torch.bfloat16)
     )
     assert kernels.launches(lambda: kernels.call(op(rule.op), *rule.arguments(on))) == 1
+
+
+def test_cuda_is_asked_once_for_a_kernel_and_a_device(kernels: Kernels) -> None:
+    if not isinstance(kernels, cuda_on_host.Host):
+        pytest.skip("questions are counted where the host is the device")
+    rule, found = RULES["adamw"], []
+    for multiprocessors in (11, 13, 11):
+        kernels.set_multiprocessors(multiprocessors)
+        for grad in (torch.float32, torch.bfloat16, torch.float32):  # kernels of one C++ type
+            on = operands(rule, Shape(100), kernels.device, (grad, torch.float32, None))
+            run = partial(kernels.call, op(rule.op), *rule.arguments(on))
+            found.append(kernels.questions(run))
+    assert found == [1, 1, 0] * 2 + [0, 0, 0]
 
 
 def test_an_infinite_gradient_reaches_its_own_element_alone(kernels: Kernels) -> None:

@@ -90,7 +90,12 @@ inline void streamed(const float* __restrict from, float* __restrict to, int64_t
   typedef float Four __attribute__((vector_size(16)));
   if (reinterpret_cast<uintptr_t>(to) % 16 == 0 && count % 4 == 0) {
     for (int64_t i = 0; i < count; i += 4) {
-      __builtin_ia32_movntps(to + i, *reinterpret_cast<const Four*>(from + i));
+      const Four four = *reinterpret_cast<const Four*>(from + i);
+#if defined(__clang__)
+      __builtin_nontemporal_store(four, reinterpret_cast<Four*>(to + i));
+#else
+      __builtin_ia32_movntps(to + i, four);
+#endif
     }
     return;
   }

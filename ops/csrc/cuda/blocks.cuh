@@ -173,9 +173,7 @@ inline bool is_aligned(const void* address, int64_t bytes) {
   return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
 }
 
-template <class Kernel>
-int64_t grid_of(const Place& place, Kernel kernel, int64_t numel) {
-  return std::min(divide_up(numel, kTile * (kThreads / 32)), place.resident_blocks(kernel));
-}
+// Tiles for a block: each of its warps takes one at a time.
+inline int64_t work_of(int64_t numel) { return divide_up(numel, kTile * (kThreads / 32)); }
 
 }  // namespace xds

@@ -11,6 +11,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
@@ -18,9 +19,9 @@
 #include <string>
 #include <utility>
 
-// Defined in libtorch_cuda; torch's header declares it for CUDA builds of torch only. It is weak, so that a
-// kernel library also loads with a CPU build of torch, where tests check which ops it registered.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
+// Defined in libtorch_cuda; torch's header declares it for CUDA builds of torch only. It is not weak: then a linker
+// could leave libtorch_cuda out, and the first launch would call a null pointer.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
 
 namespace xds {
 
@@ -276,28 +277,11 @@ inline void check_cuda(cudaError_t error, const char* what) {
 // Makes the device of a tensor current during its lifetime; has torch's current stream on that device.
 class __attribute__((visibility("hidden"))) Place {
  public:
-  explicit Place(const Tensor& tensor) : guard_(tensor.get_device_index()) {
-    STD_TORCH_CHECK(
-        aoti_torch_get_current_cuda_stream != nullptr,
-        "xds: this library was not linked with libtorch_cuda; `xds ops clean` and build it again");
+  explicit Place(const Tensor& tensor)
+      : device_(tensor.get_device_index()), guard_(device_) {
     void* stream = nullptr;
-    TORCH_ERROR_CODE_CHECK(
-        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
-    int device = 0;
-    check_cuda(cudaGetDevice(&device), "the current device");
-    check_cuda(
-        cudaDeviceGetAttribute(&processors_, cudaDevAttrMultiProcessorCount, device),
-        "the number of multiprocessors");
-  }
-
-  // The number of blocks of `kernel` that run at once: the grid has this size and strides over the work.
-  template <class Kernel>
-  int64_t resident_blocks(Kernel kernel) const {
-    int blocks = 0;
-    check_cuda(
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0), "the occupancy");
-    return int64_t(processors_) * std::max(blocks, 1);
   }
 
   // One launch of at least one block. It also reports errors of earlier work.
@@ -311,10 +295,42 @@ class __attribute__((visibility("hidden"))) Place {
         cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), "a launch");
   }
 
+  // One launch over `work` pieces: a block for each, or as many blocks as run at once, which stride over them.
+  template <auto kKernel, class... Arguments>
+  void launch_over(int64_t work, Arguments&&... arguments) const {
+    launch(kKernel, std::min(work, resident_blocks<kKernel>()), std::forward<Arguments>(arguments)...);
+  }
+
  private:
+  // The number of blocks of a kernel that run at once. CUDA is asked once for a kernel and a device.
+  template <auto kKernel>
+  int64_t resident_blocks() const {
+    constexpr int kDevices = 64;
+    static std::atomic<int64_t> known[kDevices] = {};  // 0: not asked yet
+    if (device_ >= kDevices) return ask_resident_blocks(kKernel);
+    int64_t blocks = known[device_].load(std::memory_order_relaxed);
+    if (blocks == 0) {
+      blocks = ask_resident_blocks(kKernel);
+      known[device_].store(blocks, std::memory_order_relaxed);  // two threads store the same
+    }
+    return blocks;
+  }
+
+  template <class Kernel>
+  static int64_t ask_resident_blocks(Kernel kernel) {
+    int device = 0, processors = 0, blocks = 0;
+    check_cuda(cudaGetDevice(&device), "the current device");
+    check_cuda(
+        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+        "the number of multiprocessors");
+    check_cuda(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0), "the occupancy");
+    return int64_t(processors) * std::max(blocks, 1);
+  }
+
+  int32_t device_;
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_ = nullptr;
-  int processors_ = 1;
 };
 
 // ---------------------------------------------------------------------------------------------- device

@@ -215,12 +215,13 @@ void lamb_direction_(
   if (numel > 0) {
     with_float_type(grad.scalar_type(), [&](auto grad_tag) {
       with_state_type(exp_avg.scalar_type(), [&](auto state_tag) {
-        auto kernel = &lamb_rows<typename decltype(grad_tag)::type, typename decltype(state_tag)::type>;
-        place.launch(kernel, std::min(rows, place.resident_blocks(kernel)), on);
+        using Grad = typename decltype(grad_tag)::type;
+        using State = typename decltype(state_tag)::type;
+        place.launch_over<&lamb_rows<Grad, State>>(rows, on);
       });
     });
   }
-  if (parts > 0) place.launch(&lamb_parts, std::min(parts, place.resident_blocks(&lamb_parts)), on);
+  if (parts > 0) place.launch_over<&lamb_parts>(parts, on);
 }
 
 // The rate of each part. Search starts at the part `first`; elements outside of all parts are not changed.
@@ -294,9 +295,8 @@ void lamb_apply_(
       static_cast<const int64_t*>(bounds.const_data_ptr()),
       static_cast<const float*>(rates.const_data_ptr()), rates.numel()};
   const Place place(param);
-  auto kernel = &lamb_apply_rows;
-  place.launch(
-      kernel, std::min(divide_up(numel, kRow), place.resident_blocks(kernel)), on,
+  place.launch_over<&lamb_apply_rows>(
+      divide_up(numel, kRow), on,
       static_cast<float*>(param.mutable_data_ptr()), static_cast<const float*>(direction.const_data_ptr()),
       out_of(out), stop_flag, numel, packed);
 }

@@ -148,18 +148,16 @@ void launch_one_pass(
   on.cut = cut_of(param.numel(), {&all[0], &all[1], &states[0], &states[1], &out});
 
   const Place place(param);
-  const auto launch = [&](auto kernel) {
-    const int64_t work =
-        std::max(divide_up(on.cut.packs, 2 * kThreads), divide_up(on.cut.edges, 4 * kThreads));
-    place.launch(kernel, std::min(work, place.resident_blocks(kernel)), on, rule);
-  };
+  const int64_t work =
+      std::max(divide_up(on.cut.packs, 2 * kThreads), divide_up(on.cut.edges, 4 * kThreads));
   with_float_type(grad.scalar_type(), [&](auto grad_tag) {
     using Grad = typename decltype(grad_tag)::type;
     if constexpr (Rule::kStates == 0) {
-      launch(&one_pass<Rule, Grad, float>);
+      place.launch_over<&one_pass<Rule, Grad, float>>(work, on, rule);
     } else {
       with_state_type(state_type, [&](auto state_tag) {
-        launch(&one_pass<Rule, Grad, typename decltype(state_tag)::type>);
+        using State = typename decltype(state_tag)::type;
+        place.launch_over<&one_pass<Rule, Grad, State>>(work, on, rule);
       });
     }
   });

@@ -143,8 +143,7 @@ void quantize_(
         false};
     on.takes_packs = is_aligned(on.flat, 16) && is_aligned(on.error, 16) && is_aligned(on.values, 8);
     with_bits(bits, [&](auto bits_tag) {
-      auto kernel = &quantize_kernel<T, decltype(bits_tag)::value>;
-      place.launch(kernel, grid_of(place, kernel, numel), on);
+      place.launch_over<&quantize_kernel<T, decltype(bits_tag)::value>>(work_of(numel), on);
     });
   });
 }
@@ -183,8 +182,7 @@ void dequantize_(
     const bool fits = on.parts == 1 || part_bytes % 8 == 0;
     on.takes_packs = fits && is_aligned(on.out, 16) && is_aligned(on.values, 8);
     with_bits(bits, [&](auto bits_tag) {
-      auto kernel = &dequantize_kernel<T, decltype(bits_tag)::value>;
-      place.launch(kernel, grid_of(place, kernel, numel), on);
+      place.launch_over<&dequantize_kernel<T, decltype(bits_tag)::value>>(work_of(numel), on);
     });
   });
 }

@@ -223,14 +223,13 @@ void sign_pack_(
     std::optional<Tensor> partials;
     if (block_numel == 0) {
       on.partial_count = static_cast<int>(
-          std::min(kMaxPartials, divide_up(numel, kTile * (kThreads / 32))));
+          std::min(kMaxPartials, work_of(numel)));
       partials = doubles(value, on.partial_count);
       on.partials = static_cast<double*>(partials->mutable_data_ptr());
       place.launch(&sign_partials_kernel<T>, on.partial_count, on);
       place.launch(&sign_scale_kernel<T>, 1, on);
     }
-    auto kernel = &sign_pack_kernel<T>;
-    place.launch(kernel, grid_of(place, kernel, numel), on);
+    place.launch_over<&sign_pack_kernel<T>>(work_of(numel), on);
   });
 }
 
@@ -263,8 +262,7 @@ void sign_unpack_(Tensor signs, Tensor scales, Tensor out, int64_t block_numel, 
         static_cast<float>(factor),
         false};
     on.takes_packs = is_aligned(on.out, 16);
-    auto kernel = &sign_unpack_kernel<T>;
-    place.launch(kernel, grid_of(place, kernel, numel), on);
+    place.launch_over<&sign_unpack_kernel<T>>(work_of(numel), on);
   });
 }
 

@@ -40,11 +40,10 @@ __global__ void __launch_bounds__(kThreads) add_sums(const double* sums, int64_t
 
 template <class T>
 void launch_sums(const Place& place, const Tensor& flat, int64_t stretch, double* sums) {
-  auto kernel = &square_sums<T>;
   const int64_t numel = flat.numel();
-  place.launch(
-      kernel, std::min(divide_up(numel, stretch), place.resident_blocks(kernel)),
-      static_cast<const T*>(flat.const_data_ptr()), numel, stretch, takes_packs(flat, 0, sizeof(T)), sums);
+  place.launch_over<&square_sums<T>>(
+      divide_up(numel, stretch), static_cast<const T*>(flat.const_data_ptr()), numel, stretch,
+      takes_packs(flat, 0, sizeof(T)), sums);
 }
 
 Tensor square_sum(Tensor flat) {

@@ -55,9 +55,10 @@ inline cudaError_t cudaGetDevice(int* device) {
 }
 
 inline int multiprocessors = 3;
-inline int64_t launches = 0;
+inline int64_t launches = 0, questions = 0;
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) {
+  ++questions;
   *value = multiprocessors;
   return cudaSuccess;
 }

@@ -1,0 +1,221 @@
+"""Tests of linking: with every tool chain a library has what it needs, and errors of kernels are exceptions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import native_sources as tiny
+import pytest
+import torch
+
+from xds.ops.build import build
+from xds.ops.build import compilers as build_compilers
+from xds.ops.build import plan as build_plan
+from xds.ops.build.linked import read_linked
+from xds.ops.build.plan import Library, Source
+from xds.utils.errors import BuildError
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("c++") is None, reason="needs Linux and a C++ compiler"
+)
+
+SOURCE = """
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
+
+void fail(torch::stable::Tensor tensor, int64_t number) {
+  void* stream = nullptr;
+  if (number < 0) TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(0, &stream));
+  STD_TORCH_CHECK(false, "number ", number, " of ", 2.5, " after all");
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(linking, m) { m.def("fail(Tensor tensor, int number) -> ()"); }
+STABLE_TORCH_LIBRARY_IMPL(linking, CPU, m) { m.impl("fail", TORCH_BOX(&fail)); }
+"""
+FAIL = """
+import ctypes, sys, torch
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+torch.ops.load_library(sys.argv[2])
+try:
+    torch.ops.linking.fail(torch.zeros(1), 1234567)
+except RuntimeError as error:
+    print(error)
+"""
+OPTIONS = ("", "-Wl,--as-needed", "-static-libstdc++", "-static-libstdc++ -static-libgcc")
+# answers for tensors of the host: they are on a CUDA device, the only one, which can be made current
+SHIM = """
+#include <stdint.h>
+int32_t aoti_torch_device_type_cuda(void) { return 0; }
+int32_t aoti_torch_get_device_index(void* tensor, int32_t* index) { *index = 0; return 0; }
+int32_t aoti_torch_create_device_guard(int32_t index, void** guard) { *guard = 0; return 0; }
+int32_t aoti_torch_delete_device_guard(void* guard) { return 0; }
+"""
+STREAM = """
+int32_t aoti_torch_get_current_cuda_stream(int32_t index, void** stream) { *stream = 0; return 0; }
+"""
+LAUNCH = """
+import sys, torch, xds.ops.kernels.sgd
+torch.ops.load_library(sys.argv[1])
+keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+one = torch.ones(())
+for grad in (torch.zeros(7, dtype=torch.float64), torch.zeros(1234567), torch.zeros(7)):
+    try:
+        arguments = (None, None, one, None, None, 0.1, 0.0, 0.0, 0.0, False, False, None, None)
+        torch.ops.xds.sgd_.default.redispatch(keys, torch.zeros(7), grad, *arguments)
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDS_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("CXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def failing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """A library for CUDA, which is compiled without nvcc and linked with a libtorch_cuda of the test."""
+    found = tiny.with_libtorch_cuda(build_compilers.find_torch(), tmp_path / "torch")
+    monkeypatch.setattr(build_plan, "find_torch", lambda: found)
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "fail.cpp").write_text(SOURCE)
+    return Library("failing", "cuda", (Source("fail.cpp", "fail.o"),), root=tmp_path / "csrc")
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_with_every_tool_chain_an_error_is_a_python_exception(
+    failing: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    monkeypatch.setenv("CXX", f"c++ {options}")
+    path = build.build(failing)
+    needed = read_linked(path.read_bytes()).needed
+    assert {"libtorch_cpu.so", "libtorch_cuda.so", "libstdc++.so.6"} <= set(needed)
+    if shutil.which("readelf"):
+        lines = subprocess.check_output(["readelf", "-dW", path], text=True).splitlines()
+        shown = [line.partition("[")[2].rstrip("]") for line in lines if "(NEEDED)" in line]
+        assert shown == list(needed)
+    command = [sys.executable, "-c", FAIL, str(tmp_path / "torch" / "libtorch_cuda.so"), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "number 1234567 of 2.5 after all" in done.stdout, (done.returncode, done.stderr[-2000:])
+
+
+def test_a_library_whose_functions_are_not_all_there_cannot_be_loaded(
+    failing: Library, tmp_path: Path
+) -> None:
+    """Otherwise the first call of a kernel would end the process."""
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has a libtorch_cuda of its own")
+    path = build.build(failing)
+    tiny.link_stub(tmp_path / "older", "libtorch_cuda.so")
+    command = [sys.executable, "-c", FAIL, str(tmp_path / "older" / "libtorch_cuda.so"), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "OSError" in done.stderr and "aoti_torch_get_current_cuda_stream" in done.stderr
+
+
+def test_the_runtime_of_this_process_is_linked_by_its_file(
+    failing: Library, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    runtime = build_compilers.find_libstdcxx()
+    assert runtime is not None and str(runtime) in build_plan.plan(failing, cache).link
+    monkeypatch.setattr(build_plan, "find_libstdcxx", lambda: None)
+    assert build_plan.plan(failing, cache).link[-1] == "-lstdc++"
+
+
+@pytest.mark.parametrize(
+    "replaced, last, complaint",
+    [
+        (
+            {"-ltorch_cuda": "-ltorch_cpu", "--no-undefined": "--no-as-needed"},
+            "",
+            "without libtorch_cuda.so",
+        ),
+        ({"*/libstdc++.so*": "--no-as-needed"}, "-static-libstdc++", "without libstdc"),
+        (
+            {},
+            "-Wl,--whole-archive -l:libstdc++.a -Wl,--no-whole-archive",
+            "a C.. runtime beside torch's .[0-9]+ functions: .*_",
+        ),
+        ({}, "-L{folder} -l:libc++.so.1", "it uses libc...so.1, and torch another"),
+    ],
+    ids=["no libtorch_cuda", "no libstdc++", "two of libstdc++", "libc++"],
+)
+def test_what_would_crash_is_refused_when_it_is_built(
+    failing: Library,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replaced: dict[str, str],
+    last: str,
+    complaint: str,
+) -> None:
+    tiny.link_stub(tmp_path / "other", "libc++.so.1")
+    last = last.format(folder=tmp_path / "other")
+    compiler = tiny.write_changing_compiler(tmp_path, replaced, last)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(
+        BuildError, match=f"failing is not used: .*{complaint}.*; remove opt"
+    ) as caught:
+        build.build(failing)
+    assert "-shared" in caught.value.command
+    assert build.find(failing) is None
+
+
+def compilers() -> list[str]:
+    """The C++ compilers of this machine, by name."""
+    names = ("c++", "g++-11", "g++-12", "g++-13", "g++-14", "clang++")
+    return [name for name in names if shutil.which(name)] or ["c++"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("compiler", compilers())
+def test_errors_of_kernels_that_nvcc_has_built_are_python_exceptions(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, options: str
+) -> None:
+    """Tensors of the host pass for those of a GPU, which is not there: a launch fails as well."""
+    if torch.version.cuda is None:
+        pytest.skip("needs a CUDA build of torch")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU runs the kernels themselves")
+    try:
+        build_compilers.find_nvcc(tmp_path)
+    except BuildError as error:
+        pytest.skip(error.what)
+    monkeypatch.setenv("CXX", f"{compiler} {options}".strip())
+    monkeypatch.setenv(build_compilers.ARCHS_VARIABLE, "90")
+    path = build.build(Library("kernels", "cuda", (Source("cuda/sgd.cu", "sgd.o"),)))
+    needed = read_linked(path.read_bytes()).needed
+    assert {"libtorch_cpu.so", "libtorch_cuda.so", "libstdc++.so.6"} <= set(needed)
+    for text, launches in ((SHIM, "stream"), (SHIM + STREAM, "launch")):
+        shim = tmp_path / f"{launches}.so"
+        command = ["c++", "-x", "c", "-", "-shared", "-fPIC", "-o", str(shim)]
+        subprocess.run(command, input=text, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", LAUNCH, str(path)],
+            env={**os.environ, "LD_PRELOAD": str(shim)},
+            capture_output=True,
+            text=True,
+        )
+        kind, numel, launch = done.stdout.splitlines()
+        assert kind.endswith("xds::sgd_: grad is Double; it needs to be Float or BFloat16 or Half")
+        assert "grad has 1234567 elements and param 7; they need to be" in numel
+        wanted = "current_cuda_stream" if launches == "stream" else "xds: the current device: CUDA"
+        assert wanted in launch
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"#!/bin/sh\n" * 9, b"\x7fELF\x02\x01", b"\x7fELF\x02\x01" + b"\xff" * 90],
+    ids=["empty", "a script", "cut off", "overwritten"],
+)
+def test_what_is_not_a_library_is_refused(damage: bytes) -> None:
+    with pytest.raises(ValueError, match="ELF|cannot be read"):
+        read_linked(damage)
