@@ -80,27 +80,20 @@ def slow(*case: Any) -> Any:
 
 CASES = [
     # world_size, stage, precision, accumulation, optimizer, params, waits in two steps
-    (2, 0, "bf16", 1, "cpu", "none", 4),
-    (2, 2, "bf16", 3, "cpu", "none", 4),
-    (2, 3, "fp32", 1, "nvme", "nvme", 8),
+    (2, 0, "bf16", 1, "cpu", "none", 2),
+    (2, 2, "bf16", 3, "cpu", "none", 2),
+    (2, 3, "fp32", 1, "nvme", "nvme", 6),
     (2, 3, "bf16", 1, "none", "cpu", 2),
-    *(slow(2, stage, "fp16", 1, "cpu", "none", 4) for stage in (0, 1, 2)),
-    *(slow(1, stage, "bf16", 3, "cpu", "none", 4) for stage in (0, 1, 2)),
-    slow(2, 1, "fp32", 3, "cpu", "none", 4),
-    slow(2, 2, "bf16", 1, "nvme", "none", 8),
-    *(slow(2, 3, precision, 3, "cpu", "cpu", 4) for precision in ("fp32", "bf16", "fp16")),
+    *(slow(2, stage, "fp16", 1, "cpu", "none", 2) for stage in (0, 1, 2)),
+    *(slow(1, stage, "bf16", 3, "cpu", "none", 2) for stage in (0, 1, 2)),
+    slow(2, 1, "fp32", 3, "cpu", "none", 2),
+    slow(2, 2, "bf16", 1, "nvme", "none", 6),
+    *(slow(2, 3, precision, 3, "cpu", "cpu", 2) for precision in ("fp32", "bf16", "fp16")),
     slow(1, 3, "bf16", 1, "cpu", "cpu", 2),
-    slow(1, 3, "fp32", 3, "none", "cpu", 4),
-    slow(1, 3, "bf16", 3, "nvme", "nvme", 8),
+    slow(1, 3, "fp32", 3, "none", "cpu", 2),
+    slow(1, 3, "bf16", 3, "nvme", "nvme", 6),
     slow(2, 3, "fp16", 1, "cpu", "nvme", 6),
 ]
-
-
-def num_asked(accumulation: int) -> int:
-    """With offload_param the first 8 drops of a buffer ask whether a script has written to it."""
-    before, counted = FIRST * accumulation, (STEPS - FIRST) * accumulation
-    # three units are dropped after forward and after backward, the last one after backward alone
-    return sum(min(max(8 - each * before, 0), each * counted) for each in (2, 2, 2, 1))
 
 
 @pytest.mark.parametrize(
@@ -117,9 +110,8 @@ def test_training_has_the_numbers_of_the_cpu_and_no_race(
     tmp_path: Path,
 ) -> None:
     zero = offloaded(optimizer, params, tmp_path)
-    drops = 0 if params == "none" else num_asked(accumulation)
     for in_micro_batches, found, locks in check(world_size, stage, precision, accumulation, zero):
-        assert (in_micro_batches, locks) == (drops, 0)
+        assert (in_micro_batches, locks) == (0, 0)
         assert found <= in_steps
 
 
@@ -141,7 +133,7 @@ def test_choices_of_the_update(
 ) -> None:
     zero = offloaded("cpu", "none", tmp_path, **more)
     for in_micro_batches, in_steps, locks in check(2, stage, precision, accumulation, zero):
-        assert in_micro_batches == locks == 0 and in_steps <= 4
+        assert in_micro_batches == locks == 0 and in_steps <= 2
 
 
 @pytest.mark.slow
