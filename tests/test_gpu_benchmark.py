@@ -1,219 +1,202 @@
-"""Dry runs of benchmarks/gpu: every section runs on a CPU, keeps its deadline and writes its file.
-
-What it reads in a profile is tested on events of the form that CUDA's have.
-"""
+"""benchmarks/gpu: parts that fail in every way, what runs again, the table, and a dry run of all parts."""
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
+import importlib
 import json
 import os
 import subprocess
 import sys
+import time
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu" / "main.py"
-
-
-def dry(out: Path, *options: str) -> tuple[str, dict[str, dict[str, object]]]:
-    """The output, and the rows of all files by name."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--dry-run", "--out", str(out), *options],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-        env={**os.environ, "TMPDIR": str(out)},
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    files = [
-        json.loads(file.read_text()) for file in out.glob("*.json") if ".trace." not in file.name
-    ]
-    assert all(file["no_results"] == "dry run" and file["versions"]["torch"] for file in files)
-    return done.stdout, {row["name"]: row for file in files for row in file["rows"]}
-
-
-def reasons(rows: dict[str, dict[str, object]]) -> set[object]:
-    """Why rows were not measured."""
-    return {row["note"] for row in rows.values() if row["value"] is None}
-
-
-@pytest.mark.slow
-def test_a_section_runs_without_a_gpu(tmp_path: Path) -> None:
-    text, rows = dry(tmp_path, "--trace")
-    assert rows["350M stage 3: launches of the update"]["value"]
-    assert not reasons(rows)
-    assert "# dry run, no results: 8 rows ran" in text
-    assert "met" not in text and "For benchmarks" not in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("section", ["tests", "ops", "train", "memory", "ranks", "checkpoints"])
-def test_every_section_runs_without_a_gpu(section: str, tmp_path: Path) -> None:
-    _, rows = dry(tmp_path, f"--{section}")
-    allowed = {
-        "tests": set(),
-        "ops": {"dry run"},
-        "train": {"no --deepspeed FOLDER"},
-        "ranks": {"the trace has no NCCL kernels"},
-    }
-    assert reasons(rows) <= allowed.get(section, set())
-    assert {row["verdict"] for row in rows.values()} <= {"dry run", "not measured"}
-
-
-@pytest.mark.slow
-def test_a_deepspeed_that_fails_leaves_the_other_rows(tmp_path: Path) -> None:
-    package = tmp_path / "peer" / "deepspeed"
-    package.mkdir(parents=True)
-    package.joinpath("__init__.py").write_text(
-        "import os, sys\n"
-        "def initialize(config, **_):\n"
-        "    print('no end of line', end='', flush=True)\n"
-        "    if config['zero_optimization']['stage'] == 2:\n"
-        "        raise ImportError('an op is missing')\n"
-        "    sys.stderr.write('\\nout of luck')\n"
-        "    os._exit(3)\n"
-    )
-    options = ["--against", "deepspeed", "--deepspeed", str(package.parent)]
-    _, rows = dry(tmp_path / "out", "--train", "--models", "350M", *options)
-    assert reasons(rows) == {
-        "ImportError: an op is missing",
-        "the process ended: out of luck",
-    }
-    assert rows["350M stage 0: launches of the update"]["value"]
-
-
-@pytest.mark.slow
-def test_a_section_ends_in_time(tmp_path: Path) -> None:
-    _, rows = dry(tmp_path, "--train", "--minutes", "0.1")
-    assert any(str(reason).startswith("time") for reason in reasons(rows))
-
-
-# -- profiles ------------------------------------------------------------------------------------------------
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu"
+RIGHT = """
+import json, os
+open(os.environ["XDS_BENCH_RECORDS"], "a").write(json.dumps({"case": "c1", "ok": True, "text": ""}) + "\\n")
+"""
+FAULTS = {
+    "right": RIGHT,
+    "build": "print('# build cuda'); raise RuntimeError('nvcc fatal: no such file')",
+    "hangs": RIGHT + "import time\nprint('# waits')\ndef wait(): time.sleep(600)\nwait()",
+    "memory": "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); bytearray(1 << 32)",
+    "crashes": RIGHT + "print('# a null pointer')\nimport ctypes\nctypes.string_at(0)",
+    "wrong": RIGHT.replace("True", "False").replace('"c1"', '"loss"'),
+    "killed": "import os; os.kill(os.getpid(), 9)",
+    "silent": "pass",
+}
 
 
 @pytest.fixture(scope="module")
-def profiles() -> Any:
-    spec = importlib.util.spec_from_file_location("profile_step", SCRIPT.parent / "profile_step.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def gpu() -> Iterator[Any]:
+    """main.py, with `runner` and `table` as it imports them."""
+    before = list(sys.path)
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield importlib.import_module("main")
+    finally:
+        sys.path[:] = before
+        for name in ("main", "runner", "table"):
+            sys.modules.pop(name, None)
 
 
-def event(cat: str, name: str, ts: float, dur: float, number: int | None = None) -> dict[str, Any]:
-    args = {} if number is None else {"correlation": number, "External id": 7}
-    found = {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": 7, "ts": ts, "dur": dur}
-    return found | {"args": args}
+def part(gpu: Any, name: str, code: str, seconds: float = 60) -> Any:
+    return gpu.Part(name, (sys.executable, "-S", "-c", code), seconds)
 
 
-def kernel(ts: float, dur: float, number: int = 0, name: str = "void adam<float>(int)") -> Any:
-    return event("kernel", name, ts, dur, number)
+def options(out: Path, **more: Any) -> argparse.Namespace:
+    known: dict[str, Any] = {
+        "dry_run": True,
+        "tiny": False,
+        "out": out,
+        "carry": None,
+        "only": None,
+    }
+    return argparse.Namespace(**known | more)
 
 
-UPDATE = event("user_annotation", "bench_update", 500, 100)
-TRACE = [
-    {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
-    event("user_annotation", "bench_step", 0, 900),
-    UPDATE,
-    event("gpu_user_annotation", "bench_update", 690, 300),
-    event("cuda_runtime", "cudaLaunchKernel", 450, 5, 1),  # before the range, and runs inside it
-    kernel(510, 20, 1, "norm"),
-    event("cuda_runtime", "cudaLaunchKernel", 510, 30, 2),  # calls the driver
-    event("cuda_driver", "cuLaunchKernel", 515, 20, 2),
-    {"ph": "s", "id": 2, "cat": "ac2g", "name": "ac2g", "pid": 0, "tid": 7, "ts": 510, "bp": "e"},
-    kernel(700, 50, 2),
-    event("cuda_driver", "cuLaunchKernelEx", 545, 5, 3),  # as Triton's kernels
-    kernel(750, 50, 3, "triton_poi"),
-    event("cuda_runtime", "cudaMemcpyAsync", 555, 5, 4),  # no kernel
-    event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 810, 10, 4),
-    event("cuda_runtime", "cudaLaunchKernelExC", 565, 5, 5),
-    kernel(830, 50, 5),
-    event("cuda_runtime", "cudaEventSynchronize", 570, 29, 6),
-    event("cuda_runtime", "cudaLaunchKernel", 601, 5, 7),  # after the range
-    kernel(900, 20, 7, "fill"),
-]
+def measured(gpu: Any, phases: list[Any], out: Path, seconds: float = 60) -> Any:
+    """The results of one call, with its folder of logs."""
+    results = gpu.Results(options(out), {"name": "fake", "capability": "", "gpus": 1})
+    env = {**os.environ, "TMPDIR": str(out), "XDS_BENCH_DEVICE": "cpu"}
+    gpu.measure(phases, results, env, time.monotonic() + seconds)
+    return results
 
 
-def test_a_profile_counts_the_kernels_that_the_update_launches(profiles: Any) -> None:
-    found = profiles.figures(TRACE, True)
-    assert found["launches"] == 3
-    assert found["names"] == ["triton_poi", "void adam<float>(int)"]
-    assert found["kernels"] == 6
-    assert found["device"] == pytest.approx(410e-6)
-    assert found["idle"] == pytest.approx((170 + 10 + 10 + 20) * 1e-6)
-    assert found["largest_gap"] == pytest.approx(170e-6)
-
-
-CALL = event("cuda_runtime", "cudaLaunchKernel", 510, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("spans", "idle", "largest"),
-    [
-        ([(0, 10)], 0, 0),
-        ([(0, 10), (10, 5)], 0, 0),
-        ([(0, 10), (5, 10), (20, 1)], 5, 5),  # they overlap on two streams
-        ([(0, 100), (10, 5), (30, 5), (110, 1)], 10, 10),  # nested
-        ([(50, 1), (0, 10), (20, 10)], 30, 20),  # in no order
-    ],
-)
-def test_gaps_are_times_without_any_kernel(
-    spans: list[tuple[int, int]], idle: int, largest: int, profiles: Any
+def test_every_fault_ends_its_part_alone_and_the_table_tells_it(
+    gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = profiles.figures([UPDATE, CALL, *(kernel(*span, 1) for span in spans)], True)
-    assert found["idle"] == pytest.approx(idle * 1e-6)
-    assert found["largest_gap"] == pytest.approx(largest * 1e-6)
+    parts = [part(gpu, name, code, 1.5 if name == "hangs" else 60) for name, code in FAULTS.items()]
+    phases = [gpu.Phase(tuple(parts), 60, 4)]
+    results = measured(gpu, phases, tmp_path)
+    reasons = {name: each["reason"] for name, each in results.content["parts"].items()}
+    assert reasons == {
+        "right": "",
+        "build": "exit code 1 in: build cuda",
+        "hangs": "killed after 2 s in: waits",
+        "memory": "exit code 1",
+        "crashes": "SIGSEGV in: a null pointer",
+        "wrong": "wrong: loss",
+        "killed": "killed by the system, which may be out of memory",
+        "silent": "it ended without a record",
+    }
+    assert gpu.show(options(tmp_path), results, phases, "9 s") == 1
+    text = capsys.readouterr().out
+    for line in ("nvcc fatal: no such file", "in wait", "MemoryError", "in string_at"):
+        assert line in text
+    assert "1 of   1 right" in text
+    assert len(text.splitlines()) <= 60
+    assert json.loads(results.file.read_text())["void"] == "dry run"
 
 
-@pytest.mark.parametrize(
-    ("events", "says"),
-    [
-        ([CALL, kernel(0, 1, 1)], "no range bench_update"),
-        ([event("gpu_user_annotation", "bench_update", 0, 9)], "no range bench_update"),
-        ([UPDATE, CALL], "no kernel that bench_update launched"),  # the kernels were not recorded
-        ([UPDATE, kernel(510, 5)], "no kernel that bench_update launched"),
-    ],
-)
-def test_a_profile_that_lacks_something_is_no_figure(
-    events: list[dict[str, Any]], says: str, profiles: Any
+def test_a_part_that_is_killed_takes_processes_of_other_sessions_with_it(
+    gpu: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(RuntimeError, match=says):
-        profiles.figures(events, True)
+    file = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, time\n"
+        "each = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'],\n"
+        f"                        start_new_session=True)\nopen({str(file)!r}, 'w').write(str(each.pid))\n"
+        "time.sleep(600)"
+    )
+    measured(gpu, [gpu.Phase((part(gpu, "a", code, 1.5),), 60)], tmp_path)
+    stat = Path(f"/proc/{file.read_text()}/stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
-@pytest.mark.parametrize(
-    ("sent", "others", "share"),
-    [
-        ([], [(0, 10)], None),
-        ([(0, 10)], [], 0.0),
-        ([(0, 10)], [(0, 10)], 1.0),
-        ([(0, 10)], [(20, 10)], 0.0),
-        ([(0, 10)], [(8, 4)], 0.2),
-        ([(0, 10), (5, 10)], [(0, 10)], 0.75),  # two groups at once: each message counts
-        ([(0, 10)], [(0, 6), (4, 2), (5, 3)], 0.8),  # kernels of two streams count once
-        ([(0, 10)], [(-5, 30)], 1.0),
-        ([(0, 10)], [(2, 1), (5, 1), (10, 5)], 0.2),
-    ],
-)
-def test_messages_are_hidden_while_other_kernels_run(
-    sent: list[tuple[int, int]],
-    others: list[tuple[int, int]],
-    share: float | None,
-    profiles: Any,
+def test_only_what_is_missing_or_wrong_runs_again(gpu: Any, tmp_path: Path) -> None:
+    def count(name: str) -> str:
+        return f"open({str(tmp_path / name)!r}, 'a').write('x')\n"
+
+    def again(wrong: str) -> dict[str, int]:
+        codes = {"kernels": RIGHT.replace('"c1"', '"Adam on cpu, bf16"'), "a": RIGHT, "b": RIGHT}
+        parts = {
+            name: part(gpu, name, count(name) + (FAULTS["wrong"] if name == wrong else code))
+            for name, code in codes.items()
+        }
+        first, *rest = parts.values()
+        measured(gpu, [gpu.Phase((first,), 60), gpu.Phase(tuple(rest), 60)], tmp_path)
+        return {name: len((tmp_path / name).read_text()) for name in parts}
+
+    assert again(wrong="a") == {"kernels": 1, "a": 1, "b": 1}
+    assert again(wrong="") == {"kernels": 1, "a": 2, "b": 1}
+    assert again(wrong="") == {"kernels": 1, "a": 2, "b": 1}
+
+
+def test_without_kernels_the_rest_uses_torch_and_runs_again_with_them(
+    gpu: Any, tmp_path: Path
 ) -> None:
-    name = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-    events = [kernel(*span, name=name) for span in sent]
-    events += [kernel(*span, name="gemm") for span in others]
-    events += [event("gpu_user_annotation", "nccl:_all_gather_base", 0, 100)]
-    events += [event("gpu_memcpy", "Memcpy HtoD", 0, 100), event("cpu_op", "aten::mm", 0, 100)]
-    assert profiles.hidden_share(events) == (None if share is None else pytest.approx(share))
+    tell = RIGHT.replace('"text": ""', '"text": os.environ.get("XDS_BENCH_NATIVE", "1")')
+
+    def native(kernels: str) -> str:
+        phases = [gpu.Phase((part(gpu, n, c),), 60) for n, c in (("kernels", kernels), ("a", tell))]
+        results = measured(gpu, phases, tmp_path)
+        return str(results.content["parts"]["a"]["records"][0]["text"])
+
+    assert native(FAULTS["crashes"]) == "0"
+    assert native(RIGHT.replace('"c1"', '"Adam on cpu, bf16"')) == "1"
 
 
-def test_a_trace_may_have_names_that_json_does_not_allow(profiles: Any, tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    file.write_bytes(b'{"traceEvents": [{"name": "a\tb\xff"}]}')
-    assert profiles.events_of(file)[0]["name"].startswith("a\tb")
+def test_what_has_no_time_does_not_run_and_the_call_ends(
+    gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    phases = [gpu.Phase((part(gpu, name, FAULTS["hangs"]),), 60) for name in ("a", "b")]
+    results = measured(gpu, phases, tmp_path, seconds=4)
+    states = {name: each["state"] for name, each in results.content["parts"].items()}
+    assert states == {"a": "wrong", "b": "not run"}
+    assert gpu.show(options(tmp_path), results, phases, "4 s") == 1
+    assert "# NOT RUN: b" in capsys.readouterr().out
+
+
+def test_the_table_has_at_most_60_lines(gpu: Any) -> None:
+    case = {"case": "c", "ok": False, "text": "t"}
+    wrong = {"state": "wrong", "reason": "exit code 1", "records": [case] * 9, "lines": ["l"] * 40}
+    cells = [
+        {"table": f"t{n % 3}", "row": f"r{n}", "column": c, "text": "1"}
+        for n in range(60)
+        for c in "ab"
+    ]
+    right = {"state": "right", "reason": "", "records": cells}
+    results = {"figures": right} | {f"part {n}": wrong for n in range(11)}
+    lines = gpu.table(["header"], results)
+    assert len(lines) == 60
+    assert sum(line.startswith("WRONG part") for line in lines) == 11
+    assert any("lines more are in the JSON" in line for line in lines)
+    one = gpu.table(["header"], {"a": wrong})
+    assert one[-1] == "    l" and one.count("    c: t") == 3
+
+
+def test_packages_that_are_carried_are_found(gpu: Any, tmp_path: Path) -> None:
+    wheel = tmp_path / "carried_package-1.0-py3-none-any.whl"
+    info = "carried_package-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("carried_package.py", "VALUE = 7")
+        file.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: carried-package\nVersion: 1.0\n"
+        )
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    work = tmp_path / "work"
+    work.mkdir()
+    env = gpu.environment(options(tmp_path, carry=tmp_path), work)
+    code = "import carried_package, xds; print(carried_package.VALUE, xds.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["7", str(work / "path" / "xds" / "__init__.py")], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["--first", "--more"])
+def test_every_part_runs_without_a_gpu(which: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "main.py"), which, "--dry-run", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) <= 60
+    (file,) = tmp_path.glob("*.json") if which == "--first" else tmp_path.glob("dry-run*.json")
+    parts = json.loads(file.read_text())["parts"]
+    assert {each["state"] for each in parts.values()} == {"right"}

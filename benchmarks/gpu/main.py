@@ -1,33 +1,51 @@
-"""Measure xds on the first GPU: sections of at most ten minutes each, tables, and JSON.
+"""Measure xds on the first GPU: one call, one table of at most 60 lines, one JSON.
 
-    python benchmarks/gpu/main.py                     # all sections, each in a process of its own
-    python benchmarks/gpu/main.py --train --memory    # some
-    python benchmarks/gpu/main.py --tiny              # a first look: tiny sizes on the GPU, no results
-    python benchmarks/gpu/main.py --dry-run           # tiny sizes on the CPU
+    python benchmarks/gpu/main.py --first                  # kernels, correctness, timings: eight minutes
+    python benchmarks/gpu/main.py --first --carry wheels   # with packages that the machine lacks
+    python benchmarks/gpu/main.py --more                   # 6.7B, the largest model, checkpoints, traces
+    python benchmarks/gpu/main.py --first --dry-run        # tiny sizes on the CPU; no results
 
-A section that fails does not stop the others. What is not measured says so, with the reason.
+What is right and was measured at these sources on this device is not run again: call it again to go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
+import hashlib
+import importlib.metadata
 import json
 import os
+import platform
+import re
+import resource
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE))
+from runner import Part, Phase, last_lines, run  # noqa: E402
+from table import table  # noqa: E402
 
-SECTIONS = ("tests", "ops", "train", "memory", "ranks", "checkpoints", "trace")
-INSIDE = "XDS_BENCH_INSIDE"
-TAIL = 20
+# what decides a result; main.py, runner.py and table.py only run the parts
+PLACES = "utils ops offload compression zero pipe tensor engine launcher deepspeed examples/gpt"
+SOURCES = (
+    *("*.py", *PLACES.split(), "tests/ops", "tests/offload", "benchmarks/offload/model.py"),
+    *(f"benchmarks/gpu/{name}.py" for name in ("common", "correct", "ranks", "timing", "more")),
+)
+INDUCTOR = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
+FACTS = (
+    "import json, torch; p = torch.cuda.get_device_properties(0); print(json.dumps({'name': p.name, "
+    "'memory_gib': round(p.total_memory / 2**30, 1), 'capability': f'{p.major}{p.minor}', "
+    "'cuda': torch.version.cuda, 'gpus': torch.cuda.device_count()}))"
+)
 
 
 def arguments() -> argparse.Namespace:
@@ -35,174 +53,238 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in SECTIONS:
-        parser.add_argument(f"--{name}", action="store_true", help="this section")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--first", action="store_true", help="most valuable first")
+    what.add_argument("--more", action="store_true", help="what does not fit into that call")
+    parser.add_argument("--seconds", type=float, default=480, help="of the whole call; default 480")
+    parser.add_argument("--carry", type=Path, help="folder of wheels that this machine lacks")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts, again if they ran")
+    parser.add_argument("--out", type=Path, help="folder of the JSON; default: results/")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes on the GPU, no results")
-    parser.add_argument("--minutes", type=float, help="of each section; default: 9, with --tiny 2")
-    parser.add_argument("--models", nargs="+", metavar="SIZE", help="of 125M 350M 1.3B 6.7B")
-    parser.add_argument("--deepspeed", type=Path, help="a folder with an unpacked DeepSpeed")
-    both = ["plain", "deepspeed"]
-    parser.add_argument("--against", nargs="+", choices=both, default=both, help="peers of --train")
-    parser.add_argument("--disk", type=Path, help="folder for checkpoints; default: temporary")
-    parser.add_argument("--out", type=Path, help="folder of the results; default: results/")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on the GPU")
     options = parser.parse_args()
-    options.minutes = options.minutes or (2.0 if options.tiny else 9.0)
-    for size in options.models or []:
-        if size not in ("125M", "350M", "1.3B", "6.7B"):
-            parser.error(f"--models {size}: use 125M, 350M, 1.3B or 6.7B")
-    if options.deepspeed is not None:
-        options.deepspeed = _unpacked(parser, options.deepspeed)
+    known = [part.name for phase in plan(options, 2) for part in phase.parts]
+    for name in options.only or []:
+        if name not in known:
+            parser.error(f"--only {name}: must be one of: {', '.join(known)}")
     return options
 
 
-def _unpacked(parser: argparse.ArgumentParser, folder: Path) -> Path:
-    """The folder to put on the search path; wheels in it are unpacked into a temporary one."""
-    import tempfile
-    import zipfile
+def plan(options: argparse.Namespace, num_gpus: int) -> list[Phase]:
+    """The parts, most valuable first: correctness side by side, then each timing alone."""
+    small = options.dry_run or options.tiny
+    needs, slack = (3.0, 3) if small else (20.0, 1)  # CPUs are slow, and shared
 
-    if (folder / "deepspeed" / "__init__.py").is_file():
-        return folder.resolve()
-    wheels = sorted(folder.glob("*.whl"))
-    if not wheels:
-        parser.error(f"--deepspeed {folder}: has neither deepspeed/ nor a wheel")
-    target = Path(tempfile.mkdtemp(prefix="deepspeed-"))
-    for wheel in wheels:
-        with zipfile.ZipFile(wheel) as packed:
-            packed.extractall(target)
-    return target
+    def script(name: str, file: str, *words: str, seconds: float = 90, **env: str) -> Part:
+        return Part(name, (sys.executable, str(HERE / file), *words), slack * seconds, needs, env)
+
+    def alone(seconds: float, *names: str, file: str = "timing.py") -> list[Phase]:
+        return [Phase((script(n, file, n, seconds=seconds),), slack * seconds) for n in names]
+
+    if options.more:
+        ranks = script("NCCL", "ranks.py", str(min(8, num_gpus)), "nccl", seconds=150)
+        phases = alone(150, "checkpoint times", "traces", "6.7B", "largest", file="more.py")
+        return [*phases, *([Phase((ranks,), 150)] if num_gpus > 1 else [])]
+    groups = ("readme", "memory", "compile", "checkpoints", "optimizers", "features")
+    threads = {"OMP_NUM_THREADS": "1" if options.dry_run else "2"}
+    correct = [
+        *(script(name, "correct.py", name, **threads) for name in ("tests", "stages", "offload")),
+        *(script(f"{n} ranks", "ranks.py", str(n), **threads) for n in (2, 4)),
+        *(script(name, "correct.py", name, **threads) for name in groups),
+    ]
+    has_peer = bool(options.carry and list(options.carry.glob("deepspeed-*.whl")))
+    peer = [script("deepspeed build", "timing.py", "deepspeed build")] if has_peer else []
+    jobs = (os.cpu_count() or 2) if options.dry_run else 10
+    return [
+        Phase((script("kernels", "correct.py", "kernels", seconds=150),), slack * 150),
+        Phase((*correct, *peer), options.seconds if small else 95, jobs),
+        *alone(90, "eager", "1.3B offload"),
+        *alone(60, "compiled, 8,192", "host update", "host time", "compiled, 2,048"),
+        *(alone(60, "1.3B deepspeed") if has_peer else []),
+    ]
 
 
-def inside(name: str, options: argparse.Namespace) -> int:
-    """Run one section in this process."""
-    import importlib
+def environment(options: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """Variables of every part. xds is this checkout, whatever its folder is called."""
+    site = folder / "site"
+    if options.carry:
+        wheels = sorted(str(file) for file in options.carry.glob("*.whl"))
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
+        done = subprocess.run(
+            [*command, "--no-compile", "--target", str(site), *wheels],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        if done.returncode:
+            raise SystemExit(f"--carry {options.carry}: {done.stderr.strip()[-1000:]}")
+    (folder / "path").mkdir()
+    (folder / "path" / "xds").symlink_to(ROOT)
+    places = [str(folder / "path"), str(site), os.environ.get("PYTHONPATH", "")]
+    found = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    found |= {"PYTHONPATH": os.pathsep.join(filter(None, places)), "TMPDIR": str(folder)}
+    found |= {"XDS_BENCH_DEVICE": "cpu" if options.dry_run else "cuda"}
+    found |= {"XDS_BENCH_TINY": str(int(options.dry_run or options.tiny))}
+    if options.dry_run:
+        found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    extensions = Path.home() / ".cache" / "xds-gpu-extensions"  # where DeepSpeed compiles
+    for lock in extensions.rglob("lock"):  # of a build that was killed
+        lock.unlink(missing_ok=True)
+    return found | {"TORCH_EXTENSIONS_DIR": str(extensions), "MAX_JOBS": "8", **INDUCTOR}
 
-    from session import Session
 
-    session = Session(name, options)
-    if "PYTHONPATH" in session.env:  # the folder with xds, if it is not installed
-        sys.path.append(session.env["PYTHONPATH"].split(os.pathsep)[0])
-    others = {"tests": "parts_of_others", "ops": "parts_of_others", "trace": "tracing"}
-    module = importlib.import_module(others.get(name, name))
-    function = getattr(module, f"run_{name}") if name in ("tests", "ops") else module.run
+def facts(options: argparse.Namespace, env: dict[str, str]) -> dict[str, Any]:
+    """The device. A process asks, for one whose driver hangs must not take this one with it."""
+    if options.dry_run:
+        return {"name": "CPU", "capability": "", "gpus": 1}
     try:
-        function(session)
-    finally:
-        session.end()
-    return 0
-
-
-def outside(name: str, minutes: float) -> tuple[int, list[str]]:
-    """Run one section in a process of its own; its code and last lines."""
-    kept: deque[str] = deque(maxlen=TAIL)
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "main.py"), *sys.argv[1:]],
-        env=os.environ | {INSIDE: name},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            kept.append(line.rstrip())
-            print(line, end="", flush=True)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        code = process.wait(timeout=60 * minutes + 30)
+        command = [sys.executable, "-c", FACTS]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=env)
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+    except (IndexError, ValueError):
+        lines = "\n".join(last_lines(done.stderr.splitlines())[-3:])
     except subprocess.TimeoutExpired:
-        code = -9
-        kept.append("stopped: it took too long")
+        lines = "torch did not answer within 90 s"
+    raise SystemExit(f"no CUDA device, use --dry-run to rehearse this command:\n{lines}")
+
+
+def line_of(*command: str) -> str:
+    """The last line that a command prints; empty if it fails."""
     try:
-        os.killpg(process.pid, signal.SIGKILL)  # what it left behind
-    except ProcessLookupError:
-        pass
-    process.wait()
-    reader.join(timeout=5)
-    return code, list(kept)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
 
 
-def results(names: list[str], since: float) -> list[dict[str, Any]]:
-    """What the sections of this run have written."""
-    from session import scratch
-
-    files = [scratch() / f"{name}.json" for name in names]
-    fresh = [file for file in files if file.exists() and file.stat().st_mtime >= since - 1]
-    return [json.loads(file.read_text()) for file in fresh]
-
-
-def summary(found: list[dict[str, Any]]) -> None:
-    """The lines for benchmarks/README.md, and the bars that are met and missed."""
-    rows = [(section["section"], row) for section in found for row in section["rows"]]
-    if not rows:
-        print("\nNothing was measured.")
-        return
-    first = found[0]
-    if void := first["no_results"]:
-        ran = sum(row["value"] is not None for _, row in rows)
-        print(f"\n# {void}, no results: {ran} rows ran")
-        _without([(s, r) for s, r in rows if r["value"] is None])
-        return
-    facts = ", ".join(f"{k} {v}" for k, v in first["versions"].items() if v)
-    print(f"\n# For benchmarks/README.md: {first['device']['name']}, {facts}, {first['date']}\n")
-    print("| figure | target | measured |\n|---|---|---|")
-    for _, row in rows:
-        if row["value"] is not None and row["must"] is not None:
-            missed = ", target missed" if row["verdict"] == "target missed" else ""
-            void = f", {row['void']}" if row["void"] else ""
-            cell = f"{row['value']:.3g}{row['unit']}{missed}{void}"
-            print(f"| {row['name']} | {row['must']:.3g}{row['unit']} | {cell} |")
-        elif row["must"] is not None:
-            print(f"| {row['name']} | {row['must']:.3g}{row['unit']} | {row['verdict']} |")
-    print("\n# Bars")
-    for verdict in ("met (aim)", "met", "target missed"):
-        named = [row["name"] for _, row in rows if row["verdict"] == verdict]
-        print(f"{verdict}: {len(named)}")
-        if verdict == "target missed":
-            print("".join(f"  {name}\n" for name in named), end="")
-    _without([(s, r) for s, r in rows if r["void"]])
+def versions() -> dict[str, str]:
+    """Driver, compiler, packages, and the commit of xds where git knows it."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "triton", "transformers"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = ""
+    found["driver"] = line_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    found["nvcc"] = line_of("nvcc", "--version")
+    found["commit"] = line_of("git", "describe", "--always", "--dirty")
+    return found
 
 
-def _without(without: list[tuple[str, dict[str, Any]]]) -> None:
-    """Rows that have no figure or a void one, with the reasons."""
-    print(f"not measured or void: {len(without)}")
-    for section, row in without[:25]:
-        print(f"  {section}: {row['name']}: {row['void']} {row['note']}".rstrip())
-    if len(without) > 25:
-        print(f"  and {len(without) - 25} more, in the JSON files")
+def source_hash() -> str:
+    """Of what decides a result: files, and torch."""
+    files: set[Path] = set()
+    for pattern in SOURCES:
+        for place in ROOT.glob(pattern):
+            files |= set(place.rglob("*.*")) if place.is_dir() else {place}
+    total = hashlib.sha256(importlib.metadata.version("torch").encode())
+    for file in sorted(files):
+        if file.suffix in (".py", ".cpp", ".cu", ".cuh", ".h", ".json"):
+            total.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()[:10]
+
+
+class Results:
+    """The JSON of a device and of sources: what has run, now and before."""
+
+    def __init__(self, options: argparse.Namespace, device: dict[str, Any]) -> None:
+        void = "dry run" if options.dry_run else "tiny sizes" if options.tiny else ""
+        folder = options.out or (HERE / "results" if not void else Path(tempfile.mkdtemp()))
+        slug = re.sub(r"[^a-z0-9]+", "-", f"{void} {device['name']}".lower()).strip("-")
+        self.file = folder.resolve() / f"{slug}-{source_hash()}.json"
+        self.content: dict[str, Any] = {
+            "date": datetime.datetime.now().isoformat("T", "seconds"),
+            "void": void,
+            "device": device,
+            "versions": versions(),
+            "parts": {},
+        }
+        for file in (HERE / "results" / self.file.name, self.file):
+            if file.exists():
+                self.content["parts"] |= json.loads(file.read_text())["parts"]
+
+    def is_right(self, name: str, env: dict[str, str]) -> bool:
+        """Whether a part need not run."""
+        known = self.content["parts"].get(name, {})
+        native = env.get("XDS_BENCH_NATIVE", "1")
+        return known.get("state") == "right" and known.get("native") == native
+
+    def keep(self, name: str, part: dict[str, Any], env: dict[str, str]) -> None:
+        """Write it at once: what comes after may end this process."""
+        part["date"] = datetime.datetime.now().isoformat("T", "seconds")
+        part["native"] = env.get("XDS_BENCH_NATIVE", "1")
+        self.content["parts"][name] = part
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.file.with_suffix(".partial")
+        partial.write_text(json.dumps(self.content, indent=1) + "\n")
+        partial.rename(self.file)
+
+
+def measure(phases: list[Phase], results: Results, env: dict[str, str], end: float) -> None:
+    """Run what is missing or was wrong. Without kernels that load, the rest runs with torch's operations."""
+    folder = Path(env["TMPDIR"])
+    for phase in phases:
+        missing = tuple(p for p in phase.parts if not results.is_right(p.name, env))
+        found = run(Phase(missing, phase.seconds, phase.jobs), env, folder, end)
+        with contextlib.closing(found):
+            for name, part in found:
+                results.keep(name, part, env)
+                text = f"{name}: {part['state']}, {part.get('seconds', 0):.0f} s {part['reason']}"
+                print(text[:150], file=sys.stderr, flush=True)
+        kernels = results.content["parts"].get("kernels")
+        right = (
+            {each.get("case") for each in kernels["records"] if each.get("ok")} if kernels else ()
+        )
+        if kernels and f"Adam on {env['XDS_BENCH_DEVICE']}, bf16" not in right:
+            env["XDS_BENCH_NATIVE"] = "0"
 
 
 def main() -> int:
-    """Run the sections; 1 if one of them failed."""
+    """Measure, and print the table; 1 if a part is wrong or did not run."""
+    start = time.monotonic()
     options = arguments()
-    if name := os.environ.get(INSIDE):
-        return inside(name, options)
-    if not options.dry_run:
-        import torch
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    with tempfile.TemporaryDirectory(prefix="xds-gpu-", ignore_cleanup_errors=True) as folder:
+        env = environment(options, Path(folder))
+        device = facts(options, env)
+        if device["capability"]:
+            env.setdefault("XDS_CUDA_ARCHS", device["capability"])
+        results, phases = Results(options, device), plan(options, device["gpus"])
+        env["XDS_BENCH_OUT"] = str(results.file.parent)
+        if options.only:
+            phases = [
+                Phase(tuple(p for p in ph.parts if p.name in options.only), ph.seconds, ph.jobs)
+                for ph in phases
+            ]
+            for name in options.only:
+                results.content["parts"].pop(name, None)
+        stopped = ""
+        try:
+            measure(phases, results, env, start + options.seconds - 5)
+        except KeyboardInterrupt:
+            stopped = ", stopped"
+    return show(options, results, phases, f"{time.monotonic() - start:.0f} s{stopped}")
 
-        if not torch.cuda.is_available():
-            print("No CUDA device: use --dry-run to rehearse this command.")
-            return 1
-    chosen = [name for name in SECTIONS if getattr(options, name)]
-    chosen = chosen or [name for name in SECTIONS if name != "trace"]  # --train has it
-    failed: dict[str, list[str]] = {}
-    since = time.time()
-    for name in chosen:
-        print(f"\n## {name}", flush=True)
-        start = time.monotonic()
-        code, tail = outside(name, options.minutes)
-        print(f"## {name}: {time.monotonic() - start:.0f} s, code {code}", flush=True)
-        if code:
-            failed[name] = tail
-    summary(results(chosen, since))
-    for name, tail in failed.items():
-        print(f"\n# FAILED: {name}; its last lines:\n" + "\n".join(f"    {t}" for t in tail))
-    return int(bool(failed))
+
+def show(options: argparse.Namespace, results: Results, phases: list[Phase], took: str) -> int:
+    """Print the table of this call's parts."""
+    known, parts = results.content["parts"], [part.name for phase in phases for part in phase.parts]
+    missing = {"state": "not run", "reason": "the call was stopped", "records": []}
+    chosen = {name: known.get(name, missing) for name in parts}
+    content = results.content
+    facts_text = ", ".join(f"{k} {v}" for k, v in content["versions"].items() if v)
+    header = [
+        f"# {content['device']['name']}, {content['date']}, {took}"
+        + ", NO RESULTS" * bool(content["void"]),
+        f"# {facts_text}",
+        f"# {results.file}",
+    ]
+    if any(part.get("native") == "0" for part in chosen.values()):
+        header.append("# The kernels of xds did not load: later parts ran with torch's operations.")
+    print("\n".join(table(header, chosen)), flush=True)
+    return int(any(part["state"] != "right" for part in chosen.values()))
 
 
 if __name__ == "__main__":

@@ -1,247 +1,208 @@
-"""Section --ranks: ranks that share the GPU over gloo equal one process; NCCL; hidden communication."""
+"""Ranks that share one GPU over gloo, or have one each over NCCL, against one process in plain PyTorch.
+
+    python benchmarks/gpu/ranks.py 2           # two ranks on the first device
+    python benchmarks/gpu/ranks.py 8 nccl      # eight devices
+
+The first rank keeps the records. A case that raises ends the ranks; new ones go on with the next case.
+"""
 
 from __future__ import annotations
 
-import math
+import copy
+import logging
 import os
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from scale import Shape, shape_of
-from session import Session, scratch
+import common
+import torch
+import torch.distributed as dist
 
-from harness import RankFailed, Row, run_ranks  # isort: skip
+HOST: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+ALL_ON_HOST = HOST | {"offload_param": {"device": "cpu"}}
+RAISED = 3  # the code of a rank whose case raised, which is a record already
+ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 3}}
 
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
-STEPS = 4
+Case = tuple[str, Callable[..., Any], dict[str, Any]]
 
 
-def train(
-    rank: int, world_size: int, case: dict[str, Any], rendezvous: str
-) -> list[tuple[float, float]]:
-    """Loss and norm of some steps, means over all ranks. The ranks share a batch of four sequences."""
-    import torch
-    import torch.distributed as dist
+def start(world_size: int, backend: str) -> None:
+    """Run all cases. Where a rank raises or dies, all are ended, and new ranks go on with the next case."""
+    folder, first = tempfile.mkdtemp(), 0
+    while first < len(cases(world_size)):
+        variables = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        variables |= {"GLOO_SOCKET_IFNAME": "lo", "XDS_TIMEOUT_SECONDS": "30"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, str(world_size), backend, folder, str(first)],
+                env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(world_size)
+        ]
+        while any(rank.poll() is None for rank in ranks) and not any(r.poll() for r in ranks):
+            time.sleep(0.1)
+        codes = [rank.poll() for rank in ranks]
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        if not any(codes):
+            return
+        begun = len(list(Path(folder).glob("begun-*")))
+        if code := next((code for code in codes if code not in (None, 0, RAISED)), 0):
+            common.record(case=f"{world_size} ranks, case {begun}", ok=False, text=f"code {code}")
+        if begun == first:
+            raise SystemExit("the ranks do not start")
+        first = begun
 
-    device = _start(rank, world_size, case, rendezvous)
-    engine, batches = _engine(case, device, world_size)
-    found = []
-    for batch in batches:
-        mine = batch.chunk(world_size)[rank].to(engine.device)
-        loss = engine(mine)
-        engine.backward(loss)
-        engine.step()
-        mean = loss.detach().float().reshape(1).clone()
-        if world_size > 1:
-            dist.all_reduce(mean)
-        found.append((float(mean) / world_size, float(engine.get_global_grad_norm() or 0.0)))
-    if case.get("trace"):
-        found = [(_hidden(engine, batches[0].chunk(world_size)[rank], device, case, rank), 0.0)]
-    engine.destroy()
-    torch.set_grad_enabled(True)
+
+def cases(world_size: int) -> list[Case]:
+    """Most valuable first: stages, the host, then what sends from rank to rank."""
+    found: list[Case] = []
+    for same in ({"precision": "bf16"}, {"precision": "fp32"}):
+        found += [(f"stage {stage}", data, same | {"stage": stage}) for stage in range(4)]
+        found += [("stage 2, host", data, same | {"stage": 2, "zero": HOST})]
+        found += [("stage 3, all on host", data, same | {"stage": 3, "zero": ALL_ON_HOST})]
+    bf16: dict[str, Any] = {"precision": "bf16"}
+    if world_size % 2 == 0:
+        half = {"mics_shard_size": world_size // 2}
+        found += [("pipeline, stage 1", pipeline, bf16 | {"stage": 1})]
+        found += [("MiCS", data, bf16 | {"stage": 3, "zero": half})]
+    if world_size != 2:
+        return found
+    found += [("slices, stage 1", slices, bf16 | {"stage": 1})]
+    found += [("sequences, stage 3", sequences, {"stage": 3})]
+    weights = {"zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
+    gradients = {"zero_quantized_gradients": True}
+    found += [
+        ("1-bit Adam", data, bf16 | {"stage": 0, "most": 0.3, "optimizer": ONE_BIT}),
+        ("ZeRO++ weights", data, bf16 | {"stage": 3, "most": 0.1, "zero": weights}),
+        ("ZeRO++ gradients", data, bf16 | {"stage": 2, "most": 0.1, "zero": gradients}),
+        ("recomputed", data, bf16 | {"stage": 3, "activation_checkpointing": {}}),
+        *((f"pipeline, stage {stage}", pipeline, {"stage": stage}) for stage in (0, 1, 2)),
+        *((f"slices, stage {stage}", slices, {"stage": stage}) for stage in (0, 3)),
+        ("pipeline, gpipe", pipeline, {"stage": 1, "schedule": "gpipe"}),
+    ]
     return found
 
 
-def _start(rank: int, world_size: int, case: dict[str, Any], rendezvous: str) -> Any:
-    """The device of this rank, and the group of the case's backend. `run_ranks` has started gloo."""
-    import torch.distributed as dist
-    from device import pick
+def data(
+    result: Any, precision: str, stage: int, zero: Any = None, most: float = 0.0, **more: Any
+) -> None:
+    """Data-parallel ranks; each trains on its part of every batch. most: the distance of a lossy way."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    settings = common.config(precision, stage, 2, zero=zero, **more)
+    settings["train_micro_batch_size_per_gpu"] = common.SEQUENCES // world_size
+    if "optimizer" in more:
+        del settings["gradient_clipping"]
 
-    if case["backend"] == "gloo":  # all ranks on the first device; nobody has asked for devices yet
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        os.environ["CUDA_VISIBLE_DEVICES"] = first
-        return pick(dry=case["dry"])
-    device = pick(dry=case["dry"])
-    dist.destroy_process_group()
-    device.choose(rank)
-    where = {"init_method": f"file://{rendezvous}", "rank": rank, "world_size": world_size}
-    dist.init_process_group(case["backend"], **where)
-    return device
+    losses: list[float] = []  # of this rank's micro-batches
+    norms: list[float] = []
+    engine = xds.initialize(common.model(), settings)
+    for at, tokens in enumerate(common.batches(12)):
+        loss = engine(tokens.chunk(world_size)[rank].to(engine.device))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()) / 2)
+        if at % 2:
+            norms.append(float(engine.get_global_grad_norm() or 0.0))
+    params = common.masters_of(engine)
+    total = torch.tensor(losses, device=engine.device)
+    engine.destroy()
+    dist.all_reduce(total)
+    means = (total.view(-1, 2).sum(1) / world_size).tolist()
+    found, wanted = common.Run(means, norms, params), common.plain(precision, 2)
+    if most:
+        gap = abs(found.losses[-1] - wanted.losses[-1])
+        result(gap < most, f"last loss {found.losses[-1]:.4f}, plain {wanted.losses[-1]:.4f}", gap)
+    else:
+        common.compare(result, precision, found, wanted)
 
 
-def two_groups(
-    rank: int, world_size: int, case: dict[str, Any], rendezvous: str
-) -> list[tuple[float, float]]:
-    """The largest error of sums of two groups that are in flight together, with products meanwhile."""
-    import torch
-    import torch.distributed as dist
+def pipeline(result: Any, stage: int, precision: str = "fp32", schedule: str = "auto") -> None:
+    """Two stages, four micro-batches."""
+    world_size = dist.get_world_size()
+    count = common.SEQUENCES // (world_size // 2)
+    section = {"stages": 2, "schedule": schedule}
+    settings = common.config(precision, stage, 4, pipeline=section)
+    engine = xds.initialize(common.model(), settings | {"train_micro_batch_size_per_gpu": count})
+    mine = iter([tokens.split(count)[engine.dp_rank] for tokens in common.batches(24)])
+    losses, norms = [], []
+    for _ in range(6):
+        losses.append(float(engine.train_batch(mine)))
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+    engine.destroy()
+    common.compare(result, precision, common.Run(losses, norms, []), common.plain(precision, 4))
 
-    device = _start(rank, world_size, case, rendezvous)
-    groups = [dist.new_group(), dist.new_group()]
-    numel = 1 << (12 if case["small"] else 24)
-    square = torch.ones(
-        64 if case["small"] else 2048, dtype=torch.float32, device=device.torch_device
+
+def slices(result: Any, stage: int, precision: str = "fp32") -> None:
+    """All ranks share the layers, and train on the same batches."""
+    settings = common.config(precision, stage, tensor_parallel={"tp_size": dist.get_world_size()})
+    found = common.trained(settings)
+    common.compare(
+        result, precision, common.Run(found.losses, found.norms, []), common.plain(precision)
     )
-    square = square.diag()
-    worst = 0.0
-    for turn in range(4):
-        sent = [torch.full((numel,), float(rank + n), device=device.torch_device) for n in range(8)]
-        works = []
-        for n, tensor in enumerate(sent):
-            works.append(dist.all_reduce(tensor, group=groups[(n + turn) % 2], async_op=True))
-            square = square @ square
-        for work in reversed(works):
-            work.wait()
-        for n, tensor in enumerate(sent):
-            total = world_size * (world_size - 1) / 2 + n * world_size
-            worst = max(worst, float((tensor - total).abs().max()))
-    worst = max(worst, float((square.diag() - 1).abs().max()))
-    return [(worst, 0.0)]
 
 
-def _engine(case: dict[str, Any], device: Any, world_size: int) -> tuple[Any, list[Any]]:
-    import torch
-    from offload.model import build, draw
+def sequences(result: Any, stage: int) -> None:
+    """All ranks share the tokens of a Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": common.SMALL.vocabulary}
+    torch.manual_seed(1)
+    llama = LlamaForCausalLM(LlamaConfig(**shape, **sizes, attn_implementation="sdpa"))
+    twin = copy.deepcopy(llama).to(common.DEVICE)
+    optimizer, wanted, found = common.OPTIMIZERS["AdamW"](twin.parameters()), [], []
+    settings = common.config("fp32", stage, sequence_parallel_size=dist.get_world_size())
+    engine = xds.initialize(llama, settings)
+    for tokens in common.batches(4):
+        tokens = tokens[:, :-1].to(engine.device)
+        loss = twin(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(float(loss.detach()))
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        found.append(float(loss.detach()))
+    engine.destroy()
+    gap = common.distance(found, wanted)
+    result(gap < 2e-5, f"loss {gap:.1e}", gap)
+
+
+def main(world_size: int, backend: str, folder: str, first: int) -> None:
+    """One rank: the cases from number `first` on. The first rank keeps records, others those that are wrong."""
+    rank = int(os.environ["RANK"])
+    where = {"init_method": f"file://{folder}/{first}", "rank": rank, "world_size": world_size}
+    dist.init_process_group(backend, timeout=timedelta(seconds=30), **where)
+    for number, (name, run, settings) in enumerate(cases(world_size)):
+        if number < first:
+            continue
+        Path(folder, f"begun-{number}").touch()
+        name = f"{world_size} ranks, {settings.get('precision', 'fp32')} {name}"
+        if rank:
+            name += f", rank {rank}"
+        with common.case(name, keeps_right=rank == 0, ends_with=RAISED) as result:
+            run(result, **settings)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    chosen = [*sys.argv[1:], "gloo"]
+    if "RANK" not in os.environ:
+        start(int(chosen[0]), chosen[1])
+        raise SystemExit
     import xds
 
-    shape = shape_of(case["size"], small=case["small"])
-    if case["size"] == "125M" and not case["small"]:  # gloo copies by the host
-        shape = Shape(4, 512, 8, context=256, vocabulary=4096)
-    model = build(shape, torch.device("cpu"), torch.float32)  # the same numbers on every device
-    count = max(4, world_size)
-    config = {
-        "train_micro_batch_size_per_gpu": count // world_size,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "bf16": {"enabled": case["precision"] == "bf16"},
-        "zero_optimization": {"stage": case["stage"], **case.get("zero", {})},
-    }
-    torch.manual_seed(7)
-    batches = [draw(shape, count * shape.context, torch.device("cpu")) for _ in range(STEPS)]
-    return xds.initialize(model, config), batches
-
-
-def _hidden(engine: Any, batch: Any, device: Any, case: dict[str, Any], rank: int) -> float:
-    """The share of NCCL's time during which other kernels run; -1 if there are no NCCL kernels."""
-    import torch
-    from profile_step import events_of, hidden_share
-
-    batch = batch.to(engine.device)
-    with torch.profiler.profile(activities=list(device.activities)) as profiler:
-        engine.backward(engine(batch))
-        engine.step()
-        device.synchronize()
-    file = Path(f"{case['trace']}-rank{rank}.json")
-    profiler.export_chrome_trace(str(file))
-    share = hidden_share(events_of(file))
-    return -1.0 if share is None else share
-
-
-class Section:
-    """Starts the ranks, and compares them with one process."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        session.measure_rate()
-        os.environ.update(session.env)  # the ranks inherit it
-        self.count = 0
-
-    def ranks(self, world_size: int, work: Callable[..., Any] = train, **case: Any) -> Any:
-        """What each rank found, or the reason of a failure."""
-        session = self.session
-        if session.left < (3 if session.small else 25):
-            return "time"
-        self.count += 1
-        rendezvous = str(scratch() / f"rendezvous-{os.getpid()}-{self.count}")
-        full = {
-            "dry": session.dry,
-            "small": session.small,
-            "size": "125M",
-            "backend": "gloo",
-        } | case
-        try:
-            return run_ranks(
-                work, world_size, full, rendezvous, timeout_seconds=min(150.0, session.left)
-            )
-        except RankFailed as error:
-            print(str(error)[-3000:], flush=True)
-            return str(error).strip().splitlines()[-1][:160]
-        finally:
-            Path(rendezvous).unlink(missing_ok=True)
-
-    def compare(self, name: str, precision: str, found: Any, base: Any) -> None:
-        """The largest relative distance of losses and norms."""
-        must = TOLERANCE[precision]
-        for reason in (found, base):
-            if isinstance(reason, str):
-                self.session.skip(name, reason, must)
-                return
-        gaps = [
-            abs(a - b) / max(abs(b), 1e-12)
-            for ours, theirs in zip(found[0], base[0], strict=True)
-            for a, b in zip(ours, theirs, strict=True)
-        ]
-        worst = math.inf if any(map(math.isnan, gaps)) else max(gaps)
-        note = f"largest relative distance {worst:.1e}; last loss {found[0][-1][0]:.5f}"
-        self.session.add(Row(name, worst, must=must, unit="", note=note))
-
-
-def run(session: Session) -> None:
-    """All rows."""
-    section = Section(session)
-    bases = {p: section.ranks(1, stage=0, precision=p) for p in ("fp32", "bf16")}
-    worlds = (2,) if session.small else (2, 4)
-    for world_size in worlds:
-        for precision in ("fp32",) if session.small else ("fp32", "bf16"):
-            for stage in (0, 3) if session.small else range(4):
-                found = section.ranks(world_size, stage=stage, precision=precision)
-                name = f"{world_size} ranks on one device, gloo, stage {stage}, {precision}"
-                section.compare(name, precision, found, bases[precision])
-    backend = "gloo" if session.dry else "nccl"
-    for stage in (3,) if session.small else (0, 3):
-        found = section.ranks(1, stage=stage, precision="fp32", backend=backend)
-        section.compare(f"NCCL, 1 rank, stage {stage}, fp32", "fp32", found, bases["fp32"])
-    from device import pick
-
-    device = pick(dry=session.dry)
-    _in_flight(section, device, bases["fp32"])
-    _several(section, device)
-
-
-def _in_flight(section: Section, device: Any, base: Any) -> None:
-    """Several GPUs: messages of two groups at once, alone and in an engine with shard groups."""
-    session = section.session
-    name = "NCCL, two groups in flight"
-    engine_name = f"{name}, stage 3 with mics_shard_size"
-    if device.count < 2 and not session.dry:
-        session.skip(f"{name}: error of sums", "one GPU", 0.0)
-        session.skip(engine_name, "one GPU", TOLERANCE["fp32"])
-        return
-    case = {"stage": 3, "precision": "fp32", "backend": device.backend}
-    found = section.ranks(_most_ranks(session, device), two_groups, **case)
-    if isinstance(found, str):
-        session.skip(f"{name}: error of sums", found, 0.0)
-    else:
-        worst = max(rank[0][0] for rank in found)
-        session.add(Row(f"{name}: error of sums", worst, must=0.0, unit=""))
-    if device.count < 4 and not session.dry:
-        session.skip(engine_name, "it needs four GPUs", TOLERANCE["fp32"])
-        return
-    zero = {"mics_shard_size": 2, "stage3_param_persistence_threshold": 0, "unit_min_numel": 0}
-    section.compare(engine_name, "fp32", section.ranks(4, **case, zero=zero), base)
-
-
-def _most_ranks(session: Session, device: Any) -> int:
-    return 2 if session.small else min(8, device.count)
-
-
-def _several(section: Section, device: Any) -> None:
-    """Several GPUs: how much of NCCL is hidden."""
-    session = section.session
-    name = "share of NCCL hidden behind kernels"
-    if device.count < 2 and not session.dry:
-        session.skip(f"{name}, stage 3", "one GPU")
-        return
-    world_size = _most_ranks(session, device)
-    for stage in (3,) if session.small else (1, 2, 3):
-        case = {"stage": stage, "precision": "bf16", "backend": device.backend}
-        found = section.ranks(world_size, **case, size="350M", trace=str(scratch() / "nccl"))
-        if isinstance(found, str) or found[0][0][0] < 0:
-            reason = found if isinstance(found, str) else "the trace has no NCCL kernels"
-            session.skip(f"{name}, stage {stage}", reason)
-            continue
-        worst = min(rank[0][0] for rank in found)
-        session.add(Row(f"{name}, stage {stage}", worst, unit="", note=f"{world_size} GPUs"))
+    logging.getLogger("xds").setLevel(logging.ERROR)
+    if common.IS_CUDA:
+        torch.cuda.set_device(int(os.environ["RANK"]) if chosen[1] == "nccl" else 0)
+    main(int(chosen[0]), chosen[1], sys.argv[3], int(sys.argv[4]))

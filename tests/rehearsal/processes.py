@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
-import json
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 LIBRARIES = "xds.ops.libraries"
-NCCL = "nccl:"
 
 
 def replace() -> None:
@@ -64,17 +61,9 @@ class _Kernels(importlib.abc.MetaPathFinder):
         return spec
 
 
-class Nccl(messages.DeviceGroup):
-    """Its messages are ranges of a trace, as those of NCCL."""
-
-    def _send(self, name: str, *rest: Any, **more: Any) -> Any:
-        with torch.profiler.record_function(f"{NCCL}{name}"):
-            return super()._send(name, *rest, **more)
-
-
 def _replace_groups() -> None:
     start = dist.init_process_group
-    dist.Backend.register_backend("as_nccl", Nccl, devices=["cpu", "cuda"])
+    dist.Backend.register_backend("as_nccl", messages.DeviceGroup, devices=["cpu", "cuda"])
     names = {"nccl": "as_nccl", "gloo": messages.GLOO}
 
     def init_process_group(backend: str | None = None, **rest: Any) -> None:
@@ -97,65 +86,9 @@ def _replace_compile() -> None:
 
 
 def _replace_trace() -> None:
-    profile = torch.profiler.profile
-    start, export = profile.__init__, profile.export_chrome_trace
+    start = torch.profiler.profile.__init__
 
     def started(self: Any, *, activities: Any = None, **rest: Any) -> None:
         start(self, activities=[torch.profiler.ProfilerActivity.CPU], **rest)
 
-    def exported(self: Any, path: str) -> None:
-        export(self, path)
-        trace = json.loads(Path(path).read_text())
-        trace["traceEvents"] += as_on_a_device(trace["traceEvents"])
-        Path(path).write_text(json.dumps(trace))
-
-    profile.__init__, profile.export_chrome_trace = started, exported
-
-
-WHOLE = ("xds::", "aten::_foreach", "aten::_fused")  # one kernel, whatever the CPU runs for it
-NONE = (
-    "empty",
-    "as_strided",
-    "detach",
-    "set_",
-    "is_set_to",
-    "resolve_",
-    "view",
-    "alias",
-)  # no kernel
-
-
-def as_on_a_device(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A launch and a kernel for each operation of the host that has no other one in it, and each message."""
-    sent = [e | {"name": f"ncclDevKernel_{e['name']}"} for e in events if _is_message(e)]
-    made = [event for at, e in enumerate(sent) for event in _launch_of(e, -1 - at)]
-    ops = sorted(
-        (e for e in events if e.get("cat") == "cpu_op" and "dur" in e),
-        key=lambda e: (e["tid"], e["ts"], -e["dur"]),
-    )
-    end, thread = 0.0, None
-    for number, (op, after) in enumerate(zip(ops, [*ops[1:], None], strict=True), 1):
-        if op["tid"] == thread and op["ts"] < end:
-            continue
-        is_whole = op["name"].startswith(WHOLE)
-        has_others = after and after["tid"] == op["tid"] and after["ts"] < op["ts"] + op["dur"]
-        if op["name"].removeprefix("aten::").startswith(NONE) or (has_others and not is_whole):
-            continue
-        end, thread = op["ts"] + op["dur"], op["tid"]
-        made += _launch_of(op, number)
-    return made
-
-
-def _is_message(event: dict[str, Any]) -> bool:
-    is_range = event.get("cat") == "user_annotation" and "dur" in event
-    return is_range and event["name"].startswith(NCCL)
-
-
-def _launch_of(op: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    args = {"correlation": number}
-    call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "args": args}
-    kernel = {"ph": "X", "cat": "kernel", "name": op["name"], "args": args, "pid": 0, "tid": 7}
-    return [
-        call | {key: op[key] for key in ("pid", "tid", "ts", "dur")},
-        kernel | {"ts": op["ts"] + 1.0, "dur": op["dur"]},
-    ]
+    torch.profiler.profile.__init__ = started

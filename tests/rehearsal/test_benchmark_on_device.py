@@ -1,4 +1,4 @@
-"""The GPU benchmark with tiny sizes on a CUDA device that is host memory: every line for a GPU runs once.
+"""The GPU benchmark with tiny sizes on a CUDA device that is host memory: its lines for a GPU run once.
 
 See site/sitecustomize.py for what each of its processes gets.
 """
@@ -11,56 +11,40 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE.parents[1] / "benchmarks" / "gpu" / "main.py"
+PARTS = ("kernels", "memory", "eager", "1.3B offload", "host update", "host time")
 
 
-def tiny(out: Path, devices: int, *options: str) -> dict[str, dict[str, Any]]:
-    """The rows by name."""
+@pytest.mark.slow
+def test_parts_of_the_first_call(tmp_path: Path) -> None:
     if sys.platform != "linux" or shutil.which("g++") is None:
         pytest.skip("the device's stand-in needs Linux and g++")
     paths = [str(HERE / "site"), os.environ.get("PYTHONPATH", "")]
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TMPDIR": str(out)}
-    variables |= {"XDS_REHEARSAL": str(devices), "OMP_NUM_THREADS": "1"}
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "XDS_REHEARSAL": "1"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--tiny", "--minutes", "5", "--out", str(out), *options],
+        [
+            sys.executable,
+            str(SCRIPT),
+            "--first",
+            "--tiny",
+            "--out",
+            str(tmp_path),
+            "--only",
+            *PARTS,
+        ],
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
-        env={**os.environ, **variables},
+        env=os.environ | variables | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "# tiny sizes, no results" in done.stdout
-    files = [file for file in out.glob("*.json") if ".trace." not in file.name]
-    rows = {row["name"]: row for file in files for row in json.loads(file.read_text())["rows"]}
-    missing = {name: row["note"] for name, row in rows.items() if row["value"] is None}
-    assert set(missing.values()) <= {"no --deepspeed FOLDER"}, missing
-    assert {row["void"] for row in rows.values()} <= {"tiny sizes", "not measured"}
-    return rows
-
-
-@pytest.mark.slow
-def test_steps_memory_and_checkpoints(tmp_path: Path) -> None:
-    rows = tiny(tmp_path, 1, "--train", "--memory", "--checkpoints")
-    assert rows["350M compiled: xds-3 / plain"]["value"]
-    for stage in (0, 2, 3):
-        launches = rows[f"350M stage {stage}: launches of the update"]
-        assert launches["value"] == launches["must"] - 1  # `decide` is part of the norm
-    for stage in (0, 3):
-        peak = rows[f"350M stage {stage}: allocated peak / (plan + activations)"]
-        assert 0.9 < peak["value"] < 1.05
-    assert rows["stage 3 background: load"]["value"]
-
-
-@pytest.mark.slow
-def test_ranks(tmp_path: Path) -> None:
-    rows = tiny(tmp_path, 4, "--ranks")
-    assert 0 < rows["share of NCCL hidden behind kernels, stage 3"]["value"] < 1
-    gaps = [row for name, row in rows.items() if "gloo" in name or name.startswith("NCCL")]
-    assert len(gaps) == 5
-    assert all(row["value"] <= row["must"] for row in gaps)
+    (file,) = tmp_path.glob("*.json")
+    content = json.loads(file.read_text())
+    assert content["void"] == "tiny sizes" and set(content["parts"]) == set(PARTS)
+    rows = {each["row"] for each in content["parts"]["eager"]["records"] if "row" in each}
+    assert rows >= {"plain", "xds 0", "xds 2", "xds 3"}

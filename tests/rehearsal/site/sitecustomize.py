@@ -6,7 +6,7 @@ For scripts that start processes of their own, like benchmarks/gpu. What a build
 
 - the backends nccl and gloo are messages of messages.py; gloo refuses on a device what it refuses there;
 - inductor cannot compile for the device: its backend is `eager`;
-- a trace of the profiler has a launch and a kernel for each operation that is none of others.
+- the profiler records the host alone.
 
 A fault of the device raises where it happens.
 """
