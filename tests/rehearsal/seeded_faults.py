@@ -48,7 +48,7 @@ LOADER = (
     "test_features.py::test_batches_of_the_engines_loader_come_on_a_stream_of_their_own[2-3-bf16-2]"
 )
 OFFLOADED = "test_offload.py::test_training_has_the_numbers_of_the_cpu_and_no_race"
-PARAMS, STATES = f"{OFFLOADED}[2-3-bf16-1-none-cpu-2]", f"{OFFLOADED}[2-2-bf16-3-cpu-none-4]"
+PARAMS, STATES = f"{OFFLOADED}[2-3-bf16-1-none-cpu-2]", f"{OFFLOADED}[2-2-bf16-3-cpu-none-2]"
 ONE_GPU = "test_one_gpu.py::test_a_message_may_be_waited_for_on_another_stream"
 
 FAULTS = [
@@ -171,8 +171,8 @@ FAULTS = [
         "a hook looks at a gradient",
         WAIT,
         "zero/core/local_sum.py",
-        "        elif grad.layout == torch.strided:\n            view.copy_(grad)",
-        "        elif grad.layout == torch.strided and bool(grad.any()):\n            view.copy_(grad)",
+        "            if grad.layout != torch.strided:",
+        "            if grad.layout != torch.strided or not bool(grad.any()):",
         training(1, "bf16"),
     ),
     Fault(
@@ -202,14 +202,14 @@ FAULTS = [
     ),
     # -- memory that is freed or reused in flight ----------------------------------------------------------
     Fault(
-        "gradients return to the pool while they are sent",
+        "gradients are freed while they are sent",
         FLIGHT,
         "zero/core/flat_grads.py",
         "        self._handle = self.reducer.reduce(payload, self._total, add=adds)\n"
         "        self._local.clear()",
         "        self._handle = self.reducer.reduce(payload, self._total, add=adds)\n"
         "        self._local.give_back()",
-        training(3, "bf16"),
+        training(1, "fp32"),
     ),
     Fault(
         "a batch is used before its copy",
