@@ -24,12 +24,19 @@ class Arrivals:
     remaining: slots that are not complete.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], may_wait: Sequence[bool]) -> None:
-        """may_wait: by slot; the first gradient ever may stay in `.grad`. Later any single one may."""
+    def __init__(
+        self, params: Sequence[nn.Parameter], is_small: Sequence[bool], is_large: Sequence[bool]
+    ) -> None:
+        """
+        Args:
+            is_small: by slot; its gradient may stay in `.grad` in the first backward already, when it is not
+                known yet that there is one only.
+            is_large: by slot; its gradient never stays there.
+        """
         self.awaits = [False] * len(params)
         self.remaining = 0
         self._params = params
-        self._may_wait = may_wait
+        self._is_small, self._is_large = is_small, is_large
         self._expected = [1] * len(params)  # number of arrivals that make each slot complete
         self._counts = [0] * len(params)  # without those of `awaits`
         self._awaited = [False] * len(params)  # `awaits` as it was opened
@@ -50,8 +57,10 @@ class Arrivals:
     def open(self) -> None:
         """From now on gradients are counted."""
         self.awaits[:] = [
-            expected == 1 and (may_wait or self._has_counts)
-            for expected, may_wait in zip(self._expected, self._may_wait, strict=True)
+            expected == 1 and (is_small or self._has_counts) and not is_large
+            for expected, is_small, is_large in zip(
+                self._expected, self._is_small, self._is_large, strict=True
+            )
         ]
         self._awaited = list(self.awaits)
 

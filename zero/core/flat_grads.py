@@ -65,7 +65,7 @@ class FlatGrads:
         self._sees_all = self.is_single_rank or not policy.shards_optimizer
         self._gathers_sums = self._sees_all and not self.is_single_rank
         self._settle_in(home)
-        self.arrivals = Arrivals(self.params, self._local.is_small)
+        self.arrivals = Arrivals(self.params, self._local.is_small, self._local.is_large)
         self._was_held = False  # some rank held back gradients since the last step
         self._squares: Tensor | None = None  # of the only sum that has left since the last step
         self._total: Tensor | None = None

@@ -3,7 +3,8 @@
     autograd -> param.grad --copy or add--> views of tensor [world_size * n]
 
 - Gradients stay in `param.grad` until the buffer is complete; then one call copies them all. One that is not
-  the only gradient of its slot in a backward is taken at once, unless it is small.
+  the only gradient of its slot in a backward is taken at once, unless it is small. So is a large one on a CPU,
+  while it is in the cache.
 - The first gradient of a slot is copied, later ones are added. Autograd allocates a new tensor anyway, so
   this is cheaper than to zero a preset view and add into it.
 - On a device the buffer takes memory from its first gradient on until `give_back`, and its views stay valid.
@@ -23,6 +24,9 @@ from .flat_memory import views_in
 from .layout import FlatLayout
 
 SMALL_NUMEL = 1 << 14  # below it, one that arrives more than once is summed in `.grad`
+LARGE_NUMEL = (
+    1 << 17
+)  # on a CPU: from it on, the copy of a gradient in the cache saves more than a call
 
 
 class GradSums(NamedTuple):
@@ -71,7 +75,9 @@ class LocalSum:
         self._before_write = before_write
         self._before_second = before_second
         self.is_small = [slot.numel < SMALL_NUMEL for slot in layout.slots]
-        self._keeps_views = params[0].device.type != "cpu" and not is_pooled
+        on_cpu = params[0].device.type == "cpu"
+        self.is_large = [on_cpu and slot.numel >= LARGE_NUMEL for slot in layout.slots]
+        self._keeps_views = not (on_cpu or is_pooled)
         self._views: list[Tensor] = []
         self._factor = 1.0
         self._uses_sum_dtype = False
