@@ -21,8 +21,8 @@ AS_DEEPSPEED_LINE = (
 class EditableWheel(editable_wheel):
     """Add the file for XDS_AS_DEEPSPEED to an editable installation, and a path that type checkers read.
 
-    setuptools maps xds to the root by an import hook, which mypy, pyright and editors do not run. They read a line
-    of a .pth file: here a folder whose entry `xds` is a link to the root.
+    setuptools maps xds to the root by an import hook, which mypy, pyright and editors do not run. They read a
+    line of a .pth file: here a folder whose entry `xds` is a link to the root.
     """
 
     def _run_build_commands(self, dist_name, unpacked_wheel, build_lib, tmp_dir):
