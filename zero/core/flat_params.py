@@ -337,7 +337,7 @@ class FlatParams:
             if only is None or not _is_same(self.params[only], self._views[only]):
                 is_written = self._take_assigned() or is_written
         self.is_written |= is_written
-        if self.is_sharded and self.is_on_host and is_written:
+        if self.is_sharded and is_written:  # the counters do not say which slot
             self._write_back(None)
         elif self.is_sharded and not self.is_on_host:
             self._write_back(only)
