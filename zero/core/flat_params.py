@@ -280,7 +280,8 @@ class FlatParams:
         self._point_to(self._views)
 
     def release(self) -> None:
-        """The engine has ended: keep the gathered buffer alone."""
+        """The engine has ended: keep the gathered buffer alone, also in backward of a graph from before."""
+        self.keep_gathered()
         if self.is_unsharded:
             self.place = ShardInMemory(self.collectives.shard_of(self.raw))
         self.sender = ExactSender(self.collectives, self.index)
