@@ -14,7 +14,7 @@ from ..engine.config.config import Config, parse_config
 from ..engine.data.loaders import InOrder, keeps_position
 from ..engine.engine import Engine
 from ..engine.initialize import initialize as xds_initialize
-from ..engine.telemetry.start_line import run_in_words
+from ..engine.telemetry.screen import run_in_words
 from ..pipe.module import PipelineModule
 from ..tensor.sequence.distributed import DistributedAttention
 from ..utils.errors import UsageError

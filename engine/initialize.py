@@ -63,12 +63,14 @@ from .optim.optimizers import (
     split_for_muon,
 )
 from .optim.schedules import build_scheduler
+from .optim.state_count import count_states
 from .parts import LoopFactory, Parts
 from .preemption.policy import NoPreemptionSave, Preemption, SaveOnPreemption
 from .process.process import join, local_rank, pick_device, timeout_seconds
 from .steps.batch_loop import batch_loop
 from .telemetry.comms import start_logging
 from .telemetry.instruments import build_instruments, log_notes
+from .telemetry.screen import log_start, show_messages
 
 _LOAD_LATER = (
     "to ignore missing and extra names, leave out weights= and call xds.zero.load_weights(engine.module, "
@@ -123,7 +125,14 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
     engine = Engine(parts)
     parts.report.profiler.follow(engine)
     parts.preemption.begin(engine)
+    _show_start(parts, optimizer)
     return engine
+
+
+def _show_start(parts: Parts, given: ClientOptimizer | None) -> None:
+    trains = parts.optimizer is not None
+    num_states = count_states(parts.config.optimizer, given) if trains else 0
+    log_start(parts.config, parts.sharded, num_states, parts.device, dist.get_backend())
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,7 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     """Choose an object for each feature. The order counts: values, then flat buffers, then hooks."""
     device = pick_device()
     group = _group(device, given)
+    show_messages(config.log_level)
     config = config.resolve(group.size())
     log_notes(config, group.rank())
     collectives, mesh = _open_groups(config, group, device)

@@ -31,6 +31,7 @@ _SUBCOMMANDS = {
     "ops": ".native_ops",
     "plan": ".plan",
 }
+LOG_LEVEL = "XDS_LOG_LEVEL"  # read by the engine, see engine/telemetry/screen.py
 AS_DEEPSPEED = "XDS_AS_DEEPSPEED"  # read at the start of a process, see deepspeed/stand_in/
 _INTERRUPTED = 130  # 128 + SIGINT
 
@@ -78,6 +79,9 @@ def _start(arguments: list[str]) -> int:
     notes = check_options(args)
     if args.has("as_deepspeed"):
         os.environ[AS_DEEPSPEED] = "1"  # ranks inherit it; other machines get every XDS_ variable
+    level = "warning" if args.has("quiet") else args.text("log_level")
+    if level:
+        os.environ[LOG_LEVEL] = level
     if own_allocation.is_asked_for(args, os.environ):
         return own_allocation.run(args, os.environ)
     where = where_to_run(args, os.environ)

@@ -110,6 +110,12 @@ class Config(Section):
     wall_clock_breakdown: Flag = Field(False, description="each part of a step is timed and logged")
     memory_breakdown: Flag = Field(False, description="memory is logged with each progress line")
     dump_state: Flag = Field(False, description="the resolved config is logged at the start")
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error", "critical"] | None,
+        either(one_of("debug", "info", "warning", "error", "critical"), NULL),
+    ] = Field(
+        None, description="what rank 0 shows of xds's messages; null: info; others show warnings"
+    )
     gradient_clipping: Annotated[float, number(0)] = Field(
         0.0, description="gradients are scaled down to this global norm; 0 for none"
     )

@@ -39,6 +39,7 @@ FRESH_SECONDS = EARLY_SECONDS + 2.0
 MAX_CPU_SHARE = 0.05  # the CPU share of a heartbeat below which a thread counts as waiting
 # share of the time before a wait is reported, after which the thread is examined
 LOOK_AFTER_SHARE = 0.5
+FEWEST = 4  # below this number of ranks, no median says which of them is slow
 MANY = 64  # above this number of ranks, the step times of all are read less often
 Reports = dict[int, Report]
 
@@ -364,7 +365,8 @@ class Sentinel:
 
     def _compare(self, entry: WatchedEngine, exchange: Exchange) -> None:
         entry.beats += 1
-        if entry.detector is None or (exchange.world_size > MANY and entry.beats % 5):
+        is_skipped = exchange.world_size > MANY and entry.beats % 5
+        if entry.detector is None or exchange.world_size < FEWEST or is_skipped:
             return
         beats = exchange.beats()
         if any("steps" not in beat for beat in beats.values()):

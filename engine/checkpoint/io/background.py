@@ -28,6 +28,7 @@ from ....ops.comm.collectives import Collectives
 from ....ops.watch import Store
 from ....utils.errors import UsageError, XdsError
 from ....utils.quoting import printable
+from ..agreement import failure_text
 from ..nodes import Nodes
 from ..saver import DOING, Disagreed, Job, Progress, Rounds, Saver
 from .folders import MANIFEST
@@ -77,7 +78,7 @@ class Background(Saver):
             else:
                 copy_image(job.entries, self._writer.memory(size_bytes))
         except Exception as error:  # reported like a failed write: no collective runs here
-            failure = _message(error)
+            failure = failure_text(error)
         except BaseException:
             job.end(discards=True)
             raise
@@ -109,7 +110,7 @@ class Background(Saver):
                     sums = sums or self._writer.write(job.path, size_bytes, on_written)
                     mine = {"part": job.part_json(sums)}
             except Exception as error:
-                mine = {"error": _message(error)}
+                mine = {"error": failure_text(error)}
             if job.nodes is not None:
                 failure = self._commit_on_nodes(job, job.nodes, exchange, mine)
             elif job.is_first:
@@ -117,10 +118,12 @@ class Background(Saver):
             else:
                 failure = exchange.report(mine)
         except Exception as error:
-            failure = _message(error)
+            failure = failure_text(error)
         self._progress = None
         self._failure = (
-            failure and f"{DOING}, in the background: {printable(job.tag)} was not saved: {failure}"
+            failure
+            and f"{DOING}, in the background: {printable(job.tag)} was not saved in "
+            f"{printable(job.save_dir.absolute())}: {failure}"
         )
 
     def _commit(self, job: Job, exchange: _StoreExchange, mine: dict[str, Any]) -> str:
@@ -134,7 +137,7 @@ class Background(Saver):
             try:
                 self.finish(job, [one["part"] for one in answers])
             except Exception as error:
-                failure = f"rank 0 failed: {_message(error)}"
+                failure = f"rank 0 failed: {failure_text(error)}"
         job.end(discards=bool(failure))
         self._old_keys = exchange.close(failure)
         return failure
@@ -152,7 +155,7 @@ class Background(Saver):
             self.finish_on_nodes(job, nodes, parts, rounds)
             failure = ""
         except Exception as error:
-            failure = _message(error)
+            failure = failure_text(error)
         finally:
             job.end(discards=bool(failure))
             self._old_keys = exchange.keys() if job.is_first else []
@@ -199,10 +202,6 @@ def _at_exit(saver: weakref.ref[Background], pid: int) -> None:
     os._exit(1)  # the only way to change the exit code this late
 
 
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, XdsError) else f"{type(error).__name__}: {error}"
-
-
 @final
 class _StoreRounds(Rounds):
     """Steps of a save, one after another, through the store of the ranks."""
@@ -228,7 +227,7 @@ class _StoreRounds(Rounds):
             try:
                 mine = {"text": make()}
             except Exception as error:
-                mine = {"error": _message(error)}
+                mine = {"error": failure_text(error)}
         text: str = self._round(mine)[0]["text"]
         return text
 
@@ -237,7 +236,7 @@ class _StoreRounds(Rounds):
         try:
             action()
         except Exception as error:
-            mine = {"error": _message(error)}
+            mine = {"error": failure_text(error)}
         self._round(mine)
 
 
