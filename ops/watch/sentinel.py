@@ -240,6 +240,7 @@ class Sentinel:
         if self._has_request():  # a wait failed in the meantime: its error has the diagnosis
             return ""
         exchange.has_read(number)
+        watch.lost = next((r.gone for r in reports.values() if r.gone is not None), watch.lost)
         lowest = min(reports)
         entry.lowest_waiting = lowest if reports[lowest].waits_in else -1  # else that rank logs it
         diagnosis = _explained(exchange, reports, watch.places)

@@ -55,6 +55,7 @@ class Watch:
         self.ring: deque[Mark] = deque(maxlen=RING_SIZE)
         self.waiting: tuple[Mark, float] | None = None  # the current wait, and its begin
         self.is_failing = False
+        self.lost: int | None = None  # a rank that has ended, as another rank reports
         self.waited_seconds = 0.0
         self.steps = Steps()
         self.thread = threading.main_thread().ident or 0  # the thread that trains
