@@ -149,17 +149,18 @@ def _run_script(path: str, args: list[str]) -> None:
 
 def _run_module(name: str, args: list[str]) -> None:
     sys.argv = [name, *args]
-    _replace_own_folder(os.getcwd())
+    # for a module of xds the user has not named the working folder, where another user may have put modules
+    _replace_own_folder("" if name.startswith("xds.") else os.getcwd())
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _replace_own_folder(folder: str) -> None:
-    """Replace this file's folder on sys.path by `folder`. Under PYTHONSAFEPATH it is not on sys.path.
+    """Replace this file's folder on sys.path by `folder`, if any. Under PYTHONSAFEPATH it is not on sys.path.
 
     Python puts the resolved folder there, and `__file__` may go through a link (an installation of links).
     """
     if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
-        sys.path[0] = folder
+        sys.path[:1] = [folder] if folder else []
 
 
 def _traceback_text(error: BaseException) -> str:

@@ -23,6 +23,7 @@ import xds
 from xds.engine.checkpoint.io import background
 from xds.engine.checkpoint.io.background import Background
 from xds.engine.checkpoint.io.folders import Claim, make_folder
+from xds.ops.watch import Store
 
 BACKGROUND = {"checkpoint": {"async_save": True}}
 
@@ -334,12 +335,11 @@ class Silent:
     def set(self, key: str, value: str) -> None:
         return
 
-    def get(self, key: str) -> bytes:
+    def compare_set(self, key: str, absent: str, _: str) -> bytes:
+        if not key.endswith("/alive"):
+            return absent.encode()
         self.beats -= self.beats > 0
         return str(self.beats).encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return keys[0].endswith("/alive")
 
     def delete_key(self, key: str) -> bool:
         return True
@@ -351,8 +351,8 @@ def test_a_rank_that_is_not_heard_any_more_is_given_up(monkeypatch: pytest.Monke
     class Ranks:
         rank, world_size = 0, 2
 
-        def store(self) -> Silent:
-            return store
+        def store(self) -> Store:
+            return Store(store, "0", 0)
 
     class Job:
         collectives = Ranks()
@@ -396,8 +396,8 @@ def test_what_others_may_be_reading_stays_in_the_store_until_the_next_save() -> 
     class Ranks:
         rank, world_size = 0, 2
 
-        def store(self) -> dist.HashStore:
-            return store
+        def store(self) -> Store:
+            return Store(store, "0", 0)
 
     class Job:
         collectives = Ranks()

@@ -24,10 +24,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
+from pydantic import TypeAdapter
+
 from ....ops.comm.collectives import Collectives
 from ....ops.watch import Store
 from ....utils.errors import UsageError, XdsError
-from ....utils.quoting import printable
+from ....utils.quoting import plain_lines, printable
 from ..agreement import failure_text
 from ..nodes import Nodes
 from ..saver import DOING, Disagreed, Job, Progress, Rounds, Saver
@@ -39,6 +41,7 @@ log = logging.getLogger("xds")
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.01, 0.2
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 60.0  # a rank that writes updates its key once a second, however slow the disk is
+_ANSWER = TypeAdapter(dict[str, Any])
 
 
 @final
@@ -120,10 +123,9 @@ class Background(Saver):
         except Exception as error:
             failure = failure_text(error)
         self._progress = None
-        self._failure = (
-            failure
-            and f"{DOING}, in the background: {printable(job.tag)} was not saved in "
-            f"{printable(job.save_dir.absolute())}: {failure}"
+        self._failure = failure and (
+            f"{DOING}, in the background: {printable(job.tag)} was not saved in "
+            f"{printable(job.save_dir.absolute())}: {plain_lines(failure)}"
         )
 
     def _commit(self, job: Job, exchange: _StoreExchange, mine: dict[str, Any]) -> str:
@@ -339,30 +341,25 @@ class _StoreExchange:
         folder = self._job.save_dir / self._job.tag
         return (folder / self._job.path.name).exists() and (folder / MANIFEST).exists()
 
-    def _await(self, key: str, rank: int) -> Any:
+    def _await(self, key: str, rank: int) -> dict[str, Any]:
         """Wait for `key` and return its value; an error if `rank` shows no sign of life."""
         assert self._store is not None
         pause_seconds = MIN_POLL_SECONDS
-        seen, since = b"", time.monotonic()
-        while not self._store.check([key]):
+        seen, since = "", time.monotonic()
+        while (answer := self._store.read_as(_ANSWER, key)) is None:
             time.sleep(pause_seconds)
             pause_seconds = min(pause_seconds * 1.5, MAX_POLL_SECONDS)
             self.beat(round(1000 * time.monotonic()))  # a waiting rank is alive, too
-            alive = self._alive(rank)
-            if alive != seen:
+            alive = self._store.read(self._key(f"{rank}/alive"))
+            if alive is not None and alive != seen:
                 seen, since = alive, time.monotonic()
             if time.monotonic() - since > self._timeout_seconds:
                 return {"error": f"rank {rank} did not respond for {self._timeout_seconds:.0f} s"}
-        return json.loads(self._store.get(key))
-
-    def _alive(self, rank: int) -> bytes:
-        assert self._store is not None
-        key = self._key(f"{rank}/alive")
-        return self._store.get(key) if self._store.check([key]) else b""
+        return answer
 
     def delete(self, key: str) -> None:
         if self._store is not None:
             try:
-                self._store.delete_key(key)
+                self._store.delete(key)
             except RuntimeError:
                 pass  # some stores cannot
