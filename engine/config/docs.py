@@ -57,7 +57,8 @@ INTRO = """\
 ## "auto"
 
 1. An integration fills it in: `Config.load(source, auto={"optimizer.params.lr": 1e-4})`, or
-   `xds check FILE --auto optimizer.params.lr=1e-4`.
+   `xds check FILE --auto optimizer.params.lr=1e-4`. `xds check` alone fills in what a Trainer knows, with the
+   defaults of TrainingArguments.
 2. The batch sizes are computed from one another and the number of ranks.
 3. `gradient_clipping` becomes 1.0, the value that Trainer and Accelerate fill in by default.
 4. It is an error for these keys, which only the training script can know:
