@@ -28,8 +28,8 @@ INTRO = """\
 
 - **Every key has a status.**
   - *Supported*: it does what its description says.
-  - *No effect*: xds accepts the key but does not need it. One warning names it with the reason, unless
-    its value already describes what xds does.
+  - *No effect*: xds accepts the key but does not need it. One line of the log names all such keys of a
+    file, once. `xds check` gives the reasons. A value that describes what xds does is not named.
   - *Refused*: an error with reason and remedy, unless the value changes nothing (`false`, `"none"`,
     size 1).
   - *Detail*: it belongs to a feature that another key enables. xds checks only its type.
