@@ -29,6 +29,12 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 
+# transformers and accelerate say "install deepspeed" in several ways, each in an exception of these classes
+_NO_DEEPSPEED = re.compile(
+    r"^[\w.]*(ImportError|ModuleNotFoundError|PackageNotFoundError): (?!cannot import).*deepspeed",
+    re.IGNORECASE | re.MULTILINE,
+)
+
 _SIGNAL_HINTS = {
     int(signal.SIGKILL): "if nobody sent it, the kernel was out of memory (see `dmesg`)",
     int(signal.SIGBUS): "the usual cause is a full /dev/shm (`xds env` prints its size)",
@@ -121,9 +127,10 @@ def report(failures: Sequence[Failure], finished: Sequence[int]) -> str:
         lines.append(
             f"xds: {ranks_text(finished)} had finished; every rank must join each collective"
         )
-    if "No module named 'deepspeed" in first.text:
+    if _NO_DEEPSPEED.search(first.text):
         lines.append(
-            "xds: start it with `xds --as-deepspeed`, and xds is what `import deepspeed` finds"
+            "xds: to train with xds in place of DeepSpeed, start it with `xds --as-deepspeed`; "
+            "nothing has to be installed"
         )
     lines += _others(failures, first)
     if first.log:

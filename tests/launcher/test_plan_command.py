@@ -278,6 +278,13 @@ def test_a_model_without_a_batch_is_planned_without_activations(here, capsys):
     assert any("param" in line and "grad" in line for line in lines)
 
 
+@pytest.mark.parametrize("threshold", [100_000, 0])
+def test_a_small_model_at_stage_3_is_told_what_stays_whole(here, capsys, threshold):
+    config = config_of(3, param_persistence_threshold=threshold)
+    text = "\n".join(show(capsys, config, "planned_models:plain", 2))
+    assert ("gathered: units of at most 100,000 elements stay whole" in text) is (threshold > 0)
+
+
 @pytest.mark.parametrize(
     ("model", "ranks", "message"),
     [
