@@ -1,4 +1,4 @@
-"""What a script reads of an engine: numbers about its steps, batches, bytes and memory."""
+"""What a script reads of an engine: numbers about its steps, batches, bytes and memory; values of metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from ..utils.errors import UsageError
 from .config.config import Config
+from .data.metrics import gather_rows
 from .parts import Parts
 from .profiling.profile import Profile
 from .states import States
@@ -106,6 +107,36 @@ class Readings(ABC):
                 "config"
             )
         return summary_of(self._parts.sharded.collectives, show_straggler=show_straggler)
+
+    def gather_for_metrics(self, values: Any, num_samples: int | None) -> Any:
+        """`values` of all data ranks, in the order of the dataset, each sample once. A collective.
+
+        Row i of each data rank is taken in turn. With DistributedSampler(dataset, engine.dp_world_size,
+        engine.dp_rank, shuffle=False) and its whole part, or one batch of it, that is the dataset's order; with
+        shuffling it is that of the epoch. A copy is sent to every rank.
+
+        Args:
+            values: a tensor [rows, ...] with a row for each sample of this rank, or a dict or tuple of such
+                tensors, nested. Data ranks may have different numbers of rows. Ranks of a pipeline without
+                the last stage pass anything, such as the None that eval_batch returns for the outputs.
+            num_samples: the samples of the dataset, minus those that earlier calls have gathered. Later rows
+                are dropped: the sampler has repeated samples to fill up. None keeps all rows.
+        Returns:
+            the same on every rank: tensors [at most num_samples, ...] on `device`, detached, in dicts and
+                tuples.
+        Raises:
+            UsageError, on every rank: a value has no rows; numbers of rows differ on a rank; dtypes or other
+                dimensions differ by rank; there are more rows than a sampler's repeats explain; or tensor or
+                sequence ranks with the same samples have different values.
+        """
+        sharded = self._parts.sharded
+        return gather_rows(
+            sharded.collectives,
+            sharded.flat_groups.mesh,
+            values,
+            num_samples,
+            has_values=self._batches.place.is_last,
+        )
 
     def flops_profile(self) -> Profile | None:
         """This rank's part of what `flops_profiler` of the config has counted last; None before that."""

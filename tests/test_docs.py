@@ -5,10 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from helpers import run_ranks
+
+from xds import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -37,6 +41,67 @@ def name_of(page: Path) -> str:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_blocks_of_the_training_guide_run(world_size):
     run_ranks(_run, world_size, blocks(ROOT / "docs" / "training.md", "python"))
+
+
+def _start(sources: list[str], folder: str) -> dict[str, float]:
+    """Run blocks of docs/start.md, with `folder` for its "out". The numbers that they end with."""
+    names: dict[str, object] = {"__name__": "page"}
+    for source in sources:
+        here = source.replace('"out"', repr(folder))
+        # the processes of the tests are daemons, which start no others
+        here = here.replace("num_workers=2", "num_workers=0")
+        exec(compile(here, "docs/start.md", "exec"), names)
+    return {name: value for name, value in names.items() if isinstance(value, (int, float))}
+
+
+def test_the_blocks_of_the_start_page_run_alike_on_any_number_of_ranks(tmp_path):
+    plain, script, *pieces = blocks(ROOT / "docs" / "start.md", "python")
+    (whole,) = run_ranks(_start, 1, [plain, script, *pieces], str(tmp_path / "whole"))
+    assert whole["accuracy"] > 0.9
+    # two ranks stop after the first epoch, four do the second, one goes on to the end
+    for world_size, epochs in [(2, 1), (4, 2), (1, 3)]:
+        stopped = script.replace("range(first, 3)", f"range(first, {epochs})")
+        found = run_ranks(_start, world_size, [stopped, *pieces[:1]], str(tmp_path / "resumed"))
+        assert len({one["accuracy"] for one in found}) == 1
+        assert found[0]["right"] / found[0]["seen"] == pytest.approx(found[0]["accuracy"])
+    assert found[0]["accuracy"] == pytest.approx(whole["accuracy"], abs=2 / 501)
+
+
+@pytest.mark.parametrize("page", ["from-accelerate.md", "from-fabric.md"])
+def test_the_loop_after_a_move_runs_on_two_ranks(page, tmp_path):
+    _, after = blocks(ROOT / "docs" / page, "python")
+    first, second = run_ranks(_start, 2, [after], str(tmp_path))
+    assert first["accuracy"] == second["accuracy"] > 0.9
+    assert (first["seen"], first["epoch"]) == (501, 2)
+
+
+@pytest.mark.parametrize(
+    "page, needs", [("from-accelerate.md", "accelerate"), ("from-fabric.md", "lightning.fabric")]
+)
+def test_the_loop_before_a_move_runs(page, needs, tmp_path):
+    pytest.importorskip(needs)
+    before, _ = blocks(ROOT / "docs" / page, "python")
+    (tmp_path / "before.py").write_text(before)
+    command = [sys.executable, "before.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [float(value) for value in re.findall(r"accuracy (\S+)", done.stdout)]
+    assert len(found) == 3 and found[-1] > 0.9
+
+
+def test_the_start_page_has_twenty_keys_of_the_config():
+    table = (ROOT / "docs" / "start.md").read_text().partition("## Twenty keys")[2]
+    rows = re.findall(r"^\| `([\w.]+)` \| `(.*?)` \|", table, re.MULTILINE)
+    assert len(rows) == 20
+    config: dict[str, object] = {}
+    for key, example in rows:
+        *sections, last = key.split(".")
+        section = config
+        for name in sections:
+            section = section.setdefault(name, {})  # type: ignore[assignment]
+        section[last] = json.loads(example)
+    # 2 stages x 2 data x 2 sequence x 2 tensor ranks
+    assert Config.load(config).resolve(16).train_batch_size == 32
 
 
 def test_the_first_example_of_the_readme_runs():

@@ -75,7 +75,7 @@ def gather_batches(collectives: Collectives, batch: Any, what: str) -> list[Any]
     """
     device = collectives.device
     header, tensors = _encode([batch])
-    mine = _packed([_text(header), *map(_as_bytes, tensors)], device)
+    mine = _packed([_text(header), *map(as_bytes, tensors)], device)
     lengths = moved(torch.tensor([len(header), mine.numel()]), device)
     table = collectives.gather_small(lengths, what=what).tolist()
     outs = [torch.empty(total, dtype=torch.uint8, device=device) for _, total in table]
@@ -94,7 +94,7 @@ def _send(collectives: Collectives, header: bytes, tensors: list[Tensor]) -> tup
     The first message has the header, if it is short, and both lengths: the host of a receiver waits for it.
     """
     device, is_first = collectives.device, collectives.rank == 0
-    parts = [_text(header[HEAD_BYTES:]), *map(_as_bytes, tensors)] if is_first else []
+    parts = [_text(header[HEAD_BYTES:]), *map(as_bytes, tensors)] if is_first else []
     total = sum(align_up(part.numel(), ALIGN_BYTES) for part in parts)
     numbers = b"".join(n.to_bytes(NUMBER_BYTES, "little") for n in (len(header), total))
     head = numbers + header[:HEAD_BYTES].ljust(HEAD_BYTES)
@@ -130,8 +130,11 @@ def _text(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a strided tensor without a graph, [n] uint8."""
+    whole = tensor.resolve_conj().resolve_neg().contiguous()
+    # not view(-1): one element counts as contiguous with any stride, and keeps it
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def _padded(part: Tensor) -> Tensor:
@@ -216,4 +219,4 @@ def _decode(item: Any, tensors: Iterator[Tensor]) -> Any:
     return tuple(items) if kind == "tuple" else items
 
 
-__all__ = ["gather_batches", "share_batches"]
+__all__ = ["as_bytes", "gather_batches", "share_batches"]

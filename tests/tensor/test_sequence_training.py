@@ -280,3 +280,33 @@ def test_documents_that_begin_elsewhere_in_each_micro_batch_of_a_pipeline() -> N
         optimizer.zero_grad()
         wanted.append((sum(loss.item() for loss in losses), norm.item()))
     assert all(worst(found, wanted) <= SAME for found in by_rank)
+
+
+def gather() -> tuple[torch.Tensor, str]:
+    """Logits of both data ranks without labels; and the message for those with labels, which are cut."""
+    engine = xds.initialize(
+        build("llama"),
+        {
+            "train_micro_batch_size_per_gpu": SAMPLES,
+            "optimizer": {"type": "AdamW", "params": ADAMW},
+            "sequence_parallel_size": 2,
+        },
+    )
+    engine.eval()
+    mine = batch("plain", 0, engine.dp_rank)
+    with torch.no_grad():
+        whole = engine.gather_for_metrics(engine(input_ids=mine["input_ids"]).logits, None)
+        with pytest.raises(xds.UsageError) as error:
+            engine.gather_for_metrics(engine(**mine).logits, None)
+    engine.destroy()
+    return whole, str(error.value)
+
+
+def test_metrics_count_the_samples_of_sequence_ranks_once() -> None:
+    model = build("llama").eval()
+    with torch.no_grad():
+        parts = [model(input_ids=batch("plain", 0, rank)["input_ids"]).logits for rank in (0, 1)]
+    expected = torch.stack(parts, 1).flatten(0, 1)  # a row of each data rank in turn
+    for whole, message in warm(4).run(gather):
+        torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
+        assert "ranks [0, 1] share samples" in message and "without labels" in message
