@@ -377,8 +377,15 @@ def test_a_table_of_torchs_format_is_read(tmp_path):
     for numbers, message in (((3, 2), "has 2 lines"), ((2, 4), "has 2 micro-batches")):
         with pytest.raises(ScheduleError, match=message):
             load_table(file, *numbers)
-    with pytest.raises(ScheduleError, match="cannot be read"):
-        load_table(tmp_path / "none.csv", 2, 2)
+    (tmp_path / "zero.csv").symlink_to("/dev/zero")
+    (tmp_path / "latin.csv").write_bytes(b"0F0,0B0\xff")
+    for name, reason in {
+        "none.csv": "No such file",
+        "zero.csv": "a device",
+        "latin.csv": "is not UTF-8",
+    }.items():
+        with pytest.raises(ScheduleError, match=rf"cannot be read \(.*{reason}"):
+            load_table(tmp_path / name, 2, 2)
 
 
 def test_a_pair_of_torch_is_split():
