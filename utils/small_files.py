@@ -12,6 +12,7 @@ import os
 import select
 import stat
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -92,8 +93,7 @@ class _RefusedError(ValueError):
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise _RefusedError(f"has the key {quoted(twice)} twice in one object")
     return found
 
