@@ -135,7 +135,12 @@ def _upgraded(manifest: Manifest) -> Manifest:
 
 
 def _check_values(manifest: Manifest) -> None:
-    counters = state_of(manifest.state).counters
+    state = state_of(manifest.state)
+    counters = state.counters
+    if state.optimizer is None and any(
+        one.key.startswith("state/") for r in manifest.files for one in r.ranges
+    ):
+        raise ValueError("it has states of an optimizer, and no optimizer")
     for number, record in enumerate(manifest.files):
         own = OwnValues.of(record.own)
         check_own_names(f"files[{number}]", own, manifest.flats)
