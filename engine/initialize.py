@@ -48,7 +48,7 @@ from .model.offloading import build_homes, build_host, reserve
 from .model.pipelining import Cut, Runs, build_pipeline, check_whole, is_cut, is_part, with_model
 from .model.policies import DTYPES, policy_of
 from .model.recomputing import checkpoint_blocks
-from .model.same_model import check_same_model
+from .model.same_model import check_same_model, resolve_together
 from .model.sequences import SequenceCutter, check_sequences, cut_sequences, of_stages
 from .model.tiling import tile_layers
 from .optim.gradient_factor import GradientFactor
@@ -109,7 +109,7 @@ def initialize(  # noqa: PLR0913 (the names users of DeepSpeed know)
             reads its own part. A model on the meta device gets its memory only then.
     Raises:
         ConfigError: every complaint about the config at once, before anything is allocated.
-        UsageError: the model or the optimizer cannot be trained as asked.
+        UsageError: the model or the optimizer cannot be trained as asked, or ranks have different configs.
     """
     check_arguments(model, lr_scheduler=lr_scheduler, collate_fn=collate_fn, group=group)
     check_whole(model)
@@ -143,11 +143,11 @@ def _assemble(model: nn.Module, config: Config, given: _Given, *, trains: bool) 
     """Choose an object for each feature. The order counts: values, then flat buffers, then hooks."""
     device = pick_device()
     group = _group(device, given)
-    config = config.resolve(group.size())
+    config = resolve_together(config, given.optimizer, group, device)
     log_notes(config, group.rank())
     collectives, mesh = _open_groups(config, group, device)
     if not is_part(model):
-        check_same_model(model, config.zero_optimization, collectives)
+        check_same_model(model, collectives)
     check_sequences(model, config)
     host = build_host(config, device, given.optimizer)
     groups = None if is_part(model) else _groups(model, config, given)
