@@ -1,8 +1,8 @@
 """Checks that every rank has the same config and the same model.
 
-Without the check of the config, ranks would update their shards by different rules, or wait for messages that no
-rank sends. Without that of the model, they would exchange flat buffers of unequal sizes, and gloo would abort the
-process.
+Without the check of the config, ranks would update their shards by different rules, or wait for messages that
+no rank sends. Without that of the model, they would exchange flat buffers of unequal sizes, and gloo would
+abort the process.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def resolve_together(
         failure = error
     mine = dict([*_of_config(config), *_of_optimizer(optimizer)])
     # the section `communication` may differ, so the message does not depend on it
-    plain = open_collectives(group, device, section=Communication.model_construct(shared_memory=False))
+    plain = open_collectives(
+        group, device, section=Communication.model_construct(shared_memory=False)
+    )
     if not _is_same(json.dumps(mine, sort_keys=True), plain, CONFIG):
         raise UsageError(_difference(exchange(plain, mine, CONFIG)))
     if failure is not None:

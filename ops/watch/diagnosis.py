@@ -236,8 +236,8 @@ def _remedy(
     if outside:
         lines = "this line" if len(outside) == 1 else "these lines"
         return (
-            f"Look at {lines} of {ranks_text(outside)}: every rank must run the same number of steps, and reach "
-            "each one within the timeout (XDS_TIMEOUT_SECONDS)"
+            f"Look at {lines} of {ranks_text(outside)}: every rank must run the same number of steps, and "
+            "reach each one within the timeout (XDS_TIMEOUT_SECONDS)"
         )
     if any(r.call for r in reports):
         return (

@@ -28,6 +28,7 @@ from xds.pipe.schedules import (
 from xds.pipe.schedules.actions import COMPUTE, RECEIVES, SENDS, computed
 from xds.pipe.schedules.checks import check_complete
 from xds.pipe.schedules.lowering import received
+from xds.pipe.schedules.plan import SchedulePlan
 
 EQUAL = Costs(1, 1, 1)
 
@@ -429,10 +430,16 @@ def test_schedules_do_not_import_torch():
 
 
 def test_auto_takes_no_more_stages_than_layers():
-    from xds.pipe.schedules.plan import SchedulePlan
-
     assert SchedulePlan("auto", 2, 0, 8, num_layers=8).placement.num_stages == 4
     assert SchedulePlan("auto", 2, 0, 8, num_layers=3).placement.num_stages == 2
     assert (
         SchedulePlan("auto", 4, 0, 8, num_layers=3).placement.num_stages == 4
     )  # the cut refuses it
+
+
+def test_a_file_is_read_once(tmp_path):
+    file = tmp_path / "table.csv"
+    file.write_text(GOOD)
+    plan = SchedulePlan(str(file), 2, 0, 2, 2)
+    file.unlink()
+    assert plan.table(2) is plan.table(2)
