@@ -201,3 +201,12 @@ def test_an_import_that_cannot_be_read_is_one_sentence(
     if name != "latest":
         with pytest.raises(xds.UsageError, match=says):
             xds.zero.load_weights(nn.Linear(1, 1), tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_an_import_waits_for_no_pipe(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "global_step1").mkdir()
+    (tmp_path / "latest").write_text("global_step1")
+    SPECIAL[kind][0](tmp_path / "global_step1" / "mp_rank_00_model_states.pt")
+    with pytest.raises(xds.UsageError, match="is not a file that torch.save wrote"):
+        import_checkpoint(tmp_path, tmp_path / "out")
